@@ -1,0 +1,1 @@
+//! The connection table: one for all workers, fixed in size, without locks.

@@ -1,0 +1,151 @@
+//! Where a judged packet goes: logical ports, next hops and the MAC addresses of both ends.
+//!
+//! A *logical port* is a pod (or the node, or an uplink); the queues that its packets come through belong
+//! to [`crate::io`]. Keeping the two apart leaves room for other ways to reach a pod.
+
+use std::fmt;
+
+use rustc_hash::FxHashMap;
+
+use crate::packet::Address;
+
+/// A logical port of this node. Small and dense: it indexes arrays.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[repr(transparent)]
+pub struct PortId(pub u16);
+
+impl PortId {
+    /// As an array index.
+    #[inline]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for PortId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// An Ethernet address in wire order.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Mac(pub [u8; 6]);
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl fmt::Debug for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// What stands behind a port.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PortKind {
+    /// The host side of a pod's veth: packets from it must carry one of the pod's addresses.
+    Pod,
+    /// The veth pair into the node's own stack: its sources are trusted, and it takes what no pod has.
+    Host,
+    /// A NIC or tunnel device from which packets for local pods come.
+    Uplink,
+}
+
+/// A port as the packet path needs it.
+#[derive(Clone, Debug)]
+pub struct Port {
+    /// What stands behind it.
+    pub kind: PortKind,
+    /// Source MAC of what is sent out of it.
+    pub own_mac: Mac,
+    /// Destination MAC of what is sent out of it.
+    pub peer_mac: Mac,
+    /// Largest IP packet that may be sent out of it, in octets, without the Ethernet header.
+    pub mtu: u16,
+    /// Addresses whose packets it may send; empty for host and uplink ports, which may send any.
+    pub addresses: Vec<Address>,
+}
+
+/// The forwarding table of one snapshot: which port an address is behind.
+#[derive(Clone, Debug, Default)]
+pub struct Forwarding {
+    ports: Vec<Option<Port>>,
+    pods: FxHashMap<Address, PortId>,
+    node: Vec<Address>,
+    host: Option<PortId>,
+}
+
+/// An address was given to two ports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "address {address} is on port {first} and on port {second}: one address belongs to one pod; correct the pods' status.podIPs"
+)]
+pub struct AddressTaken {
+    /// The address.
+    pub address: Address,
+    /// The port that has it.
+    pub first: PortId,
+    /// The port that was to get it too.
+    pub second: PortId,
+}
+
+impl Forwarding {
+    /// A table without ports for a node with these addresses: every packet is dropped.
+    pub fn new(node: impl IntoIterator<Item = Address>) -> Self {
+        Self { node: node.into_iter().collect(), ..Self::default() }
+    }
+
+    /// Adds a port under an identifier of the caller's choice; the last host port given is the one used.
+    pub fn insert(&mut self, id: PortId, port: Port) -> Result<(), AddressTaken> {
+        for &address in &port.addresses {
+            if let Some(&first) = self.pods.get(&address).filter(|&&first| first != id) {
+                return Err(AddressTaken { address, first, second: id });
+            }
+        }
+        for &address in &port.addresses {
+            self.pods.insert(address, id);
+        }
+        if port.kind == PortKind::Host {
+            self.host = Some(id);
+        }
+        if self.ports.len() <= id.index() {
+            self.ports.resize_with(id.index() + 1, || None);
+        }
+        self.ports[id.index()] = Some(port);
+        Ok(())
+    }
+
+    /// The port with this identifier.
+    #[inline]
+    pub fn port(&self, id: PortId) -> Option<&Port> {
+        self.ports.get(id.index())?.as_ref()
+    }
+
+    /// The port that a packet for `destination` leaves by: its pod's, else the host port.
+    #[inline]
+    pub fn next_hop(&self, destination: Address) -> Option<PortId> {
+        self.pods.get(&destination).copied().or(self.host)
+    }
+
+    /// The local pod's port that has this address.
+    #[inline]
+    pub fn pod_port(&self, address: Address) -> Option<PortId> {
+        self.pods.get(&address).copied()
+    }
+
+    /// Whether this is an address of the node itself.
+    #[inline]
+    pub fn is_node(&self, address: Address) -> bool {
+        self.node.contains(&address)
+    }
+
+    /// All ports with their identifiers, in order.
+    pub fn ports(&self) -> impl Iterator<Item = (PortId, &Port)> {
+        self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
+    }
+}

@@ -1,0 +1,16 @@
+//! Penstock's dataplane: all that touches a packet, and nothing that knows of Kubernetes.
+//!
+//! A packet's way: [`io`] hands a batch of frames to a [`worker`], which runs [`pipeline`]:
+//! parse ([`packet`]), find the connection ([`conntrack`]), else ask the policy ([`policy`]), then rewrite and
+//! forward ([`forward`]). What the workers must know of the world is one immutable [`Snapshot`].
+
+pub mod conntrack;
+pub mod forward;
+pub mod io;
+pub mod packet;
+pub mod pipeline;
+pub mod policy;
+mod snapshot;
+pub mod worker;
+
+pub use snapshot::{Epoch, Snapshot};

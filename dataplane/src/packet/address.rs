@@ -1,0 +1,154 @@
+//! One address type for both families.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// An IP address as the packet path keeps it: 128 bits in numeric order, IPv4 as IPv4-mapped IPv6
+/// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
+///
+/// One width means one flow key, one hash and one table for both families. A packet whose IPv6 header
+/// itself carries a mapped address is refused by the parser, so the two spaces never meet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(transparent)]
+pub struct Address(u128);
+
+/// `::ffff:0:0/96`.
+const MAPPED: u128 = 0xffff_0000_0000;
+
+impl Address {
+    /// From the four octets of an IPv4 header, in network order.
+    #[inline]
+    pub const fn from_v4_octets(octets: [u8; 4]) -> Self {
+        Self(MAPPED | u32::from_be_bytes(octets) as u128)
+    }
+
+    /// From the sixteen octets of an IPv6 header, in network order.
+    #[inline]
+    pub const fn from_v6_octets(octets: [u8; 16]) -> Self {
+        Self(u128::from_be_bytes(octets))
+    }
+
+    /// From the numeric value that [`Address::bits`] gives.
+    #[inline]
+    pub const fn from_bits(bits: u128) -> Self {
+        Self(bits)
+    }
+
+    /// The numeric value; the first octet on the wire is the most significant.
+    #[inline]
+    pub const fn bits(self) -> u128 {
+        self.0
+    }
+
+    /// Whether this is an IPv4 address.
+    #[inline]
+    pub const fn is_v4(self) -> bool {
+        self.0 >> 32 == MAPPED >> 32
+    }
+
+    /// The IPv4 address as a number, or `None` for IPv6.
+    #[inline]
+    pub const fn v4_bits(self) -> Option<u32> {
+        if self.is_v4() { Some(self.0 as u32) } else { None }
+    }
+
+    /// Multicast in either family, or the IPv4 limited broadcast address.
+    #[inline]
+    pub const fn is_multicast_or_broadcast(self) -> bool {
+        match self.v4_bits() {
+            Some(v4) => v4 >> 28 == 0xe || v4 == u32::MAX,
+            None => self.0 >> 120 == 0xff,
+        }
+    }
+
+    /// Link-local unicast: `169.254.0.0/16` (RFC 3927) or `fe80::/10` (RFC 4291).
+    #[inline]
+    pub const fn is_link_local(self) -> bool {
+        match self.v4_bits() {
+            Some(v4) => v4 >> 16 == 0xa9fe,
+            None => self.0 >> 118 == 0xfe80 >> 6,
+        }
+    }
+
+    /// Loopback or unspecified: never a valid address on a link.
+    #[inline]
+    pub const fn is_loopback_or_unspecified(self) -> bool {
+        match self.v4_bits() {
+            Some(v4) => v4 >> 24 == 127 || v4 >> 24 == 0,
+            None => self.0 <= 1,
+        }
+    }
+}
+
+impl From<IpAddr> for Address {
+    fn from(ip: IpAddr) -> Self {
+        match ip {
+            IpAddr::V4(v4) => Self::from_v4_octets(v4.octets()),
+            IpAddr::V6(v6) => Self::from_v6_octets(v6.octets()),
+        }
+    }
+}
+
+impl From<Address> for IpAddr {
+    fn from(address: Address) -> Self {
+        match address.v4_bits() {
+            Some(v4) => IpAddr::V4(Ipv4Addr::from_bits(v4)),
+            None => IpAddr::V6(Ipv6Addr::from_bits(address.0)),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        IpAddr::from(*self).fmt(f)
+    }
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_families_survive_the_round_trip() {
+        for text in ["10.1.2.3", "255.255.255.255", "0.0.0.0", "::1", "fd00::1", "fe80::1", "ff02::1"] {
+            let ip: IpAddr = text.parse().unwrap();
+            assert_eq!(IpAddr::from(Address::from(ip)), ip);
+            assert_eq!(Address::from(ip).to_string(), text);
+            assert_eq!(Address::from(ip).is_v4(), ip.is_ipv4());
+        }
+    }
+
+    #[test]
+    fn scopes_are_told_apart() {
+        // address, multicast or broadcast, link-local, loopback or unspecified
+        for (text, multicast, link_local, martian) in [
+            ("10.0.0.1", false, false, false),
+            ("224.0.0.1", true, false, false),
+            ("239.255.255.255", true, false, false),
+            ("240.0.0.1", false, false, false),
+            ("255.255.255.255", true, false, false),
+            ("169.254.1.1", false, true, false),
+            ("169.253.1.1", false, false, false),
+            ("127.0.0.1", false, false, true),
+            ("0.0.0.0", false, false, true),
+            ("fe80::1", false, true, false),
+            ("febf::1", false, true, false),
+            ("fec0::1", false, false, false),
+            ("ff02::1", true, false, false),
+            ("::", false, false, true),
+            ("::1", false, false, true),
+            ("fd00::1", false, false, false),
+        ] {
+            let address = Address::from(text.parse::<IpAddr>().unwrap());
+            assert_eq!(address.is_multicast_or_broadcast(), multicast, "{text}");
+            assert_eq!(address.is_link_local(), link_local, "{text}");
+            assert_eq!(address.is_loopback_or_unspecified(), martian, "{text}");
+        }
+    }
+}
