@@ -4,4 +4,5 @@
 //! rules with provenance) → `render` (tables for the workers) → published by `service`. The middle three are
 //! free of I/O and clock. `discovery` finds the pods' interfaces; `cli` holds one file a command.
 
+pub mod cli;
 pub mod model;

@@ -1,3 +1,7 @@
 //! The `penstock` command.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    penstock_control::cli::main()
+}

@@ -1,0 +1,25 @@
+//! `penstock completion`: completions for a shell.
+
+use std::io::{self, Write};
+
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+use super::Failure;
+
+/// Print a completion script for a shell
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock completion bash > /etc/bash_completion.d/penstock
+  source <(penstock completion zsh)")]
+pub(super) struct Args {
+    /// The shell
+    shell: Shell,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut super::Cli::command(), "penstock", &mut script);
+    io::stdout().write_all(&script).or_else(Failure::from_output)
+}

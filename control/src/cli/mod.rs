@@ -1,0 +1,48 @@
+//! The `penstock` command: one file a subcommand.
+//!
+//! Every subcommand is a module with `Args` (what clap reads, with its help) and `run(Args)`. Answers go to
+//! standard output, complaints to standard error as one line each. Exit codes: 0 all was done, 1 it was tried
+//! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad.
+
+mod completion;
+mod failure;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+pub use failure::Failure;
+
+/// NetworkPolicy in userspace, at packet rate.
+#[derive(Parser, Debug)]
+#[command(name = "penstock", version, about, max_term_width = 110, arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    Completion(completion::Args),
+}
+
+/// Reads the command line, runs the subcommand, and tells the process's exit code.
+pub fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Completion(args) => completion::run(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}
