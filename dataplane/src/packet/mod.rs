@@ -1,9 +1,15 @@
 //! A packet: parsed once into a validated view, named by its flow, rewritten in place.
 
 mod address;
+mod checksum;
 mod flow;
+mod parse;
+mod rewrite;
 mod transport;
 
 pub use address::Address;
+pub use checksum::Sum;
 pub use flow::{Flow, FlowKey, Orientation, Protocol};
+pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
+pub use rewrite::{NextHop, rewrite};
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

@@ -31,6 +31,13 @@ causes! {
     NotIp = "not_ip",
     /// More IPv6 extension headers than are followed, or one that is not known.
     ExtensionHeaders = "extension_headers",
+    /// Asks for a route of its sender's choosing (IPv4 source route, IPv6 routing header with segments left).
+    SourceRoute = "source_route",
+    /// An ICMP redirect: would change routes behind the policy's back.
+    Redirect = "redirect",
+    /// Neighbour discovery that the XDP program did not take for such: behind extension headers, or not from
+    /// the link (hop limit below 255).
+    NeighbourDiscovery = "neighbour_discovery",
     /// The IPv4 header checksum is wrong.
     HeaderChecksum = "header_checksum",
     /// The source address is not the pod's own.

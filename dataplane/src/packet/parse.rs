@@ -1,0 +1,404 @@
+//! From octets to a validated view: every length is checked here once, and nowhere after.
+
+use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
+
+use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
+use super::{Address, Flow, Protocol};
+use crate::pipeline::Cause;
+
+/// Octets of an Ethernet II header.
+pub const ETHERNET_LEN: usize = 14;
+/// IPv6 extension headers that are followed before giving up; a sender that needs more has no honest reason.
+const MAX_EXTENSION_HEADERS: usize = 6;
+
+/// A fragment's place in its datagram.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fragment {
+    /// Identification: 16 bits in IPv4, 32 in IPv6.
+    pub id: u32,
+    /// Offset of its payload in the datagram's, in octets.
+    pub offset: u16,
+    /// Whether more fragments follow.
+    pub more: bool,
+}
+
+/// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
+/// order and within it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    /// Start of the IP header.
+    pub network: u16,
+    /// Start of the transport header, behind IPv4 options and IPv6 extension headers.
+    pub transport: u16,
+    /// End of the IP packet; what follows in the frame is padding.
+    pub end: u16,
+}
+
+/// A packet whose headers have been validated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Packet {
+    /// Who talks to whom. For an ICMP error the outer packet's addresses, without ports.
+    pub flow: Flow,
+    /// What the connection table needs to know.
+    pub transport: Transport,
+    /// Where its parts are.
+    pub layout: Layout,
+    /// TTL or hop limit as received.
+    pub ttl: u8,
+    /// Set on fragments, the first one included.
+    pub fragment: Option<Fragment>,
+}
+
+impl Packet {
+    /// Length of the IP packet in octets.
+    #[inline]
+    pub fn ip_len(&self) -> u16 {
+        self.layout.end - self.layout.network
+    }
+}
+
+/// Parses a frame from its Ethernet header on.
+///
+/// # Errors
+/// The cause by which a packet that is not understood is dropped.
+#[inline]
+pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
+    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(Cause::Truncated) };
+    match EtherType(u16::from_be_bytes([ethertype[0], ethertype[1]])) {
+        EtherType::IPV4 => ipv4(frame, ETHERNET_LEN),
+        EtherType::IPV6 => ipv6(frame, ETHERNET_LEN),
+        _ => Err(Cause::NotIp),
+    }
+}
+
+/// What the network layer says of the transport layer.
+struct Network {
+    src: Address,
+    dst: Address,
+    protocol: Protocol,
+    layout: Layout,
+    ttl: u8,
+    fragment: Option<Fragment>,
+}
+
+fn ipv4(frame: &[u8], at: usize) -> Result<Packet, Cause> {
+    let bytes = &frame[at..];
+    let header = ipv4_header(bytes)?;
+    let total = usize::from(header.total_len());
+    if total < header.slice().len() {
+        return Err(Cause::Malformed);
+    }
+    if total > bytes.len() {
+        return Err(Cause::Truncated);
+    }
+    if super::checksum::Sum::default().add_bytes(header.slice()).folded() != 0xffff {
+        return Err(Cause::HeaderChecksum);
+    }
+    let options = &header.slice()[20..];
+    if !options.is_empty() {
+        check_ipv4_options(options)?;
+    }
+    let offset = header.fragments_offset().value() * 8;
+    let fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
+        id: u32::from(header.identification()),
+        offset,
+        more: header.more_fragments(),
+    });
+    transport(
+        frame,
+        Network {
+            src: Address::from_v4_octets(header.source()),
+            dst: Address::from_v4_octets(header.destination()),
+            protocol: Protocol(header.protocol().0),
+            layout: Layout {
+                network: at as u16,
+                transport: (at + header.slice().len()) as u16,
+                end: to_offset(at + total)?,
+            },
+            ttl: header.ttl(),
+            fragment,
+        },
+    )
+}
+
+fn ipv4_header(bytes: &[u8]) -> Result<Ipv4HeaderSlice<'_>, Cause> {
+    use etherparse::err::ipv4::HeaderSliceError;
+    Ipv4HeaderSlice::from_slice(bytes).map_err(|error| match error {
+        HeaderSliceError::Len(_) => Cause::Truncated,
+        HeaderSliceError::Content(_) => Cause::Malformed,
+    })
+}
+
+/// Walks the options: their lengths must fit, and none may route by the source's will (RFC 7126 section 4.3:
+/// a later router would take the packet past the destination that policy judged).
+fn check_ipv4_options(mut options: &[u8]) -> Result<(), Cause> {
+    const END: u8 = 0;
+    const NO_OPERATION: u8 = 1;
+    const LOOSE_SOURCE_ROUTE: u8 = 131;
+    const STRICT_SOURCE_ROUTE: u8 = 137;
+    loop {
+        options = match *options {
+            [] | [END, ..] => return Ok(()),
+            [NO_OPERATION, ref rest @ ..] => rest,
+            [LOOSE_SOURCE_ROUTE | STRICT_SOURCE_ROUTE, ..] => return Err(Cause::SourceRoute),
+            [_, length, ..] => match options.get(usize::from(length)..) {
+                Some(rest) if length >= 2 => rest,
+                _ => return Err(Cause::Malformed),
+            },
+            [_] => return Err(Cause::Malformed),
+        };
+    }
+}
+
+fn ipv6(frame: &[u8], at: usize) -> Result<Packet, Cause> {
+    let bytes = &frame[at..];
+    let header = ipv6_header(bytes)?;
+    let end = at + 40 + usize::from(header.payload_length());
+    if end > frame.len() {
+        return Err(Cause::Truncated);
+    }
+    let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
+    if src.is_v4() || dst.is_v4() {
+        // RFC 4942 section 2.2: mapped addresses have no place on the wire.
+        return Err(Cause::Malformed);
+    }
+    let chain = extension_headers(&frame[..end], at + 40, header.next_header().0)?;
+    transport(
+        frame,
+        Network {
+            src,
+            dst,
+            protocol: Protocol(chain.protocol),
+            layout: Layout { network: at as u16, transport: to_offset(chain.at)?, end: to_offset(end)? },
+            ttl: header.hop_limit(),
+            fragment: chain.fragment,
+        },
+    )
+}
+
+fn ipv6_header(bytes: &[u8]) -> Result<Ipv6HeaderSlice<'_>, Cause> {
+    use etherparse::err::ipv6::HeaderSliceError;
+    Ipv6HeaderSlice::from_slice(bytes).map_err(|error| match error {
+        HeaderSliceError::Len(_) => Cause::Truncated,
+        HeaderSliceError::Content(_) => Cause::Malformed,
+    })
+}
+
+/// The end of a chain of IPv6 extension headers.
+struct Chain {
+    protocol: u8,
+    at: usize,
+    fragment: Option<Fragment>,
+}
+
+/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header.
+fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain, Cause> {
+    const HOP_BY_HOP: u8 = 0;
+    const ROUTING: u8 = 43;
+    const FRAGMENT: u8 = 44;
+    const DESTINATION: u8 = 60;
+    const AUTHENTICATION: u8 = 51;
+    let mut fragment = None;
+    for count in 0..=MAX_EXTENSION_HEADERS {
+        if !matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION | AUTHENTICATION) {
+            return Ok(Chain { protocol: next, at, fragment });
+        }
+        if next == HOP_BY_HOP && count > 0 {
+            return Err(Cause::ExtensionHeaders);
+        }
+        let Some(&[following, length, a, b, c, d, e, f]) = packet.get(at..at + 8) else {
+            return Err(Cause::Truncated);
+        };
+        let octets = match next {
+            FRAGMENT if fragment.is_some() => return Err(Cause::ExtensionHeaders),
+            FRAGMENT => {
+                let word = u16::from_be_bytes([a, b]);
+                let this = Fragment { id: u32::from_be_bytes([c, d, e, f]), offset: word & !7, more: word & 1 == 1 };
+                // RFC 6946: an atomic fragment is a whole packet.
+                fragment = (this.offset > 0 || this.more).then_some(this);
+                8
+            }
+            // RFC 5095 and RFC 8754: a router named by the source would take it past the judged destination.
+            ROUTING if b > 0 => return Err(Cause::SourceRoute),
+            AUTHENTICATION => (usize::from(length) + 2) * 4,
+            _ => (usize::from(length) + 1) * 8,
+        };
+        at += octets;
+        if at > packet.len() {
+            return Err(Cause::Truncated);
+        }
+        next = following;
+        if fragment.is_some_and(|fragment| fragment.offset > 0) {
+            return Ok(Chain { protocol: next, at, fragment });
+        }
+    }
+    Err(Cause::ExtensionHeaders)
+}
+
+/// Offsets are kept in 16 bits; no frame is that long.
+fn to_offset(offset: usize) -> Result<u16, Cause> {
+    u16::try_from(offset).map_err(|_| Cause::TooBig)
+}
+
+fn transport(frame: &[u8], network: Network) -> Result<Packet, Cause> {
+    let Network { src, dst, protocol, layout, ttl, fragment } = network;
+    let mut flow = Flow { src, dst, protocol, src_port: 0, dst_port: 0 };
+    if fragment.is_some_and(|fragment| fragment.offset > 0) {
+        return Ok(Packet { flow, transport: Transport::LaterFragment, layout, ttl, fragment });
+    }
+    let bytes = &frame[usize::from(layout.transport)..usize::from(layout.end)];
+    let transport = match protocol {
+        Protocol::TCP => tcp(bytes, &mut flow)?,
+        Protocol::UDP => udp(bytes, &mut flow, fragment.is_some())?,
+        Protocol::SCTP => sctp(bytes, &mut flow)?,
+        Protocol::ICMP if src.is_v4() => icmp(bytes, &mut flow, layout.transport)?,
+        Protocol::ICMPV6 if !src.is_v4() => icmpv6(bytes, &mut flow, layout.transport)?,
+        _ => Transport::Other,
+    };
+    Ok(Packet { flow, transport, layout, ttl, fragment })
+}
+
+#[inline]
+fn set_ports(bytes: &[u8], flow: &mut Flow) -> Result<(), Cause> {
+    let Some(&[a, b, c, d]) = bytes.get(..4) else { return Err(Cause::Truncated) };
+    (flow.src_port, flow.dst_port) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
+    Ok(())
+}
+
+#[inline]
+fn tcp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
+    let Some(fixed) = bytes.first_chunk::<20>() else { return Err(Cause::Truncated) };
+    set_ports(fixed, flow)?;
+    let header_len = usize::from(fixed[12] >> 4) * 4;
+    if header_len < 20 {
+        return Err(Cause::Malformed);
+    }
+    let Some(options) = bytes.get(20..header_len) else { return Err(Cause::Truncated) };
+    let flags = TcpFlags(fixed[13]);
+    Ok(Transport::Tcp(TcpSegment {
+        seq: u32::from_be_bytes([fixed[4], fixed[5], fixed[6], fixed[7]]),
+        ack: u32::from_be_bytes([fixed[8], fixed[9], fixed[10], fixed[11]]),
+        window: u16::from_be_bytes([fixed[14], fixed[15]]),
+        flags,
+        payload_len: (bytes.len() - header_len) as u16,
+        window_scale: if flags.contains(TcpFlags::SYN) { window_scale(options) } else { None },
+    }))
+}
+
+/// The window-scale option's shift count, at most 14 (RFC 7323 section 2.3).
+fn window_scale(mut options: &[u8]) -> Option<u8> {
+    loop {
+        options = match *options {
+            [] | [0, ..] => return None,
+            [1, ref rest @ ..] => rest,
+            [3, 3, shift, ..] => return Some(shift.min(14)),
+            [_, length, ..] if length >= 2 => options.get(usize::from(length)..)?,
+            _ => return None,
+        };
+    }
+}
+
+#[inline]
+fn udp(bytes: &[u8], flow: &mut Flow, first_fragment: bool) -> Result<Transport, Cause> {
+    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
+    set_ports(header, flow)?;
+    let length = usize::from(u16::from_be_bytes([header[4], header[5]]));
+    if length < 8 {
+        return Err(Cause::Malformed);
+    }
+    if length > bytes.len() && !first_fragment {
+        return Err(Cause::Truncated);
+    }
+    Ok(Transport::Udp)
+}
+
+fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
+    // Common header and the first chunk's type; a packet without a chunk is none (RFC 9260 section 3).
+    let Some(header) = bytes.first_chunk::<16>() else { return Err(Cause::Truncated) };
+    set_ports(header, flow)?;
+    let chunk = match header[12] {
+        1 => SctpChunk::Init,
+        2 => SctpChunk::InitAck,
+        6 => SctpChunk::Abort,
+        7 => SctpChunk::Shutdown,
+        8 => SctpChunk::ShutdownAck,
+        10 => SctpChunk::CookieEcho,
+        11 => SctpChunk::CookieAck,
+        14 => SctpChunk::ShutdownComplete,
+        _ => SctpChunk::Other,
+    };
+    let tag = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
+    Ok(Transport::Sctp { chunk, tag })
+}
+
+fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
+    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
+    match header[0] {
+        8 => Ok(echo(header, flow, Transport::EchoRequest)),
+        0 => Ok(echo(header, flow, Transport::EchoReply)),
+        // Unreachable, time exceeded, parameter problem. Source quench is deprecated (RFC 6633).
+        3 | 11 | 12 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
+        // A redirect would change routes behind the policy's back.
+        5 => Err(Cause::Redirect),
+        _ => Ok(Transport::Other),
+    }
+}
+
+fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
+    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
+    match header[0] {
+        128 => Ok(echo(header, flow, Transport::EchoRequest)),
+        129 => Ok(echo(header, flow, Transport::EchoReply)),
+        // Unreachable, packet too big, time exceeded, parameter problem.
+        1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
+        137 => Err(Cause::Redirect),
+        // RFC 4861: what is honest of these went to the kernel before it came here.
+        133..=136 => Err(Cause::NeighbourDiscovery),
+        _ => Ok(Transport::Other),
+    }
+}
+
+fn echo(header: &[u8; 8], flow: &mut Flow, kind: Transport) -> Transport {
+    let id = u16::from_be_bytes([header[4], header[5]]);
+    (flow.src_port, flow.dst_port) = (id, id);
+    kind
+}
+
+/// The flow of the packet that an ICMP error quotes, or `None` where too little of it is there.
+///
+/// `quoted_at` is the offset of the quoted IP header. Eight octets behind it are what RFC 792 promises: ports
+/// and echo identifiers, but not a whole header, so nothing else is looked at.
+pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow> {
+    let frame = frame.get(..usize::from(packet.layout.end))?;
+    let at = usize::from(quoted_at);
+    let quoted = frame.get(at..)?;
+    let (src, dst, protocol, transport) = if packet.flow.src.is_v4() {
+        let header = ipv4_header(quoted).ok()?;
+        if header.fragments_offset().value() > 0 {
+            return None;
+        }
+        let (src, dst) = (Address::from_v4_octets(header.source()), Address::from_v4_octets(header.destination()));
+        (src, dst, header.protocol().0, at + header.slice().len())
+    } else {
+        let header = ipv6_header(quoted).ok()?;
+        let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
+        let chain = extension_headers(frame, at + 40, header.next_header().0).ok()?;
+        if chain.fragment.is_some_and(|fragment| fragment.offset > 0) {
+            return None;
+        }
+        (src, dst, chain.protocol, chain.at)
+    };
+    let mut flow = Flow { src, dst, protocol: Protocol(protocol), src_port: 0, dst_port: 0 };
+    let bytes = frame.get(transport..)?.first_chunk::<8>()?;
+    match flow.protocol {
+        protocol if protocol.has_ports() => set_ports(bytes, &mut flow).ok()?,
+        Protocol::ICMP | Protocol::ICMPV6 => {
+            let id = u16::from_be_bytes([bytes[4], bytes[5]]);
+            if matches!((flow.protocol, bytes[0]), (Protocol::ICMP, 0 | 8) | (Protocol::ICMPV6, 128 | 129)) {
+                (flow.src_port, flow.dst_port) = (id, id);
+            }
+        }
+        _ => {}
+    }
+    Some(flow)
+}

@@ -1,0 +1,145 @@
+//! What forwarding changes in a frame: MACs, TTL or hop limit, and checksums that the sender left open.
+
+use super::checksum::{finish_partial, finish_sctp, updated};
+use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport};
+use crate::forward::Mac;
+
+/// The Ethernet addresses that a forwarded frame gets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NextHop {
+    /// Destination MAC.
+    pub peer: Mac,
+    /// Source MAC.
+    pub own: Mac,
+}
+
+/// Makes a frame that [`super::parse`] gave `packet` for ready to leave towards `hop`.
+///
+/// The TTL or hop limit is taken down by one, so it must be at least 2; whether it is was decided before.
+#[inline]
+pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
+    frame[..6].copy_from_slice(&hop.peer.0);
+    frame[6..12].copy_from_slice(&hop.own.0);
+    let network = usize::from(packet.layout.network);
+    if packet.flow.src.is_v4() {
+        decrement_ttl(&mut frame[network..network + 20]);
+    } else {
+        frame[network + 7] -= 1;
+    }
+    finish_checksum(frame, packet);
+}
+
+/// TTL less one, header checksum updated (RFC 1624).
+#[inline]
+fn decrement_ttl(header: &mut [u8]) {
+    let before = u16::from_be_bytes([header[8], header[9]]);
+    let after = before - 0x0100;
+    let field = u16::from_be_bytes([header[10], header[11]]);
+    header[8] = (after >> 8) as u8;
+    header[10..12].copy_from_slice(&updated(field, before, after).to_be_bytes());
+}
+
+/// Finishes a checksum that the sending stack left to its device. Fragments are never left open: a stack
+/// finishes the checksum before it splits the datagram.
+#[inline]
+fn finish_checksum(frame: &mut [u8], packet: &Packet) {
+    if packet.fragment.is_some() {
+        return;
+    }
+    let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
+    let transport = &mut frame[start..end];
+    let field_at = match packet.transport {
+        Transport::Tcp(_) => 16,
+        Transport::Udp => 6,
+        Transport::Sctp { .. } => {
+            finish_sctp(transport);
+            return;
+        }
+        _ => return,
+    };
+    let protocol: Protocol = packet.flow.protocol;
+    let pseudo = Sum::pseudo_header(packet.flow.src, packet.flow.dst, protocol, (end - start) as u16);
+    finish_partial(transport, field_at, pseudo, protocol);
+}
+
+const _: () = assert!(ETHERNET_LEN == 14, "the MACs are written at octets 0 to 12");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::packet::parse;
+    use etherparse::{PacketBuilder, SlicedPacket};
+
+    const HOP: NextHop = NextHop { peer: Mac([2, 0, 0, 0, 0, 2]), own: Mac([2, 0, 0, 0, 0, 1]) };
+
+    fn frames() -> Vec<(&'static str, Vec<u8>)> {
+        let payload = [7u8; 33];
+        let ethernet = || PacketBuilder::ethernet2([1; 6], [9; 6]);
+        let mut frames = Vec::new();
+        let mut add = |name, write: &dyn Fn(&mut Vec<u8>)| {
+            let mut frame = Vec::new();
+            write(&mut frame);
+            frames.push((name, frame));
+        };
+        add("TCP over IPv4", &|out| {
+            ethernet().ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64).tcp(1000, 80, 5, 100).write(out, &payload).unwrap()
+        });
+        add("UDP over IPv4", &|out| {
+            ethernet().ipv4([10, 0, 0, 1], [10, 0, 0, 2], 2).udp(1000, 53).write(out, &payload).unwrap()
+        });
+        add("TCP over IPv6", &|out| {
+            ethernet().ipv6([0xfd; 16], [0xfc; 16], 64).tcp(1000, 80, 5, 100).write(out, &payload).unwrap()
+        });
+        add("UDP over IPv6", &|out| {
+            ethernet().ipv6([0xfd; 16], [0xfc; 16], 255).udp(1000, 53).write(out, &payload).unwrap()
+        });
+        frames
+    }
+
+    #[test]
+    fn a_forwarded_frame_differs_in_macs_ttl_and_header_checksum_alone() {
+        for (name, before) in frames() {
+            let mut after = before.clone();
+            let packet = parse(&before).unwrap();
+            rewrite(&mut after, &packet, HOP);
+            let reparsed = parse(&after).unwrap_or_else(|cause| panic!("{name}: {cause}"));
+            assert_eq!(after[..12], [HOP.peer.0, HOP.own.0].concat(), "{name}");
+            assert_eq!(reparsed.ttl, packet.ttl - 1, "{name}");
+            assert_eq!((reparsed.flow, reparsed.transport), (packet.flow, packet.transport), "{name}");
+            assert_eq!(
+                after[34 + if packet.flow.src.is_v4() { 0 } else { 20 }..],
+                before[34 + if packet.flow.src.is_v4() { 0 } else { 20 }..],
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_checksum_that_the_sender_left_open_is_finished() {
+        for (name, whole) in frames() {
+            let packet = parse(&whole).unwrap();
+            let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
+            let field = start + if packet.flow.protocol == Protocol::TCP { 16 } else { 6 };
+            let pseudo =
+                Sum::pseudo_header(packet.flow.src, packet.flow.dst, packet.flow.protocol, (end - start) as u16);
+            let mut partial = whole.clone();
+            partial[field..field + 2].copy_from_slice(&pseudo.folded().to_be_bytes());
+            rewrite(&mut partial, &packet, HOP);
+            assert_eq!(partial[field..field + 2], whole[field..field + 2], "{name}");
+            assert!(SlicedPacket::from_ethernet(&partial).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn padding_behind_the_packet_is_not_summed() {
+        let (_, mut frame) = frames().swap_remove(1);
+        let whole = frame.clone();
+        frame.extend([0xaa; 20]);
+        let packet = parse(&frame).unwrap();
+        let pseudo = Sum::pseudo_header(packet.flow.src, packet.flow.dst, Protocol::UDP, 8 + 33);
+        frame[40..42].copy_from_slice(&pseudo.folded().to_be_bytes());
+        rewrite(&mut frame, &packet, HOP);
+        assert_eq!(frame[40..42], whole[40..42]);
+        assert_eq!(frame[whole.len()..], [0xaa; 20]);
+    }
+}
