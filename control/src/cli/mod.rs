@@ -4,6 +4,7 @@
 //! standard output, complaints to standard error as one line each. Exit codes: 0 all was done, 1 it was tried
 //! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad.
 
+mod check;
 mod completion;
 mod failure;
 
@@ -23,12 +24,14 @@ pub struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    Check(check::Args),
     Completion(completion::Args),
 }
 
 /// Reads the command line, runs the subcommand, and tells the process's exit code.
 pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
+        Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
     };
     match outcome {

@@ -1,0 +1,242 @@
+//! The daemon's configuration: TOML, every key checked where it is read, unknown keys refused.
+//!
+//! `configs/penstock.toml` shows every key with its default. A problem is told in one line that names file,
+//! line, key, value and mend.
+
+mod read;
+mod values;
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+pub use read::ConfigError;
+pub use values::{Cores, FrameSize, InterfaceName, Memory, NodeName, Refused, Time};
+
+/// All that `penstock run` is told.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The name of this machine's Node object: pods with this `spec.nodeName` are local.
+    pub node: NodeName,
+    /// Further addresses of this node. Those on its interfaces and in its Node object are known anyway.
+    #[serde(default)]
+    pub node_addresses: Vec<IpAddr>,
+    /// NICs and tunnel devices on which packets for local pods arrive.
+    #[serde(default)]
+    pub uplinks: Vec<InterfaceName>,
+    /// What becomes of a pod's packet when no worker takes it.
+    #[serde(default)]
+    pub on_miss: OnMiss,
+    /// Where objects come from.
+    pub source: Source,
+    /// The threads that move packets.
+    #[serde(default)]
+    pub workers: Workers,
+    /// The memory that all frames live in.
+    #[serde(default)]
+    pub umem: Umem,
+    /// The connection table.
+    #[serde(default)]
+    pub conntrack: Conntrack,
+    /// The veth pair into the node's own stack.
+    #[serde(default)]
+    pub host_port: HostPort,
+    /// What the workers do with a packet.
+    #[serde(default)]
+    pub dataplane: Dataplane,
+    /// What is logged, and how.
+    #[serde(default)]
+    pub log: Log,
+}
+
+/// Where objects come from.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// A directory of manifests; a relative path is meant from the directory of the config file.
+    pub manifests: PathBuf,
+}
+
+/// What becomes of a pod's packet that no worker takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnMiss {
+    /// It is dropped: without a worker nothing passes.
+    #[default]
+    Drop,
+    /// It goes to the kernel, which knows no policy.
+    Pass,
+}
+
+/// The threads that move packets (`[workers]`).
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Workers {
+    /// One worker is pinned to each of these; none given: one, on the last core that this process may use.
+    pub cores: Option<Cores>,
+    /// How a worker waits for packets.
+    pub polling: Polling,
+    /// How long an adaptive worker spins without a packet before it sleeps.
+    pub spin: Time,
+}
+
+impl Default for Workers {
+    fn default() -> Self {
+        Self { cores: None, polling: Polling::Adaptive, spin: Time::microseconds(50) }
+    }
+}
+
+/// How a worker waits for packets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Polling {
+    /// Spins while packets come, sleeps in poll(2) when none do.
+    #[default]
+    Adaptive,
+    /// Spins always: lowest delay, a core each at 100 %.
+    Busy,
+}
+
+/// The memory that all frames live in (`[umem]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Umem {
+    /// How many frames; not together with `memory`.
+    pub frames: Option<u32>,
+    /// How much memory; not together with `frames`.
+    pub memory: Option<Memory>,
+    /// Octets a frame.
+    pub frame_size: FrameSize,
+    /// Whether it lies on huge pages.
+    pub huge_pages: HugePages,
+}
+
+/// What the UMEM takes when neither `frames` nor `memory` is given: room for 110 pods.
+const DEFAULT_MEMORY: Memory = Memory::mebibytes(256);
+
+impl Umem {
+    /// How many frames there are to be.
+    pub fn frame_count(&self) -> u32 {
+        self.frames.unwrap_or_else(|| {
+            let octets = self.memory.unwrap_or(DEFAULT_MEMORY).octets();
+            (octets / u64::from(self.frame_size.octets())).try_into().unwrap_or(u32::MAX)
+        })
+    }
+}
+
+/// Whether huge pages are used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HugePages {
+    /// When there are any free.
+    #[default]
+    Auto,
+    /// Never.
+    Never,
+}
+
+/// The connection table (`[conntrack]`).
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Conntrack {
+    /// How many connections it holds; 64 octets each.
+    pub entries: u32,
+}
+
+impl Default for Conntrack {
+    fn default() -> Self {
+        Self { entries: 1 << 18 }
+    }
+}
+
+/// The veth pair into the node's own stack (`[host_port]`).
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HostPort {
+    /// The node's end: the node's routes to its pods point into it.
+    pub node: InterfaceName,
+    /// The workers' end.
+    pub workers: InterfaceName,
+    /// The routing table that holds those routes; consulted before the node's main table.
+    pub table: u32,
+    /// Preference of the routing rule that points to that table, below the main table's 32766.
+    pub rule: u32,
+}
+
+impl Default for HostPort {
+    fn default() -> Self {
+        let name = |name: &str| InterfaceName::try_from(name.to_owned()).expect("a valid name");
+        Self { node: name("penstock-host"), workers: name("penstock0"), table: 11_200, rule: 90 }
+    }
+}
+
+/// What the workers do with a packet (`[dataplane]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Dataplane {
+    /// All of it, or forwarding alone.
+    pub mode: Mode,
+}
+
+/// How much of the packet path is walked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Policy, connections, forwarding.
+    #[default]
+    Full,
+    /// Forwarding alone, for benchmarks: **no policy is enforced**.
+    Forward,
+}
+
+/// What is logged, and how (`[log]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Log {
+    /// From which level on.
+    pub level: LogLevel,
+    /// In which form.
+    pub format: LogFormat,
+}
+
+/// A level of the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogLevel {
+    /// What ends the service or leaves a pod without network.
+    Error,
+    /// What somebody should look at.
+    Warn,
+    /// What changed.
+    #[default]
+    Info,
+    /// Each step.
+    Debug,
+    /// All there is.
+    Trace,
+}
+
+impl From<LogLevel> for tracing::Level {
+    fn from(level: LogLevel) -> Self {
+        match level {
+            LogLevel::Error => Self::ERROR,
+            LogLevel::Warn => Self::WARN,
+            LogLevel::Info => Self::INFO,
+            LogLevel::Debug => Self::DEBUG,
+            LogLevel::Trace => Self::TRACE,
+        }
+    }
+}
+
+/// A form of the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// One line of text an event.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}

@@ -1,0 +1,290 @@
+//! From a file's text to a [`Config`], and from a problem to its line.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use toml::de::DeTable;
+
+use super::values::{Refused, refused};
+use super::{Config, InterfaceName};
+
+/// A config file that cannot be used. One line: file, line, key, value, mend.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: cannot be read ({error}); give --config a readable file", .path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        error: std::io::Error,
+    },
+    /// The file can be read, but a key or its value is wrong.
+    #[error("{}:{line}: {what}", .path.display())]
+    Wrong {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// Key, value and mend.
+        what: String,
+    },
+}
+
+/// A problem at a place in the text.
+struct Problem {
+    at: Range<usize>,
+    what: String,
+}
+
+impl Config {
+    /// Reads and validates the file at `path`.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text =
+            fs::read_to_string(path).map_err(|error| ConfigError::Unreadable { path: path.to_owned(), error })?;
+        Self::parse(&text, path)
+    }
+
+    /// Validates `text`, which is said to come from `path`: relative paths in it start at `path`'s directory.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let mut config =
+            read(text).and_then(|config| config.consistent(text)).map_err(|problem| ConfigError::Wrong {
+                path: path.to_owned(),
+                line: 1 + text.as_bytes()[..problem.at.start.min(text.len())].iter().filter(|&&b| b == b'\n').count(),
+                what: problem.what,
+            })?;
+        if let Some(directory) = path.parent() {
+            config.source.manifests = directory.join(&config.source.manifests);
+        }
+        Ok(config)
+    }
+
+    /// What no single key can tell: that the values fit one another.
+    fn consistent(self, text: &str) -> Result<Self, Problem> {
+        let wrong = |key: &[&str], why: Refused| Err(problem_at(text, key, &why.to_string()));
+        if self.umem.frames.is_some() && self.umem.memory.is_some() {
+            return wrong(
+                &["umem", "frames"],
+                refused!("umem.memory says how many frames there are too; leave one of the two out"),
+            );
+        }
+        if self.umem.frame_count() < MIN_FRAMES {
+            let (key, least) = match self.umem.frames {
+                Some(_) => ("frames", MIN_FRAMES.to_string()),
+                None => ("memory", format!("{}KiB", MIN_FRAMES / 1024 * self.umem.frame_size.octets())),
+            };
+            return wrong(&["umem", key], refused!("too little for one port's rings; give at least {least}"));
+        }
+        if self.conntrack.entries < MIN_CONNECTIONS {
+            return wrong(&["conntrack", "entries"], refused!("too few; give at least {MIN_CONNECTIONS}"));
+        }
+        if self.host_port.node == self.host_port.workers {
+            return wrong(&["host_port", "node"], refused!("both ends of the pair have this name; give two names"));
+        }
+        let ends: [&InterfaceName; 2] = [&self.host_port.node, &self.host_port.workers];
+        if let Some(name) = self.uplinks.iter().find(|name| ends.contains(name)) {
+            return wrong(&["uplinks"], refused!("{name} is an end of the host port; take it out of the list"));
+        }
+        if let Some((_, name)) = self.uplinks.iter().enumerate().find(|(i, name)| self.uplinks[..*i].contains(name)) {
+            return wrong(&["uplinks"], refused!("{name} is named twice; name each uplink once"));
+        }
+        if matches!(self.host_port.table, 0 | 253..=255) {
+            return wrong(
+                &["host_port", "table"],
+                refused!("the kernel's own table; give a number that nobody else uses"),
+            );
+        }
+        if !(1..32_766).contains(&self.host_port.rule) {
+            return wrong(&["host_port", "rule"], refused!("not before the main table's rule; give 1 to 32765"));
+        }
+        Ok(self)
+    }
+}
+
+/// Fewest frames that a port's rings can be filled from.
+const MIN_FRAMES: u32 = 8_192;
+/// Fewest entries of the connection table.
+const MIN_CONNECTIONS: u32 = 1_024;
+
+fn read(text: &str) -> Result<Config, Problem> {
+    let syntax = |error: toml::de::Error| Problem {
+        at: error.span().unwrap_or(0..0),
+        what: format!("not TOML: {}; mend the syntax", one_line(error.message())),
+    };
+    let deserializer = toml::Deserializer::parse(text).map_err(syntax)?;
+    serde_path_to_error::deserialize(deserializer).map_err(|error| {
+        let key = error.path().to_string();
+        let key = if key == "." { String::new() } else { key };
+        let inner = error.into_inner();
+        let at = inner.span().unwrap_or(0..0);
+        let what = explain(text, &key, at.clone(), inner.message());
+        Problem { at, what }
+    })
+}
+
+/// The line about a key that serde refused.
+fn explain(text: &str, key: &str, at: Range<usize>, message: &str) -> String {
+    let message = one_line(message);
+    if let Some(rest) = message.strip_prefix("unknown field ") {
+        let (name, known) = rest.split_once(", ").unwrap_or((rest, "there is none to set here"));
+        let known = known.trim_start_matches("expected ").trim_start_matches("one of ").replace('`', "");
+        let name = name.trim_matches('`');
+        let parent = key.strip_suffix(name).unwrap_or(key).trim_end_matches('.');
+        let full = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
+        return format!("{full}: unknown key; take it out, or use one of: {known}");
+    }
+    if let Some(name) = message.strip_prefix("missing field ") {
+        let dot = if key.is_empty() { "" } else { "." };
+        return format!("{key}{dot}{}: missing; add this key", name.trim_matches('`'));
+    }
+    let value = one_line(text.get(at).unwrap_or_default());
+    let message = message
+        .strip_prefix("unknown variant ")
+        .and_then(|rest| rest.split_once(", expected "))
+        .map(|(_, known)| format!("not known; use {}", known.replace('`', "\"")))
+        .unwrap_or(message);
+    format!("{key} = {value}: {message}")
+}
+
+/// The problem `why` of a key that is there, else of the top of the file.
+fn problem_at(text: &str, key: &[&str], why: &str) -> Problem {
+    let found = DeTable::parse(text).ok().and_then(|root| {
+        let (last, tables) = key.split_last()?;
+        let mut table = root.into_inner();
+        for name in tables {
+            let toml::de::DeValue::Table(inner) = table.remove(*name)?.into_inner() else { return None };
+            table = inner;
+        }
+        Some(table.get(*last)?.span())
+    });
+    let key = key.join(".");
+    match found {
+        Some(at) => Problem { what: format!("{key} = {}: {why}", one_line(&text[at.clone()])), at },
+        None => Problem { at: 0..0, what: format!("{key} (default): {why}") },
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::*;
+    use super::*;
+
+    const LEAST: &str = "node = \"worker-1\"\n[source]\nmanifests = \"manifests\"\n";
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(text, Path::new("/etc/penstock/penstock.toml"))
+    }
+
+    #[test]
+    fn each_bad_key_is_told_in_one_line_with_file_line_key_value_and_mend() {
+        let cases = [
+            ("", ":1: node: missing; add this key"),
+            ("node = \"a\"\n", ":1: source: missing; add this key"),
+            ("node = \"a\"\n[source]\n", ":2: source.manifests: missing; add this key"),
+            ("node = \"a\n", ":1: not TOML: "),
+            ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; give the metadata.name"),
+            ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
+            ("nod = \"a\"\n", ":1: nod: unknown key; take it out, or use one of: node, node_addresses, uplinks"),
+        ];
+        let with_least = [
+            (
+                "[workers]\ncorse = [1]\n",
+                ":5: workers.corse: unknown key; take it out, or use one of: cores, polling, spin",
+            ),
+            ("[workers]\ncores = []\n", ":5: workers.cores = []: no core given; name at least one"),
+            ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is named twice"),
+            ("[workers]\ncores = [-1]\n", ":5: workers.cores[0] = -1: invalid value: integer `-1`, expected u16"),
+            (
+                "[workers]\npolling = \"lazy\"\n",
+                ":5: workers.polling = \"lazy\": not known; use \"adaptive\" or \"busy\"",
+            ),
+            ("[workers]\nspin = \"5 parsecs\"\n", ":5: workers.spin = \"5 parsecs\": not a length of time; write"),
+            ("[umem]\nframe_size = 3000\n", ":5: umem.frame_size = 3000: frames are 2048 or 4096 octets"),
+            ("[umem]\nmemory = \"lots\"\n", ":5: umem.memory = \"lots\": not an amount of memory; write"),
+            (
+                "[umem]\nmemory = \"1MiB\"\n",
+                ":5: umem.memory = \"1MiB\": too little for one port's rings; give at least 16384KiB",
+            ),
+            ("[umem]\nframes = 12\n", ":5: umem.frames = 12: too little for one port's rings; give at least 8192"),
+            ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
+            ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
+            (
+                "[host_port]\nnode = \"a-name-too-long-for-linux\"\n",
+                ":5: host_port.node = \"a-name-too-long-for-linux\": not an",
+            ),
+            ("[host_port]\nnode = \"penstock0\"\n", ":5: host_port.node = \"penstock0\": both ends of the pair"),
+            ("[host_port]\ntable = 254\n", ":5: host_port.table = 254: the kernel's own table; give"),
+            ("[host_port]\nrule = 0\n", ":5: host_port.rule = 0: not before the main table's rule; give"),
+            ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": not known; use one of \"error\", \"warn\""),
+            ("[dataplane]\nmode = \"fast\"\n", ":5: dataplane.mode = \"fast\": not known; use \"full\" or \"forward\""),
+        ];
+        let before = [
+            ("on_miss = \"shrug\"\n", ":1: on_miss = \"shrug\": not known; use \"drop\" or \"pass\""),
+            ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
+            ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),
+            ("node_addresses = [\"10.0.0.300\"]\n", ":1: node_addresses[0] = \"10.0.0.300\": invalid IP address"),
+        ];
+        let all = cases.map(|(text, line)| (text.to_owned(), line)).into_iter();
+        let all = all.chain(with_least.map(|(text, line)| (format!("{LEAST}{text}"), line)));
+        for (text, expected) in all.chain(before.map(|(text, line)| (format!("{text}{LEAST}"), line))) {
+            let told = parse(&text).expect_err(&text).to_string();
+            let full = format!("/etc/penstock/penstock.toml{expected}");
+            assert!(told.starts_with(&full), "{text}\n told {told}\n not  {full}");
+            assert!(!told.contains('\n'), "{told}");
+        }
+    }
+
+    #[test]
+    fn the_least_file_gives_the_defaults() {
+        let config = parse(LEAST).unwrap();
+        assert_eq!(config.node.as_str(), "worker-1");
+        assert_eq!(config.source.manifests, Path::new("/etc/penstock/manifests"), "relative to the file");
+        assert_eq!(config.on_miss, OnMiss::Drop);
+        assert_eq!(config.dataplane.mode, Mode::Full);
+        assert_eq!(config.umem.frame_count(), 131_072);
+        assert_eq!(config.umem.frame_size.largest_packet(), 1778);
+    }
+
+    #[test]
+    fn the_annotated_file_sets_nothing_but_defaults() {
+        let shipped = include_str!("../../../../configs/penstock.toml");
+        // Each commented-out key stands there with its default: set, they must change nothing.
+        let set: String = shipped
+            .lines()
+            .map(|line| match line.strip_prefix('#') {
+                Some(rest) if rest.starts_with(|c: char| c.is_ascii_lowercase() || c == '[') => format!("{rest}\n"),
+                _ => format!("{line}\n"),
+            })
+            .collect();
+        assert!(set.lines().filter(|line| line.contains(" = ")).count() > 12, "keys were found: {set}");
+        let mut set = parse(&set).unwrap();
+        assert_eq!(set.umem.memory.take(), Some(DEFAULT_MEMORY));
+        assert_eq!(set, parse(shipped).unwrap());
+    }
+
+    #[test]
+    fn every_unit_is_read() {
+        for (text, microseconds) in
+            [("7us", 7), ("7 ms", 7_000), ("2s", 2_000_000), ("1m", 60_000_000), ("5d", 432_000_000_000u64)]
+        {
+            assert_eq!(Time::try_from(text.to_owned()).unwrap().duration().as_micros() as u64, microseconds);
+        }
+        for (text, octets) in [("4KiB", 4096), ("3 MiB", 3 << 20), ("2GiB", 2u64 << 30)] {
+            assert_eq!(Memory::try_from(text.to_owned()).unwrap().octets(), octets);
+        }
+        for text in ["", "s", "-3s", "3", "99999999999s"] {
+            assert!(Time::try_from(text.to_owned()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let told = Config::load(Path::new("/nowhere/penstock.toml")).unwrap_err().to_string();
+        assert!(told.starts_with("/nowhere/penstock.toml: cannot be read (No such file"), "{told}");
+    }
+}

@@ -1,0 +1,225 @@
+//! The values that a config key can hold: each is checked where it is read, so that a [`super::Config`] that
+//! exists is one that can be run.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+/// Why a value was refused: says the mend; key, value and line are added by the reader of the file.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Refused(String);
+
+macro_rules! refused {
+    ($($argument:tt)+) => { Refused::new(format!($($argument)+)) };
+}
+pub(super) use refused;
+
+impl Refused {
+    pub(super) fn new(why: String) -> Self {
+        Self(why)
+    }
+}
+
+/// Name of a Node object: a DNS subdomain name (RFC 1123), at most 253 octets.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct NodeName(String);
+
+impl NodeName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for NodeName {
+    type Error = Refused;
+
+    fn try_from(name: String) -> Result<Self, Refused> {
+        let part = |part: &str| {
+            let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+            part.bytes().all(|byte| inner(byte) || byte == b'-')
+                && part.bytes().next().is_some_and(inner)
+                && part.bytes().next_back().is_some_and(inner)
+        };
+        if name.len() <= 253 && name.split('.').all(part) {
+            Ok(Self(name))
+        } else {
+            Err(refused!("not a node's name; give the metadata.name of this machine's Node object, such as worker-1"))
+        }
+    }
+}
+
+impl fmt::Display for NodeName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Name of a network interface: 1 to 15 octets without white space or `/` (`dev_valid_name` in net/core/dev.c).
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct InterfaceName(String);
+
+impl InterfaceName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for InterfaceName {
+    type Error = Refused;
+
+    fn try_from(name: String) -> Result<Self, Refused> {
+        let octet = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b':';
+        if (1..=15).contains(&name.len()) && name != "." && name != ".." && name.bytes().all(octet) {
+            Ok(Self(name))
+        } else {
+            Err(refused!("not an interface's name; give 1 to 15 characters without space, / or :"))
+        }
+    }
+}
+
+impl fmt::Display for InterfaceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The cores that workers are pinned to: at least one, each once.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "Vec<u16>")]
+pub struct Cores(Vec<u16>);
+
+impl Cores {
+    /// Their numbers, as in `/proc/cpuinfo`, in the order given.
+    pub fn numbers(&self) -> &[u16] {
+        &self.0
+    }
+}
+
+impl TryFrom<Vec<u16>> for Cores {
+    type Error = Refused;
+
+    fn try_from(cores: Vec<u16>) -> Result<Self, Refused> {
+        if cores.is_empty() {
+            return Err(refused!("no core given; name at least one, or leave the key out"));
+        }
+        match cores.iter().enumerate().find(|(index, core)| cores[..*index].contains(core)) {
+            Some((_, core)) => Err(refused!("core {core} is named twice; name each core once")),
+            None => Ok(Self(cores)),
+        }
+    }
+}
+
+/// Octets of a frame of the UMEM: what AF_XDP takes in aligned mode, 2048 or 4096 (`xdp_umem_reg` in
+/// net/xdp/xdp_umem.c: a power of two from 2048 to the page size).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "u32")]
+pub struct FrameSize(u32);
+
+/// What the kernel keeps free before a packet (`XDP_PACKET_HEADROOM`).
+const HEADROOM: u32 = 256;
+/// An Ethernet header.
+const ETHERNET: u32 = 14;
+
+impl FrameSize {
+    /// In octets.
+    pub const fn octets(self) -> u32 {
+        self.0
+    }
+
+    /// The largest IP packet that a frame holds.
+    pub const fn largest_packet(self) -> u32 {
+        self.0 - HEADROOM - ETHERNET
+    }
+}
+
+impl Default for FrameSize {
+    fn default() -> Self {
+        Self(2048)
+    }
+}
+
+impl TryFrom<u32> for FrameSize {
+    type Error = Refused;
+
+    fn try_from(octets: u32) -> Result<Self, Refused> {
+        match octets {
+            2048 | 4096 => Ok(Self(octets)),
+            _ => Err(refused!("frames are 2048 or 4096 octets; give one of the two")),
+        }
+    }
+}
+
+/// An amount of memory, written `256MiB`, `1GiB` or `4096KiB`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Memory(u64);
+
+impl Memory {
+    /// So many MiB.
+    pub const fn mebibytes(count: u64) -> Self {
+        Self(count << 20)
+    }
+
+    /// In octets.
+    pub const fn octets(self) -> u64 {
+        self.0
+    }
+}
+
+impl TryFrom<String> for Memory {
+    type Error = Refused;
+
+    fn try_from(text: String) -> Result<Self, Refused> {
+        [("KiB", 10), ("MiB", 20), ("GiB", 30)]
+            .into_iter()
+            .find_map(|(unit, shift)| {
+                text.strip_suffix(unit)?.trim_end().parse::<u32>().ok().map(|n| (n as u64) << shift)
+            })
+            .map(Self)
+            .ok_or_else(|| refused!("not an amount of memory; write a number and KiB, MiB or GiB, such as 256MiB"))
+    }
+}
+
+/// A length of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Time(Duration);
+
+impl Time {
+    /// So many microseconds.
+    pub const fn microseconds(count: u64) -> Self {
+        Self(Duration::from_micros(count))
+    }
+
+    /// As the standard library has it.
+    pub const fn duration(self) -> Duration {
+        self.0
+    }
+}
+
+impl TryFrom<String> for Time {
+    type Error = Refused;
+
+    fn try_from(text: String) -> Result<Self, Refused> {
+        let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+        let unit = match text[digits..].trim_start() {
+            "us" => 1,
+            "ms" => 1_000,
+            "s" => 1_000_000,
+            "m" => 60_000_000,
+            "h" => 3_600_000_000,
+            "d" => 86_400_000_000,
+            _ => 0,
+        };
+        match text[..digits].parse::<u32>() {
+            Ok(count) if unit > 0 => Ok(Self(Duration::from_micros(count as u64 * unit))),
+            _ => Err(refused!("not a length of time; write a number and us, ms, s, m, h or d, such as 30s")),
+        }
+    }
+}

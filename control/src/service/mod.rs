@@ -1,0 +1,3 @@
+//! The node service: what `penstock run` runs.
+
+pub mod config;
