@@ -62,7 +62,7 @@ pub struct Pod {
     pub host_network: bool,
     /// Succeeded or Failed: its address may already be another pod's.
     pub finished: bool,
-    /// Named container ports.
+    /// Named container ports; a name occurs once a protocol.
     pub ports: Vec<NamedPort>,
 }
 
@@ -96,6 +96,9 @@ pub struct NetworkPolicy {
     pub key: ObjectKey,
     /// Which pods of its namespace it selects.
     pub pod_selector: Selector,
+    /// Whether it isolates the pods that it selects. A policy of `extensions/v1beta1` does not: there only the
+    /// namespace's annotation isolates, and a policy adds what is allowed then.
+    pub isolates: bool,
     /// Its ingress rules, where it isolates for ingress (no rules: nothing is allowed).
     pub ingress: Option<Vec<Rule>>,
     /// Its egress rules, where it isolates for egress.

@@ -1,0 +1,109 @@
+//! What can be wrong with a field.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::FieldPath;
+
+/// A field that makes its object invalid.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{field}: {problem}")]
+pub struct Invalid {
+    /// The field, from the object's root.
+    pub field: FieldPath,
+    /// What is wrong with it.
+    pub problem: Problem,
+}
+
+/// What is wrong with a field: names the value and the remedy in one line.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Problem {
+    /// A required field is not there.
+    #[error("is missing: {0}")]
+    Missing(&'static str),
+    /// A name that does not keep its syntax.
+    #[error("{value:?} is no valid {what}: {rule}")]
+    Name {
+        /// The name.
+        value: String,
+        /// What it names.
+        what: &'static str,
+        /// The syntax.
+        rule: &'static str,
+    },
+    /// Not an address.
+    #[error("{0:?} is not an IP address: write it as 10.0.0.1 or fd00::1")]
+    Address(String),
+    /// An address that no pod or node can have.
+    #[error("{0} cannot be the address of a pod or node: use a unicast address that is not loopback")]
+    NotUnicast(IpAddr),
+    /// An IPv4 address or block in IPv6's notation, which two address families could claim.
+    #[error("{0:?} is an IPv4-mapped IPv6 address: write it as IPv4")]
+    Mapped(String),
+    /// Not a block.
+    #[error("{0:?} is not a CIDR block: write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8")]
+    Cidr(String),
+    /// An except that is not inside its block.
+    #[error("{except} is not strictly inside cidr {cidr}: take it out, or name a smaller part of {cidr}")]
+    ExceptOutside {
+        /// The except.
+        except: IpNet,
+        /// Its block.
+        cidr: IpNet,
+    },
+    /// A peer without any of its three fields.
+    #[error("is an empty peer: give it podSelector, namespaceSelector or ipBlock")]
+    EmptyPeer,
+    /// A peer with a block and a selector.
+    #[error("has ipBlock beside {0}: put them into two peers")]
+    BlockBesideSelector(&'static str),
+    /// A port number out of range.
+    #[error("{0} is no port number: use 1 to 65535")]
+    PortNumber(i32),
+    /// An endPort below its port.
+    #[error("{end} is below port {port}: use {port} to 65535")]
+    EndBelowPort {
+        /// First port.
+        port: u16,
+        /// The endPort.
+        end: i32,
+    },
+    /// An endPort without a port.
+    #[error("{0} has no port to start from: give port a number")]
+    EndWithoutPort(i32),
+    /// An endPort beside a named port.
+    #[error("{end} is beside the named port {name:?}: a range needs a number as its port")]
+    EndWithName {
+        /// The endPort.
+        end: i32,
+        /// The port's name.
+        name: String,
+    },
+    /// A protocol that a policy or a container port cannot name.
+    #[error("{0:?} is no protocol of a port: use TCP, UDP or SCTP")]
+    Protocol(String),
+    /// A policy type that does not exist.
+    #[error("{0:?} is no policy type: use Ingress or Egress")]
+    PolicyType(String),
+    /// An operator that does not exist.
+    #[error("{0:?} is no operator: use In, NotIn, Exists or DoesNotExist")]
+    Operator(String),
+    /// `In` or `NotIn` without values.
+    #[error("operator {0} needs at least one value")]
+    NoValues(&'static str),
+    /// `Exists` or `DoesNotExist` with values.
+    #[error("operator {0} takes no values: take them out, or use In or NotIn")]
+    UnwantedValues(&'static str),
+    /// The annotation of a namespace is not the JSON that the proposal defines.
+    #[error("is not the isolation that v1beta1 defines ({0}): write {{\"ingress\":{{\"isolation\":\"DefaultDeny\"}}}}")]
+    Annotation(String),
+    /// A field that v1beta1 did not have.
+    #[error("is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1")]
+    NotInV1Beta1,
+    /// A peer with both selectors, which v1beta1 did not have.
+    #[error(
+        "has podSelector beside namespaceSelector: extensions/v1beta1 takes exactly one, networking.k8s.io/v1 both"
+    )]
+    OneSelectorInV1Beta1,
+}

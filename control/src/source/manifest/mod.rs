@@ -1,0 +1,3 @@
+//! Objects from manifest files.
+
+mod tree;
