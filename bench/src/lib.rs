@@ -1,1 +1,6 @@
-//! The testbed that the demo, the system tests and the benchmarks share: a node in network namespaces.
+//! What the demo, the system tests and the benchmarks share.
+//!
+//! [`testbed`] builds nodes and pods out of network namespaces, [`probe`] sends real traffic between them.
+
+pub mod probe;
+pub mod testbed;

@@ -1,0 +1,214 @@
+//! One try of one probe, without blocking, so that a thread drives many.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use socket2::{Domain, Socket, Type};
+
+use super::server::reply_to;
+use super::{Outcome, Probe, Protocol};
+use crate::testbed::Namespace;
+
+/// Octets of a request's random payload.
+const PAYLOAD: usize = 16;
+/// Octets of an ICMP echo message before its payload (RFC 792, RFC 4443 section 4.1).
+const ECHO_HEADER: usize = 8;
+const ECHO_REQUEST_V4: u8 = 8;
+const ECHO_REPLY_V4: u8 = 0;
+const ECHO_REQUEST_V6: u8 = 128;
+const ECHO_REPLY_V6: u8 = 129;
+
+/// A try under way, or its outcome.
+pub(super) struct Attempt {
+    socket: Socket,
+    started: Instant,
+    state: State,
+    request: Vec<u8>,
+    expected: Vec<u8>,
+    received: Vec<u8>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Connecting,
+    Awaiting,
+    Done(Outcome),
+}
+
+impl Attempt {
+    /// Opens a socket in the calling thread's namespace and sends the first packet.
+    pub(super) fn start(probe: &Probe) -> io::Result<Self> {
+        let payload: [u8; PAYLOAD] = rand::random();
+        let v6 = probe.destination.is_ipv6();
+        let (kind, protocol, port) = match probe.protocol {
+            Protocol::Tcp(port) => (Type::STREAM, None, port),
+            Protocol::Udp(port) => (Type::DGRAM, None, port),
+            Protocol::Icmp if v6 => (Type::DGRAM, Some(socket2::Protocol::ICMPV6), 0),
+            Protocol::Icmp => (Type::DGRAM, Some(socket2::Protocol::ICMPV4), 0),
+        };
+        let (request, expected) = match probe.protocol {
+            Protocol::Icmp => (echo_request(v6, &payload), payload.to_vec()),
+            _ => (payload.to_vec(), reply_to(probe.to as u32, &payload)),
+        };
+        let socket = Socket::new(if v6 { Domain::IPV6 } else { Domain::IPV4 }, kind, protocol)?;
+        socket.set_nonblocking(true)?;
+        if kind == Type::STREAM {
+            // Closing with a reset keeps thousands of probes from filling the machine with TIME_WAIT.
+            socket.set_linger(Some(Duration::ZERO))?;
+        }
+        let address = SocketAddr::new(probe.destination, port);
+        let connected = socket.connect(&address.into());
+        let mut attempt =
+            Self { socket, started: Instant::now(), state: State::Connecting, request, expected, received: Vec::new() };
+        match connected {
+            Ok(()) => attempt.send(),
+            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+            Err(error) => attempt.fail(&error),
+        }
+        Ok(attempt)
+    }
+
+    /// What came of it, once something did.
+    pub(super) fn outcome(&self) -> Option<Outcome> {
+        match self.state {
+            State::Done(outcome) => Some(outcome),
+            State::Connecting | State::Awaiting => None,
+        }
+    }
+
+    fn waits_for(&self) -> Option<PollFlags> {
+        match self.state {
+            State::Connecting => Some(PollFlags::POLLOUT),
+            State::Awaiting => Some(PollFlags::POLLIN),
+            State::Done(_) => None,
+        }
+    }
+
+    fn advance(&mut self) {
+        match self.state {
+            State::Connecting => match self.socket.take_error() {
+                Ok(None) => self.send(),
+                Ok(Some(error)) | Err(error) => self.fail(&error),
+            },
+            State::Awaiting => self.receive(),
+            State::Done(_) => {}
+        }
+    }
+
+    fn send(&mut self) {
+        match (&self.socket).write(&self.request) {
+            Ok(length) if length == self.request.len() => self.state = State::Awaiting,
+            Ok(_) => self.state = State::Done(Outcome::Wrong),
+            Err(error) => self.fail(&error),
+        }
+    }
+
+    fn receive(&mut self) {
+        let mut buffer = [0; 512];
+        match (&self.socket).read(&mut buffer) {
+            Ok(0) => self.state = State::Done(Outcome::Wrong),
+            Ok(length) => {
+                self.received.extend_from_slice(self.payload_of(&buffer[..length]));
+                if self.received == self.expected {
+                    self.state = State::Done(Outcome::Reached);
+                } else if !self.expected.starts_with(&self.received) {
+                    self.state = State::Done(Outcome::Wrong);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => self.fail(&error),
+        }
+    }
+
+    /// Of a datagram of an ICMP socket, which starts at the ICMP header, an echo reply's payload.
+    fn payload_of<'a>(&self, datagram: &'a [u8]) -> &'a [u8] {
+        match (self.request.len() > PAYLOAD, datagram.first()) {
+            (false, _) => datagram,
+            (true, Some(&(ECHO_REPLY_V4 | ECHO_REPLY_V6))) => datagram.get(ECHO_HEADER..).unwrap_or_default(),
+            (true, _) => &[],
+        }
+    }
+
+    fn fail(&mut self, error: &io::Error) {
+        self.state = State::Done(match error.raw_os_error() {
+            Some(libc::ECONNREFUSED) => Outcome::Refused,
+            Some(errno) => Outcome::Failed(errno),
+            None => Outcome::Wrong,
+        });
+    }
+}
+
+fn echo_request(v6: bool, payload: &[u8]) -> Vec<u8> {
+    // The kernel fills in identifier and checksum; the sequence number may be anything.
+    let mut message = vec![0; ECHO_HEADER];
+    message[0] = if v6 { ECHO_REQUEST_V6 } else { ECHO_REQUEST_V4 };
+    message[7] = 1;
+    message.extend_from_slice(payload);
+    message
+}
+
+/// Advances all attempts until each has an outcome or the deadline has passed.
+pub(super) fn drive(attempts: &mut [Attempt], deadline: Instant) -> Result<()> {
+    while wait(attempts, deadline)? {}
+    Ok(())
+}
+
+/// Waits until one of them can go on, and lets it; false when none waits or the deadline has passed.
+fn wait(attempts: &mut [Attempt], deadline: Instant) -> Result<bool> {
+    let waiting: Vec<(usize, PollFlags)> =
+        attempts.iter().enumerate().filter_map(|(index, attempt)| Some((index, attempt.waits_for()?))).collect();
+    let left = deadline.saturating_duration_since(Instant::now());
+    if waiting.is_empty() || left.is_zero() {
+        return Ok(false);
+    }
+    let mut polled: Vec<PollFd> =
+        waiting.iter().map(|&(index, flags)| PollFd::new(attempts[index].socket.as_fd(), flags)).collect();
+    // Rounded up to whole milliseconds, lest the last one be spun away.
+    let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
+    match poll(&mut polled, timeout) {
+        Ok(_) | Err(nix::Error::EINTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let ready: Vec<usize> = waiting
+        .iter()
+        .zip(&polled)
+        .filter(|(_, polled)| polled.any().unwrap_or(true))
+        .map(|(&(index, _), _)| index)
+        .collect();
+    for index in ready {
+        attempts[index].advance();
+    }
+    Ok(true)
+}
+
+/// Keeps trying a probe, a new attempt every `interval`, until one is answered; returns when the first that was
+/// answered had been started, or nothing once `limit` has passed.
+pub fn time_until_reached(
+    namespace: &Namespace,
+    (identity, destination): (u32, IpAddr),
+    protocol: Protocol,
+    interval: Duration,
+    limit: Duration,
+) -> Result<Option<Instant>> {
+    /// Attempts older than this have failed: their first packet was dropped.
+    const OLDEST: Duration = Duration::from_millis(200);
+    let probe = Probe { from: 0, to: identity as usize, destination, protocol };
+    namespace.run(|| {
+        let deadline = Instant::now() + limit;
+        let mut attempts: Vec<Attempt> = Vec::new();
+        while Instant::now() < deadline {
+            attempts.retain(|attempt| attempt.started.elapsed() < OLDEST);
+            attempts.push(Attempt::start(&probe)?);
+            drive(&mut attempts, Instant::now() + interval)?;
+            let reached = attempts.iter().find(|attempt| attempt.outcome() == Some(Outcome::Reached));
+            if let Some(attempt) = reached {
+                return Ok(Some(attempt.started));
+            }
+        }
+        Ok(None)
+    })
+}

@@ -1,0 +1,207 @@
+//! Real traffic between sites, and what came of it.
+//!
+//! A probe is one exchange: a request with a random payload and a reply that proves who answered and that the
+//! request arrived as it was sent. Nothing that comes back within the patience counts as denied.
+
+mod attempt;
+mod flow;
+mod server;
+
+use std::fmt;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::testbed::{Namespace, Node, Outside, Pod};
+use attempt::Attempt;
+pub use attempt::time_until_reached;
+pub use flow::Flow;
+pub use server::{Servers, Service};
+
+/// Where probes start and end: a namespace with its addresses.
+#[derive(Clone)]
+pub struct Site {
+    /// What to call it.
+    pub name: String,
+    /// Where its sockets are.
+    pub namespace: Namespace,
+    /// Where it is reached.
+    pub addresses: Vec<IpAddr>,
+}
+
+impl Site {
+    /// Its address of a family.
+    pub fn address(&self, v6: bool) -> Option<IpAddr> {
+        self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
+    }
+}
+
+impl From<&Pod> for Site {
+    fn from(pod: &Pod) -> Self {
+        Self { name: pod.name().into(), namespace: pod.namespace().clone(), addresses: pod.addresses().to_vec() }
+    }
+}
+
+impl From<&Node> for Site {
+    fn from(node: &Node) -> Self {
+        Self { name: "node".into(), namespace: node.namespace().clone(), addresses: node.addresses().to_vec() }
+    }
+}
+
+impl From<&Outside> for Site {
+    fn from(outside: &Outside) -> Self {
+        let addresses = outside.addresses().to_vec();
+        Self { name: "outside".into(), namespace: outside.namespace().clone(), addresses }
+    }
+}
+
+/// What a probe sends.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Protocol {
+    /// Connects to this port, exchanges some octets and closes.
+    Tcp(u16),
+    /// A datagram to this port and its reply.
+    Udp(u16),
+    /// An echo request of the address's family.
+    Icmp,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(port) => write!(f, "TCP {port}"),
+            Self::Udp(port) => write!(f, "UDP {port}"),
+            Self::Icmp => f.write_str("ICMP"),
+        }
+    }
+}
+
+/// One exchange to try: from one site to an address of another, both named by their index.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Probe {
+    /// Index of the site that asks.
+    pub from: usize,
+    /// Index of the site that should answer.
+    pub to: usize,
+    /// The address asked.
+    pub destination: IpAddr,
+    /// What is sent.
+    pub protocol: Protocol,
+}
+
+/// What came of a probe.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Outcome {
+    /// The right site answered with the right payload.
+    Reached,
+    /// The destination's kernel refused: the packet did arrive, but nothing listens there.
+    Refused,
+    /// Nothing came back in time.
+    Silent,
+    /// Something came back, and it was not what was asked for.
+    Wrong,
+    /// The kernel said no, with this errno; a route that is not there, for one.
+    Failed(i32),
+}
+
+impl Outcome {
+    /// Whether the packet arrived at its destination.
+    pub fn arrived(self) -> bool {
+        matches!(self, Self::Reached | Self::Refused)
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Reached => f.write_str("reached"),
+            Self::Refused => f.write_str("refused by the destination's kernel"),
+            Self::Silent => f.write_str("no answer"),
+            Self::Wrong => f.write_str("a wrong answer"),
+            Self::Failed(errno) => write!(f, "failed: {}", std::io::Error::from_raw_os_error(*errno)),
+        }
+    }
+}
+
+/// How long a probe waits before nothing means denied.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// For each attempt.
+    pub timeout: Duration,
+    /// How many attempts are made while nothing comes back.
+    pub attempts: u32,
+}
+
+impl Default for Patience {
+    /// Three attempts of 300 ms: a busy machine delays a packet, it does not delay three.
+    fn default() -> Self {
+        Self { timeout: Duration::from_millis(300), attempts: 3 }
+    }
+}
+
+/// Every pair of two different sites, over every family that the destination has and these protocols.
+pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
+    let mut probes = Vec::new();
+    for from in 0..sites.len() {
+        for (to, site) in sites.iter().enumerate().filter(|&(to, _)| to != from) {
+            for &destination in &site.addresses {
+                probes.extend(protocols.iter().map(|&protocol| Probe { from, to, destination, protocol }));
+            }
+        }
+    }
+    probes
+}
+
+/// Sends all probes at once and waits for the last; outcomes are in the order of the probes.
+///
+/// The sites need running [`Servers`] whose identity is the site's index.
+pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
+    let mut outcomes = vec![Outcome::Silent; probes.len()];
+    std::thread::scope(|scope| {
+        let sources: Vec<_> = (0..sites.len())
+            .map(|from| {
+                let mine: Vec<_> = probes.iter().enumerate().filter(|(_, probe)| probe.from == from).collect();
+                let namespace = &sites[from].namespace;
+                scope.spawn(move || {
+                    let probes = mine.iter().map(|(_, probe)| **probe).collect::<Vec<_>>();
+                    let results = namespace.run(|| run_here(&probes, patience))?;
+                    Ok(mine.iter().map(|(index, _)| *index).zip(results).collect::<Vec<_>>())
+                })
+            })
+            .collect();
+        for source in sources {
+            let results: Result<_> = source.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            for (index, outcome) in results? {
+                outcomes[index] = outcome;
+            }
+        }
+        Ok(outcomes)
+    })
+}
+
+/// Runs one probe from a site.
+pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: Patience) -> Result<Outcome> {
+    let probe = Probe { from: 0, to: to.0 as usize, destination: to.1, protocol };
+    let outcomes = from.namespace.run(|| run_here(&[probe], patience))?;
+    outcomes.first().copied().context("one probe has one outcome")
+}
+
+fn run_here(probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
+    let mut outcomes = vec![Outcome::Silent; probes.len()];
+    let mut open: Vec<usize> = (0..probes.len()).collect();
+    for _ in 0..patience.attempts {
+        let start = Instant::now();
+        let mut attempts =
+            open.iter().map(|&index| Attempt::start(&probes[index])).collect::<std::io::Result<Vec<_>>>()?;
+        attempt::drive(&mut attempts, start + patience.timeout)?;
+        for (&index, attempt) in open.iter().zip(&attempts) {
+            outcomes[index] = attempt.outcome().unwrap_or(Outcome::Silent);
+        }
+        open.retain(|&index| outcomes[index] == Outcome::Silent);
+        if open.is_empty() {
+            break;
+        }
+    }
+    Ok(outcomes)
+}

@@ -1,0 +1,161 @@
+//! The other end of the probes: echo servers that tell who they are.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::Site;
+
+/// What a site serves, on each of its addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Service {
+    /// Echoes a stream: first the server's identity, then what comes, inverted.
+    Tcp(u16),
+    /// Echoes datagrams: each reply is the server's identity and the request, inverted.
+    Udp(u16),
+}
+
+/// What a server with this identity answers to a request.
+pub(super) fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
+    let mut reply = identity.to_be_bytes().to_vec();
+    reply.extend(request.iter().map(|octet| !octet));
+    reply
+}
+
+/// The running servers of one site; they end when this is dropped.
+pub struct Servers {
+    stop: Arc<EventFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Servers {
+    /// Starts them. They listen when this returns. `identity` is what they say they are.
+    pub fn start(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+        let sockets = site.namespace.run(|| Sockets::bind(site, identity, services))?;
+        let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let stopped = stop.clone();
+        let thread = site.namespace.spawn("servers", move || sockets.serve(&stopped))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+
+    /// Starts them on every site, each with its index as identity.
+    pub fn start_all(sites: &[Site], services: &[Service]) -> Result<Vec<Self>> {
+        (0u32..).zip(sites).map(|(identity, site)| Self::start(site, identity, services)).collect()
+    }
+}
+
+impl Drop for Servers {
+    fn drop(&mut self) {
+        // An event counter that was written once cannot be full, and a thread that panicked said so itself.
+        let _ = self.stop.write(1);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+struct Sockets {
+    identity: u32,
+    listeners: Vec<TcpListener>,
+    datagrams: Vec<UdpSocket>,
+    streams: Vec<TcpStream>,
+}
+
+impl Sockets {
+    fn bind(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+        let mut sockets = Self { identity, listeners: Vec::new(), datagrams: Vec::new(), streams: Vec::new() };
+        for &address in &site.addresses {
+            for service in services {
+                sockets
+                    .open(service, address)
+                    .with_context(|| format!("{} cannot serve {service:?} on {address}", site.name))?;
+            }
+        }
+        Ok(sockets)
+    }
+
+    fn open(&mut self, service: &Service, address: std::net::IpAddr) -> io::Result<()> {
+        match *service {
+            Service::Tcp(port) => {
+                let listener = TcpListener::bind(SocketAddr::new(address, port))?;
+                listener.set_nonblocking(true)?;
+                self.listeners.push(listener);
+            }
+            Service::Udp(port) => {
+                let socket = UdpSocket::bind(SocketAddr::new(address, port))?;
+                socket.set_nonblocking(true)?;
+                self.datagrams.push(socket);
+            }
+        }
+        Ok(())
+    }
+
+    fn serve(mut self, stop: &EventFd) {
+        loop {
+            let ready = match self.wait(stop) {
+                Ok(ready) => ready,
+                Err(nix::Error::EINTR) => continue,
+                Err(error) => panic!("cannot poll the servers' sockets: {error}"),
+            };
+            let (stopped, ready) = ready.split_first().expect("the stop event is polled first");
+            if *stopped {
+                return;
+            }
+            let (listeners, rest) = ready.split_at(self.listeners.len());
+            let (datagrams, streams) = rest.split_at(self.datagrams.len());
+            let mut streams = streams.iter();
+            let identity = self.identity;
+            self.streams.retain_mut(|stream| !streams.next().is_some_and(|ready| *ready) || echo(stream));
+            for (socket, _) in self.datagrams.iter().zip(datagrams).filter(|(_, ready)| **ready) {
+                answer(socket, identity);
+            }
+            for (listener, _) in self.listeners.iter().zip(listeners).filter(|(_, ready)| **ready) {
+                self.streams.extend(accept(listener, identity));
+            }
+        }
+    }
+
+    fn wait(&self, stop: &EventFd) -> nix::Result<Vec<bool>> {
+        let mut polled: Vec<PollFd> = std::iter::once(stop.as_fd())
+            .chain(self.listeners.iter().map(AsFd::as_fd))
+            .chain(self.datagrams.iter().map(AsFd::as_fd))
+            .chain(self.streams.iter().map(AsFd::as_fd))
+            .map(|fd| PollFd::new(fd, PollFlags::POLLIN))
+            .collect();
+        poll(&mut polled, PollTimeout::NONE)?;
+        Ok(polled.iter().map(|fd| fd.any().unwrap_or(true)).collect())
+    }
+}
+
+/// Echoes what a stream has; false once it is to be closed.
+fn echo(stream: &mut TcpStream) -> bool {
+    let mut buffer = [0; 4096];
+    match stream.read(&mut buffer) {
+        Ok(0) => false,
+        Ok(length) => {
+            buffer[..length].iter_mut().for_each(|octet| *octet = !*octet);
+            stream.write_all(&buffer[..length]).is_ok()
+        }
+        Err(error) => error.kind() == ErrorKind::WouldBlock,
+    }
+}
+
+fn answer(socket: &UdpSocket, identity: u32) {
+    let mut buffer = [0; 4096];
+    while let Ok((length, from)) = socket.recv_from(&mut buffer) {
+        // A reply that cannot be sent is a reply that does not arrive: the probe sees it.
+        let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
+    }
+}
+
+fn accept(listener: &TcpListener, identity: u32) -> Option<TcpStream> {
+    let (mut stream, _) = listener.accept().ok()?;
+    stream.set_nonblocking(true).ok()?;
+    stream.set_nodelay(true).ok()?;
+    stream.write_all(&reply_to(identity, &[])).ok()?;
+    Some(stream)
+}

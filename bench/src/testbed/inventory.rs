@@ -1,0 +1,75 @@
+//! What this process has on the machine: to show that it leaves nothing.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::namespace::{DIRECTORY, owner};
+use super::netlink::{Netlink, network_state};
+
+/// Namespaces and child processes of this process, links, addresses and routes of the machine, and what is
+/// pinned in the BPF file system: two of them, before and after, must not differ.
+///
+/// Namespaces and processes of others are left out, since others may come and go meanwhile.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Inventory {
+    items: BTreeSet<String>,
+}
+
+impl Inventory {
+    /// Takes it now, from the calling thread's network namespace.
+    pub fn take() -> Result<Self> {
+        let mut items: BTreeSet<String> = network_state(&Netlink::open_here()?)?.into_iter().collect();
+        items.extend(own_namespaces().map(|name| format!("namespace {name}")));
+        items.extend(own_children().map(|process| format!("process {process}")));
+        pinned(Path::new("/sys/fs/bpf"), &mut items);
+        Ok(Self { items })
+    }
+
+    /// What is here and not in `earlier`, or the other way round, a line each.
+    pub fn difference(&self, earlier: &Self) -> Vec<String> {
+        let more = self.items.difference(&earlier.items).map(|item| format!("left behind: {item}"));
+        let less = earlier.items.difference(&self.items).map(|item| format!("gone: {item}"));
+        more.chain(less).collect()
+    }
+
+    /// How many things were looked at.
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether there is nothing at all.
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+}
+
+fn own_namespaces() -> impl Iterator<Item = String> {
+    let entries = fs::read_dir(DIRECTORY).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| owner(name) == Some(std::process::id()))
+}
+
+fn own_children() -> impl Iterator<Item = String> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let processes = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    processes.filter(|&process| parent(process) == Some(std::process::id())).map(|process| process.to_string())
+}
+
+/// The parent of a process: the second field after its name, which is in parentheses and may hold anything
+/// (proc_pid_stat(5)).
+fn parent(process: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+}
+
+fn pinned(directory: &Path, items: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        items.insert(format!("pinned {}", entry.path().display()));
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            pinned(&entry.path(), items);
+        }
+    }
+}

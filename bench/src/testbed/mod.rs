@@ -1,0 +1,19 @@
+//! A node and its pods made of network namespaces and veth pairs, wired as the `ptp` CNI plugin does it.
+//!
+//! Everything here is undone when its value is dropped, when the thread that holds it panics, and when the
+//! process is ended by SIGINT, SIGTERM or SIGHUP. What a process that was killed left behind is swept by the
+//! next one that starts. Names carry the process id and a counter, so that tests run in parallel.
+//!
+//! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and no command of the system: neither `ip` nor `sysctl`.
+
+mod cleanup;
+mod inventory;
+mod namespace;
+mod netlink;
+mod node;
+
+pub use cleanup::Guard;
+pub use inventory::Inventory;
+pub use namespace::{DIRECTORY, Namespace};
+pub use netlink::{Netlink, network_state};
+pub use node::{Gateways, Node, Outside, Pod};

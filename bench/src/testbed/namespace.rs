@@ -1,0 +1,185 @@
+//! Network namespaces that go when they are dropped.
+
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+
+use super::cleanup::Guard;
+use super::netlink::Netlink;
+
+/// Where namespaces are bound, as `ip netns` does it.
+pub const DIRECTORY: &str = "/run/netns";
+
+const PREFIX: &str = "pen";
+
+static COUNTER: AtomicU32 = AtomicU32::new(0);
+static SWEEP: Once = Once::new();
+
+/// A network namespace, bound at `/run/netns/NAME` so that `ip netns exec NAME` enters it.
+///
+/// Its loopback is up, and IPv6 addresses are usable at once (no duplicate address detection). Clones are the
+/// same namespace; it is removed with the last of them.
+#[derive(Clone)]
+pub struct Namespace {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    name: String,
+    file: Arc<File>,
+    _guard: Guard,
+}
+
+impl Namespace {
+    /// Makes one whose name ends in `label`.
+    pub fn new(label: &str) -> Result<Self> {
+        SWEEP.call_once(sweep);
+        let name = format!("{PREFIX}-{}-{}-{label}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        let path = Path::new(DIRECTORY).join(&name);
+        fs::create_dir_all(DIRECTORY).with_context(|| format!("cannot make {DIRECTORY}"))?;
+        let guard = Guard::new({
+            let path = path.clone();
+            move || remove(&path)
+        });
+        File::create_new(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        let file = on_thread(|| bind_new(&path)).with_context(|| {
+            format!("cannot make the network namespace {name}; it needs root (CAP_SYS_ADMIN): run it with sudo")
+        })?;
+        let namespace = Self { inner: Arc::new(Inner { name, file: Arc::new(file), _guard: guard }) };
+        namespace.prepare()?;
+        Ok(namespace)
+    }
+
+    fn prepare(&self) -> Result<()> {
+        for key in ["all", "default"] {
+            self.set_sysctl(&format!("net/ipv6/conf/{key}/accept_dad"), "0")?;
+            self.set_sysctl(&format!("net/ipv6/conf/{key}/accept_ra"), "0")?;
+            self.set_sysctl(&format!("net/ipv4/conf/{key}/rp_filter"), "0")?;
+        }
+        self.set_sysctl("net/ipv4/ping_group_range", "0 2147483647")?;
+        let netlink = self.netlink()?;
+        netlink.set_up(netlink.index("lo")?)
+    }
+
+    /// Its name under [`DIRECTORY`].
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// The file that stands for it.
+    pub fn path(&self) -> PathBuf {
+        Path::new(DIRECTORY).join(&self.inner.name)
+    }
+
+    /// Runs `work` inside, on a thread of its own, and waits for it. A panic goes on in the caller.
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        on_thread(|| {
+            self.enter();
+            work()
+        })
+    }
+
+    /// Starts a thread inside.
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> std::io::Result<JoinHandle<T>> {
+        let namespace = self.clone();
+        std::thread::Builder::new().name(name.into()).spawn(move || {
+            namespace.enter();
+            drop(namespace);
+            work()
+        })
+    }
+
+    /// Moves the calling thread inside, for the rest of its life.
+    fn enter(&self) {
+        setns(&self.inner.file, CloneFlags::CLONE_NEWNET).expect("a namespace that is held open can be entered");
+    }
+
+    /// A command that will run inside.
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        let file = self.inner.file.clone();
+        let enter = move || setns(&file, CloneFlags::CLONE_NEWNET).map_err(std::io::Error::from);
+        // SAFETY: between fork and exec the closure makes one system call on a descriptor that it owns; it
+        // neither allocates nor takes a lock.
+        unsafe { command.pre_exec(enter) };
+        command
+    }
+
+    /// A route netlink socket inside; usable from any thread.
+    pub fn netlink(&self) -> Result<Netlink> {
+        Netlink::open(self)
+    }
+
+    /// Writes a sysctl of this namespace; `key` is its path below `/proc/sys`, such as `net/ipv4/ip_forward`.
+    pub fn set_sysctl(&self, key: &str, value: &str) -> Result<()> {
+        self.run(|| fs::write(Path::new("/proc/sys").join(key), value))
+            .with_context(|| format!("cannot set the sysctl {key} to {value} in {}", self.name()))
+    }
+
+    /// Reads a sysctl of this namespace.
+    pub fn sysctl(&self, key: &str) -> Result<String> {
+        let value = self
+            .run(|| fs::read_to_string(Path::new("/proc/sys").join(key)))
+            .with_context(|| format!("cannot read the sysctl {key} in {}", self.name()))?;
+        Ok(value.trim().to_owned())
+    }
+}
+
+impl AsFd for Namespace {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.file.as_fd()
+    }
+}
+
+impl AsRawFd for Namespace {
+    fn as_raw_fd(&self) -> i32 {
+        self.inner.file.as_raw_fd()
+    }
+}
+
+/// Runs `work` on a thread of its own, so that what it does to its thread's namespace ends with it.
+fn on_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| scope.spawn(work).join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn bind_new(path: &Path) -> Result<File> {
+    unshare(CloneFlags::CLONE_NEWNET)?;
+    mount(Some("/proc/thread-self/ns/net"), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+    Ok(File::open(path)?)
+}
+
+fn remove(path: &Path) {
+    // Neither can be mended here: the mount may not be there yet, and the next start sweeps what stays.
+    let _ = umount2(path, MntFlags::MNT_DETACH);
+    let _ = fs::remove_file(path);
+}
+
+/// Removes the namespaces of processes that are no more.
+fn sweep() {
+    let Ok(entries) = fs::read_dir(DIRECTORY) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(owner);
+        if owner.is_some_and(|process| !Path::new("/proc").join(process.to_string()).exists()) {
+            remove(&entry.path());
+        }
+    }
+}
+
+/// The process that made a namespace of this name.
+pub(super) fn owner(name: &str) -> Option<u32> {
+    name.strip_prefix(PREFIX)?.strip_prefix('-')?.split('-').next()?.parse().ok()
+}

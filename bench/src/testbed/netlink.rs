@@ -1,0 +1,217 @@
+//! The few route netlink requests that a testbed needs, without async.
+
+use std::fmt::Write;
+use std::future::Future;
+use std::net::IpAddr;
+use std::os::fd::AsRawFd;
+
+use anyhow::{Context, Result, bail};
+use futures_util::TryStreamExt;
+use ipnet::IpNet;
+use netlink_packet_route::AddressFamily;
+use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
+use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
+use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteScope};
+use rtnetlink::{Handle, IpVersion, LinkMessageBuilder, LinkUnspec, LinkVeth, RouteMessageBuilder};
+use tokio::runtime::{Builder, Runtime};
+
+use super::namespace::Namespace;
+
+/// A route netlink socket of one namespace.
+pub struct Netlink {
+    runtime: Runtime,
+    handle: Handle,
+}
+
+/// Where a route leads.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Via {
+    /// Its destinations are on the link.
+    Link,
+    /// Through a gateway on the link.
+    Gateway(IpAddr),
+}
+
+impl Netlink {
+    /// Opens one inside `namespace`.
+    pub fn open(namespace: &Namespace) -> Result<Self> {
+        namespace.run(Self::open_here).with_context(|| format!("cannot open netlink in {}", namespace.name()))
+    }
+
+    /// Opens one in the calling thread's namespace.
+    pub fn open_here() -> Result<Self> {
+        let runtime = Builder::new_current_thread().enable_io().build()?;
+        let handle = runtime.block_on(async {
+            let (connection, handle, _) = rtnetlink::new_connection()?;
+            tokio::spawn(connection);
+            std::io::Result::Ok(handle)
+        })?;
+        Ok(Self { runtime, handle })
+    }
+
+    fn wait<T>(&self, request: impl Future<Output = Result<T, rtnetlink::Error>>) -> Result<T> {
+        Ok(self.runtime.block_on(request)?)
+    }
+
+    /// The index of an interface.
+    pub fn index(&self, name: &str) -> Result<u32> {
+        let mut links = self.handle.link().get().match_name(name).execute();
+        match self.wait(links.try_next()).with_context(|| format!("no interface {name}"))? {
+            Some(link) => Ok(link.header.index),
+            None => bail!("no interface {name}"),
+        }
+    }
+
+    /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`, which cannot be set up
+    /// before it has its own peer.
+    pub(super) fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {
+        let peer =
+            LinkMessageBuilder::<LinkUnspec>::new().name(peer).mtu(mtu).setns_by_fd(peer_namespace.as_raw_fd()).build();
+        let link = LinkMessageBuilder::<LinkVeth>::new_with_info_kind(InfoKind::Veth)
+            .name(name)
+            .mtu(mtu)
+            .up()
+            .set_info_data(InfoData::Veth(InfoVeth::Peer(peer)))
+            .build();
+        self.wait(self.handle.link().add(link).execute()).with_context(|| format!("cannot add the veth {name}"))?;
+        self.index(name)
+    }
+
+    fn change(&self, message: LinkMessage) -> Result<()> {
+        self.wait(self.handle.link().change(message).execute())
+    }
+
+    /// Sets an interface up.
+    pub fn set_up(&self, index: u32) -> Result<()> {
+        self.change(LinkUnspec::new_with_index(index).up().build())
+            .with_context(|| format!("cannot set interface {index} up"))
+    }
+
+    /// Sets an interface down.
+    pub fn set_down(&self, index: u32) -> Result<()> {
+        self.change(LinkUnspec::new_with_index(index).down().build())
+            .with_context(|| format!("cannot set interface {index} down"))
+    }
+
+    /// Sets an interface's MTU.
+    pub fn set_mtu(&self, index: u32, mtu: u32) -> Result<()> {
+        self.change(LinkUnspec::new_with_index(index).mtu(mtu).build())
+            .with_context(|| format!("cannot set the MTU of interface {index} to {mtu}"))
+    }
+
+    /// Removes an interface.
+    pub fn remove(&self, index: u32) -> Result<()> {
+        self.wait(self.handle.link().del(index).execute()).with_context(|| format!("cannot remove interface {index}"))
+    }
+
+    /// Adds an address to an interface.
+    pub fn add_address(&self, index: u32, address: IpNet) -> Result<()> {
+        let mut request = self.handle.address().add(index, address.addr(), address.prefix_len());
+        // A testbed's addresses are distinct by construction; waiting for detection would cost a second each.
+        request.message_mut().header.flags |= AddressHeaderFlags::Nodad;
+        self.wait(request.execute()).with_context(|| format!("cannot add {address} to interface {index}"))
+    }
+
+    /// Adds a route to `destination` out of an interface.
+    pub(super) fn add_route(&self, destination: IpNet, index: u32, via: Via) -> Result<()> {
+        let message = route(destination, index, via)?;
+        self.wait(self.handle.route().add(message).execute())
+            .with_context(|| format!("cannot add the route to {destination} by interface {index} ({via:?})"))
+    }
+
+    /// Whether the interface has its link-local IPv6 address. The kernel adds it some time after the link came
+    /// up, and its routes with it.
+    pub(super) fn has_link_local(&self, index: u32) -> Result<bool> {
+        let query = self.handle.address().get().set_link_index_filter(index);
+        let addresses: Vec<_> = self.wait(query.execute().try_collect())?;
+        Ok(addresses.iter().flat_map(|address| &address.attributes).any(|attribute| {
+            matches!(attribute, AddressAttribute::Address(IpAddr::V6(address)) if address.is_unicast_link_local())
+        }))
+    }
+
+    fn links(&self) -> Result<Vec<LinkMessage>> {
+        self.wait(self.handle.link().get().execute().try_collect())
+    }
+
+    /// The names of all interfaces.
+    pub fn interface_names(&self) -> Result<Vec<String>> {
+        Ok(self.links()?.iter().filter_map(name_of).collect())
+    }
+
+    /// Whether an XDP program is attached to the interface, in whichever mode.
+    pub fn has_xdp(&self, name: &str) -> Result<bool> {
+        Ok(self.links()?.iter().any(|link| name_of(link).as_deref() == Some(name) && xdp_of(link).is_some()))
+    }
+}
+
+fn route(destination: IpNet, index: u32, via: Via) -> Result<RouteMessage> {
+    let mut builder = RouteMessageBuilder::<IpAddr>::new()
+        .destination_prefix(destination.network(), destination.prefix_len())?
+        .output_interface(index);
+    match via {
+        Via::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
+        Via::Link => {}
+        Via::Gateway(gateway) => builder = builder.gateway(gateway)?,
+    }
+    Ok(builder.build())
+}
+
+fn name_of(link: &LinkMessage) -> Option<String> {
+    link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::IfName(name) => Some(name.clone()),
+        _ => None,
+    })
+}
+
+fn xdp_of(link: &LinkMessage) -> Option<u32> {
+    let xdp = link.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::Xdp(xdp) => Some(xdp),
+        _ => None,
+    })?;
+    xdp.iter().find_map(|item| match item {
+        LinkXdp::ProgId(id) | LinkXdp::DrvProgId(id) | LinkXdp::SkbProgId(id) if *id != 0 => Some(*id),
+        _ => None,
+    })
+}
+
+/// Links, addresses, routes and routing rules as lines of text, for comparison: no counters, no ages.
+///
+/// A link's line tells of its flags, MTU, MAC and XDP program.
+pub fn network_state(netlink: &Netlink) -> Result<Vec<String>> {
+    let mut lines = Vec::new();
+    for link in netlink.links()? {
+        lines.push(describe_link(&link));
+    }
+    let addresses: Vec<_> = netlink.wait(netlink.handle.address().get().execute().try_collect())?;
+    for mut address in addresses {
+        address.attributes.retain(|attribute| !matches!(attribute, AddressAttribute::CacheInfo(_)));
+        lines.push(format!("address {address:?}"));
+    }
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut query = RouteMessage::default();
+        query.header.address_family = family;
+        let routes: Vec<_> = netlink.wait(netlink.handle.route().get(query).execute().try_collect())?;
+        for mut route in routes {
+            route.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::CacheInfo(_)));
+            lines.push(format!("route {route:?}"));
+        }
+    }
+    for version in [IpVersion::V4, IpVersion::V6] {
+        let rules: Vec<_> = netlink.wait(netlink.handle.rule().get(version).execute().try_collect())?;
+        lines.extend(rules.iter().map(|rule| format!("rule {rule:?}")));
+    }
+    lines.sort();
+    Ok(lines)
+}
+
+fn describe_link(link: &LinkMessage) -> String {
+    let mut line = format!("link {} {}", link.header.index, name_of(link).unwrap_or_default());
+    let up = link.header.flags.contains(LinkFlags::Up);
+    let _ = write!(line, " up={up} xdp={:?}", xdp_of(link));
+    for attribute in &link.attributes {
+        if let LinkAttribute::Mtu(_) | LinkAttribute::Address(_) | LinkAttribute::Controller(_) = attribute {
+            let _ = write!(line, " {attribute:?}");
+        }
+    }
+    line
+}

@@ -1,0 +1,253 @@
+//! A node and its pods.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+use super::namespace::Namespace;
+use super::netlink::{Netlink, Via};
+
+/// MTU of pods' veths, unless another is asked for.
+const MTU: u32 = 1500;
+
+/// Longest name of an interface (the kernel's `IFNAMSIZ` less its final NUL).
+const LONGEST_INTERFACE: usize = 15;
+
+/// The gateway addresses that the host side of every pod's veth carries, one a family.
+#[derive(Clone, Copy, Debug)]
+pub struct Gateways {
+    /// For IPv4.
+    pub v4: Ipv4Addr,
+    /// For IPv6.
+    pub v6: Ipv6Addr,
+}
+
+impl Default for Gateways {
+    fn default() -> Self {
+        Self { v4: Ipv4Addr::new(10, 244, 1, 1), v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, 1, 0, 0, 0, 1) }
+    }
+}
+
+impl Gateways {
+    fn for_family_of(&self, address: IpAddr) -> IpAddr {
+        if address.is_ipv4() { self.v4.into() } else { self.v6.into() }
+    }
+}
+
+/// A node: a namespace that forwards, with the node's addresses, and the pods behind it.
+pub struct Node {
+    namespace: Namespace,
+    netlink: Netlink,
+    addresses: Vec<IpAddr>,
+    gateways: Gateways,
+    pods: Vec<Pod>,
+}
+
+/// A pod: a namespace with one veth to its node.
+pub struct Pod {
+    name: String,
+    namespace: Namespace,
+    addresses: Vec<IpAddr>,
+    interface: String,
+    index: u32,
+}
+
+/// A machine outside, behind the node: reached through the node's routing, known to no policy.
+pub struct Outside {
+    namespace: Namespace,
+    addresses: Vec<IpAddr>,
+    interface: String,
+}
+
+impl Node {
+    /// A node with these addresses (on its loopback, since not every kernel has dummy interfaces) and the default
+    /// gateways for its pods.
+    pub fn new(label: &str, addresses: &[IpAddr]) -> Result<Self> {
+        let namespace = Namespace::new(label)?;
+        namespace.set_sysctl("net/ipv4/ip_forward", "1")?;
+        namespace.set_sysctl("net/ipv6/conf/all/forwarding", "1")?;
+        let netlink = namespace.netlink()?;
+        let index = netlink.index("lo")?;
+        for &address in addresses {
+            netlink.add_address(index, host_net(address))?;
+        }
+        Ok(Self { namespace, netlink, addresses: addresses.to_vec(), gateways: Gateways::default(), pods: Vec::new() })
+    }
+
+    /// Its namespace.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// A netlink socket inside it.
+    pub fn netlink(&self) -> &Netlink {
+        &self.netlink
+    }
+
+    /// Its addresses; the gateway addresses are not among them.
+    pub fn addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// The gateways that its pods use.
+    pub fn gateways(&self) -> Gateways {
+        self.gateways
+    }
+
+    /// Its pods, in the order in which they were added.
+    pub fn pods(&self) -> &[Pod] {
+        &self.pods
+    }
+
+    /// The pod of this name.
+    pub fn pod(&self, name: &str) -> Result<&Pod> {
+        self.pods.iter().find(|pod| pod.name == name).with_context(|| format!("no pod {name} on this node"))
+    }
+
+    /// Adds a pod with these addresses and an MTU of 1,500 octets. `name` may be `namespace/name`.
+    pub fn add_pod(&mut self, name: &str, addresses: &[IpAddr]) -> Result<&Pod> {
+        self.add_pod_with_mtu(name, addresses, MTU)
+    }
+
+    /// Adds a pod whose veth has this MTU.
+    pub fn add_pod_with_mtu(&mut self, name: &str, addresses: &[IpAddr], mtu: u32) -> Result<&Pod> {
+        let namespace = Namespace::new(&name.replace('/', "-"))?;
+        let interface = self.free_interface_name(name)?;
+        let index = self.netlink.add_veth(&interface, "eth0", &namespace, mtu)?;
+        let pod = Pod { name: name.into(), namespace, addresses: addresses.to_vec(), interface, index };
+        self.wire(&pod).with_context(|| format!("cannot wire pod {name}"))?;
+        self.pods.push(pod);
+        self.pods.last().context("a pod was just added")
+    }
+
+    /// Removes a pod, as a container runtime does: its veth first, then its namespace.
+    pub fn remove_pod(&mut self, name: &str) -> Result<()> {
+        let Some(position) = self.pods.iter().position(|pod| pod.name == name) else {
+            bail!("no pod {name} on this node");
+        };
+        let pod = self.pods.remove(position);
+        self.netlink.remove(pod.index)
+    }
+
+    fn wire(&self, pod: &Pod) -> Result<()> {
+        let inside = pod.namespace.netlink()?;
+        let eth0 = inside.index("eth0")?;
+        inside.set_up(eth0)?;
+        for &address in &pod.addresses {
+            let gateway = self.gateways.for_family_of(address);
+            self.netlink.add_address(pod.index, host_net(gateway))?;
+            self.netlink.add_route(host_net(address), pod.index, Via::Link)?;
+            inside.add_address(eth0, host_net(address))?;
+            inside.add_route(host_net(gateway), eth0, Via::Link)?;
+            inside.add_route(every(address), eth0, Via::Gateway(gateway))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the kernel has done what it does on its own some time after a link came up.
+    pub fn settle(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        for pod in &self.pods {
+            while !self.netlink.has_link_local(pod.index)? {
+                if Instant::now() > deadline {
+                    bail!("{} has no link-local address after 5 s; is its link up?", pod.interface);
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        Ok(())
+    }
+
+    fn free_interface_name(&self, name: &str) -> Result<String> {
+        let taken = self.netlink.interface_names()?;
+        let short = name.rsplit('/').next().unwrap_or(name);
+        let mut candidate = format!("veth-{short}");
+        candidate.truncate(LONGEST_INTERFACE);
+        let numbered = (0..).map(|number| format!("veth{number}"));
+        std::iter::once(candidate).chain(numbered).find(|name| !taken.contains(name)).context("names do not end")
+    }
+
+    /// Adds a machine behind the node, on a network of its own: 198.51.100.0/24 and fd00:51:100::/64, the node
+    /// at .1 and the machine at .2.
+    pub fn add_outside(&mut self, label: &str) -> Result<Outside> {
+        let namespace = Namespace::new(label)?;
+        let interface = "eth1".to_owned();
+        let index = self.netlink.add_veth(&interface, "eth0", &namespace, MTU)?;
+        let inside = namespace.netlink()?;
+        let eth0 = inside.index("eth0")?;
+        inside.set_up(eth0)?;
+        let networks: [(IpNet, IpAddr); 2] = [
+            ("198.51.100.1/24".parse()?, "198.51.100.2".parse()?),
+            ("fd00:51:100::1/64".parse()?, "fd00:51:100::2".parse()?),
+        ];
+        for (node, machine) in networks {
+            self.netlink.add_address(index, node)?;
+            inside.add_address(eth0, IpNet::new(machine, node.prefix_len())?)?;
+            inside.add_route(every(machine), eth0, Via::Gateway(node.addr()))?;
+        }
+        let addresses = networks.iter().map(|(_, machine)| *machine).collect();
+        Ok(Outside { namespace, addresses, interface })
+    }
+}
+
+impl Pod {
+    /// Its name, as given.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its namespace.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// Its addresses.
+    pub fn addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// Its address of a family.
+    pub fn address(&self, v6: bool) -> Option<IpAddr> {
+        self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
+    }
+
+    /// The host side of its veth.
+    pub fn interface(&self) -> &str {
+        &self.interface
+    }
+
+    /// The index of the host side of its veth.
+    pub fn interface_index(&self) -> u32 {
+        self.index
+    }
+}
+
+impl Outside {
+    /// Its namespace.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// Its addresses, one a family.
+    pub fn addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// The node's interface that leads to it.
+    pub fn interface(&self) -> &str {
+        &self.interface
+    }
+}
+
+fn host_net(address: IpAddr) -> IpNet {
+    IpNet::from(address)
+}
+
+fn every(family_of: IpAddr) -> IpNet {
+    match family_of {
+        IpAddr::V4(_) => Ipv4Net::default().into(),
+        IpAddr::V6(_) => Ipv6Net::default().into(),
+    }
+}
