@@ -1,1 +1,124 @@
 //! The XDP program that hands a port's packets to AF_XDP sockets, and its loader.
+//!
+//! One instance of `src/bpf/redirect.bpf.c` is loaded a port, since its settings are constants to the verifier and
+//! its map of sockets is indexed by the port's own RX queues. [`Attached`] owns the attachment: dropping it detaches.
+//! The addresses of local pods ([`LocalPods`]) are one map for all instances.
+//!
+//! What the program does with a packet is one of [`Outcome::ALL`], counted each.
+
+mod attach;
+mod error;
+mod local_pods;
+mod outcome;
+mod program;
+
+pub use attach::{Attached, Mode};
+pub use error::{AttachError, LoadError, SocketError};
+pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
+pub use outcome::{Outcome, Outcomes};
+pub use program::MAX_QUEUES;
+
+use std::fmt;
+
+/// Which packets of a port are handed over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// The host side of a pod's veth: all that is IP.
+    Pod,
+    /// The veth pair into the node's own stack: all that is IP.
+    Host,
+    /// A NIC or tunnel device: only what is for an address in [`LocalPods`]; all else passes to the kernel.
+    Uplink,
+}
+
+/// What becomes of a packet that is to be handed over when its queue has no socket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OnMiss {
+    /// It is dropped: without a worker nothing passes.
+    #[default]
+    Drop,
+    /// It passes to the kernel: without a worker no policy holds.
+    Pass,
+}
+
+/// How the program may be attached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ModeChoice {
+    /// In the driver; where the driver cannot, in the kernel's generic path.
+    #[default]
+    NativeElseGeneric,
+    /// In the driver or not at all.
+    Native,
+    /// In the kernel's generic path.
+    Generic,
+}
+
+/// How a port's program is loaded and attached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AttachOptions {
+    /// Which packets are handed over.
+    pub role: Role,
+    /// What becomes of one that no socket takes.
+    pub on_miss: OnMiss,
+    /// How it may be attached.
+    pub mode: ModeChoice,
+}
+
+impl AttachOptions {
+    /// For this role, with misses dropped, native where the driver can.
+    pub const fn new(role: Role) -> Self {
+        Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric }
+    }
+}
+
+/// A network interface of the calling thread's network namespace.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Interface {
+    /// Its name, for messages.
+    pub name: String,
+    /// Its index, which is what the kernel goes by.
+    pub index: u32,
+}
+
+impl Interface {
+    /// Looks an interface up by its name.
+    pub fn by_name(name: &str) -> Result<Self, AttachError> {
+        match nix::net::if_::if_nametoindex(name) {
+            Ok(index) => Ok(Self { name: name.to_owned(), index }),
+            Err(_) => Err(AttachError::NoInterface { name: name.to_owned() }),
+        }
+    }
+}
+
+impl fmt::Display for Interface {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// The loader: loads and attaches instances of the program that share one map of local pods.
+#[derive(Debug)]
+pub struct Redirect {
+    local_pods: LocalPods,
+}
+
+impl Redirect {
+    /// Makes the shared map. Needs CAP_BPF and CAP_NET_ADMIN (or root).
+    pub fn new() -> Result<Self, LoadError> {
+        Ok(Self { local_pods: LocalPods::create()? })
+    }
+
+    /// The addresses whose packets an uplink hands over.
+    pub fn local_pods(&self) -> &LocalPods {
+        &self.local_pods
+    }
+
+    /// Loads an instance of the program and attaches it to an interface of the calling thread's network namespace.
+    ///
+    /// With [`ModeChoice::NativeElseGeneric`], [`Attached::mode`] tells why it is not native where it is not.
+    pub fn attach(&self, interface: &Interface, options: AttachOptions) -> Result<Attached, AttachError> {
+        let program = program::Program::load(options, &self.local_pods)
+            .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })?;
+        Attached::attach(program, interface, options.mode)
+    }
+}

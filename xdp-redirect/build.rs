@@ -1,0 +1,42 @@
+//! Compiles `src/bpf/redirect.bpf.c` with clang and generates its skeleton.
+
+use std::path::PathBuf;
+use std::process::{Command, exit};
+use std::{env, fs};
+
+use libbpf_cargo::SkeletonBuilder;
+
+const SOURCE: &str = "src/bpf/redirect.bpf.c";
+
+fn main() {
+    println!("cargo:rerun-if-changed={SOURCE}");
+    println!("cargo:rerun-if-env-changed=CLANG");
+    let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
+    if let Err(error) = Command::new(&clang).arg("--version").output() {
+        fail(&format!("cannot run {clang} ({error}): install clang (Debian: apt-get install clang) or set CLANG"));
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("redirect.skel.rs");
+    let built = SkeletonBuilder::new()
+        .source(SOURCE)
+        .clang(&clang)
+        .clang_args(["-Wall".into(), "-Werror".into()].into_iter().chain(multiarch_headers()))
+        .build_and_generate(&out);
+    if let Err(error) = built {
+        fail(&format!("cannot compile {SOURCE}: {error:#} (its headers are in Debian's linux-libc-dev)"));
+    }
+    // The generated file holds inner attributes only a module file may have, hence the include by path in lib.rs.
+    assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
+}
+
+/// Debian keeps `asm/` below a directory named after the host's architecture, where clang's BPF target does not look.
+fn multiarch_headers() -> Vec<String> {
+    let arch = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo sets CARGO_CFG_TARGET_ARCH");
+    vec!["-idirafter".to_owned(), format!("/usr/include/{arch}-linux-gnu")]
+}
+
+/// Ends the build with one line that says what to do.
+fn fail(message: &str) -> ! {
+    println!("cargo:warning=penstock-xdp-redirect: {message}");
+    eprintln!("penstock-xdp-redirect: {message}");
+    exit(1);
+}

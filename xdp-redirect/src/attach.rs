@@ -1,0 +1,146 @@
+//! Attaching by a BPF link: in the driver where it can, in the generic path where it may.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use libbpf_rs::query::ProgInfoIter;
+use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
+
+use crate::program::{MAX_QUEUES, Program};
+use crate::{AttachError, Interface, ModeChoice, Outcomes, SocketError};
+
+/// Where the program runs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// In the driver.
+    Native,
+    /// In the kernel's generic path.
+    ///
+    /// On a veth its peer's segmentation offloads stay on then, and packets longer than a frame are lost: they must be
+    /// switched off on the pod's side.
+    Generic {
+        /// Why not in the driver; `None` where generic was asked for.
+        because: Option<String>,
+    },
+}
+
+/// A program attached to an interface. Dropping it detaches; the sockets in its map are not closed.
+#[derive(Debug)]
+pub struct Attached {
+    interface: Interface,
+    mode: Mode,
+    program: Program,
+    // The attachment itself: the kernel detaches when its last descriptor is closed. Pinning it would make it last.
+    _link: OwnedFd,
+}
+
+impl Attached {
+    pub(crate) fn attach(program: Program, interface: &Interface, choice: ModeChoice) -> Result<Self, AttachError> {
+        let (link, mode) = match choice {
+            ModeChoice::Generic => (try_generic(&program, interface)?, Mode::Generic { because: None }),
+            ModeChoice::Native => {
+                let link = create_link(&program, interface, libbpf_sys::XDP_FLAGS_DRV_MODE);
+                (link.map_err(|source| refused(interface, "native", source))?, Mode::Native)
+            }
+            ModeChoice::NativeElseGeneric => match create_link(&program, interface, libbpf_sys::XDP_FLAGS_DRV_MODE) {
+                Ok(link) => (link, Mode::Native),
+                Err(error) if is_final(&error) => return Err(refused(interface, "native", error)),
+                Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
+            },
+        };
+        Ok(Self { interface: interface.clone(), mode, program, _link: link })
+    }
+
+    /// The interface that it is attached to.
+    pub fn interface(&self) -> &Interface {
+        &self.interface
+    }
+
+    /// Where it runs, and why not in the driver.
+    pub fn mode(&self) -> &Mode {
+        &self.mode
+    }
+
+    /// Packets of this RX queue go to this AF_XDP socket from now on. The socket must be bound to this interface and
+    /// queue, with frames in its fill ring, or packets are lost. The kernel takes it out when it is closed.
+    pub fn set_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> Result<(), SocketError> {
+        if queue >= MAX_QUEUES {
+            return Err(SocketError::QueueOutOfRange {
+                interface: self.interface.name.clone(),
+                queue,
+                max: MAX_QUEUES,
+            });
+        }
+        let value = socket.as_raw_fd().to_ne_bytes();
+        self.program.sockets.update(&queue.to_ne_bytes(), &value, MapFlags::ANY).map_err(|source| SocketError::Kernel {
+            interface: self.interface.name.clone(),
+            queue,
+            source,
+        })
+    }
+
+    /// What the program did so far, by outcome.
+    pub fn outcomes(&self) -> Result<Outcomes, libbpf_rs::Error> {
+        Outcomes::read(&self.program.outcomes)
+    }
+}
+
+fn try_generic(program: &Program, interface: &Interface) -> Result<OwnedFd, AttachError> {
+    create_link(program, interface, libbpf_sys::XDP_FLAGS_SKB_MODE)
+        .map_err(|source| refused(interface, "generic", source))
+}
+
+/// Errors that another mode would meet too.
+fn is_final(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EEXIST | libc::EPERM | libc::EACCES | libc::ENODEV))
+}
+
+fn refused(interface: &Interface, mode: &'static str, source: io::Error) -> AttachError {
+    let interface_name = interface.name.clone();
+    match source.raw_os_error() {
+        Some(libc::EBUSY | libc::EEXIST) => {
+            AttachError::Occupied { interface: interface_name, program: occupant(interface) }
+        }
+        Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: interface_name },
+        Some(libc::ENODEV) => AttachError::NoInterface { name: interface_name },
+        _ => AttachError::Kernel { interface: interface_name, mode, source },
+    }
+}
+
+/// `libbpf_rs`'s `attach_xdp` leaves the mode to the kernel; a link of a chosen mode takes the call below it.
+fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Result<OwnedFd> {
+    let options = libbpf_sys::bpf_link_create_opts {
+        sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
+        flags,
+        ..Default::default()
+    };
+    // SAFETY: the options live across the call and state their own size; the rest is passed by value.
+    let result = unsafe {
+        libbpf_sys::bpf_link_create(program.fd.as_raw_fd(), interface.index as i32, libbpf_sys::BPF_XDP, &options)
+    };
+    match result {
+        // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+        fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        error => Err(io::Error::from_raw_os_error(-error)),
+    }
+}
+
+/// Names the program that is on an interface already.
+fn occupant(interface: &Interface) -> String {
+    let mut options = libbpf_sys::bpf_xdp_query_opts {
+        sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
+        ..Default::default()
+    };
+    // SAFETY: the options live across the call and state their own size.
+    let failed = unsafe { libbpf_sys::bpf_xdp_query(interface.index as i32, 0, &mut options) } < 0;
+    let (id, mode) =
+        [(options.drv_prog_id, "native"), (options.skb_prog_id, "generic"), (options.hw_prog_id, "offloaded")]
+            .into_iter()
+            .find(|(id, _)| *id != 0)
+            .unwrap_or((options.prog_id, "unknown mode"));
+    if failed || id == 0 {
+        return "unknown".to_owned();
+    }
+    let name = ProgInfoIter::default().find(|info| info.id == id).map(|info| info.name.to_string_lossy().into_owned());
+    format!("{} id {id}, {mode}", name.unwrap_or_else(|| "unnamed".to_owned()))
+}

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Hands a port's IP packets to its AF_XDP sockets; address resolution and what is not IP stay with the kernel. */
+#include <linux/bpf.h>
+#include <linux/icmpv6.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#define FAMILY_INET6 10 /* AF_INET6, whose header is not for BPF */
+
+enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, OUTCOMES };
+
+const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
+const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
+
+struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
+struct { /* IPv4 as ::ffff:a.b.c.d; shared by all uplinks */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct in6_addr); __type(value, __u8);
+} local_pods SEC(".maps");
+
+static __always_inline int done(__u32 outcome, int action)
+{
+	__u64 *count = bpf_map_lookup_elem(&outcomes, &outcome);
+	if (count)
+		*count += 1;
+	return action;
+}
+
+/* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here with no extension header before them. One
+ * that the kernel would route onwards is no neighbour discovery, but would be a way round the workers. */
+static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const struct ipv6hdr *ip6, const void *end)
+{
+	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
+	const __u8 *to = ip6->daddr.s6_addr;
+	struct bpf_fib_lookup route = { .family = FAMILY_INET6, .ifindex = ctx->ingress_ifindex };
+
+	if (ip6->nexthdr != IPPROTO_ICMPV6 || ip6->hop_limit != 255 || (const void *)(icmp6 + 1) > end)
+		return 0;
+	if (icmp6->icmp6_type < 133 || icmp6->icmp6_type > 137)
+		return 0;
+	if ((to[0] == 0xff && (to[1] & 0x0f) == 2) || (to[0] == 0xfe && (to[1] & 0xc0) == 0x80))
+		return 1; /* link scope */
+	__builtin_memcpy(route.ipv6_src, &ip6->saddr, sizeof(route.ipv6_src));
+	__builtin_memcpy(route.ipv6_dst, &ip6->daddr, sizeof(route.ipv6_dst));
+	return bpf_fib_lookup(ctx, &route, sizeof(route), 0) == BPF_FIB_LKUP_RET_NOT_FWDED;
+}
+
+SEC("xdp")
+int penstock(struct xdp_md *ctx)
+{
+	const void *end = (void *)(long)ctx->data_end;
+	const struct ethhdr *eth = (void *)(long)ctx->data;
+	const struct iphdr *ip4 = (void *)(eth + 1);
+	const struct ipv6hdr *ip6 = (void *)(eth + 1);
+	struct in6_addr to = {};
+	int whole, action;
+
+	if ((void *)(eth + 1) > end)
+		return done(NOT_IP, XDP_PASS);
+	switch (eth->h_proto) {
+	case bpf_htons(ETH_P_ARP):
+		return done(ARP, XDP_PASS);
+	case bpf_htons(ETH_P_8021Q):
+	case bpf_htons(ETH_P_8021AD): /* the kernel takes a tag of VLAN 0 for none: a pod would get past the workers with it */
+		return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);
+	case bpf_htons(ETH_P_IP):
+		whole = (void *)(ip4 + 1) <= end;
+		if (whole) {
+			to.s6_addr32[2] = bpf_htonl(0xffff);
+			to.s6_addr32[3] = ip4->daddr;
+		}
+		break;
+	case bpf_htons(ETH_P_IPV6):
+		whole = (void *)(ip6 + 1) <= end;
+		if (whole && is_neighbour_discovery(ctx, ip6, end))
+			return done(NEIGHBOUR_DISCOVERY, XDP_PASS);
+		if (whole)
+			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
+		break;
+	default:
+		return done(NOT_IP, XDP_PASS);
+	}
+	if (uplink && !(whole && bpf_map_lookup_elem(&local_pods, &to)))
+		return done(NOT_LOCAL, XDP_PASS);
+	action = bpf_redirect_map(&sockets, ctx->rx_queue_index, on_miss);
+	return done(action == XDP_REDIRECT ? REDIRECTED : NO_SOCKET, action);
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

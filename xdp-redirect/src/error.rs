@@ -1,0 +1,107 @@
+//! What can go wrong, each in one line that names the thing, the value and the remedy.
+
+use std::io;
+
+/// The program or one of its maps could not be loaded into the kernel.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The kernel does not let this process use BPF.
+    #[error("the kernel refuses BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON")]
+    NotPermitted {
+        /// What the kernel said.
+        source: libbpf_rs::Error,
+    },
+    /// Anything else, most often a kernel without a feature that the program needs.
+    #[error("cannot load {what} into the kernel ({source}): Linux 5.11 or newer with CONFIG_XDP_SOCKETS is needed")]
+    Kernel {
+        /// Which object it was.
+        what: &'static str,
+        /// What the kernel said.
+        source: libbpf_rs::Error,
+    },
+}
+
+impl LoadError {
+    pub(crate) fn new(what: &'static str, source: libbpf_rs::Error) -> Self {
+        match source.kind() {
+            libbpf_rs::ErrorKind::PermissionDenied => Self::NotPermitted { source },
+            _ => Self::Kernel { what, source },
+        }
+    }
+}
+
+/// The program could not be attached to an interface.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// There is no such interface.
+    #[error("interface {name} does not exist in this network namespace: correct the name or create the interface")]
+    NoInterface {
+        /// The name asked for.
+        name: String,
+    },
+    /// The interface has an XDP program already.
+    #[error(
+        "interface {interface} already has an XDP program ({program}): detach it first (ip link set dev {interface} xdp off, or end the process that holds its link)"
+    )]
+    Occupied {
+        /// The interface.
+        interface: String,
+        /// Name, identifier and mode of the program that is there.
+        program: String,
+    },
+    /// The process may not attach programs.
+    #[error("attaching to interface {interface} is not permitted: run as root or with CAP_BPF and CAP_NET_ADMIN")]
+    NotPermitted {
+        /// The interface.
+        interface: String,
+    },
+    /// The program could not be loaded.
+    #[error("interface {interface}: {source}")]
+    Load {
+        /// The interface.
+        interface: String,
+        /// Why not.
+        source: LoadError,
+    },
+    /// The kernel refused every mode that was allowed.
+    #[error(
+        "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"
+    )]
+    Kernel {
+        /// The interface.
+        interface: String,
+        /// The mode tried last.
+        mode: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// A socket could not be put into a port's map.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// The queue has no place in the map.
+    #[error(
+        "interface {interface}: RX queue {queue} is beyond the {max} that are supported: reduce its channels (ethtool -L {interface} combined {max})"
+    )]
+    QueueOutOfRange {
+        /// The interface.
+        interface: String,
+        /// The queue asked for.
+        queue: u32,
+        /// How many there can be.
+        max: u32,
+    },
+    /// The kernel did not take it.
+    #[error(
+        "interface {interface}: the kernel does not take the AF_XDP socket of RX queue {queue} ({source}): it must be an AF_XDP socket of this process"
+    )]
+    Kernel {
+        /// The interface.
+        interface: String,
+        /// The queue.
+        queue: u32,
+        /// What the kernel said.
+        source: libbpf_rs::Error,
+    },
+}

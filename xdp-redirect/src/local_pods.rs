@@ -1,0 +1,83 @@
+//! The addresses whose packets an uplink hands over.
+
+use std::net::IpAddr;
+
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+
+use crate::LoadError;
+
+/// How many addresses the map holds, as `local_pods` in `src/bpf/redirect.bpf.c`.
+pub const MAX_LOCAL_ADDRESSES: u32 = 8192;
+
+/// The map of local pods' addresses, shared by all instances of the program. Only [`crate::Role::Uplink`] reads it.
+#[derive(Debug)]
+pub struct LocalPods {
+    map: MapHandle,
+}
+
+/// The map of local pods could not be changed.
+#[derive(Debug, thiserror::Error)]
+pub enum LocalPodsError {
+    /// It holds as many as it can.
+    #[error("address {address} does not fit: a node has room for {MAX_LOCAL_ADDRESSES} addresses of local pods")]
+    Full {
+        /// The address that was to be added.
+        address: IpAddr,
+    },
+    /// The kernel said no.
+    #[error("address {address}: the kernel does not change the map of local pods ({source})")]
+    Kernel {
+        /// The address.
+        address: IpAddr,
+        /// What the kernel said.
+        source: libbpf_rs::Error,
+    },
+}
+
+impl LocalPods {
+    pub(crate) fn create() -> Result<Self, LoadError> {
+        let options = libbpf_sys::bpf_map_create_opts {
+            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
+            map_flags: libbpf_sys::BPF_F_NO_PREALLOC,
+            ..Default::default()
+        };
+        let map = MapHandle::create(MapType::Hash, Some("local_pods"), 16, 1, MAX_LOCAL_ADDRESSES, &options)
+            .map_err(|source| LoadError::new("the map of local pods", source))?;
+        Ok(Self { map })
+    }
+
+    pub(crate) fn map(&self) -> &MapHandle {
+        &self.map
+    }
+
+    /// Packets for this address are handed over from now on. Adding it twice is no error.
+    pub fn insert(&self, address: IpAddr) -> Result<(), LocalPodsError> {
+        self.map.update(&key(address), &[1], MapFlags::ANY).map_err(|source| match source.to_string() {
+            text if text.contains("E2BIG") || text.contains("os error 7") => LocalPodsError::Full { address },
+            _ => LocalPodsError::Kernel { address, source },
+        })
+    }
+
+    /// Packets for this address pass to the kernel from now on. Removing one that is not there is no error.
+    pub fn remove(&self, address: IpAddr) -> Result<(), LocalPodsError> {
+        match self.map.delete(&key(address)) {
+            Err(source) if source.kind() != libbpf_rs::ErrorKind::NotFound => {
+                Err(LocalPodsError::Kernel { address, source })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether packets for this address are handed over.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        matches!(self.map.lookup(&key(address), MapFlags::ANY), Ok(Some(_)))
+    }
+}
+
+/// Sixteen octets in network order, IPv4 as `::ffff:a.b.c.d`.
+fn key(address: IpAddr) -> [u8; 16] {
+    match address {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}

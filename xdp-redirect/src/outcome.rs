@@ -1,0 +1,103 @@
+//! What the program does with a packet, and how often it did.
+
+use std::fmt;
+
+use libbpf_rs::{MapCore, MapFlags};
+
+/// What the program did with a packet, and why. Numbered as `enum outcome` in `src/bpf/redirect.bpf.c`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[repr(u8)]
+pub enum Outcome {
+    /// Handed to the AF_XDP socket of its queue.
+    Redirected,
+    /// Its queue has no socket: dropped or passed, as [`crate::OnMiss`] says.
+    NoSocket,
+    /// ARP: passed to the kernel.
+    Arp,
+    /// IPv6 neighbour discovery (RFC 4861): passed to the kernel.
+    NeighbourDiscovery,
+    /// Not IP: passed to the kernel.
+    NotIp,
+    /// On an uplink, not for a local pod: passed to the kernel.
+    NotLocal,
+    /// On a pod or host port, with a VLAN tag in the frame: dropped, since the kernel would take VLAN 0 for untagged.
+    VlanTag,
+}
+
+impl Outcome {
+    /// Every outcome, in the order of its number.
+    pub const ALL: [Self; 7] = [
+        Self::Redirected,
+        Self::NoSocket,
+        Self::Arp,
+        Self::NeighbourDiscovery,
+        Self::NotIp,
+        Self::NotLocal,
+        Self::VlanTag,
+    ];
+
+    /// Its name in counters and logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Redirected => "redirected",
+            Self::NoSocket => "no_socket",
+            Self::Arp => "arp",
+            Self::NeighbourDiscovery => "neighbour_discovery",
+            Self::NotIp => "not_ip",
+            Self::NotLocal => "not_local",
+            Self::VlanTag => "vlan_tag",
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Packets by outcome since the program was attached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Outcomes([u64; Outcome::ALL.len()]);
+
+impl Outcomes {
+    /// Reads the per-CPU counters and adds them up.
+    pub(crate) fn read(map: &impl MapCore) -> Result<Self, libbpf_rs::Error> {
+        let mut total = Self::default();
+        for outcome in Outcome::ALL {
+            let key = u32::from(outcome as u8).to_ne_bytes();
+            let per_cpu = map.lookup_percpu(&key, MapFlags::ANY)?.unwrap_or_default();
+            total.0[outcome as usize] =
+                per_cpu.iter().filter_map(|value| Some(u64::from_ne_bytes(value.get(..8)?.try_into().ok()?))).sum();
+        }
+        Ok(total)
+    }
+
+    /// Packets with this outcome.
+    pub fn get(&self, outcome: Outcome) -> u64 {
+        self.0[outcome as usize]
+    }
+
+    /// Every outcome with its packets.
+    pub fn iter(&self) -> impl Iterator<Item = (Outcome, u64)> + '_ {
+        Outcome::ALL.into_iter().map(|outcome| (outcome, self.get(outcome)))
+    }
+
+    /// All packets that the program saw.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Outcome;
+
+    #[test]
+    fn numbers_index_the_list_and_names_are_distinct() {
+        for (index, outcome) in Outcome::ALL.into_iter().enumerate() {
+            assert_eq!(outcome as usize, index);
+            assert!(Outcome::ALL.iter().all(|other| *other == outcome || other.name() != outcome.name()));
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! One loaded instance of the program.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{MapHandle, OpenObject};
+
+use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role};
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/redirect.skel.rs"));
+}
+use skeleton::{RedirectSkel, RedirectSkelBuilder};
+
+/// How many RX queues of a port can have a socket, as `sockets` in `src/bpf/redirect.bpf.c`.
+pub const MAX_QUEUES: u32 = 64;
+
+/// An instance in the kernel; it and its maps live as long as these descriptors or an attachment.
+#[derive(Debug)]
+pub(crate) struct Program {
+    pub(crate) fd: OwnedFd,
+    pub(crate) sockets: MapHandle,
+    pub(crate) outcomes: MapHandle,
+}
+
+impl Program {
+    pub(crate) fn load(options: AttachOptions, local_pods: &LocalPods) -> Result<Self, LoadError> {
+        let mut storage = MaybeUninit::uninit();
+        let loaded = load_skeleton(&mut storage, options, local_pods)?;
+        let duplicated = |source: std::io::Error| LoadError::new("the program", source.into());
+        let handle = |map| MapHandle::try_from(map).map_err(|source| LoadError::new("the program's maps", source));
+        Ok(Self {
+            fd: loaded.progs.penstock.as_fd().try_clone_to_owned().map_err(duplicated)?,
+            sockets: handle(&*loaded.maps.sockets)?,
+            outcomes: handle(&*loaded.maps.outcomes)?,
+        })
+    }
+}
+
+/// Sets the program's constants, gives it the shared map, and passes it through the verifier.
+fn load_skeleton<'a>(
+    storage: &'a mut MaybeUninit<OpenObject>,
+    options: AttachOptions,
+    local_pods: &LocalPods,
+) -> Result<RedirectSkel<'a>, LoadError> {
+    let failed = |source| LoadError::new("the XDP program", source);
+    let mut open = RedirectSkelBuilder::default().open(storage).map_err(failed)?;
+    let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
+    constants.on_miss = match options.on_miss {
+        OnMiss::Drop => libbpf_rs::libbpf_sys::XDP_DROP,
+        OnMiss::Pass => libbpf_rs::libbpf_sys::XDP_PASS,
+    };
+    constants.uplink = u32::from(options.role == Role::Uplink);
+    open.maps.local_pods.reuse_fd(local_pods.map().as_fd()).map_err(failed)?;
+    open.load().map_err(failed)
+}
+
+#[cfg(test)]
+mod tests;

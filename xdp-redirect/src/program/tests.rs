@@ -1,0 +1,173 @@
+//! The program's judgement of each kind of packet, run in the kernel without an interface (BPF_PROG_TEST_RUN).
+
+use std::net::Ipv6Addr;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+use libbpf_rs::{MapCore, MapFlags, ProgramInput, libbpf_sys};
+
+use super::*;
+use crate::{ModeChoice, Outcome, Outcomes};
+
+const DROP: u32 = libbpf_sys::XDP_DROP;
+const PASS: u32 = libbpf_sys::XDP_PASS;
+const REDIRECT: u32 = libbpf_sys::XDP_REDIRECT;
+
+const LOCAL_V4: [u8; 4] = [10, 0, 0, 5];
+const OTHER_V4: [u8; 4] = [192, 0, 2, 1];
+const LOCAL_V6: &str = "fd00::5";
+const OTHER_V6: &str = "2001:db8::1";
+
+fn ethernet(ethertype: u16, payload: &[u8]) -> Vec<u8> {
+    let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2];
+    frame.extend(ethertype.to_be_bytes());
+    frame.extend(payload);
+    frame
+}
+
+fn ipv4(to: [u8; 4]) -> Vec<u8> {
+    let mut packet = vec![0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 9];
+    packet.extend(to);
+    packet.extend([0, 1, 0, 2, 0, 8, 0, 0]);
+    ethernet(0x0800, &packet)
+}
+
+fn ipv6(to: &str, next_header: u8, hop_limit: u8, payload: &[u8]) -> Vec<u8> {
+    let mut packet = vec![0x60, 0, 0, 0, 0, payload.len() as u8, next_header, hop_limit];
+    packet.extend("fd00::9".parse::<Ipv6Addr>().unwrap().octets());
+    packet.extend(to.parse::<Ipv6Addr>().unwrap().octets());
+    packet.extend(payload);
+    ethernet(0x86dd, &packet)
+}
+
+fn icmpv6(to: &str, hop_limit: u8, kind: u8) -> Vec<u8> {
+    ipv6(to, 58, hop_limit, &[kind, 0, 0, 0, 0, 0, 0, 0])
+}
+
+/// A destination-options header (RFC 8200 section 4.6) and a neighbour solicitation behind it.
+fn solicitation_behind_an_option() -> Vec<u8> {
+    ipv6("ff02::1", 60, 255, &[58, 0, 1, 4, 0, 0, 0, 0, 135, 0, 0, 0, 0, 0, 0, 0])
+}
+
+/// The packets that the program must tell apart, and what it must do with each on a pod's port and on an uplink
+/// when the queue has a socket.
+fn packets() -> Vec<(&'static str, Vec<u8>, (u32, Outcome), (u32, Outcome))> {
+    let redirected = (REDIRECT, Outcome::Redirected);
+    let not_local = (PASS, Outcome::NotLocal);
+    let not_ip = (PASS, Outcome::NotIp);
+    let discovery = (PASS, Outcome::NeighbourDiscovery);
+    let mut tagged_v4 = vec![0, 0];
+    tagged_v4.extend(&ipv4(LOCAL_V4)[12..]);
+    vec![
+        ("IPv4 to a local pod", ipv4(LOCAL_V4), redirected, redirected),
+        ("IPv4 to elsewhere", ipv4(OTHER_V4), redirected, not_local),
+        ("IPv4 cut inside its header", ipv4(LOCAL_V4)[..30].to_vec(), redirected, not_local),
+        ("IPv6 to a local pod", ipv6(LOCAL_V6, 17, 64, &[0; 8]), redirected, redirected),
+        ("IPv6 to elsewhere", ipv6(OTHER_V6, 17, 64, &[0; 8]), redirected, not_local),
+        ("IPv6 cut inside its header", ipv6(LOCAL_V6, 17, 64, &[])[..50].to_vec(), redirected, not_local),
+        ("ARP", ethernet(0x0806, &[0; 28]), (PASS, Outcome::Arp), (PASS, Outcome::Arp)),
+        ("router solicitation", icmpv6("ff02::2", 255, 133), discovery, discovery),
+        ("router advertisement", icmpv6("ff02::1", 255, 134), discovery, discovery),
+        ("neighbour solicitation", icmpv6("ff02::1:ff00:5", 255, 135), discovery, discovery),
+        ("neighbour advertisement to a link-local address", icmpv6("fe80::1", 255, 136), discovery, discovery),
+        ("neighbour advertisement to an address of this node", icmpv6("::1", 255, 136), discovery, discovery),
+        ("redirect message", icmpv6("fe80::1", 255, 137), discovery, discovery),
+        ("neighbour solicitation that was forwarded", icmpv6("fe80::1", 254, 135), redirected, not_local),
+        ("neighbour solicitation behind an option", solicitation_behind_an_option(), redirected, not_local),
+        ("ICMPv6 of the type below", icmpv6("ff02::1", 255, 132), redirected, not_local),
+        ("ICMPv6 of the type above", icmpv6("ff02::1", 255, 138), redirected, not_local),
+        ("ICMPv6 to all nodes of a site", icmpv6("ff05::1", 255, 135), discovery, discovery),
+        ("echo request", icmpv6(LOCAL_V6, 255, 128), redirected, redirected),
+        ("VLAN tag", ethernet(0x8100, &tagged_v4), (DROP, Outcome::VlanTag), not_ip),
+        ("provider VLAN tag", ethernet(0x88a8, &tagged_v4), (DROP, Outcome::VlanTag), not_ip),
+        ("LLDP", ethernet(0x88cc, &[0; 20]), not_ip, not_ip),
+        ("802.3 length field", ethernet(0x0040, &[0; 60]), not_ip, not_ip),
+    ]
+}
+
+/// An AF_XDP socket that is bound to nothing: enough to be in the map.
+fn any_socket() -> OwnedFd {
+    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+    let fd = unsafe { libc::socket(libc::AF_XDP, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    assert!(fd >= 0, "socket(AF_XDP): {}", std::io::Error::last_os_error());
+    // SAFETY: as above.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// Runs the program once over a frame that came in on the loopback interface, and says what it did.
+fn run(loaded: &RedirectSkel<'_>, frame: &[u8]) -> (u32, Outcome) {
+    let before = Outcomes::read(&loaded.maps.outcomes).unwrap();
+    // struct xdp_md: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
+    let mut context = Vec::new();
+    for field in [0, frame.len() as u32, 0, 1, 0, 0] {
+        context.extend(field.to_ne_bytes());
+    }
+    let input = ProgramInput { data_in: Some(frame), context_in: Some(&mut context), ..Default::default() };
+    let action = loaded.progs.penstock.test_run(input).unwrap().return_value;
+    let after = Outcomes::read(&loaded.maps.outcomes).unwrap();
+    let moved: Vec<Outcome> =
+        Outcome::ALL.into_iter().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
+    assert_eq!((moved.len(), after.total()), (1, before.total() + 1), "exactly one counter moves, by one");
+    (action, moved[0])
+}
+
+fn options(role: Role, on_miss: OnMiss) -> AttachOptions {
+    AttachOptions { role, on_miss, mode: ModeChoice::default() }
+}
+
+fn local_pods() -> LocalPods {
+    let pods = LocalPods::create().unwrap();
+    pods.insert(LOCAL_V4.into()).unwrap();
+    pods.insert(LOCAL_V6.parse().unwrap()).unwrap();
+    pods
+}
+
+#[test]
+fn every_kind_of_packet_goes_where_its_port_says() {
+    let pods = local_pods();
+    let socket = any_socket();
+    let mut reached = std::collections::BTreeSet::new();
+    for role in [Role::Pod, Role::Host, Role::Uplink] {
+        let mut storage = MaybeUninit::uninit();
+        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &pods).unwrap();
+        let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
+        loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+        for (what, frame, on_pod, on_uplink) in packets() {
+            let expected = if role == Role::Uplink { on_uplink } else { on_pod };
+            assert_eq!(run(&loaded, &frame), expected, "{what} on {role:?}");
+            reached.insert(expected.1);
+        }
+    }
+    assert_eq!(reached.len(), Outcome::ALL.len() - 1, "all but the miss: {reached:?}");
+}
+
+#[test]
+fn a_miss_is_dropped_unless_it_is_to_pass() {
+    let pods = local_pods();
+    for (on_miss, action) in [(OnMiss::default(), DROP), (OnMiss::Drop, DROP), (OnMiss::Pass, PASS)] {
+        for role in [Role::Pod, Role::Host, Role::Uplink] {
+            let mut storage = MaybeUninit::uninit();
+            let loaded = load_skeleton(&mut storage, options(role, on_miss), &pods).unwrap();
+            for frame in [ipv4(LOCAL_V4), ipv6(LOCAL_V6, 6, 64, &[0; 20])] {
+                assert_eq!(run(&loaded, &frame), (action, Outcome::NoSocket), "{role:?} {on_miss:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn local_pods_come_and_go_for_all_uplinks_at_once() {
+    let pods = local_pods();
+    let mut storage = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    let one = load_skeleton(&mut storage.0, options(Role::Uplink, OnMiss::Drop), &pods).unwrap();
+    let two = load_skeleton(&mut storage.1, options(Role::Uplink, OnMiss::Drop), &pods).unwrap();
+    let frame = ipv4(OTHER_V4);
+    for (present, expected) in [(false, Outcome::NotLocal), (true, Outcome::NoSocket), (false, Outcome::NotLocal)] {
+        match present {
+            true => pods.insert(OTHER_V4.into()).unwrap(),
+            false => pods.remove(OTHER_V4.into()).unwrap(),
+        }
+        assert_eq!(pods.contains(OTHER_V4.into()), present);
+        assert_eq!(run(&one, &frame).1, expected);
+        assert_eq!(run(&two, &frame).1, expected);
+    }
+}
