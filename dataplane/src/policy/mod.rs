@@ -1,5 +1,301 @@
 //! Policy tables as the packet path reads them: identities, rule bits and one lookup a side.
+//!
+//! A [`PolicySet`] is what the workers know of policy at one moment. It names no labels and no selectors:
+//!
+//! ```text
+//! address ─▶ identity, endpoint, node       one hash map for the cluster, in shards
+//! endpoint, direction ─▶ open | rule table  equal rules share one table
+//! in a rule table, a row being one bit a rule:
+//!   identity ─▶ row      two-level array: the pods that selectors name
+//!   address  ─▶ row      trie: address blocks, excepts and shadowing resolved when it is built
+//!   (protocol, port) ─▶ row   two-level array: ranges resolved when it is built
+//! allowed = ((identity's row | address's row) & port's row) ≠ 0, and the lowest bit names the rule
+//! ```
+//!
+//! So the cost of a new connection depends neither on how many policies and pods there are nor on how many rules an
+//! endpoint has. A bit is a *rule*, not a policy: peers and ports of different rules never combine. Rules for every
+//! peer are in every address row, and rules without ports in every port row.
+//!
+//! Every part is immutable and shared by reference count. [`PolicySet::update`] copies what a change touches (a shard,
+//! a chunk of endpoints, a page of identities) and shares the rest with the set before, which readers keep unchanged.
 
-/// Identities, tables and endpoints of one snapshot.
+mod addresses;
+mod blocks;
+mod endpoints;
+mod peers;
+mod ports;
+mod rows;
+mod table;
+
+#[cfg(test)]
+mod tests;
+
+pub use addresses::{EndpointId, NodeId, Owner};
+pub use blocks::AddressBlock;
+pub use endpoints::{Endpoint, Isolation};
+pub use peers::Identity;
+pub use ports::{PortProtocol, PortRange};
+pub use rows::RuleSet;
+pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
+
+use std::sync::Arc;
+
+use crate::packet::{Address, Flow};
+use crate::pipeline::Cause;
+
+use addresses::{AddressMap, Entry, NONE};
+use endpoints::Endpoints;
+
+/// One of the two directions of an endpoint that policy is about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Direction {
+    /// What the endpoint sends.
+    Egress,
+    /// What the endpoint receives.
+    Ingress,
+}
+
+/// Names a rule of a [`PolicySet`]: of one direction of an endpoint, its number in that table. Good only with the set
+/// that gave it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct RuleRef {
+    /// Whose rule it is.
+    pub endpoint: EndpointId,
+    /// Of which direction.
+    pub direction: Direction,
+    /// Its number in the table.
+    pub rule: u32,
+}
+
+/// What one side of a flow says. The zero value denies.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Side {
+    /// Its pod is isolated in this direction and no rule allows the flow.
+    #[default]
+    Denied,
+    /// Its pod is not enforced here (another node's), or it is no pod.
+    NotLocal,
+    /// No policy selects its pod for this direction.
+    Open,
+    /// Its pod is isolated and this rule allows the flow.
+    Allowed(RuleRef),
+    /// Its pod is isolated and none of its rules allows the flow, but this rule of the other side's does, and an allowed
+    /// flow is allowed cluster-wide.
+    AllowedByPeer(RuleRef),
+    /// A pod and its node, or a pod and itself: never subject to policy.
+    Exempt,
+}
+
+impl Side {
+    /// Whether this side lets the flow pass.
+    #[inline]
+    pub const fn is_allowed(&self) -> bool {
+        !matches!(self, Self::Denied)
+    }
+
+    /// The rule that allowed, of whichever side.
+    pub const fn rule(&self) -> Option<RuleRef> {
+        match self {
+            Self::Allowed(rule) | Self::AllowedByPeer(rule) => Some(*rule),
+            _ => None,
+        }
+    }
+}
+
+/// What both sides of a flow say. The zero value denies.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Judgement {
+    /// Egress of the source.
+    pub egress: Side,
+    /// Ingress of the destination.
+    pub ingress: Side,
+}
+
+impl Judgement {
+    /// Whether a worker lets the flow pass: no side denies it, and at least one end is enforced here.
+    #[inline]
+    pub const fn is_allowed(&self) -> bool {
+        self.cause().is_none()
+    }
+
+    /// Why a worker drops the flow, egress first. A flow of which neither end is known here is one of a pod whose
+    /// policies are not known yet.
+    #[inline]
+    pub const fn cause(&self) -> Option<Cause> {
+        match (self.egress, self.ingress) {
+            (Side::Denied, _) => Some(Cause::EgressDenied),
+            (_, Side::Denied) => Some(Cause::IngressDenied),
+            (Side::NotLocal, Side::NotLocal) => Some(Cause::NotReady),
+            _ => None,
+        }
+    }
+}
+
+/// Whether a flow that a rule of one side allows is thereby allowed on the other side, too.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Reach {
+    /// Both sides must allow, as the Kubernetes API has it.
+    #[default]
+    BothSides,
+    /// A rule's action is honoured cluster-wide. An open side has no rule: it does not overrule the other.
+    ClusterWide,
+}
+
+/// Identities, tables and endpoints of one moment. Immutable, cheap to clone; the default knows no endpoint.
 #[derive(Clone, Debug, Default)]
-pub struct PolicySet {}
+pub struct PolicySet {
+    addresses: AddressMap,
+    endpoints: Endpoints,
+    reach: Reach,
+}
+
+impl PolicySet {
+    /// Judges a flow in the direction in which it was opened. The destination port counts for TCP, UDP and SCTP; any
+    /// other protocol is matched by rules without ports alone. Allocates nothing.
+    #[inline]
+    pub fn judge(&self, flow: &Flow) -> Judgement {
+        let (src, dst) = (self.addresses.find(flow.src), self.addresses.find(flow.dst));
+        if is_exempt(&src, &dst) {
+            return Judgement { egress: exempt(&src), ingress: exempt(&dst) };
+        }
+        let egress = self.side(&src, Direction::Egress, &dst, flow.dst, flow);
+        let ingress = self.side(&dst, Direction::Ingress, &src, flow.src, flow);
+        match self.reach {
+            Reach::BothSides => Judgement { egress, ingress },
+            Reach::ClusterWide => cluster_wide(egress, ingress),
+        }
+    }
+
+    #[inline]
+    fn side(&self, own: &Entry, direction: Direction, peer: &Entry, address: Address, flow: &Flow) -> Side {
+        if own.endpoint == NONE {
+            return Side::NotLocal;
+        }
+        let Some(endpoint) = self.endpoints.find(own.endpoint) else { return Side::Denied };
+        let isolation = match direction {
+            Direction::Egress => &endpoint.egress,
+            Direction::Ingress => &endpoint.ingress,
+        };
+        match isolation {
+            Isolation::Open => Side::Open,
+            Isolation::Isolated(table) => match table.find(peer.identity, address, flow.protocol, flow.dst_port) {
+                Some(rule) => Side::Allowed(RuleRef { endpoint: EndpointId(own.endpoint), direction, rule }),
+                None => Side::Denied,
+            },
+        }
+    }
+
+    /// Whose address it is, as far as this set knows.
+    pub fn owner(&self, address: Address) -> Option<Owner> {
+        self.addresses.find(address).owner()
+    }
+
+    /// An endpoint's policy.
+    pub fn endpoint(&self, id: EndpointId) -> Option<&Endpoint> {
+        self.endpoints.find(id.0)
+    }
+
+    /// The name of a rule that this set gave.
+    pub fn rule_name(&self, rule: RuleRef) -> Option<&RuleName> {
+        let endpoint = self.endpoint(rule.endpoint)?;
+        let isolation = match rule.direction {
+            Direction::Egress => &endpoint.egress,
+            Direction::Ingress => &endpoint.ingress,
+        };
+        match isolation {
+            Isolation::Open => None,
+            Isolation::Isolated(table) => table.name(rule.rule),
+        }
+    }
+
+    /// Starts the next set from this one, which stays as it is.
+    pub fn update(&self) -> Update {
+        Update { set: self.clone() }
+    }
+
+    /// How large it is.
+    pub fn statistics(&self) -> Statistics {
+        let mut tables: Vec<&Arc<RuleTable>> = self
+            .endpoints
+            .iter()
+            .flat_map(|endpoint| [&endpoint.egress, &endpoint.ingress])
+            .filter_map(|isolation| match isolation {
+                Isolation::Open => None,
+                Isolation::Isolated(table) => Some(table),
+            })
+            .collect();
+        tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
+        tables.dedup_by_key(|table| Arc::as_ptr(table));
+        Statistics {
+            addresses: self.addresses.len(),
+            endpoints: self.endpoints.len(),
+            tables: tables.len(),
+            rules: tables.iter().map(|table| table.rules()).sum(),
+            octets: self.addresses.size() + tables.iter().map(|table| table.size()).sum::<usize>(),
+        }
+    }
+}
+
+/// How large a [`PolicySet`] is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Statistics {
+    /// Addresses of pods and nodes known.
+    pub addresses: usize,
+    /// Endpoints enforced.
+    pub endpoints: usize,
+    /// Different rule tables.
+    pub tables: usize,
+    /// Rules in them.
+    pub rules: usize,
+    /// About how much memory the lookup structures take.
+    pub octets: usize,
+}
+
+#[inline]
+fn is_exempt(src: &Entry, dst: &Entry) -> bool {
+    (src.endpoint != NONE && (src.endpoint == dst.endpoint || (dst.is_node() && dst.node == src.node)))
+        || (dst.endpoint != NONE && src.is_node() && src.node == dst.node)
+}
+
+fn exempt(end: &Entry) -> Side {
+    if end.endpoint == NONE { Side::NotLocal } else { Side::Exempt }
+}
+
+fn cluster_wide(egress: Side, ingress: Side) -> Judgement {
+    match (egress, ingress) {
+        (Side::Allowed(rule), Side::Denied) => Judgement { egress, ingress: Side::AllowedByPeer(rule) },
+        (Side::Denied, Side::Allowed(rule)) => Judgement { egress: Side::AllowedByPeer(rule), ingress },
+        _ => Judgement { egress, ingress },
+    }
+}
+
+/// Makes the next [`PolicySet`] from the one before. Nothing is seen of it before [`Update::finish`].
+#[derive(Debug)]
+pub struct Update {
+    set: PolicySet,
+}
+
+impl Update {
+    /// Sets whose address this is; `None` forgets it.
+    pub fn set_address(&mut self, address: Address, owner: Option<Owner>) -> &mut Self {
+        self.set.addresses.set(address, owner.map(Entry::from));
+        self
+    }
+
+    /// Sets an endpoint's policy; `None` forgets it. An address of an endpoint without policy is denied everything.
+    pub fn set_endpoint(&mut self, id: EndpointId, endpoint: Option<Endpoint>) -> &mut Self {
+        self.set.endpoints.set(id, endpoint);
+        self
+    }
+
+    /// Sets whether a rule's action is honoured cluster-wide.
+    pub fn set_reach(&mut self, reach: Reach) -> &mut Self {
+        self.set.reach = reach;
+        self
+    }
+
+    /// The set.
+    pub fn finish(self) -> PolicySet {
+        self.set
+    }
+}

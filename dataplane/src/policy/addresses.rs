@@ -1,0 +1,268 @@
+//! From an address to what is known of it: one cluster-wide map.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use crate::packet::Address;
+
+use super::peers::Identity;
+
+/// A pod whose sides are enforced. Numbered from 0; small numbers are reused first.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[repr(transparent)]
+pub struct EndpointId(pub u32);
+
+/// A node of the cluster, by any number that is not `u32::MAX`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[repr(transparent)]
+pub struct NodeId(pub u32);
+
+/// Whose address it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Owner {
+    /// A pod's.
+    Pod {
+        /// Its class among the selectors.
+        identity: Identity,
+        /// Under which number its sides are enforced here, if they are.
+        endpoint: Option<EndpointId>,
+        /// On which node it runs, if that is known.
+        node: Option<NodeId>,
+    },
+    /// A node's own.
+    Node(NodeId),
+}
+
+/// Stands for "none" in an [`Entry`].
+pub(super) const NONE: u32 = u32::MAX;
+
+/// What the lookup needs of an address, unpacked: three comparisons instead of nested options.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Entry {
+    /// 0 if it is no pod's.
+    pub(super) identity: u32,
+    /// [`NONE`] if it is no endpoint's.
+    pub(super) endpoint: u32,
+    /// [`NONE`] if it belongs to no known node.
+    pub(super) node: u32,
+}
+
+impl Entry {
+    /// An address of which nothing is known.
+    pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE };
+
+    /// Whether it is a node's own address.
+    #[inline]
+    pub(super) const fn is_node(&self) -> bool {
+        self.identity == 0 && self.node != NONE
+    }
+}
+
+impl From<Owner> for Entry {
+    fn from(owner: Owner) -> Self {
+        match owner {
+            Owner::Pod { identity, endpoint, node } => Self {
+                identity: identity.0.get(),
+                endpoint: endpoint.map_or(NONE, |endpoint| endpoint.0),
+                node: node.map_or(NONE, |node| node.0),
+            },
+            Owner::Node(node) => Self { node: node.0, ..Self::UNKNOWN },
+        }
+    }
+}
+
+/// Copies of one address change one shard: about a hundred entries at 100,000 addresses.
+const SHARDS: usize = 1024;
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    address: Address,
+    /// `None` if the slot is free.
+    entry: Option<Entry>,
+}
+
+const FREE: Slot = Slot { address: Address::from_bits(0), entry: None };
+
+/// An immutable hash map in shards; a changed copy shares all shards but one.
+///
+/// A shard is an open-addressed array with at most three quarters of its slots in use, probed linearly: a lookup
+/// touches the shard's pointer and, nearly always, one or two neighbouring slots.
+#[derive(Clone, Debug)]
+pub(super) struct AddressMap {
+    shards: Arc<[Arc<[Slot]>; SHARDS]>,
+    len: usize,
+}
+
+impl Default for AddressMap {
+    fn default() -> Self {
+        let empty: Arc<[Slot]> = Arc::new([FREE]);
+        Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), len: 0 }
+    }
+}
+
+/// Spreads both halves of an address over 64 bits; the upper ones are the best mixed. The multiplier is that of
+/// Fibonacci hashing (Knuth, TAOCP 6.4). What is in the map is the cluster's own, so that no stranger can choose
+/// addresses that collide; looking up strangers' addresses stops at the first free slot.
+#[inline]
+fn hash(address: Address) -> u64 {
+    let bits = address.bits();
+    let high = ((bits >> 64) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (bits as u64 ^ high ^ (high >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+#[inline]
+const fn shard_of(hash: u64) -> usize {
+    (hash >> (u64::BITS - SHARDS.ilog2())) as usize
+}
+
+#[inline]
+const fn slot_of(hash: u64, slots: usize) -> usize {
+    (hash >> 22) as usize & (slots - 1)
+}
+
+impl AddressMap {
+    /// What is known of an address.
+    #[inline]
+    pub(super) fn find(&self, address: Address) -> Entry {
+        let hash = hash(address);
+        let slots = &*self.shards[shard_of(hash)];
+        let mut at = slot_of(hash, slots.len());
+        loop {
+            match slots[at].entry {
+                None => return Entry::UNKNOWN,
+                Some(entry) if slots[at].address == address => return entry,
+                Some(_) => at = (at + 1) & (slots.len() - 1),
+            }
+        }
+    }
+
+    /// How many addresses it holds.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Sets what is known of an address, or forgets it.
+    pub(super) fn set(&mut self, address: Address, entry: Option<Entry>) {
+        let shard = &mut Arc::make_mut(&mut self.shards)[shard_of(hash(address))];
+        let known = find_slot(shard, address);
+        match (known, entry) {
+            (Some(at), Some(entry)) => Arc::make_mut(shard)[at].entry = Some(entry),
+            (None, Some(entry)) => {
+                self.len += 1;
+                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
+                if (used + 1) * 4 > shard.len() * 3 {
+                    *shard = rehash(shard, shard.len() * 2, address);
+                }
+                insert(Arc::make_mut(shard), Slot { address, entry: Some(entry) });
+            }
+            (Some(_), None) => {
+                self.len -= 1;
+                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
+                let slots = if (used - 1) * 4 < shard.len() { (shard.len() / 2).max(1) } else { shard.len() };
+                *shard = rehash(shard, slots, address);
+            }
+            (None, None) => {}
+        }
+    }
+
+    /// About how many octets the map takes.
+    pub(super) fn size(&self) -> usize {
+        size_of_val(&*self.shards) + self.shards.iter().map(|shard| size_of_val(&**shard)).sum::<usize>()
+    }
+}
+
+fn find_slot(shard: &[Slot], address: Address) -> Option<usize> {
+    let mut at = slot_of(hash(address), shard.len());
+    loop {
+        match shard[at] {
+            Slot { entry: None, .. } => return None,
+            Slot { address: found, .. } if found == address => return Some(at),
+            _ => at = (at + 1) & (shard.len() - 1),
+        }
+    }
+}
+
+/// The shard without this address, in another number of slots.
+fn rehash(shard: &[Slot], slots: usize, without: Address) -> Arc<[Slot]> {
+    let mut fresh = vec![FREE; slots];
+    shard
+        .iter()
+        .filter(|slot| slot.entry.is_some() && slot.address != without)
+        .for_each(|slot| insert(&mut fresh, *slot));
+    fresh.into()
+}
+
+fn insert(shard: &mut [Slot], slot: Slot) {
+    let mut at = slot_of(hash(slot.address), shard.len());
+    while shard[at].entry.is_some() {
+        at = (at + 1) & (shard.len() - 1);
+    }
+    shard[at] = slot;
+}
+
+impl Entry {
+    /// The same in the words of the interface; `None` if nothing is known.
+    pub(super) fn owner(&self) -> Option<Owner> {
+        let some = |number: u32| (number != NONE).then_some(number);
+        match NonZeroU32::new(self.identity) {
+            Some(identity) => Some(Owner::Pod {
+                identity: Identity(identity),
+                endpoint: some(self.endpoint).map(EndpointId),
+                node: some(self.node).map(NodeId),
+            }),
+            None => some(self.node).map(|node| Owner::Node(NodeId(node))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn entry(number: u32) -> Entry {
+        Entry { identity: number, endpoint: number, node: 0 }
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_a_hash_map_under_any_history(
+            steps in prop::collection::vec((0u128..600, prop::option::weighted(0.7, 1u32..100)), 0..2000),
+        ) {
+            // Spread over one shard's worth and many; a copy in between must not see later changes.
+            let (mut map, mut oracle) = (AddressMap::default(), HashMap::new());
+            let mut copy = (map.clone(), oracle.clone());
+            for (index, (address, value)) in steps.into_iter().enumerate() {
+                let address = Address::from_bits(address << 64 | address % 7);
+                map.set(address, value.map(entry));
+                match value {
+                    Some(value) => oracle.insert(address, value),
+                    None => oracle.remove(&address),
+                };
+                if index == 500 {
+                    copy = (map.clone(), oracle.clone());
+                }
+            }
+            for (map, oracle) in [(map, oracle), copy] {
+                prop_assert_eq!(map.len(), oracle.len());
+                for address in (0..600u128).map(|address| Address::from_bits(address << 64 | address % 7)) {
+                    let expected = oracle.get(&address).map_or(Entry::UNKNOWN, |value| entry(*value));
+                    prop_assert_eq!(map.find(address), expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pod_networks_spread_evenly_over_the_shards() {
+        let mut map = AddressMap::default();
+        for pod in 0..100_000u32 {
+            map.set(Address::from_v4_octets((10 << 24 | (pod / 100) << 8 | (pod % 100)).to_be_bytes()), Some(entry(1)));
+        }
+        let largest = map.shards.iter().map(|shard| shard.len()).max().unwrap();
+        assert!(largest <= 512, "{largest} slots in one of {SHARDS} shards");
+    }
+}

@@ -1,0 +1,294 @@
+//! From an address to the row of the rules whose address blocks hold it.
+
+use ipnet::IpNet;
+
+use crate::packet::Address;
+
+use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
+
+/// Addresses in `cidr` and in none of `except`. An except outside the block has no effect.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct AddressBlock {
+    /// The block.
+    pub cidr: IpNet,
+    /// Parts of it that do not match.
+    pub except: Vec<IpNet>,
+}
+
+/// Marks an entry as the number of a node rather than a row.
+const NODE: u32 = 1 << 31;
+/// Most bits of the address that one node looks at.
+const MAX_STRIDE: u32 = 8;
+
+/// Blocks and excepts resolved into rows: a trie over the points of the address line at which the rules change.
+///
+/// Each node skips the bits that all changes below it have in common and then looks at as many bits as there are
+/// changes to tell apart, so that its size stays linear in the blocks and its depth is one or two for most tables.
+/// Both families share the line: IPv4 lies in it as IPv4-mapped IPv6.
+#[derive(Clone, Debug)]
+pub(super) struct Blocks {
+    root: u32,
+    nodes: Vec<Node>,
+    entries: Vec<u32>,
+}
+
+#[derive(Clone, Debug)]
+struct Node {
+    /// Every address under this node begins with the first `128 - shift - stride` bits of this.
+    prefix: u128,
+    /// The row of addresses of the parent's entry before those of this node.
+    below: Row,
+    /// The row of addresses of the parent's entry after those of this node.
+    above: Row,
+    /// Where its entries begin.
+    base: u32,
+    /// How many bits follow those that it looks at.
+    shift: u8,
+    /// How many bits it looks at.
+    stride: u8,
+}
+
+impl Blocks {
+    /// The row of the rules that hold this address.
+    #[inline]
+    pub(super) fn row(&self, address: Address) -> Row {
+        let mut entry = self.root;
+        while entry & NODE != 0 {
+            let node = &self.nodes[(entry & !NODE) as usize];
+            let path = (address.bits() ^ node.prefix) >> node.shift;
+            if path >> node.stride != 0 {
+                return if address.bits() < node.prefix { node.below } else { node.above };
+            }
+            entry = self.entries[node.base as usize + path as usize];
+        }
+        entry
+    }
+
+    /// Resolves blocks to rows: `any` are the rules that hold every address, `blocks` the others' blocks.
+    pub(super) fn build(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> Self {
+        let (first, points) = changes(any, blocks, rows);
+        let mut trie = Self { root: 0, nodes: Vec::new(), entries: Vec::new() };
+        trie.root = trie.subtree(first, &points);
+        trie.nodes.shrink_to_fit();
+        trie.entries.shrink_to_fit();
+        trie
+    }
+
+    /// The entry for addresses that have the row `first` up to the first of `points`, and from each point its row.
+    fn subtree(&mut self, first: Row, points: &[(u128, Row)]) -> u32 {
+        let (Some((lowest, _)), Some((highest, above))) = (points.first(), points.last()) else { return first };
+        self.node(first, points, (*lowest - 1, *highest), *above)
+    }
+
+    /// A node over the smallest prefix that holds both `ends`: the last address before the first change, and the
+    /// first address after the last one.
+    fn node(&mut self, first: Row, points: &[(u128, Row)], ends: (u128, u128), above: Row) -> u32 {
+        let rest = u128::BITS - (ends.0 ^ ends.1).leading_zeros();
+        let wanted = usize::BITS - points.len().leading_zeros();
+        let stride = wanted.clamp(1, MAX_STRIDE).min(rest);
+        let shift = rest - stride;
+        let prefix = ends.1.checked_shr(rest).and_then(|bits| bits.checked_shl(rest)).unwrap_or(0);
+        let (number, base) = (self.nodes.len(), self.entries.len());
+        self.nodes.push(Node {
+            prefix,
+            below: first,
+            above,
+            base: base as u32,
+            shift: shift as u8,
+            stride: stride as u8,
+        });
+        self.entries.resize(base + (1 << stride), 0);
+        let (mut row, mut rest) = (first, points);
+        for slot in 0..1u128 << stride {
+            let start = prefix | slot << shift;
+            if let Some(((_, changed), later)) = rest.split_first().filter(|((point, _), _)| *point == start) {
+                (row, rest) = (*changed, later);
+            }
+            let end = start | ((1u128 << shift) - 1);
+            let (inside, later) = rest.split_at(rest.partition_point(|(point, _)| *point <= end));
+            self.entries[base + slot as usize] = self.subtree(row, inside);
+            row = inside.last().map_or(row, |(_, row)| *row);
+            rest = later;
+        }
+        NODE | number as u32
+    }
+
+    /// How many octets the trie takes.
+    pub(super) fn size(&self) -> usize {
+        size_of_val(&*self.nodes) + size_of_val(&*self.entries)
+    }
+}
+
+/// `::ffff:0:0/96`, where IPv4 lies on the line: no IPv6 prefix reaches into it.
+const MAPPED: IpNet = IpNet::V6(ipnet::Ipv6Net::new_assert(std::net::Ipv6Addr::from_bits(0xffff_0000_0000), 96));
+
+/// First and last address of a prefix.
+fn bounds(prefix: &IpNet) -> (u128, u128) {
+    (Address::from(prefix.network()).bits(), Address::from(prefix.broadcast()).bits())
+}
+
+/// What happens at a point of the line. In this order where several happen at one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    BlockBegins,
+    ExceptBegins,
+    ExceptEnds,
+    BlockEnds,
+}
+
+/// The row of the first address, and each point from which on it is another.
+fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> (Row, Vec<(u128, Row)>) {
+    let mut events: Vec<(u128, Event, usize)> = Vec::new();
+    let mut add = |prefix: &IpNet, begins: Event, ends: Event, block: usize| {
+        let (first, last) = bounds(prefix);
+        events.push((first, begins, block));
+        events.extend(last.checked_add(1).map(|end| (end, ends, block)));
+    };
+    for (index, (block, _)) in blocks.iter().enumerate() {
+        if MAPPED.contains(&block.cidr) {
+            continue;
+        }
+        add(&block.cidr, Event::BlockBegins, Event::BlockEnds, index);
+        for except in block.except.iter().chain([&MAPPED]).filter(|except| block.cidr.contains(*except)) {
+            add(except, Event::ExceptBegins, Event::ExceptEnds, index);
+        }
+    }
+    events.sort_unstable();
+    let mut sweep = Sweep::default();
+    let mut excepts = vec![0u32; blocks.len()];
+    let mut row = |sweep: &Sweep| {
+        let mut rules = sweep.current().clone();
+        rules.union_with(any);
+        rows.row(&rules)
+    };
+    let mut first = row(&sweep);
+    let (mut points, mut last) = (Vec::new(), first);
+    for same_place in events.chunk_by(|a, b| a.0 == b.0) {
+        for (_, event, block) in same_place {
+            step(&mut sweep, *event, &mut excepts[*block], blocks[*block].1);
+        }
+        let here = row(&sweep);
+        if same_place[0].0 == 0 {
+            (first, last) = (here, here);
+        } else if here != last {
+            points.push((same_place[0].0, here));
+            last = here;
+        }
+    }
+    (first, points)
+}
+
+/// A block's rule holds inside it wherever none of its own excepts does.
+fn step(sweep: &mut Sweep, event: Event, excepts: &mut u32, rule: u32) {
+    match event {
+        Event::BlockBegins => sweep.enter(rule),
+        Event::ExceptBegins => {
+            *excepts += 1;
+            if *excepts == 1 {
+                sweep.leave(rule);
+            }
+        }
+        Event::ExceptEnds => {
+            *excepts -= 1;
+            if *excepts == 0 {
+                sweep.enter(rule);
+            }
+        }
+        Event::BlockEnds => sweep.leave(rule),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn build(blocks: &[(AddressBlock, u32)]) -> (Blocks, super::super::rows::Rows) {
+        let mut builder = RowsBuilder::new(70);
+        let borrowed: Vec<_> = blocks.iter().map(|(block, rule)| (block, *rule)).collect();
+        let trie = Blocks::build(&RuleSet::default(), &borrowed, &mut builder);
+        (trie, builder.finish())
+    }
+
+    fn block(cidr: &str, except: &[&str]) -> AddressBlock {
+        let parse = |text: &str| text.parse().unwrap();
+        AddressBlock { cidr: parse(cidr), except: except.iter().copied().map(parse).collect() }
+    }
+
+    fn rules(built: &(Blocks, super::super::rows::Rows), address: &str) -> RuleSet {
+        built.1.rules(built.0.row(Address::from(address.parse::<IpAddr>().unwrap())))
+    }
+
+    #[test]
+    fn an_except_cuts_out_of_its_own_block_alone() {
+        let built = build(&[
+            (block("10.0.0.0/8", &["10.1.0.0/16", "10.1.2.0/24"]), 0),
+            (block("10.1.2.0/24", &[]), 1),
+            (block("0.0.0.0/0", &["10.0.0.0/8"]), 2),
+            (block("::/0", &["fd00::/8"]), 3),
+        ]);
+        for (address, expected) in [
+            ("10.0.0.1", vec![0]),
+            ("10.1.0.1", vec![]),
+            ("10.1.2.3", vec![1]),
+            ("10.2.0.0", vec![0]),
+            ("11.0.0.0", vec![2]),
+            ("255.255.255.255", vec![2]),
+            ("0.0.0.0", vec![2]),
+            ("::fffe:ffff:ffff", vec![3]),
+            ("::1:0:0:0", vec![3]),
+            ("fd00::1", vec![]),
+            ("fe00::1", vec![3]),
+            ("ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff", vec![3]),
+        ] {
+            assert_eq!(rules(&built, address), expected.into_iter().collect(), "{address}");
+        }
+    }
+
+    #[test]
+    fn many_blocks_make_a_shallow_trie_of_linear_size() {
+        let blocks: Vec<_> = (0..1024).map(|n| (block(&format!("10.{}.{}.0/24", n / 256, n % 256), &[]), 0)).collect();
+        let spread: Vec<_> =
+            (0..1024u32).map(|n| (block(&format!("{}/24", Ipv4Addr::from(n << 20)), &[]), n % 70)).collect();
+        for blocks in [blocks, spread] {
+            let (trie, _) = build(&blocks);
+            assert!(trie.size() < 64 * blocks.len() + 128, "{} octets", trie.size());
+        }
+    }
+
+    fn any_block() -> impl Strategy<Value = (AddressBlock, u32)> {
+        // Few distinct bits, so that blocks nest, touch and repeat.
+        let v4 = (0u32..16, 0u32..4, 0u8..=32)
+            .prop_map(|(high, low, len)| IpNet::new(Ipv4Addr::from(high << 28 | low).into(), len).unwrap().trunc());
+        let v6 = (0u128..16, 0u128..4, 0u8..=128)
+            .prop_map(|(high, low, len)| IpNet::new(Ipv6Addr::from(high << 124 | low).into(), len).unwrap().trunc());
+        let net = prop_oneof![v4, v6];
+        (net.clone(), prop::collection::vec(net, 0..4), 0u32..70)
+            .prop_map(|(cidr, except, rule)| (AddressBlock { cidr, except }, rule))
+    }
+
+    proptest! {
+        #[test]
+        fn every_address_has_the_rules_whose_blocks_hold_it(blocks in prop::collection::vec(any_block(), 0..10)) {
+            let (trie, rows) = build(&blocks);
+            let nets = blocks.iter().flat_map(|(block, _)| block.except.iter().chain([&block.cidr]));
+            let edges = nets.flat_map(|net| {
+                let (first, last) = bounds(net);
+                [first, last, first.wrapping_sub(1), last.wrapping_add(1)]
+            });
+            for address in edges.map(Address::from_bits) {
+                let ip = IpAddr::from(address);
+                let expected: RuleSet = blocks
+                    .iter()
+                    .filter(|(block, _)| block.cidr.contains(&ip))
+                    .filter(|(block, _)| !block.except.iter().any(|net| block.cidr.contains(net) && net.contains(&ip)))
+                    .map(|(_, rule)| *rule)
+                    .collect();
+                prop_assert_eq!(rows.rules(trie.row(address)), expected, "{}", ip);
+            }
+        }
+    }
+}

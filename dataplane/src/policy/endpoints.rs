@@ -1,0 +1,63 @@
+//! The endpoints whose sides are enforced, by their number.
+
+use std::sync::Arc;
+
+use super::addresses::EndpointId;
+use super::table::RuleTable;
+
+/// What policy asks of one direction of an endpoint.
+#[derive(Clone, Debug)]
+pub enum Isolation {
+    /// No policy selects it for this direction: everything is allowed.
+    Open,
+    /// Allowed is what a rule of this table allows.
+    Isolated(Arc<RuleTable>),
+}
+
+/// Both directions of an endpoint.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    /// What it may send.
+    pub egress: Isolation,
+    /// What it may receive.
+    pub ingress: Isolation,
+}
+
+/// Endpoints in one chunk.
+const CHUNK: usize = 32;
+
+type Chunk = [Option<Endpoint>; CHUNK];
+
+/// Chunks of endpoints; a changed copy shares all chunks but one.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Endpoints {
+    chunks: Arc<Vec<Arc<Chunk>>>,
+}
+
+impl Endpoints {
+    /// The endpoint of this number.
+    #[inline]
+    pub(super) fn find(&self, endpoint: u32) -> Option<&Endpoint> {
+        self.chunks.get(endpoint as usize / CHUNK)?[endpoint as usize % CHUNK].as_ref()
+    }
+
+    /// Sets an endpoint, or forgets it.
+    pub(super) fn set(&mut self, id: EndpointId, endpoint: Option<Endpoint>) {
+        let (chunk, slot) = (id.0 as usize / CHUNK, id.0 as usize % CHUNK);
+        let chunks = Arc::make_mut(&mut self.chunks);
+        while chunks.len() <= chunk {
+            chunks.push(Arc::new([const { None }; CHUNK]));
+        }
+        Arc::make_mut(&mut chunks[chunk])[slot] = endpoint;
+    }
+
+    /// How many endpoints there are.
+    pub(super) fn len(&self) -> usize {
+        self.iter().count()
+    }
+
+    /// Every endpoint.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Endpoint> {
+        self.chunks.iter().flat_map(|chunk| chunk.iter().flatten())
+    }
+}

@@ -1,0 +1,97 @@
+//! From an identity to the row of the rules that name it as a peer.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use super::rows::Row;
+
+/// The class of all pod addresses that the same selectors match. Numbered from 1; small numbers are reused first,
+/// since tables are indexed by them.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[repr(transparent)]
+pub struct Identity(pub NonZeroU32);
+
+/// Identities on one page.
+const PAGE: usize = 64;
+
+/// A two-level array indexed by identity. A change copies one page and the list of pages; the rest is shared.
+#[derive(Clone, Debug)]
+pub(super) struct Peers {
+    pages: Arc<[Option<Arc<[Row; PAGE]>>]>,
+    /// The row of a pod whose identity no selector of this table names.
+    any_pod: Row,
+}
+
+impl Peers {
+    /// No identity is named; every pod has the row `any_pod`.
+    pub(super) fn new(any_pod: Row) -> Self {
+        Self { pages: Arc::new([]), any_pod }
+    }
+
+    /// The row of an identity; 0 stands for an address that is no pod's.
+    #[inline]
+    pub(super) fn row(&self, identity: u32) -> Row {
+        if identity == 0 {
+            return 0;
+        }
+        match self.pages.get(identity as usize / PAGE) {
+            Some(Some(page)) => page[identity as usize % PAGE],
+            _ => self.any_pod,
+        }
+    }
+
+    /// The row of a pod that no selector names.
+    pub(super) fn any_pod(&self) -> Row {
+        self.any_pod
+    }
+
+    /// Gives identities other rows. A page on which no identity is named any more is let go.
+    pub(super) fn with(&self, rows: impl IntoIterator<Item = (Identity, Row)>) -> Self {
+        let mut pages = self.pages.to_vec();
+        for (identity, row) in rows {
+            let (page, slot) = (identity.0.get() as usize / PAGE, identity.0.get() as usize % PAGE);
+            if pages.len() <= page {
+                pages.resize(page + 1, None);
+            }
+            let rows = Arc::make_mut(pages[page].get_or_insert_with(|| Arc::new([self.any_pod; PAGE])));
+            rows[slot] = row;
+            if row == self.any_pod && rows.iter().all(|row| *row == self.any_pod) {
+                pages[page] = None;
+            }
+        }
+        while let Some(None) = pages.last() {
+            pages.pop();
+        }
+        Self { pages: pages.into(), any_pod: self.any_pod }
+    }
+
+    /// How many octets the pages take.
+    pub(super) fn size(&self) -> usize {
+        size_of_val(&*self.pages) + self.pages.iter().flatten().count() * size_of::<[Row; PAGE]>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(number: u32) -> Identity {
+        Identity(NonZeroU32::new(number).unwrap())
+    }
+
+    #[test]
+    fn an_identity_has_its_row_others_the_row_of_any_pod_and_no_pod_none() {
+        let peers = Peers::new(7).with([(identity(1), 2), (identity(64), 3), (identity(1000), 4)]);
+        for (number, row) in [(0, 0), (1, 2), (2, 7), (63, 7), (64, 3), (1000, 4), (1001, 7), (1 << 30, 7)] {
+            assert_eq!(peers.row(number), row, "identity {number}");
+        }
+    }
+
+    #[test]
+    fn forgetting_every_identity_lets_the_pages_go_and_leaves_older_ones_alone() {
+        let before = Peers::new(0).with([(identity(3), 2), (identity(500), 2)]);
+        let after = before.with([(identity(3), 0), (identity(500), 0)]);
+        assert_eq!(after.size(), 0);
+        assert_eq!(before.row(500), 2);
+    }
+}

@@ -1,0 +1,192 @@
+//! From protocol and destination port to the row of the rules whose ports match.
+
+use crate::packet::Protocol;
+
+use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
+
+/// A protocol that a rule's port can name.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum PortProtocol {
+    /// Transmission Control Protocol.
+    Tcp,
+    /// User Datagram Protocol.
+    Udp,
+    /// Stream Control Transmission Protocol.
+    Sctp,
+}
+
+impl PortProtocol {
+    /// The protocol as a packet names it.
+    pub const fn number(self) -> Protocol {
+        match self {
+            Self::Tcp => Protocol::TCP,
+            Self::Udp => Protocol::UDP,
+            Self::Sctp => Protocol::SCTP,
+        }
+    }
+}
+
+/// Ports of one protocol: from the first to the last, both included, host byte order. A range whose last port is
+/// below its first is empty.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct PortRange {
+    /// Of this protocol.
+    pub protocol: PortProtocol,
+    /// First port.
+    pub first: u16,
+    /// Last port.
+    pub last: u16,
+}
+
+/// Entries of a level.
+const FAN: usize = 256;
+/// Marks an entry of the upper level as the number of a page rather than the row of all its ports.
+const PAGE: u32 = 1 << 31;
+
+/// A page table for each protocol that any rule names: upper octet, then lower octet. An upper octet whose ports all
+/// have one row needs no page.
+#[derive(Clone, Debug)]
+pub(super) struct Ports {
+    tables: [Option<Box<PageTable>>; 3],
+    /// The row of the rules without ports.
+    any: Row,
+}
+
+#[derive(Clone, Debug)]
+struct PageTable {
+    upper: [u32; FAN],
+    pages: Vec<[Row; FAN]>,
+}
+
+impl Ports {
+    /// The row of the rules that match this destination. Only rules without ports match a protocol that has none.
+    #[inline]
+    pub(super) fn row(&self, protocol: Protocol, port: u16) -> Row {
+        let table = match protocol {
+            Protocol::TCP => &self.tables[0],
+            Protocol::UDP => &self.tables[1],
+            Protocol::SCTP => &self.tables[2],
+            _ => return self.any,
+        };
+        let Some(table) = table else { return self.any };
+        let entry = table.upper[port as usize / FAN];
+        if entry & PAGE == 0 { entry } else { table.pages[(entry & !PAGE) as usize][port as usize % FAN] }
+    }
+
+    /// Resolves the ports of rules to rows: `any` are the rules without ports, `ranges` the others' ports.
+    pub(super) fn build(any: &RuleSet, ranges: &[(PortRange, u32)], rows: &mut RowsBuilder) -> Self {
+        let table = |protocol: PortProtocol, rows: &mut RowsBuilder| {
+            let of_protocol: Vec<(u16, u16, u32)> = ranges
+                .iter()
+                .filter(|(range, _)| range.protocol == protocol && range.first <= range.last)
+                .map(|(range, rule)| (range.first, range.last, *rule))
+                .collect();
+            (!of_protocol.is_empty()).then(|| Box::new(PageTable::build(any, &of_protocol, rows)))
+        };
+        let tables = [table(PortProtocol::Tcp, rows), table(PortProtocol::Udp, rows), table(PortProtocol::Sctp, rows)];
+        Self { tables, any: rows.row(any) }
+    }
+
+    /// How many octets the pages take.
+    pub(super) fn size(&self) -> usize {
+        let pages = |table: &PageTable| size_of::<PageTable>() + size_of_val(&*table.pages);
+        self.tables.iter().flatten().map(|table| pages(table)).sum()
+    }
+}
+
+impl PageTable {
+    fn build(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) -> Self {
+        let mut line = vec![0; FAN * FAN];
+        for (start, end, row) in intervals(any, ranges, rows) {
+            line[start..end].fill(row);
+        }
+        let mut table = Self { upper: [0; FAN], pages: Vec::new() };
+        for (entry, ports) in table.upper.iter_mut().zip(line.as_chunks::<FAN>().0) {
+            *entry = if ports.iter().all(|row| *row == ports[0]) {
+                ports[0]
+            } else {
+                table.pages.push(*ports);
+                PAGE | (table.pages.len() - 1) as u32
+            };
+        }
+        table
+    }
+}
+
+/// Cuts all ports into intervals `start..end` in which the same rules match.
+fn intervals(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) -> Vec<(usize, usize, Row)> {
+    let mut events: Vec<(usize, bool, u32)> = Vec::with_capacity(ranges.len() * 2);
+    for (first, last, rule) in ranges {
+        events.push((*first as usize, true, *rule));
+        events.push((*last as usize + 1, false, *rule));
+    }
+    events.sort_unstable();
+    let mut sweep = Sweep::default();
+    let mut row = |sweep: &Sweep| {
+        let mut rules = sweep.current().clone();
+        rules.union_with(any);
+        rows.row(&rules)
+    };
+    let (mut result, mut start) = (Vec::new(), 0);
+    for same_place in events.chunk_by(|a, b| a.0 == b.0) {
+        let place = same_place[0].0;
+        if start < place {
+            result.push((start, place, row(&sweep)));
+        }
+        start = place;
+        for (_, _, rule) in same_place.iter().filter(|event| event.1) {
+            sweep.enter(*rule);
+        }
+        for (_, _, rule) in same_place.iter().filter(|event| !event.1) {
+            sweep.leave(*rule);
+        }
+    }
+    if start < FAN * FAN {
+        result.push((start, FAN * FAN, row(&sweep)));
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_range() -> impl Strategy<Value = (PortRange, u32)> {
+        let protocol = prop_oneof![Just(PortProtocol::Tcp), Just(PortProtocol::Udp), Just(PortProtocol::Sctp)];
+        // Around the edges of pages and of the whole line, where an error would be.
+        let port = prop_oneof![Just(0u16), Just(255), Just(256), Just(257), Just(511), Just(65535), any::<u16>()];
+        (protocol, port.clone(), port, 0u32..70)
+            .prop_map(|(protocol, a, b, rule)| (PortRange { protocol, first: a.min(b), last: a.max(b) }, rule))
+    }
+
+    proptest! {
+        #[test]
+        fn every_port_has_the_rules_whose_ranges_cover_it(
+            ranges in prop::collection::vec(any_range(), 0..12),
+            any in prop::collection::vec(0u32..70, 0..3),
+            probes in prop::collection::vec(any::<u16>(), 0..20),
+        ) {
+            let mut builder = RowsBuilder::new(70);
+            let any: RuleSet = any.into_iter().collect();
+            let ports = Ports::build(&any, &ranges, &mut builder);
+            let rows = builder.finish();
+            let edges = ranges.iter().flat_map(|(range, _)| {
+                [range.first, range.last, range.first.wrapping_sub(1), range.last.wrapping_add(1)]
+            });
+            for port in probes.iter().copied().chain(edges) {
+                for protocol in [PortProtocol::Tcp, PortProtocol::Udp, PortProtocol::Sctp] {
+                    let mut expected: RuleSet = ranges
+                        .iter()
+                        .filter(|(range, _)| range.protocol == protocol && (range.first..=range.last).contains(&port))
+                        .map(|(_, rule)| *rule)
+                        .collect();
+                    expected.union_with(&any);
+                    prop_assert_eq!(rows.rules(ports.row(protocol.number(), port)), expected);
+                }
+                prop_assert_eq!(rows.rules(ports.row(Protocol::ICMP, port)), any.clone());
+            }
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The effective rules of one direction of an endpoint, ready for lookup.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::packet::{Address, Protocol};
+
+use super::blocks::{AddressBlock, Blocks};
+use super::peers::{Identity, Peers};
+use super::ports::{PortRange, Ports};
+use super::rows::{Rows, RowsBuilder, RuleSet};
+
+/// Where a rule comes from, for people: never looked at while packets are judged.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct RuleName(pub Arc<str>);
+
+impl fmt::Display for RuleName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// One effective rule as a table is built from it. Its number is its place in the list; the identities that are its
+/// peers are given beside it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RuleSpec {
+    /// Where it comes from.
+    pub name: RuleName,
+    /// Which peers match, beside the identities.
+    pub peers: PeerSpec,
+    /// Which destinations match.
+    pub ports: PortSpec,
+}
+
+/// The peers of a rule that are not named by identity.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum PeerSpec {
+    /// Every address.
+    Every,
+    /// Pods, and addresses in blocks.
+    AnyOf {
+        /// Whether every pod is a peer.
+        every_pod: bool,
+        /// Addresses that are peers, a pod's or not.
+        blocks: Vec<AddressBlock>,
+    },
+}
+
+/// The ports of a rule.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum PortSpec {
+    /// Every port of every protocol, and protocols that have none.
+    Every,
+    /// These ports; none of them where the list is empty.
+    AnyOf(Vec<PortRange>),
+}
+
+/// The rules of one direction of an isolated endpoint: an address and a port each name the row of rules that they
+/// match, and a rule in both rows allows. Immutable; a changed copy shares what did not change.
+#[derive(Clone)]
+pub struct RuleTable {
+    rows: Rows,
+    peers: Peers,
+    /// With the rules of every address in each row.
+    blocks: Arc<Blocks>,
+    /// With the rules without ports in each row.
+    ports: Arc<Ports>,
+    names: Arc<[RuleName]>,
+}
+
+impl RuleTable {
+    /// Resolves rules to rows. `identities` gives the rules of which an identity is a peer by a selector.
+    pub fn new(rules: &[RuleSpec], identities: impl IntoIterator<Item = (Identity, RuleSet)>) -> Self {
+        let mut rows = RowsBuilder::new(rules.len());
+        let numbered = || (0u32..).zip(rules);
+        let every_pod: RuleSet = numbered()
+            .filter(|(_, rule)| matches!(rule.peers, PeerSpec::AnyOf { every_pod: true, .. }))
+            .map(|(number, _)| number)
+            .collect();
+        let members: Vec<_> = identities
+            .into_iter()
+            .map(|(identity, mut rules)| {
+                rules.union_with(&every_pod);
+                (identity, rows.row(&rules))
+            })
+            .collect();
+        let peers = Peers::new(rows.row(&every_pod)).with(members);
+        let every: RuleSet =
+            numbered().filter(|(_, rule)| rule.peers == PeerSpec::Every).map(|(number, _)| number).collect();
+        let blocks: Vec<_> = numbered()
+            .filter_map(|(number, rule)| match &rule.peers {
+                PeerSpec::Every => None,
+                PeerSpec::AnyOf { blocks, .. } => Some((number, blocks)),
+            })
+            .flat_map(|(number, blocks)| blocks.iter().map(move |block| (block, number)))
+            .collect();
+        let blocks = Arc::new(Blocks::build(&every, &blocks, &mut rows));
+        let ports = Arc::new(build_ports(rules, &mut rows));
+        Self { rows: rows.finish(), peers, blocks, ports, names: rules.iter().map(|rule| rule.name.clone()).collect() }
+    }
+
+    /// This table with other rules for some identities: those of which it is a peer by a selector, or none.
+    pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, RuleSet)>) -> Self {
+        let every_pod = self.rows.rules(self.peers.any_pod());
+        let mut rows = self.rows.clone();
+        let mut changed = Vec::new();
+        for (identity, mut rules) in changes {
+            rules.union_with(&every_pod);
+            let row;
+            (rows, row) = rows.with(&rules);
+            changed.push((identity, row));
+        }
+        Self { rows, peers: self.peers.with(changed), ..self.clone() }
+    }
+
+    /// The lowest rule that allows, if any does. `identity` is the peer's, 0 if it is no pod.
+    #[inline]
+    pub(super) fn find(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Option<u32> {
+        self.rows.first_common(self.peers.row(identity), self.blocks.row(peer), self.ports.row(protocol, port))
+    }
+
+    /// The name of a rule by its number.
+    pub fn name(&self, rule: u32) -> Option<&RuleName> {
+        self.names.get(rule as usize)
+    }
+
+    /// How many rules it has.
+    pub fn rules(&self) -> usize {
+        self.names.len()
+    }
+
+    /// About how many octets the lookup structures take.
+    pub fn size(&self) -> usize {
+        size_of::<Self>() + self.rows.size() + self.peers.size() + self.blocks.size() + self.ports.size()
+    }
+}
+
+fn build_ports(rules: &[RuleSpec], rows: &mut RowsBuilder) -> Ports {
+    let numbered = || (0u32..).zip(rules);
+    let any: RuleSet = numbered().filter(|(_, rule)| rule.ports == PortSpec::Every).map(|(number, _)| number).collect();
+    let ranges: Vec<_> = numbered()
+        .filter_map(|(number, rule)| match &rule.ports {
+            PortSpec::Every => None,
+            PortSpec::AnyOf(ranges) => Some((number, ranges)),
+        })
+        .flat_map(|(number, ranges)| ranges.iter().map(move |range| (*range, number)))
+        .collect();
+    Ports::build(&any, &ranges, rows)
+}
+
+impl fmt::Debug for RuleTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RuleTable").field("rules", &self.names).finish_non_exhaustive()
+    }
+}

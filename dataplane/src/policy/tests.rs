@@ -1,0 +1,192 @@
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+
+use crate::packet::Protocol;
+
+use super::*;
+
+const WEB: &str = "10.0.0.1";
+const DB: &str = "10.0.0.2";
+const REMOTE: &str = "10.0.1.1";
+const NODE: &str = "192.168.0.1";
+const OTHER_NODE: &str = "192.168.0.2";
+
+fn address(text: &str) -> Address {
+    text.parse::<IpAddr>().unwrap().into()
+}
+
+fn flow(src: &str, dst: &str, protocol: Protocol, dst_port: u16) -> Flow {
+    Flow { src: address(src), dst: address(dst), protocol, src_port: 40000, dst_port }
+}
+
+fn pod(identity: u32, endpoint: Option<u32>, node: u32) -> Option<Owner> {
+    let identity = Identity(NonZeroU32::new(identity).unwrap());
+    Some(Owner::Pod { identity, endpoint: endpoint.map(EndpointId), node: Some(NodeId(node)) })
+}
+
+fn rule(name: &str, peers: PeerSpec, ports: &[(PortProtocol, u16, u16)]) -> RuleSpec {
+    let ranges =
+        ports.iter().map(|(protocol, first, last)| PortRange { protocol: *protocol, first: *first, last: *last });
+    let ports = if ports.is_empty() { PortSpec::Every } else { PortSpec::AnyOf(ranges.collect()) };
+    RuleSpec { name: RuleName(name.into()), peers, ports }
+}
+
+fn selected() -> PeerSpec {
+    PeerSpec::AnyOf { every_pod: false, blocks: Vec::new() }
+}
+
+fn named(identity: u32, rules: &[u32]) -> (Identity, RuleSet) {
+    (Identity(NonZeroU32::new(identity).unwrap()), rules.iter().copied().collect())
+}
+
+fn isolated(rules: &[RuleSpec], identities: &[(Identity, RuleSet)]) -> Isolation {
+    Isolation::Isolated(Arc::new(RuleTable::new(rules, identities.iter().cloned())))
+}
+
+/// `web` (identity 1) and `db` (identity 2) on node 0, a pod (identity 1) and node 1 elsewhere. `db` is isolated for
+/// ingress: identity 1 on TCP 5432, every address on UDP 53, every peer by ICMP from 172.16.0.0/12.
+fn example() -> PolicySet {
+    let ingress = isolated(
+        &[
+            rule("web", selected(), &[(PortProtocol::Tcp, 5432, 5432)]),
+            rule("dns", PeerSpec::Every, &[(PortProtocol::Udp, 53, 53)]),
+            rule(
+                "block",
+                PeerSpec::AnyOf {
+                    every_pod: false,
+                    blocks: vec![AddressBlock { cidr: "172.16.0.0/12".parse().unwrap(), except: Vec::new() }],
+                },
+                &[],
+            ),
+        ],
+        &[named(1, &[0])],
+    );
+    let mut update = PolicySet::default().update();
+    update
+        .set_address(address(WEB), pod(1, Some(0), 0))
+        .set_address(address("fd00::1"), pod(1, Some(0), 0))
+        .set_address(address(DB), pod(2, Some(1), 0))
+        .set_address(address(REMOTE), pod(1, None, 1))
+        .set_address(address(NODE), Some(Owner::Node(NodeId(0))))
+        .set_address(address(OTHER_NODE), Some(Owner::Node(NodeId(1))))
+        .set_endpoint(EndpointId(0), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+        .set_endpoint(EndpointId(1), Some(Endpoint { egress: isolated(&[], &[]), ingress }));
+    update.finish()
+}
+
+#[test]
+fn each_side_of_a_flow_says_what_its_own_tables_say() {
+    let set = example();
+    let allowed = |rule| Side::Allowed(RuleRef { endpoint: EndpointId(1), direction: Direction::Ingress, rule });
+    for (src, dst, protocol, port, egress, ingress) in [
+        (WEB, DB, Protocol::TCP, 5432, Side::Open, allowed(0)),
+        (WEB, DB, Protocol::TCP, 5433, Side::Open, Side::Denied),
+        (WEB, DB, Protocol::UDP, 53, Side::Open, allowed(1)),
+        (WEB, DB, Protocol::ICMP, 53, Side::Open, Side::Denied),
+        (REMOTE, DB, Protocol::TCP, 5432, Side::NotLocal, allowed(0)),
+        ("172.16.9.9", DB, Protocol::ICMP, 0, Side::NotLocal, allowed(2)),
+        ("172.16.9.9", DB, Protocol::TCP, 5432, Side::NotLocal, allowed(2)),
+        ("8.8.8.8", DB, Protocol::TCP, 5432, Side::NotLocal, Side::Denied),
+        (DB, WEB, Protocol::TCP, 80, Side::Denied, Side::Open),
+        (DB, REMOTE, Protocol::TCP, 80, Side::Denied, Side::NotLocal),
+        (NODE, DB, Protocol::TCP, 1, Side::NotLocal, Side::Exempt),
+        (DB, NODE, Protocol::ICMP, 0, Side::Exempt, Side::NotLocal),
+        (OTHER_NODE, DB, Protocol::TCP, 1, Side::NotLocal, Side::Denied),
+        (DB, OTHER_NODE, Protocol::TCP, 1, Side::Denied, Side::NotLocal),
+        (DB, DB, Protocol::TCP, 1, Side::Exempt, Side::Exempt),
+        (WEB, "fd00::1", Protocol::TCP, 1, Side::Exempt, Side::Exempt),
+        (REMOTE, "8.8.8.8", Protocol::TCP, 1, Side::NotLocal, Side::NotLocal),
+    ] {
+        let expected = Judgement { egress, ingress };
+        assert_eq!(set.judge(&flow(src, dst, protocol, port)), expected, "{src} to {dst} {protocol} {port}");
+    }
+}
+
+#[test]
+fn what_is_not_known_is_denied() {
+    assert_eq!(Judgement::default().cause(), Some(Cause::EgressDenied));
+    let nothing = PolicySet::default();
+    assert_eq!(nothing.judge(&flow(WEB, DB, Protocol::TCP, 80)).cause(), Some(Cause::NotReady));
+    let mut update = nothing.update();
+    update.set_address(address(WEB), pod(1, Some(0), 0));
+    let no_tables = update.finish();
+    assert_eq!(no_tables.judge(&flow(WEB, DB, Protocol::TCP, 80)).cause(), Some(Cause::EgressDenied));
+    assert_eq!(no_tables.judge(&flow(DB, WEB, Protocol::TCP, 80)).cause(), Some(Cause::IngressDenied));
+}
+
+#[test]
+fn egress_is_named_before_ingress_where_both_deny() {
+    let both = Judgement { egress: Side::Denied, ingress: Side::Denied };
+    assert_eq!(both.cause(), Some(Cause::EgressDenied));
+}
+
+#[test]
+fn a_later_set_shares_tables_and_leaves_the_earlier_one_alone() {
+    let before = example();
+    let mut update = before.update();
+    update.set_address(address(REMOTE), pod(3, None, 1)).set_endpoint(EndpointId(0), None);
+    let after = update.finish();
+    let probe = flow(REMOTE, DB, Protocol::TCP, 5432);
+    assert!(before.judge(&probe).is_allowed());
+    assert!(!after.judge(&probe).is_allowed());
+    let table = |set: &PolicySet| match &set.endpoint(EndpointId(1)).unwrap().ingress {
+        Isolation::Isolated(table) => Arc::as_ptr(table),
+        Isolation::Open => panic!("isolated above"),
+    };
+    assert_eq!(table(&before), table(&after));
+    assert_eq!((before.statistics().endpoints, after.statistics().endpoints), (2, 1));
+}
+
+#[test]
+fn rules_are_named_and_peers_of_one_never_meet_ports_of_another() {
+    let rules = [
+        rule("first", selected(), &[(PortProtocol::Tcp, 80, 80)]),
+        rule("second", selected(), &[(PortProtocol::Tcp, 90, 99)]),
+        rule("every pod", PeerSpec::AnyOf { every_pod: true, blocks: Vec::new() }, &[(PortProtocol::Tcp, 7, 7)]),
+    ];
+    let table = RuleTable::new(&rules, [named(1, &[0]), named(2, &[1])]);
+    let (peer, tcp) = (address(WEB), Protocol::TCP);
+    for (identity, port, expected) in [
+        (1, 80, Some(0)),
+        (1, 95, None),
+        (2, 95, Some(1)),
+        (2, 80, None),
+        (9, 7, Some(2)),
+        (1, 7, Some(2)),
+        (0, 7, None),
+    ] {
+        assert_eq!(table.find(identity, peer, tcp, port), expected, "identity {identity}, port {port}");
+    }
+    assert_eq!(table.name(1).unwrap().to_string(), "second");
+    let changed = table.with_identities([named(1, &[]), named(9, &[0, 1])]);
+    for (identity, port, expected) in [(1, 80, None), (1, 7, Some(2)), (9, 80, Some(0)), (9, 90, Some(1))] {
+        assert_eq!(changed.find(identity, peer, tcp, port), expected, "changed: identity {identity}, port {port}");
+    }
+    assert_eq!(table.find(1, peer, tcp, 80), Some(0));
+}
+
+#[test]
+fn there_is_no_cap_at_64_rules() {
+    let rules: Vec<_> =
+        (0..1000).map(|n| rule(&n.to_string(), selected(), &[(PortProtocol::Tcp, n + 1, n + 1)])).collect();
+    let table = RuleTable::new(&rules, [named(1, &(0..1000).step_by(2).collect::<Vec<_>>())]);
+    for n in 0..1000u16 {
+        let expected = n.is_multiple_of(2).then_some(n as u32);
+        assert_eq!(table.find(1, address(WEB), Protocol::TCP, n + 1), expected, "rule {n}");
+    }
+}
+
+#[test]
+fn cluster_wide_a_rule_of_one_side_allows_on_the_other_but_an_open_side_does_not() {
+    // `db` may receive TCP 5432 from identity 1; now identity 1 may send nothing.
+    let mut update = example().update();
+    update.set_reach(Reach::ClusterWide);
+    update.set_endpoint(EndpointId(0), Some(Endpoint { egress: isolated(&[], &[]), ingress: Isolation::Open }));
+    let set = update.finish();
+    let judgement = set.judge(&flow(WEB, DB, Protocol::TCP, 5432));
+    assert_eq!(judgement.egress, Side::AllowedByPeer(judgement.ingress.rule().unwrap()));
+    assert!(judgement.is_allowed());
+    assert_eq!(set.judge(&flow(WEB, DB, Protocol::TCP, 1)).cause(), Some(Cause::EgressDenied));
+    assert_eq!(set.judge(&flow(DB, WEB, Protocol::TCP, 1)).cause(), Some(Cause::EgressDenied));
+    assert_eq!(set.judge(&flow("8.8.8.8", DB, Protocol::TCP, 1)).cause(), Some(Cause::IngressDenied));
+}
