@@ -5,6 +5,7 @@
 //! free of I/O and clock. `discovery` finds the pods' interfaces; `cli` holds one file a command.
 
 pub mod cli;
+pub mod discovery;
 pub mod model;
 pub mod service;
 pub mod source;

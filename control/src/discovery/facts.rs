@@ -1,0 +1,56 @@
+//! What the kernel says about this network namespace, as far as it matters here.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use penstock_dataplane::forward::Mac;
+
+/// One reading of the kernel's links, routes and addresses.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Facts {
+    /// All links of the namespace, by interface index.
+    pub links: BTreeMap<u32, Link>,
+    /// Routes of the main table to single addresses without a gateway.
+    pub routes: Vec<HostRoute>,
+    /// Addresses of the node itself that a pod can reach: loopback and link-local ones left out.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// A network interface.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Link {
+    /// Its index in this namespace.
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// Its alias, where it has one.
+    pub alias: Option<String>,
+    /// Its Ethernet address; zero where it has none.
+    pub mac: Mac,
+    /// Its MTU in octets, without the link header.
+    pub mtu: u32,
+    /// Whether it is up.
+    pub up: bool,
+    /// Whether it is one end of a veth pair.
+    pub veth: bool,
+    /// How many receive queues it has.
+    pub queues: u32,
+    /// The Ethernet address of a veth's other end; read only where a host route leads to the veth.
+    pub peer_mac: Option<Mac>,
+}
+
+/// A route to one address that is directly behind a link, as ptp-like CNI plugins set it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct HostRoute {
+    /// The address.
+    pub destination: IpAddr,
+    /// Index of the link.
+    pub link: u32,
+}
+
+impl Facts {
+    /// The link with this name.
+    pub fn link(&self, name: &str) -> Option<&Link> {
+        self.links.values().find(|link| link.name == name)
+    }
+}

@@ -1,0 +1,320 @@
+//! Reading the kernel's links, routes and addresses over rtnetlink, and hearing of changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+
+use futures_util::{Stream, StreamExt, TryStreamExt, pin_mut};
+use netlink_packet_route::address::AddressAttribute;
+use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
+use netlink_packet_route::route::{
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
+};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use penstock_dataplane::forward::Mac;
+use rtnetlink::packet_core::NetlinkPayload;
+use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
+use tokio::sync::Notify;
+
+use super::facts::{Facts, HostRoute, Link};
+
+/// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel gives no meaning to numbers from 5 on,
+/// include/uapi/linux/rtnetlink.h).
+pub(super) const PROTOCOL: RouteProtocol = RouteProtocol::Other(112);
+
+/// A request to the kernel that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("netlink: {what}: {error}")]
+pub struct NetlinkError {
+    what: String,
+    /// What the kernel said.
+    pub error: io::Error,
+}
+
+impl NetlinkError {
+    pub(super) fn new(what: impl Into<String>, error: rtnetlink::Error) -> Self {
+        let error = match error {
+            rtnetlink::Error::NetlinkError(message) => message.to_io(),
+            other => io::Error::other(other.to_string()),
+        };
+        Self { what: what.into(), error }
+    }
+
+    /// Whether the kernel said that what was named is not there, or not there any more.
+    pub fn is_gone(&self) -> bool {
+        use nix::errno::Errno;
+        self.error
+            .raw_os_error()
+            .is_some_and(|code| [Errno::ENODEV, Errno::ENOENT, Errno::ESRCH].contains(&Errno::from_raw(code)))
+    }
+}
+
+/// A netlink socket in the network namespace of the thread that opened it.
+#[derive(Clone, Debug)]
+pub struct Netlink {
+    pub(super) handle: Handle,
+}
+
+/// Tells that links, routes or addresses changed.
+#[derive(Clone, Debug)]
+pub struct Events {
+    changed: Arc<Notify>,
+}
+
+impl Events {
+    /// Waits until something changed since the last call. Changes in between are told once.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+impl Netlink {
+    /// Opens sockets for requests and events; must be called within a tokio runtime.
+    ///
+    /// Routes of `own_table` are Penstock's own and raise no event.
+    pub fn open(own_table: u32) -> Result<(Self, Events), NetlinkError> {
+        let failed = |error| NetlinkError { what: "cannot open a socket".into(), error };
+        let (connection, handle, _) = rtnetlink::new_connection().map_err(failed)?;
+        tokio::spawn(connection);
+        let groups = [
+            MulticastGroup::Link,
+            MulticastGroup::Ipv4Route,
+            MulticastGroup::Ipv6Route,
+            MulticastGroup::Ipv4Ifaddr,
+            MulticastGroup::Ipv6Ifaddr,
+        ];
+        let (connection, _, mut messages) = rtnetlink::new_multicast_connection(&groups).map_err(failed)?;
+        tokio::spawn(connection);
+        let changed = Arc::new(Notify::new());
+        let events = Events { changed: changed.clone() };
+        tokio::spawn(async move {
+            while let Some((message, _)) = messages.next().await {
+                use RouteNetlinkMessage::{DelRoute, NewRoute};
+                match message.payload {
+                    NetlinkPayload::InnerMessage(NewRoute(route) | DelRoute(route)) if table(&route) == own_table => {}
+                    _ => changed.notify_one(),
+                }
+            }
+        });
+        Ok((Self { handle }, events))
+    }
+
+    /// Reads all facts. The other end of a veth is asked after only where a host route leads to it.
+    pub async fn facts(&self) -> Result<Facts, NetlinkError> {
+        let mut routes = self.host_routes().await?;
+        routes.sort_unstable();
+        let wanted: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
+        let mut links = BTreeMap::new();
+        let mut unknown = BTreeSet::new();
+        for message in collect("cannot read the links", self.handle.link().get().execute()).await? {
+            let mut link = link(&message);
+            if link.veth && wanted.contains(&link.index) {
+                link.peer_mac = self.peer_mac(&message).await;
+                if link.peer_mac.is_none() {
+                    unknown.insert(link.index);
+                }
+            }
+            links.insert(link.index, link);
+        }
+        if !unknown.is_empty() {
+            self.macs_of_neighbours(&mut links, &unknown, &routes).await?;
+        }
+        Ok(Facts { links, routes, addresses: self.addresses().await? })
+    }
+
+    /// The link with this name, if there is one.
+    pub async fn link(&self, name: &str) -> Result<Option<Link>, NetlinkError> {
+        let request = self.handle.link().get().match_name(name).execute();
+        match collect(&format!("cannot read {name}"), request).await {
+            Ok(messages) => Ok(messages.first().map(link)),
+            Err(error) if error.is_gone() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// All routes of a family.
+    pub(super) async fn routes(&self, family: AddressFamily) -> Result<Vec<RouteMessage>, NetlinkError> {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family;
+        collect("cannot read the routes", self.handle.route().get(request).execute()).await
+    }
+
+    /// The node's source address for packets to `destination` that leave by `link`, if it has one.
+    pub(super) async fn source_address(&self, destination: IpAddr, link: u32) -> Option<IpAddr> {
+        let request = match destination {
+            IpAddr::V4(v4) => {
+                RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(v4, 32).output_interface(link).build()
+            }
+            IpAddr::V6(v6) => {
+                RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(v6, 128).output_interface(link).build()
+            }
+        };
+        let replies = collect("cannot look up a route", self.handle.route().get(request).execute()).await.ok()?;
+        replies.first()?.attributes.iter().find_map(|attribute| match attribute {
+            RouteAttribute::PrefSource(address) => ip(address),
+            _ => None,
+        })
+    }
+
+    async fn host_routes(&self) -> Result<Vec<HostRoute>, NetlinkError> {
+        let mut found = self.routes(AddressFamily::Inet).await?;
+        found.extend(self.routes(AddressFamily::Inet6).await?);
+        Ok(found.iter().filter_map(host_route).collect())
+    }
+
+    async fn addresses(&self) -> Result<Vec<IpAddr>, NetlinkError> {
+        let messages = collect("cannot read the addresses", self.handle.address().get().execute()).await?;
+        let local = messages.iter().filter_map(|message| {
+            // A point-to-point interface has its own address in LOCAL and its peer's in ADDRESS.
+            let own = |attribute: &AddressAttribute| match attribute {
+                AddressAttribute::Local(address) => Some((0, *address)),
+                AddressAttribute::Address(address) => Some((1, *address)),
+                _ => None,
+            };
+            message.attributes.iter().filter_map(own).min().map(|(_, address)| address)
+        });
+        let reachable = |address: &IpAddr| match address {
+            IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
+            IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
+        };
+        Ok(local.filter(reachable).collect::<BTreeSet<_>>().into_iter().collect())
+    }
+
+    /// Asks for a veth's other end, in whichever namespace it is. `None`: it cannot be told (any more).
+    async fn peer_mac(&self, veth: &LinkMessage) -> Option<Mac> {
+        let peer = veth.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::Link(index) => Some(*index),
+            _ => None,
+        })?;
+        let namespace = veth.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::LinkNetNsId(id) => Some(*id),
+            _ => None,
+        });
+        let mut request = self.handle.link().get().match_index(peer);
+        if let Some(id) = namespace {
+            request.message_mut().attributes.push(LinkAttribute::IfNetnsId(id));
+        }
+        let replies = collect("cannot read a veth's other end", request.execute()).await;
+        replies.ok()?.first().map(link).map(|peer| peer.mac).filter(|&mac| mac != Mac::default())
+    }
+
+    /// Fills in what the neighbour table knows about the pods behind these links.
+    async fn macs_of_neighbours(
+        &self,
+        links: &mut BTreeMap<u32, Link>,
+        unknown: &BTreeSet<u32>,
+        routes: &[HostRoute],
+    ) -> Result<(), NetlinkError> {
+        for message in collect("cannot read the neighbours", self.handle.neighbours().get().execute()).await? {
+            let Some((address, mac)) = neighbour(&message) else { continue };
+            let index = message.header.ifindex;
+            if unknown.contains(&index)
+                && routes.contains(&HostRoute { destination: address, link: index })
+                && let Some(link) = links.get_mut(&index)
+            {
+                link.peer_mac = Some(mac);
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn collect<T>(
+    what: &str,
+    stream: impl Stream<Item = Result<T, rtnetlink::Error>>,
+) -> Result<Vec<T>, NetlinkError> {
+    pin_mut!(stream);
+    stream.try_collect().await.map_err(|error| NetlinkError::new(what, error))
+}
+
+fn link(message: &LinkMessage) -> Link {
+    let mut link = Link {
+        index: message.header.index,
+        name: String::new(),
+        alias: None,
+        mac: Mac::default(),
+        mtu: 0,
+        up: message.header.flags.contains(LinkFlags::Up),
+        veth: false,
+        queues: 1,
+        peer_mac: None,
+    };
+    for attribute in &message.attributes {
+        match attribute {
+            LinkAttribute::IfName(name) => link.name.clone_from(name),
+            LinkAttribute::IfAlias(alias) => link.alias = Some(alias.clone()),
+            LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
+            LinkAttribute::NumRxQueues(queues) => link.queues = *queues,
+            LinkAttribute::Address(octets) => link.mac = mac(octets).unwrap_or_default(),
+            LinkAttribute::LinkInfo(info) => link.veth = info.contains(&LinkInfo::Kind(InfoKind::Veth)),
+            _ => {}
+        }
+    }
+    link
+}
+
+fn mac(octets: &[u8]) -> Option<Mac> {
+    octets.try_into().ok().map(Mac)
+}
+
+fn neighbour(message: &NeighbourMessage) -> Option<(IpAddr, Mac)> {
+    let mut address = None;
+    let mut ethernet = None;
+    for attribute in &message.attributes {
+        match attribute {
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(v4)) => address = Some(IpAddr::V4(*v4)),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet6(v6)) => address = Some(IpAddr::V6(*v6)),
+            NeighbourAttribute::LinkLayerAddress(octets) => ethernet = mac(octets),
+            _ => {}
+        }
+    }
+    Some((address?, ethernet.filter(|&mac| mac != Mac::default())?))
+}
+
+/// The table of a route: the header's field holds only numbers up to 255.
+pub(super) fn table(route: &RouteMessage) -> u32 {
+    let attribute = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Table(table) => Some(*table),
+        _ => None,
+    });
+    attribute.unwrap_or(u32::from(route.header.table))
+}
+
+pub(super) fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(v4) => Some(IpAddr::V4(*v4)),
+        RouteAddress::Inet6(v6) => Some(IpAddr::V6(*v6)),
+        _ => None,
+    }
+}
+
+/// A unicast route of the main table to one address that is directly behind a link.
+fn host_route(message: &RouteMessage) -> Option<HostRoute> {
+    let header = &message.header;
+    let whole = match header.address_family {
+        AddressFamily::Inet => 32,
+        _ => 128,
+    };
+    if header.destination_prefix_length != whole
+        || header.kind != RouteType::Unicast
+        // The kernel's own are those of the interface's own addresses.
+        || header.protocol == RouteProtocol::Kernel
+        || header.flags.contains(RouteFlags::Cloned)
+        || table(message) != u32::from(RouteHeader::RT_TABLE_MAIN)
+    {
+        return None;
+    }
+    let mut destination = None;
+    let mut link = None;
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(address) => destination = ip(address),
+            RouteAttribute::Oif(index) => link = Some(*index),
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) | RouteAttribute::MultiPath(_) => return None,
+            _ => {}
+        }
+    }
+    Some(HostRoute { destination: destination?, link: link? })
+}

@@ -1,0 +1,83 @@
+//! Kernel settings under `/proc/sys/net`, which belong to the network namespace of the thread that opens them.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// One setting of one interface (or `all`): `net.<family>.conf.<interface>.<name>`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Sysctl {
+    family: &'static str,
+    interface: String,
+    name: &'static str,
+}
+
+impl Sysctl {
+    /// A setting of IPv4.
+    pub fn v4(interface: &str, name: &'static str) -> Self {
+        Self { family: "ipv4", interface: interface.to_owned(), name }
+    }
+
+    /// A setting of IPv6.
+    pub fn v6(interface: &str, name: &'static str) -> Self {
+        Self { family: "ipv6", interface: interface.to_owned(), name }
+    }
+
+    /// Its value, `None` where the kernel has no such setting.
+    pub fn read(&self) -> Option<i64> {
+        fs::read_to_string(self.path()).ok()?.trim().parse().ok()
+    }
+
+    /// Sets it.
+    pub fn write(&self, value: i64) -> io::Result<()> {
+        fs::write(self.path(), value.to_string())
+    }
+
+    // An interface's name may hold dots, but no slash: the path is unambiguous where sysctl(8)'s notation is not.
+    fn path(&self) -> PathBuf {
+        ["/proc/sys/net", self.family, "conf", &self.interface, self.name].iter().collect()
+    }
+}
+
+impl fmt::Display for Sysctl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "net/{}/conf/{}/{}", self.family, self.interface, self.name)
+    }
+}
+
+/// Settings that were changed, with what they were before; put back when dropped.
+#[derive(Debug, Default)]
+pub struct Sysctls {
+    changed: Vec<(Sysctl, i64)>,
+}
+
+impl Sysctls {
+    /// Sets `sysctl`, unless it has the value already or the kernel does not know it.
+    pub fn set(&mut self, sysctl: Sysctl, value: i64) -> io::Result<()> {
+        let Some(before) = sysctl.read().filter(|&before| before != value) else { return Ok(()) };
+        sysctl.write(value)?;
+        if !self.changed.iter().any(|(known, _)| *known == sysctl) {
+            self.changed.push((sysctl, before));
+        }
+        Ok(())
+    }
+
+    /// Forgets the settings of an interface that is gone.
+    pub fn forget(&mut self, interface: &str) {
+        self.changed.retain(|(sysctl, _)| sysctl.interface != interface);
+    }
+}
+
+impl Drop for Sysctls {
+    fn drop(&mut self) {
+        for (sysctl, before) in self.changed.drain(..).rev() {
+            // An interface that went away took its settings with it.
+            if let Err(error) = sysctl.write(before)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(%sysctl, value = before, %error, "could not be put back");
+            }
+        }
+    }
+}

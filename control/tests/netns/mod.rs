@@ -1,0 +1,128 @@
+//! A node and its pods in network namespaces of their own, as the `ptp` CNI plugin leaves them.
+//! All of it goes when the test ends, also when it fails.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+
+use nix::sched::{CloneFlags, setns, unshare};
+
+static COUNT: AtomicU32 = AtomicU32::new(0);
+
+/// Runs `test` on a thread in a fresh network namespace, which ends with the thread. Needs root.
+pub(crate) fn on_a_node<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+    thread::scope(|scope| {
+        let run = || {
+            unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root: they make network namespaces");
+            ip("link set lo up");
+            test()
+        };
+        scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Like [`on_a_node`], with a tokio runtime on that thread.
+#[allow(dead_code, reason = "not every test binary has asynchronous tests")]
+pub(crate) fn on_a_node_async<F: Future<Output = ()>>(test: impl FnOnce() -> F + Send) {
+    on_a_node(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(test());
+    });
+}
+
+/// Runs a command in the node's namespace and gives its output; a failure is the test's.
+pub(crate) fn run(command: &str) -> String {
+    let (ok, output) = attempt(command);
+    assert!(ok, "{command}: {output}");
+    output
+}
+
+/// Runs `ip` with these arguments.
+pub(crate) fn ip(arguments: &str) -> String {
+    run(&format!("ip {arguments}"))
+}
+
+/// Runs a command that may fail.
+pub(crate) fn attempt(command: &str) -> (bool, String) {
+    let mut words = command.split_whitespace();
+    let output = Command::new(words.next().unwrap()).args(words).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&text).into_owned())
+}
+
+/// A pod: a named namespace with `eth0`, whose other end is `veth` on the node.
+pub(crate) struct Pod {
+    /// Name of its namespace.
+    pub(crate) namespace: String,
+    /// Its interface on the node.
+    pub(crate) veth: String,
+    /// Its IPv4 address.
+    pub(crate) v4: String,
+    /// Its IPv6 address.
+    pub(crate) v6: String,
+}
+
+/// The gateways that all pods have, on their veths' host sides.
+pub(crate) const GATEWAYS: [&str; 2] = ["10.1.1.1", "fd00:1::1"];
+
+impl Pod {
+    /// Pod number `number` (2 to 250), from within [`on_a_node`].
+    pub(crate) fn new(number: u8) -> Self {
+        let pod = Self {
+            namespace: format!("pst-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)),
+            veth: format!("veth{number}"),
+            v4: format!("10.1.1.{number}"),
+            v6: format!("fd00:1::{number:x}"),
+        };
+        let Self { namespace, veth, v4, v6 } = &pod;
+        let [gateway4, gateway6] = GATEWAYS;
+        ip(&format!("netns add {namespace}"));
+        ip(&format!("link add {veth} type veth peer name eth0 netns {namespace}"));
+        ip(&format!("addr add {gateway4}/32 dev {veth}"));
+        ip(&format!("addr add {gateway6}/128 dev {veth} nodad"));
+        ip(&format!("link set {veth} up"));
+        ip(&format!("-n {namespace} addr add {v4}/32 dev eth0"));
+        ip(&format!("-n {namespace} addr add {v6}/128 dev eth0 nodad"));
+        ip(&format!("-n {namespace} link set eth0 up"));
+        ip(&format!("-n {namespace} link set lo up"));
+        for (family, gateway) in [("-4", gateway4), ("-6", gateway6)] {
+            ip(&format!("-n {namespace} {family} route add {gateway} dev eth0"));
+            ip(&format!("-n {namespace} {family} route add default via {gateway} dev eth0"));
+        }
+        ip(&format!("route add {v4}/32 dev {veth} scope link"));
+        ip(&format!("-6 route add {v6}/128 dev {veth}"));
+        pod
+    }
+
+    /// Runs `inside` on a thread in the pod's namespace.
+    #[allow(dead_code, reason = "not every test binary sends from within pods")]
+    pub(crate) fn inside<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| {
+            let run = || {
+                let namespace = std::fs::File::open(format!("/run/netns/{}", self.namespace)).unwrap();
+                setns(namespace, CloneFlags::CLONE_NEWNET).unwrap();
+                inside()
+            };
+            scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        attempt(&format!("ip netns del {}", self.namespace));
+    }
+}
+
+/// Links, addresses, rules and routes of the node, as text to compare.
+pub(crate) fn node_state() -> String {
+    let mut state = String::new();
+    for what in ["-o link", "-o addr", "rule", "-6 rule", "-4 route show table all", "-6 route show table all"] {
+        // A route's age and an interface's state of carrier may change by themselves.
+        let text = ip(what);
+        let mut lines: Vec<&str> = text.lines().filter(|line| !line.contains("fe80:")).collect();
+        lines.sort_unstable();
+        state.extend(lines.iter().flat_map(|line| [line.trim_end(), "\n"]));
+    }
+    state
+}
