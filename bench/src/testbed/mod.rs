@@ -7,13 +7,17 @@
 //! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and no command of the system: neither `ip` nor `sysctl`.
 
 mod cleanup;
+mod daemon;
 mod inventory;
 mod namespace;
 mod netlink;
 mod node;
+mod scratch;
 
 pub use cleanup::Guard;
+pub use daemon::{Daemon, DaemonConfig, Log, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
 pub use netlink::{Netlink, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
+pub use scratch::Scratch;

@@ -1,0 +1,290 @@
+//! The real daemon, in a node's namespace.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::cleanup::Guard;
+use super::namespace::Namespace;
+use super::scratch::Scratch;
+
+/// What the daemon logs once it is in force.
+const READY: &str = "ready";
+/// How long it may take until then.
+const START: Duration = Duration::from_secs(20);
+/// How long it may take to end after SIGTERM.
+const END: Duration = Duration::from_secs(10);
+
+/// What the daemon is told.
+#[derive(Clone, Debug)]
+pub struct DaemonConfig {
+    /// The node's name.
+    pub node: String,
+    /// Its directory of manifests.
+    pub manifests: PathBuf,
+    /// Further keys of the top level, in TOML.
+    pub keys: String,
+    /// Further sections, in TOML.
+    pub sections: String,
+}
+
+impl DaemonConfig {
+    /// Everything at its default, except for memory: what a test's few pods need.
+    pub fn new(node: &str, manifests: &Path) -> Self {
+        Self {
+            node: node.into(),
+            manifests: manifests.into(),
+            keys: String::new(),
+            sections: "[umem]\nmemory = \"64MiB\"\n".into(),
+        }
+    }
+
+    /// As TOML.
+    pub fn to_toml(&self) -> String {
+        let Self { node, manifests, keys, sections } = self;
+        format!("node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{}\"\n\n{sections}", manifests.display())
+    }
+}
+
+/// The `penstock` binary: `PENSTOCK_BIN`, else the one that was built beside this program.
+pub fn penstock_binary() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("PENSTOCK_BIN") {
+        return Ok(path.into());
+    }
+    let program = std::env::current_exe()?;
+    // Tests are one directory further down, in `deps`.
+    let found = program.ancestors().skip(1).take(2).map(|directory| directory.join("penstock"));
+    found.into_iter().find(|path| path.is_file()).with_context(|| {
+        format!(
+            "no penstock binary beside {}; build it (cargo build -p penstock-control) or name it in PENSTOCK_BIN",
+            program.display()
+        )
+    })
+}
+
+/// A running `penstock run`. Dropping it ends it with SIGTERM and waits.
+pub struct Daemon {
+    process: Arc<Process>,
+    log: Arc<Log>,
+    config: PathBuf,
+    _guard: Guard,
+    _scratch: Scratch,
+}
+
+impl Daemon {
+    /// Starts it inside `namespace` and waits until it says that it is ready.
+    ///
+    /// It also ends when the calling *thread* does, so that it cannot outlive a test that was killed.
+    pub fn start(namespace: &Namespace, config: &DaemonConfig) -> Result<Self> {
+        let daemon = Self::launch(namespace, &config.to_toml())?;
+        daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
+            format!("the daemon did not get ready; its output was:\n{}", daemon.log.lines().join("\n"))
+        })?;
+        Ok(daemon)
+    }
+
+    /// Starts it with this configuration and does not wait.
+    pub fn launch(namespace: &Namespace, toml: &str) -> Result<Self> {
+        let scratch = Scratch::new()?;
+        let config = scratch.path().join("penstock.toml");
+        std::fs::write(&config, toml)?;
+        let binary = penstock_binary()?;
+        let mut command = namespace.command(&binary);
+        command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let follow = || nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from);
+        // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
+        unsafe { command.pre_exec(follow) };
+        // Ctrl-C reaches a terminal's whole process group: the daemon is to be ended by us, in order.
+        command.process_group(0);
+        let mut child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
+        let log = Arc::new(Log::default());
+        log.collect(child.stdout.take());
+        log.collect(child.stderr.take());
+        let process = Arc::new(Process { id: Pid::from_raw(child.id().cast_signed()), child: Mutex::new(child) });
+        let guard = Guard::new({
+            let process = process.clone();
+            move || process.end()
+        });
+        Ok(Self { process, log, config, _guard: guard, _scratch: scratch })
+    }
+
+    /// Its configuration file.
+    pub fn config(&self) -> &Path {
+        &self.config
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> Pid {
+        self.process.id
+    }
+
+    /// What it has written, standard output and standard error together.
+    pub fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        kill(self.id(), signal).with_context(|| format!("cannot send {signal} to the daemon"))
+    }
+
+    /// Ends it with SIGTERM; returns how it ended and all that it wrote.
+    pub fn stop(self) -> Result<(ExitStatus, Vec<String>)> {
+        // It may have ended by itself: then its status tells how.
+        let _ = self.signal(Signal::SIGTERM);
+        self.wait(END)
+    }
+
+    /// Waits until it ends by itself.
+    pub fn wait(self, limit: Duration) -> Result<(ExitStatus, Vec<String>)> {
+        let status = self
+            .process
+            .wait(limit)
+            .with_context(|| format!("the daemon does not end; its output was:\n{}", self.log.lines().join("\n")))?;
+        self.log.wait_until_closed(Duration::from_secs(2));
+        Ok((status, self.log.lines()))
+    }
+
+    /// The processor time that it has used, in user and kernel mode.
+    pub fn processor_time(&self) -> Result<Duration> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.id()))?;
+        // utime and stime are the 14th and 15th field; the name, the 2nd, may hold spaces (proc_pid_stat(5)).
+        let fields = stat.rsplit_once(')').context("no name in /proc/PID/stat")?.1.split_whitespace();
+        let ticks: u64 = fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap_or(0)).sum();
+        // The kernel tells this time in units of USER_HZ, which is 100 wherever Linux runs on x86 and Arm.
+        Ok(Duration::from_millis(ticks * 10))
+    }
+}
+
+struct Process {
+    id: Pid,
+    child: Mutex<Child>,
+}
+
+impl Process {
+    fn status(&self) -> Option<ExitStatus> {
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        // A child that cannot be waited for is as good as gone.
+        child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
+    }
+
+    fn has_ended(&self) -> bool {
+        self.status().is_some()
+    }
+
+    fn wait(&self, limit: Duration) -> Result<ExitStatus> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.status() {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                bail!("process {} is still there after {limit:?}", self.id);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn end(&self) {
+        for (signal, limit) in [(Signal::SIGTERM, END), (Signal::SIGKILL, END)] {
+            if self.has_ended() {
+                return;
+            }
+            // It may end by itself in between; waiting tells.
+            let _ = kill(self.id, signal);
+            let _ = self.wait(limit);
+        }
+    }
+}
+
+/// What a process writes, line by line.
+#[derive(Default)]
+pub struct Log {
+    state: Mutex<LogState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct LogState {
+    lines: Vec<String>,
+    open: usize,
+}
+
+impl Log {
+    fn collect(self: &Arc<Self>, stream: Option<impl Read + Send + 'static>) {
+        let Some(stream) = stream else { return };
+        self.state().open += 1;
+        let log = self.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stream).lines().map_while(std::io::Result::ok) {
+                log.state().lines.push(line);
+                log.changed.notify_all();
+            }
+            log.state().open -= 1;
+            log.changed.notify_all();
+        });
+    }
+
+    fn state(&self) -> MutexGuard<'_, LogState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All lines so far.
+    pub fn lines(&self) -> Vec<String> {
+        self.state().lines.clone()
+    }
+
+    /// How many lines there are: a place to wait from.
+    pub fn len(&self) -> usize {
+        self.state().lines.len()
+    }
+
+    /// Whether nothing was written yet.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Waits for a line that has `text` in it, from line `start` on.
+    pub fn wait_for_after(&self, start: usize, text: &str, limit: Duration) -> Result<String> {
+        self.wait(start, text, limit, || false)
+    }
+
+    fn wait_for(&self, text: &str, limit: Duration, ended: impl Fn() -> bool) -> Result<String> {
+        self.wait(0, text, limit, ended)
+    }
+
+    fn wait(&self, start: usize, text: &str, limit: Duration, ended: impl Fn() -> bool) -> Result<String> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state();
+        loop {
+            if let Some(line) = state.lines.iter().skip(start).find(|line| line.contains(text)) {
+                return Ok(line.clone());
+            }
+            if state.open == 0 && ended() {
+                bail!("it ended without a line that has \"{text}\" in it");
+            }
+            if Instant::now() > deadline {
+                bail!("no line that has \"{text}\" in it came within {limit:?}");
+            }
+            let waited = self.changed.wait_timeout(state, Duration::from_millis(20));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn wait_until_closed(&self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        let mut state = self.state();
+        while state.open > 0 && Instant::now() < deadline {
+            let waited = self.changed.wait_timeout(state, Duration::from_millis(20));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
