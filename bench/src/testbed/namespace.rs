@@ -123,6 +123,25 @@ impl Namespace {
         Netlink::open(self)
     }
 
+    /// Has the kernel process what arrives on all queues of an interface on these cores (a bit mask; 0 for
+    /// the core on which it arrives): receive packet steering, which is told through sysfs.
+    pub fn set_receive_steering(&self, interface: &str, cores: u64) -> Result<()> {
+        let steer = || -> Result<()> {
+            // A sysfs shows the namespace of whoever mounted it: it takes a mount of our own.
+            unshare(CloneFlags::CLONE_NEWNS)?;
+            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+            mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>)?;
+            for queue in fs::read_dir(format!("/sys/class/net/{interface}/queues"))?.flatten() {
+                let file = queue.path().join("rps_cpus");
+                if file.exists() {
+                    fs::write(file, format!("{cores:x}"))?;
+                }
+            }
+            Ok(())
+        };
+        self.run(steer).with_context(|| format!("cannot steer what {interface} receives to cores {cores:#x}"))
+    }
+
     /// Writes a sysctl of this namespace; `key` is its path below `/proc/sys`, such as `net/ipv4/ip_forward`.
     pub fn set_sysctl(&self, key: &str, value: &str) -> Result<()> {
         self.run(|| fs::write(Path::new("/proc/sys").join(key), value))

@@ -62,6 +62,17 @@ impl Netlink {
         }
     }
 
+    /// The MAC address of an interface.
+    pub fn mac(&self, name: &str) -> Result<[u8; 6]> {
+        let mut links = self.handle.link().get().match_name(name).execute();
+        let link = self.wait(links.try_next())?.with_context(|| format!("no interface {name}"))?;
+        let mac = link.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::Address(mac) => <[u8; 6]>::try_from(mac.as_slice()).ok(),
+            _ => None,
+        });
+        mac.with_context(|| format!("interface {name} has no MAC address"))
+    }
+
     /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`, which cannot be set up
     /// before it has its own peer.
     pub(super) fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {

@@ -1,0 +1,151 @@
+//! What was measured, as a table and as ratios against their bars.
+
+use std::collections::BTreeMap;
+use std::io::{IsTerminal, Write};
+
+use super::lane::{Cores, Rates};
+
+/// One configuration, as it is measured.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Case {
+    Penstock,
+    Forward,
+    Kernel { steered: bool },
+    Nftables { steered: bool },
+}
+
+impl Case {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Penstock => "(a) Penstock: policy and connections",
+            Self::Forward => "(b) Penstock: raw forward",
+            Self::Kernel { steered: false } => "(c) kernel forwarding",
+            Self::Kernel { steered: true } => "(c) kernel forwarding, RPS",
+            Self::Nftables { steered: false } => "(d) kernel with nftables and conntrack",
+            Self::Nftables { steered: true } => "(d) kernel with nftables and conntrack, RPS",
+        }
+    }
+
+    /// Whether the kernel's work is moved to the worker's core.
+    pub(crate) fn steered(self) -> bool {
+        matches!(self, Self::Kernel { steered: true } | Self::Nftables { steered: true })
+    }
+}
+
+pub(crate) fn introduce(cores: Cores) {
+    println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 octets");
+    println!("  generator (AF_PACKET past the queueing discipline) on core {},", cores.generator);
+    println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP socket", cores.worker);
+    println!("  kernel cases: with everything on the generator's core, and with RPS on the sender's veth steering");
+    println!("  the forwarding to core {}; the better one is used below", cores.worker);
+    println!("  (d) is a hand-written ruleset of the same meaning as the policy of (a), with sets and verdict maps");
+    println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
+}
+
+/// All measurements.
+#[derive(Default)]
+pub(crate) struct Report {
+    measured: BTreeMap<Case, Vec<Rates>>,
+}
+
+impl Report {
+    pub(crate) fn add(&mut self, case: Case, rates: Rates) {
+        self.measured.entry(case).or_default().push(rates);
+    }
+
+    pub(crate) fn progress(&self, done: u32, of: u32) {
+        let mut output = std::io::stdout();
+        if output.is_terminal() {
+            let end = if done == of { "\r\x1b[K" } else { "" };
+            print!("\rrepetition {done} of {of}{end}");
+            // Progress that cannot be shown is no reason to stop.
+            let _ = output.flush();
+        }
+    }
+
+    pub(crate) fn print(&self) {
+        println!("{:46} {:>13} {:>19} {:>13}", "packets per second", "median", "lowest to highest", "offered");
+        for (case, rates) in &self.measured {
+            let received = sorted(rates.iter().map(|rates| rates.received));
+            let offered = sorted(rates.iter().map(|rates| rates.offered));
+            let spread = format!("{} to {}", thousands(received[0]), thousands(received[received.len() - 1]));
+            println!(
+                "{:46} {:>13} {:>19} {:>13}",
+                case.name(),
+                thousands(median(&received)),
+                spread,
+                thousands(median(&offered))
+            );
+        }
+        println!();
+        self.ratio("(a)/(d)  against the kernel doing the same", self.better(nftables), 1.75);
+        self.ratio("(a)/(c)  against the kernel doing less", self.better(kernel), 1.3);
+        self.ratio("(a)/(b)  of what raw forwarding reaches", self.median(Case::Forward), 0.9);
+    }
+
+    fn ratio(&self, what: &str, of: Option<f64>, bar: f64) {
+        match self.median(Case::Penstock).zip(of) {
+            Some((penstock, of)) => {
+                let ratio = penstock / of;
+                let verdict = if ratio >= bar { "meets" } else { "falls short" };
+                println!("{what:46} {ratio:>13.2} {:>19} {verdict:>13}", format!("bar {bar:.2}"));
+            }
+            None => println!("{what:46} {:>13}", "not measured"),
+        }
+    }
+
+    fn median(&self, case: Case) -> Option<f64> {
+        self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received))))
+    }
+
+    fn better(&self, case: fn(bool) -> Case) -> Option<f64> {
+        let medians = [false, true].into_iter().filter_map(|steered| self.median(case(steered)));
+        medians.max_by(f64::total_cmp)
+    }
+}
+
+fn kernel(steered: bool) -> Case {
+    Case::Kernel { steered }
+}
+
+fn nftables(steered: bool) -> Case {
+    Case::Nftables { steered }
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+/// The middle value of a sorted list that is not empty; of an even number, the mean of the middle two.
+fn median(sorted: &[f64]) -> f64 {
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
+}
+
+fn thousands(value: f64) -> String {
+    format!("{:.0} k", value / 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_are_the_middle_of_odd_and_even_lists() {
+        for (values, expected) in [(vec![5.0], 5.0), (vec![3.0, 1.0, 2.0], 2.0), (vec![4.0, 1.0, 2.0, 3.0], 2.5)] {
+            assert_eq!(median(&sorted(values.into_iter())), expected);
+        }
+    }
+
+    #[test]
+    fn the_better_of_the_kernels_two_medians_counts() {
+        let mut report = Report::default();
+        for (steered, received) in [(false, 3.0), (true, 5.0), (true, 4.0), (true, 9.0)] {
+            report.add(kernel(steered), Rates { offered: 10.0, received });
+        }
+        assert_eq!(report.better(kernel), Some(5.0));
+        assert_eq!(report.better(nftables), None);
+    }
+}

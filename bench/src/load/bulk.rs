@@ -1,0 +1,180 @@
+//! Bulk transfers over TCP, checked octet by octet.
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
+
+use crate::testbed::Namespace;
+
+/// Octets written at once.
+const CHUNK: usize = 64 << 10;
+/// A transfer that moves nothing for this long has failed.
+const STALL: Duration = Duration::from_secs(5);
+
+/// What a transfer came to.
+#[derive(Clone, Copy, Debug)]
+pub struct Receipt {
+    /// Octets that arrived, every one as it was sent.
+    pub octets: u64,
+    /// From the first octet's sending to the last one's arrival.
+    pub time: Duration,
+    /// Segments that the sender's kernel sent, and how many of them again (`tcpi_segs_out`, `tcpi_total_retrans`).
+    pub segments: u64,
+    /// Those sent again.
+    pub retransmitted: u64,
+}
+
+impl Receipt {
+    /// Gigabits per second.
+    pub fn gigabits_per_second(&self) -> f64 {
+        self.octets as f64 * 8.0 / self.time.as_secs_f64() / 1e9
+    }
+
+    /// Share of the segments that were sent again.
+    pub fn retransmitted_share(&self) -> f64 {
+        self.retransmitted as f64 / (self.segments.max(1)) as f64
+    }
+}
+
+/// Sends this many pseudo-random octets over one connection; every one is compared on arrival.
+pub fn transfer(from: &Namespace, to: &Namespace, address: IpAddr, octets: u64) -> Result<Receipt> {
+    run(from, to, address, |sent, _| sent < octets)
+}
+
+/// Sends for this long.
+pub fn transfer_for(from: &Namespace, to: &Namespace, address: IpAddr, length: Duration) -> Result<Receipt> {
+    run(from, to, address, |_, time| time < length)
+}
+
+fn run(
+    from: &Namespace,
+    to: &Namespace,
+    address: IpAddr,
+    more: impl Fn(u64, Duration) -> bool + Send,
+) -> Result<Receipt> {
+    let listener = to.run(|| TcpListener::bind(SocketAddr::new(address, PORT)))?;
+    let seed = rand::random();
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(move || receive(&listener, seed));
+        let sent = from.run(|| send(SocketAddr::new(address, PORT), seed, more));
+        let received = receiver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let (octets, start, segments, retransmitted) = sent?;
+        let (arrived, end) = received?;
+        if arrived != octets {
+            bail!("{octets} octets were sent and {arrived} arrived");
+        }
+        Ok(Receipt { octets, time: end.saturating_duration_since(start), segments, retransmitted })
+    })
+}
+
+/// The port of bulk transfers: iperf3's, since that is what people know.
+const PORT: u16 = 5201;
+
+fn send(address: SocketAddr, seed: u64, more: impl Fn(u64, Duration) -> bool) -> Result<(u64, Instant, u64, u64)> {
+    let mut stream = TcpStream::connect_timeout(&address, STALL).with_context(|| format!("cannot reach {address}"))?;
+    stream.set_write_timeout(Some(STALL))?;
+    let mut random = SmallRng::seed_from_u64(seed);
+    let mut chunk = vec![0; CHUNK];
+    let mut sent = 0;
+    let start = Instant::now();
+    while more(sent, start.elapsed()) {
+        random.fill_bytes(&mut chunk);
+        stream.write_all(&chunk).with_context(|| format!("stalled after {sent} octets"))?;
+        sent += CHUNK as u64;
+    }
+    stream.shutdown(std::net::Shutdown::Write)?;
+    stream.set_read_timeout(Some(STALL))?;
+    // The receiver closes once it has read everything: only then are the counters the whole truth.
+    let _ = stream.read(&mut [0; 1]).context("the receiver does not close")?;
+    let (segments, retransmitted) = segments(&stream)?;
+    Ok((sent, start, segments, retransmitted))
+}
+
+fn receive(listener: &TcpListener, seed: u64) -> Result<(u64, Instant)> {
+    let mut stream = accept(listener)?;
+    stream.set_read_timeout(Some(STALL))?;
+    let mut random = SmallRng::seed_from_u64(seed);
+    let (mut chunk, mut expected) = (vec![0; CHUNK], vec![0; CHUNK]);
+    let mut arrived = 0;
+    loop {
+        let length = fill(&mut stream, &mut chunk).with_context(|| format!("stalled after {arrived} octets"))?;
+        if length == 0 {
+            return Ok((arrived, Instant::now()));
+        }
+        random.fill_bytes(&mut expected);
+        if let Some(at) = (0..length).find(|&at| chunk[at] != expected[at]) {
+            bail!("octet {} differs: {:#04x} instead of {:#04x}", arrived + at as u64, chunk[at], expected[at]);
+        }
+        arrived += length as u64;
+    }
+}
+
+fn accept(listener: &TcpListener) -> Result<TcpStream> {
+    listener.set_nonblocking(true)?;
+    let deadline = Instant::now() + STALL;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                return Ok(stream);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) => return Err(error).context("nobody connected"),
+        }
+    }
+}
+
+/// Reads until the buffer is full or the stream ends.
+fn fill(stream: &mut TcpStream, buffer: &mut [u8]) -> std::io::Result<usize> {
+    let mut length = 0;
+    while length < buffer.len() {
+        match stream.read(&mut buffer[length..])? {
+            0 => break,
+            read => length += read,
+        }
+    }
+    Ok(length)
+}
+
+/// `tcpi_segs_out` and `tcpi_total_retrans` of a connection (tcp(7)).
+fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
+    // SAFETY: all fields of the C struct are integers, for which zero is a value.
+    let mut info: TcpInfo = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<TcpInfo>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` octets, which is the struct's size.
+    let result = unsafe {
+        libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut length)
+    };
+    if result != 0 {
+        return Err(std::io::Error::last_os_error()).context("no TCP_INFO");
+    }
+    Ok((info.segs_out.into(), info.total_retrans.into()))
+}
+
+/// The start of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h), up to what is read here.
+#[repr(C)]
+struct TcpInfo {
+    octets: [u8; 8],
+    words: [u32; 23],
+    total_retrans: u32,
+    rates_and_bytes: [u64; 4],
+    segs_out: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    #[test]
+    fn tcp_info_has_the_layout_of_the_kernels_header() {
+        assert_eq!(offset_of!(super::TcpInfo, total_retrans), offset_of!(libc::tcp_info, tcpi_total_retrans));
+        assert_eq!(offset_of!(super::TcpInfo, segs_out), 136);
+    }
+}

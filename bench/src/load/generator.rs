@@ -1,0 +1,129 @@
+//! Sends frames of one UDP flow as fast as a core can, past the queueing discipline.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::net::if_::if_nametoindex;
+use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
+
+/// Frames handed to the kernel in one system call.
+const BATCH: usize = 128;
+
+/// Octets of an Ethernet, an IPv4 and a UDP header.
+const HEADERS: usize = 14 + 20 + 8;
+
+/// The addresses of a UDP flow over IPv4, and the MAC addresses of its first hop.
+#[derive(Clone, Copy, Debug)]
+pub struct UdpFlow {
+    /// MAC of the interface that sends.
+    pub source_mac: [u8; 6],
+    /// MAC of the gateway.
+    pub gateway_mac: [u8; 6],
+    /// Source address and port.
+    pub source: SocketAddr,
+    /// Destination address and port.
+    pub destination: SocketAddr,
+}
+
+impl UdpFlow {
+    /// A frame of this flow with `length` octets, from the Ethernet header to the last octet of the payload and
+    /// without the frame check sequence.
+    pub fn frame(&self, length: usize) -> Result<Vec<u8>> {
+        let (IpAddr::V4(source), IpAddr::V4(destination)) = (self.source.ip(), self.destination.ip()) else {
+            bail!("frames are generated for IPv4 alone, not for {} to {}", self.source, self.destination);
+        };
+        let Some(payload) = length.checked_sub(HEADERS) else {
+            bail!("a frame of {length} octets has no room for its headers, which are {HEADERS}");
+        };
+        let builder = etherparse::PacketBuilder::ethernet2(self.source_mac, self.gateway_mac)
+            .ipv4(source.octets(), destination.octets(), 64)
+            .udp(self.source.port(), self.destination.port());
+        let mut frame = Vec::with_capacity(length);
+        builder.write(&mut frame, &vec![0x5a; payload])?;
+        Ok(frame)
+    }
+}
+
+/// A packet socket on one interface.
+pub struct Generator {
+    socket: Socket,
+}
+
+impl Generator {
+    /// Opens one on an interface of the calling thread's namespace.
+    pub fn open(interface: &str) -> Result<Self> {
+        // With protocol 0 it receives nothing (packet(7)).
+        let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(0)))?;
+        socket.bind(&link_address(interface)?).with_context(|| format!("cannot bind to {interface}"))?;
+        set_option(&socket, libc::SOL_PACKET, libc::PACKET_QDISC_BYPASS, 1)?;
+        set_option(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, 8 << 20)?;
+        Ok(Self { socket })
+    }
+
+    /// Sends `frame` again and again for this long; returns how many times the kernel took it.
+    pub fn run_for(&self, frame: &[u8], length: Duration) -> Result<u64> {
+        let deadline = Instant::now() + length;
+        self.run(frame, |_| Instant::now() < deadline)
+    }
+
+    /// Sends `frame` this many times, with a pause after each batch.
+    pub fn send(&self, frame: &[u8], count: u64, pause: Duration) -> Result<u64> {
+        self.run(frame, |sent| {
+            if sent > 0 && !pause.is_zero() {
+                std::thread::sleep(pause);
+            }
+            sent < count
+        })
+    }
+
+    fn run(&self, frame: &[u8], more: impl Fn(u64) -> bool) -> Result<u64> {
+        let mut part = libc::iovec { iov_base: frame.as_ptr().cast_mut().cast(), iov_len: frame.len() };
+        // SAFETY: all fields of the C struct are integers and pointers, for which zero is a value.
+        let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
+        header.msg_hdr.msg_iov = &raw mut part;
+        header.msg_hdr.msg_iovlen = 1;
+        let mut headers = [header; BATCH];
+        let mut sent = 0;
+        while more(sent) {
+            // SAFETY: the headers and the one buffer that all of them name outlive the call, which only reads
+            // the buffer.
+            let result =
+                unsafe { libc::sendmmsg(self.socket.as_raw_fd(), headers.as_mut_ptr(), BATCH as libc::c_uint, 0) };
+            match u64::try_from(result) {
+                Ok(count) => sent += count,
+                Err(_) => {
+                    let error = io::Error::last_os_error();
+                    // The interface dropped one, or its queue is full: that is what an overload does.
+                    if !matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EAGAIN | libc::EINTR)) {
+                        return Err(error).context("cannot send frames");
+                    }
+                }
+            }
+        }
+        Ok(sent)
+    }
+}
+
+fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
+    let size = size_of_val(&value) as libc::socklen_t;
+    // SAFETY: the option's value is an int, and lives through the call.
+    let result = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const value).cast(), size) };
+    if result != 0 {
+        return Err(io::Error::last_os_error()).with_context(|| format!("cannot set socket option {option}"));
+    }
+    Ok(())
+}
+
+fn link_address(interface: &str) -> Result<SockAddr> {
+    let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
+    let mut storage = SockAddrStorage::zeroed();
+    // SAFETY: a sockaddr_ll fits into the storage, is plain old data, and its fields are all set here or zero.
+    let address: &mut libc::sockaddr_ll = unsafe { storage.view_as() };
+    address.sll_family = libc::AF_PACKET as libc::sa_family_t;
+    address.sll_ifindex = index.cast_signed();
+    // SAFETY: the storage holds an initialised address of this length.
+    Ok(unsafe { SockAddr::new(storage, size_of::<libc::sockaddr_ll>() as libc::socklen_t) })
+}
