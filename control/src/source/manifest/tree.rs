@@ -4,7 +4,7 @@
 //! tree first, the typed object is built from the tree's value, and a field's path finds its line here. JSON
 //! is read the same way: it is a subset of YAML.
 
-use std::fmt;
+use std::{fmt, mem};
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
@@ -83,6 +83,9 @@ fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
             max_documents: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
         },
+        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is wanted, as in a name or a label, nothing else
+        // can be meant; where a boolean is wanted, they are refused.
+        strict_booleans: true,
         with_snippet: false,
     };
     serde_saphyr::from_multiple_with_options::<Node>(text, options).map_err(|error| {
@@ -120,11 +123,15 @@ impl Node {
         }
     }
 
-    /// The items of a sequence.
-    pub(crate) fn items(&self) -> Option<&[Node]> {
-        match &self.kind {
-            Kind::Sequence(items) => Some(items),
-            _ => None,
+    /// The items of the sequence that a mapping's key holds; null counts as none. Itself where there is no
+    /// sequence.
+    pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
+        let Kind::Mapping(entries) = &mut self.kind else { return Err(self) };
+        let found = entries.iter_mut().find(|entry| entry.key == key);
+        match found.map(|entry| &mut entry.value.kind) {
+            Some(Kind::Sequence(items)) => Ok(mem::take(items)),
+            Some(Kind::Scalar(Value::Null)) => Ok(Vec::new()),
+            _ => Err(self),
         }
     }
 
@@ -313,6 +320,13 @@ b:
         );
         assert_eq!(trees[1].line_of(&path(&["b"])), 3);
         assert_eq!(trees[2].line(), 4);
+    }
+
+    #[test]
+    fn scalars_have_the_types_of_yaml_1_2() {
+        let trees = parse("[y, no, ON, true, ~, null, '5', 5, 1.5, 10.0.0.0/8, 2001-01-01, !!str 5, \"\"]").unwrap();
+        let types = json!(["y", "no", "ON", true, null, null, "5", 5, 1.5, "10.0.0.0/8", "2001-01-01", "5", ""]);
+        assert_eq!(trees[0].to_value(), types);
     }
 
     #[test]
