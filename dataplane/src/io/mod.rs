@@ -1,1 +1,21 @@
 //! Where frames come from and go to: the UMEM and its account, and the queues of a port.
+//!
+//! One [`Umem`] holds the frames of all ports, so that a packet moves between ports and workers without a byte being
+//! copied. Every frame is at any time in exactly one place; the account says how many are where.
+
+mod account;
+mod batch;
+mod error;
+mod interface;
+mod memory;
+mod umem;
+mod xsk;
+
+pub use account::FrameAccount;
+pub(crate) use account::{FrameCache, FramePool, Holder, Slot};
+pub use batch::RxBatch;
+pub use error::{PortError, UmemError};
+pub use interface::{InterfaceFacts, largest_mtu};
+pub use memory::MemoryFrames;
+pub use umem::{HugePages, Pages, Umem, UmemConfig};
+pub(crate) use xsk::{Kick, XskQueue, XskStatistics};

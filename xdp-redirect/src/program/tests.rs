@@ -48,9 +48,12 @@ fn solicitation_behind_an_option() -> Vec<u8> {
     ipv6("ff02::1", 60, 255, &[58, 0, 1, 4, 0, 0, 0, 0, 135, 0, 0, 0, 0, 0, 0, 0])
 }
 
+/// The action that the program returns, and the outcome that it counts.
+type Judgement = (u32, Outcome);
+
 /// The packets that the program must tell apart, and what it must do with each on a pod's port and on an uplink
 /// when the queue has a socket.
-fn packets() -> Vec<(&'static str, Vec<u8>, (u32, Outcome), (u32, Outcome))> {
+fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
     let redirected = (REDIRECT, Outcome::Redirected);
     let not_local = (PASS, Outcome::NotLocal);
     let not_ip = (PASS, Outcome::NotIp);

@@ -1,0 +1,220 @@
+//! Which frame is where: the pool of free frames, and the account that must balance.
+//!
+//! Beside the rings' positions, which give the [`FrameAccount`], every frame has a holder in [`FramePool`]. It is how
+//! the frames that the kernel still holds when a socket closes are found again: those in its fill, RX, TX and
+//! completion rings and in its own cache alike.
+
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use crossbeam::queue::ArrayQueue;
+use xsk_rs::FrameDesc;
+
+/// How many frames are where at one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FrameAccount {
+    /// All frames of the UMEM.
+    pub total: u32,
+    /// In the pool or in a worker's cache.
+    pub free: u32,
+    /// With the kernel for receiving, or received and not yet read.
+    pub fill: u32,
+    /// Being sent, or on the way to another worker.
+    pub in_flight: u32,
+}
+
+impl FrameAccount {
+    /// Whether no frame is missing and none is counted twice. Holds whenever no packet moves.
+    pub fn is_balanced(&self) -> bool {
+        self.free + self.fill + self.in_flight == self.total
+    }
+}
+
+/// The number of an open queue, by which its frames are marked.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(crate) struct Slot(u16);
+
+impl Slot {
+    /// Numbers that a slot can have.
+    pub(crate) const COUNT: u16 = 0x4000;
+
+    /// The slot with this number, which is below [`Slot::COUNT`].
+    pub(crate) fn new(number: u16) -> Self {
+        assert!(number < Self::COUNT, "slot {number} is out of range");
+        Self(number)
+    }
+}
+
+/// Who has a frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Holder {
+    /// Nobody: it is in the pool or in a worker's cache.
+    Free,
+    /// On its way from one worker to another.
+    HandOver,
+    /// The queue, for receiving.
+    Fill(Slot),
+    /// The queue, for sending.
+    Transmit(Slot),
+}
+
+const FILL: u16 = 0x4000;
+const TRANSMIT: u16 = 0x8000;
+
+impl Holder {
+    const fn encode(self) -> u16 {
+        match self {
+            Self::Free => 0,
+            Self::HandOver => 1,
+            Self::Fill(slot) => FILL | slot.0,
+            Self::Transmit(slot) => TRANSMIT | slot.0,
+        }
+    }
+}
+
+/// The free frames that no worker has in its cache, and the holder of every frame.
+///
+/// A frame's holder is written by who passes the frame on, before it is passed on; so stores of one frame are ordered
+/// by the very queue or ring that it goes through, and relaxed stores do.
+#[derive(Debug)]
+pub(crate) struct FramePool {
+    frames: Box<[FrameDesc]>,
+    holders: Box<[AtomicU16]>,
+    free: ArrayQueue<u32>,
+    shift: u32,
+}
+
+impl FramePool {
+    /// A pool with all of these frames free, which are in the order of their addresses, `frame_size` octets each.
+    pub(crate) fn new(frames: Vec<FrameDesc>, frame_size: u32) -> Self {
+        let free = ArrayQueue::new(frames.len().max(1));
+        for index in 0..frames.len() as u32 {
+            free.push(index).expect("the pool has room for every frame");
+        }
+        let holders = frames.iter().map(|_| AtomicU16::new(Holder::Free.encode())).collect();
+        Self { frames: frames.into(), holders, free, shift: frame_size.trailing_zeros() }
+    }
+
+    /// How many frames there are.
+    pub(crate) fn total(&self) -> u32 {
+        self.frames.len() as u32
+    }
+
+    /// How many are free and in no worker's cache.
+    pub(crate) fn available(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    #[inline]
+    fn index(&self, frame: &FrameDesc) -> usize {
+        frame.addr() >> self.shift
+    }
+
+    /// Says who has this frame from now on.
+    #[inline]
+    pub(crate) fn mark(&self, frame: &FrameDesc, holder: Holder) {
+        self.holders[self.index(frame)].store(holder.encode(), Ordering::Relaxed);
+    }
+
+    fn take(&self) -> Option<FrameDesc> {
+        self.free.pop().map(|index| self.frames[index as usize])
+    }
+
+    /// Takes back a frame that is marked free already.
+    fn give_back(&self, frame: &FrameDesc) {
+        self.free.push(self.index(frame) as u32).expect("a frame was given back twice");
+    }
+
+    /// Takes a frame for a queue's fill ring.
+    pub(crate) fn take_for(&self, slot: Slot) -> Option<FrameDesc> {
+        let frame = self.take()?;
+        self.mark(&frame, Holder::Fill(slot));
+        Some(frame)
+    }
+
+    /// Frees a frame.
+    pub(crate) fn release(&self, frame: &FrameDesc) {
+        self.mark(frame, Holder::Free);
+        self.give_back(frame);
+    }
+
+    /// Frees all frames that a queue holds; its socket must be closed, and no worker may have the queue any more.
+    /// Says how many they were.
+    pub(crate) fn reclaim(&self, slot: Slot) -> u32 {
+        let (fill, transmit) = (Holder::Fill(slot).encode(), Holder::Transmit(slot).encode());
+        let mut found = 0;
+        for (index, holder) in self.holders.iter().enumerate() {
+            let held = holder.load(Ordering::Relaxed);
+            if held == fill || held == transmit {
+                holder.store(Holder::Free.encode(), Ordering::Relaxed);
+                self.free.push(index as u32).expect("a frame was held and free at once");
+                found += 1;
+            }
+        }
+        found
+    }
+
+    /// How many frames are where by their holders: a second opinion on [`FrameAccount`], which goes by the rings.
+    pub(crate) fn census(&self) -> FrameAccount {
+        let mut account = FrameAccount { total: self.total(), ..FrameAccount::default() };
+        for holder in &self.holders {
+            match holder.load(Ordering::Relaxed) {
+                0 => account.free += 1,
+                held if held & FILL != 0 => account.fill += 1,
+                _ => account.in_flight += 1,
+            }
+        }
+        account
+    }
+}
+
+/// A worker's own few free frames, so that it seldom goes to the pool.
+#[derive(Debug)]
+pub(crate) struct FrameCache {
+    frames: Vec<FrameDesc>,
+}
+
+impl FrameCache {
+    const CAPACITY: usize = 512;
+    const REFILL: usize = 128;
+
+    pub(crate) fn new() -> Self {
+        Self { frames: Vec::with_capacity(Self::CAPACITY) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Takes a free frame, from the pool when the cache is empty. Still marked free.
+    #[inline]
+    pub(crate) fn take(&mut self, pool: &FramePool) -> Option<FrameDesc> {
+        if self.frames.is_empty() {
+            while self.frames.len() < Self::REFILL {
+                match pool.take() {
+                    Some(frame) => self.frames.push(frame),
+                    None => break,
+                }
+            }
+        }
+        self.frames.pop()
+    }
+
+    /// Frees a frame.
+    #[inline]
+    pub(crate) fn give(&mut self, frame: FrameDesc, pool: &FramePool) {
+        pool.mark(&frame, Holder::Free);
+        if self.frames.len() == Self::CAPACITY {
+            for spilled in self.frames.drain(Self::CAPACITY / 2..) {
+                pool.give_back(&spilled);
+            }
+        }
+        self.frames.push(frame);
+    }
+
+    /// Gives all frames back to the pool.
+    pub(crate) fn empty_into(&mut self, pool: &FramePool) {
+        for frame in self.frames.drain(..) {
+            pool.give_back(&frame);
+        }
+    }
+}

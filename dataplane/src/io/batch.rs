@@ -1,0 +1,41 @@
+//! A batch of received frames, as the pipeline sees it.
+
+use std::slice;
+
+use xsk_rs::FrameDesc;
+
+use super::Umem;
+use crate::pipeline::Frames;
+
+/// Frames received on one queue, which belong to the worker that received them until it passes them on.
+#[derive(Debug)]
+pub struct RxBatch<'a> {
+    umem: &'a Umem,
+    frames: &'a mut [FrameDesc],
+}
+
+impl<'a> RxBatch<'a> {
+    /// # Safety
+    ///
+    /// The frames must be frames of this UMEM, all different, taken from an RX ring and not passed on since.
+    pub(crate) unsafe fn new(umem: &'a Umem, frames: &'a mut [FrameDesc]) -> Self {
+        Self { umem, frames }
+    }
+}
+
+impl Frames for RxBatch<'_> {
+    #[inline]
+    fn len(&self) -> usize {
+        self.frames.len()
+    }
+
+    #[inline]
+    fn bytes(&mut self, index: usize) -> &mut [u8] {
+        // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has.
+        let mut data = unsafe { self.umem.xsk().data_mut(&mut self.frames[index]) };
+        let octets = data.contents_mut();
+        // SAFETY: the octets lie in the UMEM, which outlives `self`; `data` is a mere view of them, and the borrow of
+        // `self` keeps this frame from being viewed a second time while the result lives.
+        unsafe { slice::from_raw_parts_mut(octets.as_mut_ptr(), octets.len()) }
+    }
+}

@@ -1,0 +1,133 @@
+//! What can go wrong with the UMEM and with ports, each in one line that names the thing, the value and the remedy.
+
+use std::io;
+
+use crate::forward::PortId;
+
+/// The UMEM could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum UmemError {
+    /// AF_XDP takes other sizes only.
+    #[error("frame_size = {0}: must be 2048 or 4096")]
+    FrameSize(u32),
+    /// A ring's size must be a power of two.
+    #[error("ring_size = {0}: must be a power of two from 64 to 32768")]
+    RingSize(u32),
+    /// Too few frames to move a packet, or more than can be numbered.
+    #[error("frames = {frames}: must be from {least} (two rings of {ring_size}) to 16777216")]
+    Frames {
+        /// The number asked for.
+        frames: u32,
+        /// The smallest that works.
+        least: u32,
+        /// Entries of a ring.
+        ring_size: u32,
+    },
+    /// The kernel has no AF_XDP.
+    #[error("this kernel has no AF_XDP sockets ({0}): CONFIG_XDP_SOCKETS=y is needed")]
+    NoAfXdp(io::Error),
+    /// The process may not use AF_XDP.
+    #[error("AF_XDP is not permitted ({0}): run as root or with CAP_NET_RAW, CAP_NET_ADMIN, CAP_BPF and CAP_IPC_LOCK")]
+    NotPermitted(io::Error),
+    /// There is not enough memory, or it may not be locked.
+    #[error(
+        "no memory for a UMEM of {octets} octets ({source}): reduce frames or raise the limit of locked memory (ulimit -l)"
+    )]
+    NoMemory {
+        /// How much was asked for.
+        octets: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Anything else.
+    #[error("cannot make the UMEM: {step}: {source}")]
+    Kernel {
+        /// What was being done.
+        step: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// A port could not be opened or closed.
+#[derive(Debug, thiserror::Error)]
+pub enum PortError {
+    /// There is no such interface.
+    #[error("interface {interface} does not exist in this network namespace: correct the name or create the interface")]
+    NoInterface {
+        /// Its name.
+        interface: String,
+    },
+    /// It is not up.
+    #[error("interface {interface} is down: set it up (ip link set dev {interface} up)")]
+    Down {
+        /// Its name.
+        interface: String,
+    },
+    /// Its packets may be longer than a frame.
+    #[error("interface {interface} has MTU {mtu}, but frames of {frame_size} octets hold packets of {largest} at most: {}", mtu_remedy(interface, *mtu, *largest))]
+    MtuTooLarge {
+        /// Its name.
+        interface: String,
+        /// Its MTU.
+        mtu: u32,
+        /// Octets of a frame.
+        frame_size: u32,
+        /// The largest MTU that such frames hold.
+        largest: u32,
+    },
+    /// Another socket has the queue.
+    #[error("queue {queue} of interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
+    QueueBusy {
+        /// Its name.
+        interface: String,
+        /// The queue.
+        queue: u32,
+    },
+    /// The UMEM has too few free frames for another queue.
+    #[error(
+        "interface {interface} needs {needed} frames for a queue, but {free} of {total} are free: raise frames or reduce ring_size"
+    )]
+    NoFrames {
+        /// The interface.
+        interface: String,
+        /// Frames that a queue needs.
+        needed: u32,
+        /// Frames that are free.
+        free: u32,
+        /// All frames.
+        total: u32,
+    },
+    /// All port numbers are taken.
+    #[error("interface {interface}: no more than {max} ports can be open at once: close some first")]
+    TooManyPorts {
+        /// The interface.
+        interface: String,
+        /// How many there can be.
+        max: usize,
+    },
+    /// The port is not open.
+    #[error("port {0} is not open: it was closed, or never opened")]
+    NotOpen(PortId),
+    /// A worker that had to take part is gone.
+    #[error("worker {0} is dead: restart the dataplane")]
+    WorkerDied(usize),
+    /// Anything else.
+    #[error("interface {interface}: {step}: {source}")]
+    Kernel {
+        /// The interface.
+        interface: String,
+        /// What was being done.
+        step: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+fn mtu_remedy(interface: &str, mtu: u32, largest: u32) -> String {
+    let lower = format!("set its MTU to {largest} or less (ip link set dev {interface} mtu {largest})");
+    match mtu <= super::largest_mtu(4096) {
+        true => format!("set frame_size = 4096, or {lower}"),
+        false => lower,
+    }
+}

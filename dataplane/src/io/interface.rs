@@ -1,0 +1,129 @@
+//! What must be known of a network interface before a port is opened on it.
+
+use std::ffi::c_char;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+
+use super::PortError;
+
+/// Octets that the kernel keeps free before a received packet (`XDP_PACKET_HEADROOM` in linux/bpf.h).
+const HEADROOM: u32 = 256;
+/// Octets of an Ethernet header.
+const ETHERNET: u32 = 14;
+
+/// The largest MTU whose packets fit into frames of this size, in octets.
+pub const fn largest_mtu(frame_size: u32) -> u32 {
+    frame_size.saturating_sub(HEADROOM + ETHERNET)
+}
+
+/// An interface of the calling thread's network namespace, as it is at the moment.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct InterfaceFacts {
+    /// Its name.
+    pub name: String,
+    /// Its MTU.
+    pub mtu: u32,
+    /// Whether it is set up.
+    pub up: bool,
+    /// How many RX queues it has in use.
+    pub queues: u32,
+}
+
+impl InterfaceFacts {
+    /// Asks the kernel.
+    pub fn read(name: &str) -> Result<Self, PortError> {
+        let missing = || PortError::NoInterface { interface: name.to_owned() };
+        if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains('\0') {
+            return Err(missing());
+        }
+        let failed = |step, source: io::Error| match source.raw_os_error() {
+            Some(libc::ENODEV) => missing(),
+            _ => PortError::Kernel { interface: name.to_owned(), step, source },
+        };
+        let control = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)
+            .map_err(|error| failed("opening a control socket", error.into()))?;
+        let mut request = Request::new(&control, name);
+        let mtu = request.mtu().map_err(|error| failed("reading its MTU", error))?;
+        let up = request.is_up().map_err(|error| failed("reading its flags", error))?;
+        Ok(Self { name: name.to_owned(), mtu, up, queues: request.rx_queues() })
+    }
+
+    /// Refuses an interface that is down or whose packets may be longer than a frame.
+    pub fn check(&self, frame_size: u32) -> Result<(), PortError> {
+        let largest = largest_mtu(frame_size);
+        if self.mtu > largest {
+            return Err(PortError::MtuTooLarge { interface: self.name.clone(), mtu: self.mtu, frame_size, largest });
+        }
+        match self.up {
+            true => Ok(()),
+            false => Err(PortError::Down { interface: self.name.clone() }),
+        }
+    }
+}
+
+/// `struct ethtool_channels` of linux/ethtool.h.
+#[repr(C)]
+#[derive(Default)]
+struct Channels {
+    command: u32,
+    max_rx: u32,
+    max_tx: u32,
+    max_other: u32,
+    max_combined: u32,
+    rx: u32,
+    tx: u32,
+    other: u32,
+    combined: u32,
+}
+
+const ETHTOOL_GCHANNELS: u32 = 0x3c;
+
+/// One `struct ifreq`, used for one question after the other.
+struct Request<'a> {
+    control: &'a OwnedFd,
+    // SAFETY-relevant: always holds a NUL-terminated name, which `new` put there.
+    ifreq: libc::ifreq,
+}
+
+impl<'a> Request<'a> {
+    fn new(control: &'a OwnedFd, name: &str) -> Self {
+        // SAFETY: `ifreq` is plain data for which all zeros is a value.
+        let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
+        for (to, from) in ifreq.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
+            *to = from as c_char;
+        }
+        Self { control, ifreq }
+    }
+
+    fn ask(&mut self, question: libc::Ioctl) -> io::Result<()> {
+        // SAFETY: all questions asked take a `struct ifreq`, which lives across the call.
+        match unsafe { libc::ioctl(self.control.as_raw_fd(), question, &mut self.ifreq) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    fn mtu(&mut self) -> io::Result<u32> {
+        self.ask(libc::SIOCGIFMTU)?;
+        // SAFETY: SIOCGIFMTU fills this field.
+        Ok(unsafe { self.ifreq.ifr_ifru.ifru_mtu } as u32)
+    }
+
+    fn is_up(&mut self) -> io::Result<bool> {
+        self.ask(libc::SIOCGIFFLAGS)?;
+        // SAFETY: SIOCGIFFLAGS fills this field.
+        Ok(i32::from(unsafe { self.ifreq.ifr_ifru.ifru_flags }) & libc::IFF_UP != 0)
+    }
+
+    /// One where the driver does not tell.
+    fn rx_queues(&mut self) -> u32 {
+        let mut channels = Channels { command: ETHTOOL_GCHANNELS, ..Channels::default() };
+        self.ifreq.ifr_ifru.ifru_data = (&raw mut channels).cast();
+        match self.ask(libc::SIOCETHTOOL) {
+            Ok(()) => (channels.rx + channels.combined).max(1),
+            Err(_) => 1,
+        }
+    }
+}

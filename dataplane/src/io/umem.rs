@@ -1,0 +1,184 @@
+//! The memory that all frames live in.
+
+use std::io;
+use std::num::NonZeroU32;
+use std::sync::Mutex;
+use std::thread;
+
+use nix::sched::{CloneFlags, unshare};
+use xsk_rs::config::{BindFlags, FrameSize, LibxdpFlags, QueueSize, SocketConfig, UmemConfig as XskUmemConfig};
+use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
+
+use super::{FramePool, UmemError};
+
+/// Whether the UMEM lies on huge pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HugePages {
+    /// When there are enough free ones; [`Umem::pages`] says.
+    #[default]
+    Auto,
+    /// Never.
+    Never,
+}
+
+/// On which pages the UMEM came to lie.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pages {
+    /// Huge ones.
+    Huge,
+    /// Ordinary ones.
+    Ordinary,
+}
+
+/// Size and shape of the UMEM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct UmemConfig {
+    /// How many frames.
+    pub frames: u32,
+    /// Octets a frame: 2048 or 4096.
+    pub frame_size: u32,
+    /// Entries of each ring of a queue: a power of two from 64 to 32768.
+    pub ring_size: u32,
+    /// On which pages.
+    pub huge_pages: HugePages,
+}
+
+const HUGE_PAGE: u64 = 2 << 20;
+
+impl UmemConfig {
+    fn validated(self) -> Result<Self, UmemError> {
+        let Self { frames, frame_size, ring_size, .. } = self;
+        if frame_size != 2048 && frame_size != 4096 {
+            return Err(UmemError::FrameSize(frame_size));
+        }
+        if !ring_size.is_power_of_two() || !(64..=32_768).contains(&ring_size) {
+            return Err(UmemError::RingSize(ring_size));
+        }
+        if !(2 * ring_size..=1 << 24).contains(&frames) {
+            return Err(UmemError::Frames { frames, least: 2 * ring_size, ring_size });
+        }
+        Ok(self)
+    }
+
+    fn octets(&self) -> u64 {
+        u64::from(self.frames) * u64::from(self.frame_size)
+    }
+}
+
+/// One memory for the frames of all ports.
+#[derive(Debug)]
+pub struct Umem {
+    xsk: xsk_rs::Umem,
+    config: UmemConfig,
+    pages: Pages,
+    pool: FramePool,
+    // The lock is never taken: it makes the rings, which are not to be shared, something that can be.
+    _anchor: Mutex<Anchor>,
+}
+
+/// The socket that the UMEM is registered with.
+///
+/// Every other socket is bound with reference to it (XDP_SHARED_UMEM), which the kernel allows as long as it is bound
+/// itself; and libxdp does not close it before the UMEM goes. Were it a port's, that port could never be closed, and
+/// no port opened any more once its interface had gone. So it is bound to the loopback interface of a network
+/// namespace of its own, which nothing else holds and which stays as long as the socket does.
+type Anchor = (TxQueue, RxQueue, FillQueue, CompQueue);
+
+impl Umem {
+    /// Maps the memory and registers it with the kernel.
+    pub fn new(config: UmemConfig) -> Result<Self, UmemError> {
+        let config = config.validated()?;
+        // A thread of its own, since a thread cannot always return to the network namespace that it left.
+        let made = thread::spawn(move || {
+            if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
+                return Err(UmemError::NotPermitted(error.into()));
+            }
+            Self::register(config)
+        });
+        let (xsk, frames, anchor, pages) = made.join().map_err(|_| UmemError::Kernel {
+            step: "registering it",
+            source: io::Error::other("the thread that did so died"),
+        })??;
+        Ok(Self { xsk, config, pages, pool: FramePool::new(frames, config.frame_size), _anchor: Mutex::new(anchor) })
+    }
+
+    fn register(config: UmemConfig) -> Result<(xsk_rs::Umem, Vec<FrameDesc>, Anchor, Pages), UmemError> {
+        let (xsk, frames, pages) = Self::map(config)?;
+        let interface = "lo".parse().expect("the name has no NUL");
+        // SAFETY: this is the first socket of the UMEM, and it loads no XDP program.
+        let queues = unsafe { Socket::new(socket_config(config.ring_size), &xsk, &interface, 0) };
+        let (tx, rx, fill_and_completion) = queues.map_err(|error| umem_error("binding its socket", error, &config))?;
+        let (fill, completion) = fill_and_completion.expect("the first socket of a device has both rings");
+        Ok((xsk, frames, (tx, rx, fill, completion), pages))
+    }
+
+    fn map(config: UmemConfig) -> Result<(xsk_rs::Umem, Vec<FrameDesc>, Pages), UmemError> {
+        let ring = QueueSize::new(config.ring_size).expect("the ring size was checked");
+        let built = XskUmemConfig::builder()
+            .frame_size(FrameSize::new(config.frame_size).expect("the frame size was checked"))
+            .fill_queue_size(ring)
+            .comp_queue_size(ring)
+            .build()
+            .expect("the sizes were checked");
+        let count = NonZeroU32::new(config.frames).expect("the number of frames was checked");
+        // munmap(2) wants whole huge pages, so that a size that does not fill them cannot lie on them.
+        if config.huge_pages == HugePages::Auto
+            && config.octets().is_multiple_of(HUGE_PAGE)
+            && let Ok((xsk, frames)) = xsk_rs::Umem::new(built, count, true)
+        {
+            return Ok((xsk, frames, Pages::Huge));
+        }
+        let made = xsk_rs::Umem::new(built, count, false);
+        let (xsk, frames) = made.map_err(|error| umem_error("registering its memory", error, &config))?;
+        Ok((xsk, frames, Pages::Ordinary))
+    }
+
+    /// Its size and shape.
+    pub fn config(&self) -> &UmemConfig {
+        &self.config
+    }
+
+    /// On which pages it came to lie.
+    pub fn pages(&self) -> Pages {
+        self.pages
+    }
+
+    pub(crate) fn pool(&self) -> &FramePool {
+        &self.pool
+    }
+
+    pub(super) fn xsk(&self) -> &xsk_rs::Umem {
+        &self.xsk
+    }
+}
+
+/// What every socket is made with. The first one's flags count for all that share its UMEM.
+pub(super) fn socket_config(ring_size: u32) -> SocketConfig {
+    let ring = QueueSize::new(ring_size).expect("the ring size was checked");
+    SocketConfig::builder()
+        .rx_queue_size(ring)
+        .tx_queue_size(ring)
+        .libxdp_flags(LibxdpFlags::XSK_LIBXDP_FLAGS_INHIBIT_PROG_LOAD)
+        .bind_flags(BindFlags::XDP_COPY | BindFlags::XDP_USE_NEED_WAKEUP)
+        .build()
+}
+
+/// The system's error below an error of xsk-rs.
+pub(super) fn system_error(error: &dyn std::error::Error) -> io::Error {
+    match error.source().and_then(|source| source.downcast_ref::<io::Error>()) {
+        Some(source) => {
+            source.raw_os_error().map_or_else(|| io::Error::other(source.to_string()), io::Error::from_raw_os_error)
+        }
+        None => io::Error::other(error.to_string()),
+    }
+}
+
+fn umem_error(step: &'static str, error: impl std::error::Error, config: &UmemConfig) -> UmemError {
+    let source = system_error(&error);
+    match source.raw_os_error() {
+        Some(libc::EAFNOSUPPORT | libc::EPROTONOSUPPORT) => UmemError::NoAfXdp(source),
+        Some(libc::EPERM | libc::EACCES) => UmemError::NotPermitted(source),
+        Some(libc::ENOMEM | libc::ENOBUFS) => UmemError::NoMemory { octets: config.octets(), source },
+        _ => UmemError::Kernel { step, source },
+    }
+}

@@ -1,0 +1,314 @@
+//! One AF_XDP socket: a queue of a port with its four rings.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
+
+use super::umem::{socket_config, system_error};
+use super::{FrameCache, FramePool, Holder, PortError, RxBatch, Slot, Umem};
+use crate::pipeline::BATCH;
+
+/// What came of waking the kernel to send.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kick {
+    /// The kernel has taken all that was in the TX ring.
+    Drained,
+    /// It took a part; it is to be woken again.
+    More,
+    /// It took nothing: the interface is down, or its queue is full.
+    Stalled,
+}
+
+/// What the kernel lost at a socket (`struct xdp_statistics` in linux/if_xdp.h).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct XskStatistics {
+    pub(crate) rx_dropped: u64,
+    pub(crate) rx_ring_full: u64,
+    pub(crate) fill_ring_empty: u64,
+    pub(crate) invalid_descriptors: u64,
+}
+
+/// A socket bound to one queue of an interface. It belongs to one worker at a time.
+#[derive(Debug)]
+pub(crate) struct XskQueue {
+    slot: Slot,
+    rx: RxQueue,
+    tx: TxQueue,
+    fill: FillQueue,
+    completion: CompQueue,
+    ring_size: u32,
+    /// Frames that the fill ring could take and does not have.
+    missing: u32,
+    /// Frames put into the TX ring and not seen in the completion ring yet.
+    outstanding: u32,
+    /// The kernel refuses the socket for good: its interface is gone.
+    dead: bool,
+}
+
+// xsk-rs and libxdp see to it that closing is serialised; all else is this value's alone.
+impl XskQueue {
+    /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and fills its
+    /// fill ring.
+    pub(crate) fn open(umem: &Umem, interface: &str, queue: u32, slot: Slot) -> Result<Self, PortError> {
+        let ring_size = umem.config().ring_size;
+        let pool = umem.pool();
+        if pool.available() < ring_size {
+            return Err(PortError::NoFrames {
+                interface: interface.to_owned(),
+                needed: ring_size,
+                free: pool.available(),
+                total: pool.total(),
+            });
+        }
+        let (tx, rx, fill, completion) = bind(umem, interface, queue)?;
+        let mut this =
+            Self { slot, rx, tx, fill, completion, ring_size, missing: ring_size, outstanding: 0, dead: false };
+        this.raise_budget();
+        let mut frames: Vec<FrameDesc> = Vec::with_capacity(ring_size as usize);
+        frames.extend(std::iter::from_fn(|| pool.take_for(slot)).take(ring_size as usize));
+        // SAFETY: the frames are of this UMEM and were free until now.
+        let taken = unsafe { this.fill.produce(&frames) };
+        for frame in &frames[taken..] {
+            pool.release(frame);
+        }
+        this.missing -= taken as u32;
+        Ok(this)
+    }
+
+    /// Lets one wake-up send a whole ring instead of 32 packets, where the kernel has the option (Linux 6.17), and
+    /// makes the send buffer large enough for it. Without it all is sent too, by more wake-ups.
+    fn raise_budget(&self) {
+        const XDP_MAX_TX_SKB_BUDGET: i32 = 9;
+        let sndbuf = self.ring_size.saturating_mul(4096).min(i32::MAX as u32);
+        let _ = self.set_option(libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, sndbuf);
+        let _ = self.set_option(libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, self.ring_size);
+    }
+
+    fn set_option(&self, level: i32, option: i32, value: u32) -> io::Result<()> {
+        // SAFETY: the value lives across the call, and its size is given.
+        let result = unsafe {
+            libc::setsockopt(self.fd(), level, option, (&raw const value).cast(), size_of::<u32>() as libc::socklen_t)
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    fn fd(&self) -> RawFd {
+        self.rx.fd().as_raw_fd()
+    }
+
+    /// The socket, for the XDP program's map and for waiting.
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the socket is open as long as `self` lives.
+        unsafe { BorrowedFd::borrow_raw(self.fd()) }
+    }
+
+    /// Frames with the kernel for receiving, or received and not read.
+    pub(crate) fn in_fill(&self) -> u32 {
+        self.ring_size - self.missing
+    }
+
+    /// Frames being sent.
+    pub(crate) fn outstanding(&self) -> u32 {
+        self.outstanding
+    }
+
+    /// Whether the kernel refuses the socket for good.
+    pub(crate) fn is_dead(&self) -> bool {
+        self.dead
+    }
+
+    /// Reads up to a batch of received frames; the caller has them from now on, though they are marked as the
+    /// queue's until they are passed on.
+    #[inline]
+    pub(crate) fn receive<'a>(&mut self, umem: &'a Umem, frames: &'a mut [FrameDesc; BATCH]) -> RxBatch<'a> {
+        // SAFETY: the ring's frames are of the UMEM that the socket was made with.
+        let count = unsafe { self.rx.consume(frames) };
+        self.missing += count as u32;
+        // SAFETY: these were just taken from the RX ring, which never holds a frame twice.
+        unsafe { RxBatch::new(umem, &mut frames[..count]) }
+    }
+
+    /// Puts frames into the TX ring in order, as many as there is room for, and says how many.
+    #[inline]
+    pub(crate) fn send(&mut self, frames: &[FrameDesc], pool: &FramePool) -> usize {
+        let wanted = frames.len() as u32;
+        let room = (self.tx.nb_free(wanted).min(wanted)) as usize;
+        for frame in &frames[..room] {
+            pool.mark(frame, Holder::Transmit(self.slot));
+        }
+        // SAFETY: the frames are of this UMEM, and the caller passes them on with this call.
+        let sent = unsafe { self.tx.produce(&frames[..room]) };
+        debug_assert_eq!(sent, room, "the ring has the room that it said it has");
+        self.outstanding += sent as u32;
+        sent
+    }
+
+    /// Frames in the TX ring that the kernel has not taken yet.
+    fn unsent(&mut self) -> u32 {
+        self.ring_size - self.tx.nb_free_exact()
+    }
+
+    /// Wakes the kernel to send what is in the TX ring.
+    ///
+    /// In copy mode one wake-up sends 32 packets at most (TX_BATCH_SIZE in net/xdp/xsk.c) unless the budget could be
+    /// raised, and the rest waits for the next: it must be given until the ring is drained, whatever else happens.
+    pub(crate) fn kick(&mut self) -> Kick {
+        let before = self.unsent();
+        if before == 0 || self.dead {
+            return Kick::Drained;
+        }
+        if self.tx.wakeup().is_err() {
+            self.dead = true;
+            return Kick::Stalled;
+        }
+        match self.unsent() {
+            0 => Kick::Drained,
+            after if after < before => Kick::More,
+            _ => Kick::Stalled,
+        }
+    }
+
+    /// Frees the frames whose packets have been sent, and says how many.
+    #[inline]
+    pub(crate) fn complete(
+        &mut self,
+        scratch: &mut [FrameDesc; BATCH],
+        cache: &mut FrameCache,
+        pool: &FramePool,
+    ) -> u32 {
+        let mut total = 0;
+        loop {
+            // SAFETY: the ring's frames are of the UMEM that the socket was made with.
+            let count = unsafe { self.completion.consume(scratch) };
+            for frame in &scratch[..count] {
+                cache.give(*frame, pool);
+            }
+            total += count as u32;
+            if count < BATCH {
+                self.outstanding -= total;
+                return total;
+            }
+        }
+    }
+
+    /// Puts free frames into the fill ring where it lacks `least` or more.
+    #[inline]
+    pub(crate) fn refill(
+        &mut self,
+        least: u32,
+        scratch: &mut [FrameDesc; BATCH],
+        cache: &mut FrameCache,
+        pool: &FramePool,
+    ) {
+        while self.missing >= least.max(1) {
+            let wanted = (self.missing as usize).min(BATCH);
+            let mut count = 0;
+            while count < wanted {
+                let Some(frame) = cache.take(pool) else { break };
+                pool.mark(&frame, Holder::Fill(self.slot));
+                scratch[count] = frame;
+                count += 1;
+            }
+            if count == 0 {
+                return;
+            }
+            // SAFETY: the frames are of this UMEM and were free until now.
+            let taken = unsafe { self.fill.produce(&scratch[..count]) };
+            self.missing -= taken as u32;
+            for frame in &scratch[taken..count] {
+                cache.give(*frame, pool);
+            }
+            if taken < count {
+                return;
+            }
+        }
+    }
+
+    /// Sends what is still in the TX ring before the queue is closed, for as long as that moves and not after
+    /// `limit`. What remains is dropped with the socket.
+    pub(crate) fn settle(&mut self, limit: Duration, pool: &FramePool) {
+        let deadline = Instant::now() + limit;
+        let mut scratch = [FrameDesc::default(); BATCH];
+        let mut cache = FrameCache::new();
+        loop {
+            let kick = self.kick();
+            self.complete(&mut scratch, &mut cache, pool);
+            if self.outstanding == 0 || self.dead || Instant::now() >= deadline {
+                break;
+            }
+            if kick != Kick::More {
+                thread::sleep(Duration::from_micros(200));
+            }
+        }
+        cache.empty_into(pool);
+    }
+
+    /// What the kernel lost at the socket with this descriptor.
+    pub(crate) fn statistics(socket: BorrowedFd<'_>) -> io::Result<XskStatistics> {
+        let mut raw: libc::xdp_statistics = libc::xdp_statistics {
+            rx_dropped: 0,
+            rx_invalid_descs: 0,
+            tx_invalid_descs: 0,
+            rx_ring_full: 0,
+            rx_fill_ring_empty_descs: 0,
+            tx_ring_empty_descs: 0,
+        };
+        let mut length = size_of_val(&raw) as libc::socklen_t;
+        // SAFETY: both live across the call, and the length is that of the buffer.
+        let result = unsafe {
+            libc::getsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_XDP,
+                libc::XDP_STATISTICS,
+                (&raw mut raw).cast(),
+                &mut length,
+            )
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(XskStatistics {
+            rx_dropped: raw.rx_dropped,
+            rx_ring_full: raw.rx_ring_full,
+            fill_ring_empty: raw.rx_fill_ring_empty_descs,
+            invalid_descriptors: raw.rx_invalid_descs + raw.tx_invalid_descs,
+        })
+    }
+}
+
+/// Makes and binds a socket. A queue that was closed a moment ago is free only when the kernel's deferred work is
+/// done, hence the short patience with one that is busy.
+fn bind(umem: &Umem, interface: &str, queue: u32) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
+    const PATIENCE: Duration = Duration::from_millis(500);
+    let name = interface.parse().map_err(|_| PortError::NoInterface { interface: interface.to_owned() })?;
+    let deadline = Instant::now() + PATIENCE;
+    let (tx, rx, rings) = loop {
+        // SAFETY: no program is loaded by libxdp, which is what sharing a UMEM and queue would need.
+        let result = unsafe { Socket::new(socket_config(umem.config().ring_size), umem.xsk(), &name, queue) };
+        match result {
+            Ok(queues) => break queues,
+            Err(error) => {
+                let source = system_error(&error);
+                match source.raw_os_error() {
+                    Some(libc::EBUSY) if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
+                    Some(libc::EBUSY) => return Err(PortError::QueueBusy { interface: interface.to_owned(), queue }),
+                    Some(libc::ENODEV) => return Err(PortError::NoInterface { interface: interface.to_owned() }),
+                    _ => {
+                        return Err(PortError::Kernel {
+                            interface: interface.to_owned(),
+                            step: "binding a socket",
+                            source,
+                        });
+                    }
+                }
+            }
+        }
+    };
+    match rings {
+        Some((fill, completion)) => Ok((tx, rx, fill, completion)),
+        None => Err(PortError::QueueBusy { interface: interface.to_owned(), queue }),
+    }
+}

@@ -1,0 +1,58 @@
+//! What a dataplane is started with.
+
+use std::time::Duration;
+
+use crate::io::HugePages;
+
+/// A processor core by the kernel's number, as in `/proc/cpuinfo`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct CoreId(pub usize);
+
+/// How a worker waits for packets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Polling {
+    /// Spins for this long after the last packet, then sleeps until the next.
+    Adaptive {
+        /// How long; zero sleeps at once.
+        spin: Duration,
+    },
+    /// Spins always: the lowest delay, a core each at 100 %.
+    Busy,
+}
+
+impl Default for Polling {
+    fn default() -> Self {
+        Self::Adaptive { spin: Duration::from_micros(50) }
+    }
+}
+
+/// What a dataplane is started with.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// How many frames the UMEM has. Each queue of a port keeps `ring_size` of them for receiving.
+    pub frames: u32,
+    /// Octets a frame: 2048 or 4096.
+    pub frame_size: u32,
+    /// Entries of each ring of a queue: a power of two.
+    pub ring_size: u32,
+    /// Whether the UMEM lies on huge pages.
+    pub huge_pages: HugePages,
+    /// The cores that workers are pinned to, one each.
+    pub cores: Vec<CoreId>,
+    /// How workers wait for packets.
+    pub polling: Polling,
+}
+
+impl Default for Config {
+    /// 256 MiB of 2 KiB frames, enough for 110 ports; one worker on core 0.
+    fn default() -> Self {
+        Self {
+            frames: 131_072,
+            frame_size: 2048,
+            ring_size: 1024,
+            huge_pages: HugePages::Auto,
+            cores: vec![CoreId(0)],
+            polling: Polling::default(),
+        }
+    }
+}

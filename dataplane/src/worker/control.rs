@@ -1,0 +1,218 @@
+//! What the control side and the workers share, and how the one speaks to the others.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+use crossbeam::channel::{Receiver, Sender, bounded};
+
+use super::mailbox::{Command, Mailbox};
+use super::ports::{OpenPort, OpenQueue, PortTable};
+use super::statistics::{PortCounters, Traffic, WorkerCounters};
+use super::{MAX_PORTS, WorkerDied};
+use crate::Snapshot;
+use crate::forward::PortId;
+use crate::io::{FrameAccount, InterfaceFacts, PortError, Umem, XskQueue};
+
+/// What all threads share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) umem: Umem,
+    pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
+    /// By worker.
+    pub(super) mailboxes: Vec<Mailbox>,
+    /// By worker.
+    pub(super) counters: Vec<WorkerCounters>,
+    /// By worker: drops of packets whose ingress port is not open any more.
+    pub(super) gone: Vec<PortCounters>,
+    pub(super) started: Instant,
+    /// The first worker that died, if any did.
+    pub(super) died: OnceLock<WorkerDied>,
+}
+
+/// The control side's own: one thread at a time has it.
+pub(super) struct Control {
+    pub(super) shared: Arc<Shared>,
+    pub(super) commands: Vec<Sender<Command>>,
+    pub(super) ports: PortTable,
+    pub(super) closed: Traffic,
+    /// Snapshots that a worker may still look at. They are dropped here, so that no worker has to free one.
+    pub(super) retired: Vec<Arc<Snapshot>>,
+}
+
+/// How long closing waits for packets that are being sent.
+const SETTLE: Duration = Duration::from_millis(50);
+
+impl Control {
+    fn send(&self, worker: usize, command: Command) {
+        // A worker that has died leaves its answer's channel closed, which is how the caller learns of it.
+        let _ = self.commands[worker].send(command);
+        self.shared.mailboxes[worker].command();
+    }
+
+    /// Asks workers for an answer each and waits for all of them.
+    fn ask<T>(
+        &self,
+        workers: impl IntoIterator<Item = usize>,
+        mut question: impl FnMut(usize, Sender<T>) -> Command,
+    ) -> Result<Vec<T>, PortError> {
+        let asked: Vec<(usize, Receiver<T>)> = workers
+            .into_iter()
+            .map(|worker| {
+                let (answer, answered) = bounded(1);
+                self.send(worker, question(worker, answer));
+                (worker, answered)
+            })
+            .collect();
+        asked.into_iter().map(|(worker, answered)| answered.recv().map_err(|_| PortError::WorkerDied(worker))).collect()
+    }
+
+    fn workers(&self) -> std::ops::Range<usize> {
+        0..self.commands.len()
+    }
+
+    pub(super) fn open(&mut self, interface: &str, queues: Option<u32>) -> Result<PortId, PortError> {
+        let facts = InterfaceFacts::read(interface)?;
+        facts.check(self.shared.umem.config().frame_size)?;
+        let published = self.shared.snapshot.load_full();
+        let Some(id) = self.ports.vacant(&published) else {
+            return Err(PortError::TooManyPorts { interface: interface.to_owned(), max: MAX_PORTS });
+        };
+        let opened = self.open_queues(interface, queues.unwrap_or(facts.queues).max(1)).and_then(|(sockets, open)| {
+            let counters = self.workers().map(|_| Arc::default()).collect();
+            self.ports.insert(id, OpenPort { interface: interface.to_owned(), queues: open, counters });
+            self.attach(id, sockets)
+        });
+        match opened {
+            Ok(()) => Ok(id),
+            Err(error) => {
+                // Ends what was begun; with nothing begun it only finds that the port is not there.
+                let _ = self.close(id);
+                self.ports.retire(id);
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens every queue's socket, or none. Each worker gets as many queues as the others.
+    fn open_queues(&mut self, interface: &str, count: u32) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
+        let (mut sockets, mut open) = (Vec::new(), Vec::new());
+        for queue in 0..count {
+            let result = match self.ports.take_slot() {
+                Some(slot) => self.open_queue(interface, queue, slot),
+                None => Err(PortError::TooManyPorts { interface: interface.to_owned(), max: MAX_PORTS }),
+            };
+            match result {
+                Ok((socket, entry)) => {
+                    sockets.push(socket);
+                    open.push(entry);
+                }
+                Err(error) => {
+                    self.close_queues(sockets, open);
+                    return Err(error);
+                }
+            }
+        }
+        Ok((sockets, open))
+    }
+
+    fn open_queue(
+        &mut self,
+        interface: &str,
+        queue: u32,
+        slot: crate::io::Slot,
+    ) -> Result<(XskQueue, OpenQueue), PortError> {
+        let opened = XskQueue::open(&self.shared.umem, interface, queue, slot).and_then(|socket| {
+            let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
+                interface: interface.to_owned(),
+                step: "duplicating a socket's descriptor",
+                source,
+            });
+            again.map(|again| (socket, again))
+        });
+        match opened {
+            Ok((socket, again)) => {
+                let worker = self.least_loaded(queue);
+                Ok((socket, OpenQueue { queue, worker, slot, socket: again }))
+            }
+            Err(error) => {
+                self.shared.umem.pool().reclaim(slot);
+                self.ports.give_slot(slot);
+                Err(error)
+            }
+        }
+    }
+
+    /// The worker with the fewest queues; queues of one port that are opened together go round.
+    fn least_loaded(&self, queue: u32) -> usize {
+        let mut load: Vec<(usize, usize)> = self.workers().map(|worker| (0, worker)).collect();
+        for open in self.ports.iter().flat_map(|(_, port)| &port.queues) {
+            load[open.worker].0 += 1;
+        }
+        load.sort_unstable();
+        load[queue as usize % load.len()].1
+    }
+
+    /// Gives the workers their queues, and tells all of them where the port is.
+    fn attach(&mut self, id: PortId, sockets: Vec<XskQueue>) -> Result<(), PortError> {
+        let port = self.ports.get(id).expect("the port was just inserted");
+        let owners: Vec<usize> = port.queues.iter().map(|queue| queue.worker).collect();
+        let mut own: Vec<Vec<XskQueue>> = self.workers().map(|_| Vec::new()).collect();
+        for (socket, &worker) in sockets.into_iter().zip(&owners) {
+            own[worker].push(socket);
+        }
+        let counters = port.counters.clone();
+        self.ask(self.workers(), |worker, done| Command::Attach {
+            port: id,
+            queues: std::mem::take(&mut own[worker]),
+            owner: owners[worker % owners.len()],
+            counters: counters[worker].clone(),
+            done,
+        })?;
+        Ok(())
+    }
+
+    pub(super) fn close(&mut self, id: PortId) -> Result<(), PortError> {
+        let Some(port) = self.ports.remove(id) else { return Err(PortError::NotOpen(id)) };
+        // First nobody sends to it any more; then what is under way to its owners is dealt with; then they let go.
+        let unrouted = self.ask(self.workers(), |_, done| Command::Unroute { port: id, done });
+        let owners: std::collections::BTreeSet<usize> = port.queues.iter().map(|queue| queue.worker).collect();
+        let detached = self.ask(owners, |_, done| Command::Detach { port: id, done });
+        let sockets = detached?.into_iter().flatten().collect();
+        unrouted?;
+        for counters in &port.counters {
+            self.closed.add(counters);
+        }
+        self.close_queues(sockets, port.queues);
+        self.ports.retire(id);
+        Ok(())
+    }
+
+    /// Closes sockets that no worker has any more, and frees all frames that they held.
+    pub(super) fn close_queues(&mut self, sockets: Vec<XskQueue>, open: Vec<OpenQueue>) {
+        let pool = self.shared.umem.pool();
+        for mut socket in sockets {
+            socket.settle(SETTLE, pool);
+        }
+        // Both descriptors of every socket are closed by now, and the kernel is done with their frames when closing
+        // returns (`xsk_release` waits for packets in flight by synchronize_net).
+        let slots: Vec<_> = open.into_iter().map(|queue| queue.slot).collect();
+        for slot in slots {
+            pool.reclaim(slot);
+            self.ports.give_slot(slot);
+        }
+    }
+
+    pub(super) fn frames(&self) -> Result<FrameAccount, PortError> {
+        let holdings = self.ask(self.workers(), |_, done| Command::Count { done })?;
+        let pool = self.shared.umem.pool();
+        let mut account = FrameAccount { total: pool.total(), free: pool.available(), fill: 0, in_flight: 0 };
+        for holding in holdings {
+            account.free += holding.cached;
+            account.fill += holding.fill;
+            account.in_flight += holding.outstanding;
+        }
+        account.in_flight += self.shared.mailboxes.iter().map(|mailbox| mailbox.packets.len() as u32).sum::<u32>();
+        Ok(account)
+    }
+}

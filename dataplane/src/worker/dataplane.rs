@@ -1,0 +1,296 @@
+//! The dataplane as the rest of the program sees it.
+
+use std::any::Any;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+use crossbeam::channel::{Receiver, unbounded};
+
+use super::control::{Control, Shared};
+use super::mailbox::{Command, Mailbox};
+use super::ports::PortTable;
+use super::processor::{NotReady, Processor};
+use super::run::Worker;
+use super::statistics::{
+    KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
+};
+use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
+use crate::Snapshot;
+use crate::forward::PortId;
+use crate::io::{FrameAccount, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
+
+/// A port to be opened.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PortRequest {
+    /// Its interface, in the calling thread's network namespace.
+    pub interface: String,
+    /// How many of its RX queues to open, from the first on; `None` opens all that the interface uses. Packets of a queue
+    /// that is not opened find no socket.
+    pub queues: Option<u32>,
+}
+
+impl PortRequest {
+    /// All queues of this interface.
+    pub fn new(interface: impl Into<String>) -> Self {
+        Self { interface: interface.into(), queues: None }
+    }
+}
+
+/// Running workers and their ports. Dropping it stops them.
+///
+/// All methods may be called from any thread; those that change ports take turns and wait for the workers, which takes
+/// well below a millisecond except for closing, which waits for packets in flight.
+pub struct Dataplane {
+    shared: Arc<Shared>,
+    control: Mutex<Control>,
+    threads: Vec<JoinHandle<Vec<XskQueue>>>,
+    cores: Vec<CoreId>,
+}
+
+impl fmt::Debug for Dataplane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Dataplane").field("cores", &self.cores).finish_non_exhaustive()
+    }
+}
+
+/// The cores that this process may pin a worker to, in order.
+pub fn available_cores() -> Vec<CoreId> {
+    let mut cores: Vec<CoreId> =
+        core_affinity::get_core_ids().unwrap_or_default().into_iter().map(|core| CoreId(core.id)).collect();
+    cores.sort_unstable();
+    cores
+}
+
+impl Dataplane {
+    /// Maps the UMEM and starts a worker on each core. Until a snapshot is published nothing passes.
+    pub fn start(config: Config) -> Result<Self, StartError> {
+        Self::start_with(config, |_| NotReady)
+    }
+
+    pub(super) fn start_with<P: Processor>(
+        config: Config,
+        mut processor: impl FnMut(usize) -> P,
+    ) -> Result<Self, StartError> {
+        check_cores(&config.cores)?;
+        let umem = Umem::new(UmemConfig {
+            frames: config.frames,
+            frame_size: config.frame_size,
+            ring_size: config.ring_size,
+            huge_pages: config.huge_pages,
+        })?;
+        let shared = Arc::new(share(umem, config.cores.len())?);
+        let control = Control {
+            shared: shared.clone(),
+            commands: Vec::new(),
+            ports: PortTable::default(),
+            closed: Traffic::default(),
+            retired: Vec::new(),
+        };
+        let mut this = Self {
+            shared: shared.clone(),
+            control: Mutex::new(control),
+            threads: Vec::new(),
+            cores: config.cores.clone(),
+        };
+        for (index, &core) in config.cores.iter().enumerate() {
+            let (sender, receiver) = unbounded();
+            let thread = spawn(index, core, shared.clone(), processor(index), receiver, &config)?;
+            this.control().commands.push(sender);
+            this.threads.push(thread);
+        }
+        Ok(this)
+    }
+
+    fn control(&self) -> MutexGuard<'_, Control> {
+        // A panic of a caller in between leaves at worst a port half closed; others are as they were.
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opens a port: its sockets are bound, with frames to receive into, when this returns.
+    ///
+    /// Then the sockets are to be put into the XDP program's map ([`Dataplane::with_sockets`]), and the port into a
+    /// snapshot. Its number is not one that the snapshot published last speaks of.
+    pub fn open_port(&self, request: &PortRequest) -> Result<PortId, PortError> {
+        self.control().open(&request.interface, request.queues)
+    }
+
+    /// Shows the sockets of a port, each with its queue's number. They live as long as the port is open, so that no copy
+    /// of a descriptor may be kept: frames of a socket that is not closed are not free.
+    pub fn with_sockets<R>(
+        &self,
+        port: PortId,
+        show: impl FnOnce(&[(u32, BorrowedFd<'_>)]) -> R,
+    ) -> Result<R, PortError> {
+        let control = self.control();
+        let open = control.ports.get(port).ok_or(PortError::NotOpen(port))?;
+        let sockets: Vec<(u32, BorrowedFd<'_>)> =
+            open.queues.iter().map(|queue| (queue.queue, queue.socket.as_fd())).collect();
+        Ok(show(&sockets))
+    }
+
+    /// Closes a port; all its frames are free when this returns. The XDP program should be detached before, and a
+    /// snapshot without the port be published. Packets still on the way to it are dropped as
+    /// [`Cause::PortGone`](crate::pipeline::Cause::PortGone).
+    pub fn close_port(&self, port: PortId) -> Result<(), PortError> {
+        self.control().close(port)
+    }
+
+    /// Makes this what the workers go by, each from its next turn on.
+    pub fn publish(&self, snapshot: Snapshot) {
+        let mut control = self.control();
+        let old = self.shared.snapshot.swap(Arc::new(snapshot));
+        control.retired.push(old);
+        control.retired.retain(|old| Arc::strong_count(old) > 1);
+    }
+
+    /// What the workers go by.
+    pub fn snapshot(&self) -> Arc<Snapshot> {
+        self.shared.snapshot.load_full()
+    }
+
+    /// All figures, read without stopping anybody.
+    pub fn statistics(&self) -> Statistics {
+        let control = self.control();
+        let running = self.shared.started.elapsed();
+        let mut closed = control.closed;
+        for gone in &self.shared.gone {
+            closed.add(gone);
+        }
+        let ports = control.ports.iter().map(|(id, port)| {
+            let by_worker: Vec<Traffic> = port.counters.iter().map(|counters| traffic(counters)).collect();
+            let mut total = Traffic::default();
+            let mut kernel = KernelDrops::default();
+            by_worker.iter().for_each(|traffic| total.add_all(traffic));
+            for queue in &port.queues {
+                if let Ok(statistics) = XskQueue::statistics(queue.socket.as_fd()) {
+                    kernel.add(&statistics);
+                }
+            }
+            PortStatistics { port: id, interface: port.interface.clone(), traffic: total, by_worker, kernel }
+        });
+        let workers = self.shared.counters.iter().map(|counters| WorkerStatistics::read(counters, running));
+        Statistics { ports: ports.collect(), closed, workers: workers.collect() }
+    }
+
+    /// Where all frames are. Exact when no packet moves; workers are asked for it, so that those that sleep wake up.
+    pub fn frames(&self) -> Result<FrameAccount, PortError> {
+        self.control().frames()
+    }
+
+    /// On which pages the UMEM lies.
+    pub fn pages(&self) -> Pages {
+        self.shared.umem.pages()
+    }
+
+    /// The first worker that died, if any did. Its ports receive nothing any more.
+    pub fn failed(&self) -> Option<WorkerDied> {
+        self.shared.died.get().cloned()
+    }
+
+    /// Stops the workers and closes all ports. The account is by the frames' holders: all are free.
+    pub fn stop(mut self) -> Result<FrameAccount, WorkerDied> {
+        self.end();
+        match self.failed() {
+            Some(died) => Err(died),
+            None => Ok(self.shared.umem.pool().census()),
+        }
+    }
+
+    fn end(&mut self) {
+        let control = self.control.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (commands, mailbox) in control.commands.iter().zip(&self.shared.mailboxes) {
+            let _ = commands.send(Command::Stop);
+            mailbox.command();
+        }
+        let mut sockets = Vec::new();
+        for thread in self.threads.drain(..) {
+            sockets.extend(thread.join().unwrap_or_default());
+        }
+        for mailbox in &self.shared.mailboxes {
+            while let Some(letter) = mailbox.packets.pop() {
+                self.shared.umem.pool().release(&letter.frame);
+            }
+        }
+        let ids: Vec<PortId> = control.ports.iter().map(|(id, _)| id).collect();
+        let open = ids.into_iter().filter_map(|id| control.ports.remove(id)).flat_map(|port| port.queues).collect();
+        control.close_queues(sockets, open);
+    }
+}
+
+impl Drop for Dataplane {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn traffic(counters: &PortCounters) -> Traffic {
+    let mut traffic = Traffic::default();
+    traffic.add(counters);
+    traffic
+}
+
+fn check_cores(cores: &[CoreId]) -> Result<(), StartError> {
+    let available = available_cores();
+    if cores.is_empty() {
+        return Err(StartError::NoCores);
+    }
+    if cores.len() > MAX_WORKERS {
+        return Err(StartError::TooManyWorkers(cores.len()));
+    }
+    for (index, &core) in cores.iter().enumerate() {
+        if !available.contains(&core) {
+            return Err(StartError::NoSuchCore { core, available });
+        }
+        if cores[..index].contains(&core) {
+            return Err(StartError::CoreTwice(core));
+        }
+    }
+    Ok(())
+}
+
+fn share(umem: Umem, workers: usize) -> Result<Shared, UmemError> {
+    let mailboxes: Result<Vec<Mailbox>, _> = (0..workers).map(|_| Mailbox::new()).collect();
+    Ok(Shared {
+        umem,
+        snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
+        mailboxes: mailboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
+        counters: (0..workers).map(|_| WorkerCounters::default()).collect(),
+        gone: (0..workers).map(|_| PortCounters::default()).collect(),
+        started: Instant::now(),
+        died: OnceLock::new(),
+    })
+}
+
+fn spawn<P: Processor>(
+    index: usize,
+    core: CoreId,
+    shared: Arc<Shared>,
+    processor: P,
+    commands: Receiver<Command>,
+    config: &Config,
+) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
+    let failed = |source| StartError::Thread { worker: index, source };
+    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling)
+        .map_err(|error| failed(error.into()))?;
+    let body = move || {
+        core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
+        match catch_unwind(AssertUnwindSafe(|| worker.run())) {
+            Ok(queues) => queues,
+            Err(panic) => {
+                let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
+                Vec::new()
+            }
+        }
+    };
+    thread::Builder::new().name(format!("worker-{index}")).spawn(body).map_err(failed)
+}
+
+fn reason(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "it panicked".to_owned())
+}

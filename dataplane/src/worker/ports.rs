@@ -1,0 +1,145 @@
+//! The control side's table of open ports: numbers, slots, sockets, and which worker has which queue.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::MAX_PORTS;
+use super::statistics::PortCounters;
+use crate::Snapshot;
+use crate::forward::PortId;
+use crate::io::Slot;
+
+/// One queue of an open port.
+#[derive(Debug)]
+pub(super) struct OpenQueue {
+    /// The interface's number for it.
+    pub(super) queue: u32,
+    /// The worker that has it.
+    pub(super) worker: usize,
+    /// By which its frames are marked.
+    pub(super) slot: Slot,
+    /// The socket once more, so that it can be asked and put into a map while its worker uses it.
+    pub(super) socket: OwnedFd,
+}
+
+/// An open port.
+#[derive(Debug)]
+pub(super) struct OpenPort {
+    pub(super) interface: String,
+    pub(super) queues: Vec<OpenQueue>,
+    /// By worker.
+    pub(super) counters: Vec<Arc<PortCounters>>,
+}
+
+/// Open ports by their numbers, and the numbers and slots that are free.
+#[derive(Debug, Default)]
+pub(super) struct PortTable {
+    ports: Vec<Option<OpenPort>>,
+    retired: VecDeque<PortId>,
+    slots_used: u16,
+    free_slots: Vec<Slot>,
+}
+
+impl PortTable {
+    /// A number for a new port: the lowest that is free and that `published` does not speak of.
+    ///
+    /// A number that was used before must not come to stand for another port while a worker may still forward by a
+    /// table in which it stands for the old one. Workers take the table anew after they were told of a port, so that it
+    /// is enough that the table published last is free of it.
+    pub(super) fn vacant(&mut self, published: &Snapshot) -> Option<PortId> {
+        let clear = self.retired.iter().position(|&id| published.forwarding.port(id).is_none());
+        if let Some(id) = clear.and_then(|position| self.retired.remove(position)) {
+            return Some(id);
+        }
+        if self.ports.len() == MAX_PORTS {
+            return None;
+        }
+        self.ports.push(None);
+        Some(PortId((self.ports.len() - 1) as u16))
+    }
+
+    /// Gives back a number that came to nothing.
+    pub(super) fn retire(&mut self, id: PortId) {
+        self.retired.push_back(id);
+    }
+
+    pub(super) fn insert(&mut self, id: PortId, port: OpenPort) {
+        self.ports[id.index()] = Some(port);
+    }
+
+    pub(super) fn get(&self, id: PortId) -> Option<&OpenPort> {
+        self.ports.get(id.index())?.as_ref()
+    }
+
+    /// Takes a port out; its number must be retired when its frames are free.
+    pub(super) fn remove(&mut self, id: PortId) -> Option<OpenPort> {
+        self.ports.get_mut(id.index())?.take()
+    }
+
+    /// Open ports in the order of their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (PortId, &OpenPort)> {
+        self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
+    }
+
+    /// A slot for a new queue.
+    pub(super) fn take_slot(&mut self) -> Option<Slot> {
+        self.free_slots.pop().or_else(|| {
+            (self.slots_used < Slot::COUNT).then(|| {
+                self.slots_used += 1;
+                Slot::new(self.slots_used - 1)
+            })
+        })
+    }
+
+    /// Gives back a slot whose frames are free.
+    pub(super) fn give_slot(&mut self, slot: Slot) {
+        self.free_slots.push(slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forward::{Forwarding, Mac, Port, PortKind};
+
+    fn snapshot_with(ids: &[u16]) -> Snapshot {
+        let mut forwarding = Forwarding::new([]);
+        for &id in ids {
+            let (own_mac, peer_mac) = (Mac::default(), Mac::default());
+            let port = Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, addresses: Vec::new() };
+            forwarding.insert(PortId(id), port).unwrap();
+        }
+        Snapshot { forwarding, ..Snapshot::default() }
+    }
+
+    #[test]
+    fn a_number_comes_back_only_when_the_published_table_is_free_of_it() {
+        let mut table = PortTable::default();
+        let none = snapshot_with(&[]);
+        assert_eq!(table.vacant(&none), Some(PortId(0)));
+        assert_eq!(table.vacant(&none), Some(PortId(1)));
+        table.retire(PortId(0));
+        table.retire(PortId(1));
+        assert_eq!(table.vacant(&snapshot_with(&[0, 1])), Some(PortId(2)));
+        assert_eq!(table.vacant(&snapshot_with(&[0])), Some(PortId(1)));
+        assert_eq!(table.vacant(&none), Some(PortId(0)));
+        assert_eq!(table.vacant(&none), Some(PortId(3)));
+    }
+
+    #[test]
+    fn ports_are_bounded_and_slots_are_distinct() {
+        let mut table = PortTable::default();
+        let none = snapshot_with(&[]);
+        for _ in 0..MAX_PORTS {
+            assert!(table.vacant(&none).is_some());
+        }
+        assert_eq!(table.vacant(&none), None);
+        let (one, two) = (table.take_slot().unwrap(), table.take_slot().unwrap());
+        assert_ne!(one, two);
+        table.give_slot(one);
+        assert_eq!(table.take_slot(), Some(one));
+        while table.take_slot().is_some() {}
+        assert_eq!(table.slots_used, Slot::COUNT);
+    }
+}

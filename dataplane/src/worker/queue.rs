@@ -1,0 +1,77 @@
+//! A queue in the hands of its worker, with the packets that are to leave by it this turn.
+
+use std::sync::Arc;
+
+use xsk_rs::FrameDesc;
+
+use super::statistics::PortCounters;
+use crate::forward::PortId;
+use crate::io::{FramePool, Kick, XskQueue};
+use crate::pipeline::BATCH;
+
+/// A queue of one of a worker's ports.
+pub(super) struct PortQueue {
+    pub(super) port: PortId,
+    pub(super) xsk: XskQueue,
+    pub(super) counters: Arc<PortCounters>,
+    /// What is to be sent this turn, and by which port each came in. At most a batch.
+    frames: Vec<FrameDesc>,
+    ingress: Vec<PortId>,
+    /// The kernel is to be woken: there is something in the TX ring that it has not taken.
+    unsent: bool,
+}
+
+impl PortQueue {
+    pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
+        let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
+        Self { port, xsk, counters, frames, ingress, unsent: false }
+    }
+
+    /// Adds a packet to what is to be sent. `true`: it is a batch now and must be put into the ring.
+    #[inline]
+    pub(super) fn push(&mut self, frame: FrameDesc, ingress: PortId) -> bool {
+        self.frames.push(frame);
+        self.ingress.push(ingress);
+        self.frames.len() >= BATCH
+    }
+
+    /// Puts what is to be sent into the TX ring. What finds no room even after the kernel was woken goes to `refused`.
+    #[inline]
+    pub(super) fn transmit(&mut self, pool: &FramePool, refused: &mut Vec<(FrameDesc, PortId)>) {
+        if !self.frames.is_empty() {
+            self.transmit_all(pool, refused);
+        }
+    }
+
+    fn transmit_all(&mut self, pool: &FramePool, refused: &mut Vec<(FrameDesc, PortId)>) {
+        let mut sent = 0;
+        while !self.xsk.is_dead() {
+            sent += self.xsk.send(&self.frames[sent..], pool);
+            if sent == self.frames.len() || self.xsk.kick() == Kick::Stalled {
+                break;
+            }
+        }
+        self.unsent |= sent > 0;
+        let octets: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
+        self.counters.tx_packets.add(sent as u64);
+        self.counters.tx_bytes.add(octets as u64);
+        refused.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
+    }
+
+    /// Wakes the kernel once if it has not taken all. `None`: there was no need.
+    #[inline]
+    pub(super) fn kick(&mut self) -> Option<Kick> {
+        if !self.unsent {
+            return None;
+        }
+        let kick = self.xsk.kick();
+        self.unsent = kick != Kick::Drained;
+        Some(kick)
+    }
+
+    /// Gives up the queue; nothing may be left to be sent.
+    pub(super) fn into_xsk(self) -> XskQueue {
+        debug_assert!(self.frames.is_empty(), "a queue is given up between turns");
+        self.xsk
+    }
+}
