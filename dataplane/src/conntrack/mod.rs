@@ -1,1 +1,45 @@
 //! The connection table: one for all workers, fixed in size, without locks.
+//!
+//! - A connection has **one entry**, found by the packets of both its directions: the key is canonical, and the
+//!   entry knows which direction opened it. An entry is a cache line of atomic words.
+//! - Finding, entering, updating and expiring take **no lock**, allocate nothing and wait for nobody. A thread that
+//!   stops in the middle holds at most one entry, which the others do without.
+//! - The table is **set-associative**: a key hashes (with a seed that is random at each start) to a home group of 32
+//!   entries and to an alternate one for when the home is crowded. A line of tags says which of the 32 to look at.
+//! - When both groups are full, half-open and closing connections make room first, then the least recently used
+//!   unreplied one; never an established one. Each owner (pod) has a quota, within which it evicts its own.
+//!
+//! The usual course for a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then for
+//! each [`ConnTable::find`]; a hit is judged again if it is not [of the current epoch](Conn::is_of_epoch), then
+//! [updated](Conn::update); a miss is judged and [inserted](ConnTable::insert).
+
+mod config;
+mod conn;
+mod counters;
+mod entry;
+mod evict;
+mod hash;
+mod sctp;
+mod state;
+mod storage;
+mod sweep;
+mod sync;
+mod table;
+mod tags;
+mod tcp;
+mod time;
+mod track;
+
+pub use config::{Config, ConfigError, Timeouts};
+pub use conn::{Conn, Update};
+pub use counters::Statistics;
+pub use entry::OwnerId;
+pub use hash::Hashed;
+pub use state::{SctpState, State, TcpState, Worth};
+pub use storage::{OpenError, Opened};
+pub use sweep::{Connection, SweepCursor, Swept};
+pub use table::{ConnTable, Insertion, NewConn, Refused};
+pub use time::Timestamp;
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,159 @@
+//! A connection that was found, and what its packets do to it.
+
+use std::time::Duration;
+
+use super::counters::Event;
+use super::entry::{Control, Entry, OwnerId};
+use super::hash::Hashed;
+use super::state::State;
+use super::table::ConnTable;
+use super::time::{TICK, Timestamp};
+use super::track::{self, Step};
+use crate::packet::{Flow, Orientation, Transport};
+use crate::snapshot::Epoch;
+
+/// A connection as it was when it was found. Other workers may change or remove it at any time; what is asked of the
+/// handle then answers for the connection that was found, and what is told to it never reaches another one.
+#[derive(Clone, Copy)]
+pub struct Conn<'t> {
+    table: &'t ConnTable,
+    hashed: Hashed,
+    slot: u32,
+    control: Control,
+}
+
+/// What became of a packet that was given to its connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Update {
+    /// It belongs to the connection, which is now in this state.
+    Accepted(State),
+    /// It does not belong into the connection as it is: out of window, or of a kind that cannot come now.
+    Invalid,
+    /// There is no such connection any more: it was removed meanwhile, or it had ended and this packet opens it anew.
+    /// Go on as for a packet without a connection.
+    Ended,
+}
+
+impl<'t> Conn<'t> {
+    #[inline]
+    pub(super) fn new(table: &'t ConnTable, hashed: &Hashed, slot: u32, control: Control) -> Self {
+        Self { table, hashed: *hashed, slot, control }
+    }
+
+    /// The flow of the packet that opened it.
+    #[inline]
+    pub fn original_flow(&self) -> Flow {
+        self.hashed.key().flow(self.control.original())
+    }
+
+    /// The direction of the packet that opened it.
+    #[inline]
+    pub fn original(&self) -> Orientation {
+        self.control.original()
+    }
+
+    /// Whether a packet travelling this way answers the connection's opener.
+    #[inline]
+    pub fn is_reply(&self, orientation: Orientation) -> bool {
+        orientation != self.control.original()
+    }
+
+    /// Whose quota it counts against.
+    #[inline]
+    pub fn owner(&self) -> OwnerId {
+        self.control.owner()
+    }
+
+    /// Its state when it was found or last updated through this handle.
+    #[inline]
+    pub fn state(&self) -> State {
+        State::from_code(self.hashed.protocol(), self.control.state()).unwrap_or(State::Unreplied)
+    }
+
+    /// How long ago its last packet was, to within a second.
+    pub fn idle(&self, now: Timestamp) -> Duration {
+        TICK * self.control.tick().age(now.tick())
+    }
+
+    /// Whether it was last judged under this epoch. Epochs are told apart by their low 24 bits.
+    #[inline]
+    pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
+        self.entry().is_of_epoch(self.control, epoch)
+    }
+
+    /// Notes that it was judged under this epoch, and is still allowed. False if it is gone.
+    pub fn set_epoch(&self, epoch: Epoch) -> bool {
+        self.entry().set_epoch(self.control, epoch)
+    }
+
+    /// Lets one of its packets act on it.
+    #[inline]
+    pub fn update(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
+        let now = now.tick();
+        loop {
+            // Each round that fails does so because another thread's succeeded.
+            let Some((control, tracked)) = self.entry().tracking(self.control) else { return Update::Ended };
+            let Some(state) = State::from_code(self.hashed.protocol(), control.state()) else { return Update::Ended };
+            match track::step(state, tracked, control.original(), orientation, transport) {
+                Step::Accept(next, tracking) => {
+                    let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
+                    let wanted = control.with(next.code(), tick);
+                    let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
+                    // Windows first: if the process ends between the steps, they are merely ahead of the state.
+                    if self.entry().exchange_tracking(low, tracked[0], tracking[0])
+                        && self.entry().exchange_tracking(high, tracked[1], tracking[1])
+                        && (wanted == control || self.entry().exchange(control, wanted).is_ok())
+                    {
+                        self.control = wanted;
+                        return Update::Accepted(next);
+                    }
+                }
+                Step::Pass => return Update::Accepted(state),
+                Step::Invalid => return Update::Invalid,
+                Step::Reopen => {
+                    if self.take(control) {
+                        self.table.counters.count(Event::Reopened);
+                        return Update::Ended;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Removes it. False if it was gone already.
+    pub fn remove(self) -> bool {
+        let mut control = self.control;
+        while control.is_same_stay(self.control) {
+            if self.take(control) {
+                self.table.counters.count(Event::Removed);
+                return true;
+            }
+            control = self.entry().control();
+        }
+        false
+    }
+
+    /// Removes it if its control word is still this one.
+    fn take(&self, control: Control) -> bool {
+        let taken = self.entry().exchange(control, control.claimed()).is_ok();
+        if taken {
+            self.table.release(self.slot, control);
+        }
+        taken
+    }
+
+    #[inline]
+    fn entry(&self) -> &'t Entry {
+        self.table.entry(self.slot)
+    }
+}
+
+impl std::fmt::Debug for Conn<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Conn")
+            .field("original", &self.original_flow())
+            .field("state", &self.state())
+            .field("owner", &self.owner())
+            .finish()
+    }
+}

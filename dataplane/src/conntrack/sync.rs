@@ -1,0 +1,7 @@
+//! The atomics of the connection table: the real ones, or loom's when interleavings are explored.
+
+#[cfg(not(loom))]
+pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+#[cfg(loom)]
+pub(super) use loom::sync::atomic::{AtomicU64, Ordering, fence};

@@ -1,0 +1,404 @@
+//! The table: finding a connection, and entering one.
+
+use std::sync::atomic::{AtomicU32, Ordering as CountOrdering};
+
+use super::config::{Config, Lifetimes};
+use super::conn::Conn;
+use super::counters::{Counters, Event, Statistics};
+use super::entry::{Control, Entry, OwnerId, Tracking};
+use super::hash::{Hashed, NO_HINT, Seed, alternate, home, prefetch};
+use super::storage::{OpenError, Opened, Storage};
+use super::sync::{Ordering, fence};
+use super::tags::{LANES, Tags, bits};
+use super::time::{Tick, Timestamp};
+use super::track;
+use crate::packet::{Flow, Protocol, Transport};
+use crate::snapshot::Epoch;
+
+/// The connections of all workers. See the [module](super) for what it promises.
+pub struct ConnTable {
+    pub(super) storage: Storage,
+    pub(super) seed: Seed,
+    pub(super) groups: u32,
+    pub(super) lifetimes: Lifetimes,
+    pub(super) counters: Counters,
+    pub(super) opened: Opened,
+    /// Connections by owner.
+    pub(super) owners: Box<[AtomicU32]>,
+    quota: u32,
+    pick_up: bool,
+}
+
+/// A connection to enter.
+#[derive(Clone, Copy, Debug)]
+pub struct NewConn<'a> {
+    /// The first packet's flow, prepared; its direction is the connection's original one.
+    pub hashed: &'a Hashed,
+    /// The first packet.
+    pub transport: &'a Transport,
+    /// Whose quota it counts against.
+    pub owner: OwnerId,
+    /// Under which snapshot it was judged.
+    pub epoch: Epoch,
+    /// Now.
+    pub now: Timestamp,
+}
+
+/// What [`ConnTable::insert`] did.
+pub enum Insertion<'t> {
+    /// The connection was entered, with the state that its first packet gives it.
+    Created(Conn<'t>),
+    /// It was there already, since just now: go on with it as if it had been found.
+    Found(Conn<'t>),
+}
+
+/// Why a connection was not entered.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
+pub enum Refused {
+    /// Both groups that it may be in are full of connections that are not evicted for another.
+    #[error("the connection table is full")]
+    Full,
+    /// Its owner has as many connections as it may, and none near that could make room.
+    #[error("the owner's share of the connection table is used up")]
+    Quota,
+    /// No connection opens with such a packet.
+    #[error("the packet cannot open a connection")]
+    CannotOpen,
+}
+
+/// An entry and the control word under which this thread saw or holds it.
+pub(super) type Held = (u32, Control);
+
+/// Owners that are counted.
+pub(super) const OWNERS: usize = if cfg!(loom) { 4 } else { 1 << 16 };
+
+/// A home group with more entries than this sends new ones to its alternate, if that has fewer. Below it an entry
+/// is where it is looked for first.
+const CROWDED: u32 = LANES * 3 / 4;
+
+impl ConnTable {
+    /// A table of the given size, in memory or in the file that `config` names.
+    ///
+    /// # Errors
+    /// A setting that cannot be, no memory, or a file that cannot be opened. A file that is torn or not a table of
+    /// this size and version is no error: a new one is made, and [`ConnTable::opened`] says so.
+    pub fn new(config: &Config) -> Result<Self, OpenError> {
+        config.check()?;
+        let groups = group_count(config.entries);
+        let (storage, seed, opened) = Storage::open(groups, config.mapping.as_deref())?;
+        let table = Self {
+            storage,
+            seed,
+            groups,
+            lifetimes: Lifetimes::new(&config.timeouts),
+            counters: Counters::new(),
+            opened,
+            owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
+            quota: config.quota(),
+            pick_up: config.pick_up,
+        };
+        Ok(table)
+    }
+
+    /// How the table came to be.
+    pub fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    /// Entries that the table has room for; somewhat more than were asked for.
+    pub fn capacity(&self) -> usize {
+        self.storage.entries().len()
+    }
+
+    /// Connections in the table. Counted as they come and go, so that it may be off by the few under way.
+    pub fn len(&self) -> usize {
+        self.owners.iter().map(|count| count.load(CountOrdering::Relaxed) as usize).sum()
+    }
+
+    /// Whether the table holds no connection.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Connections of this owner.
+    pub fn len_of(&self, owner: OwnerId) -> u32 {
+        self.owner(owner).load(CountOrdering::Relaxed)
+    }
+
+    /// What the table has done so far.
+    pub fn statistics(&self) -> Statistics {
+        self.counters.statistics()
+    }
+
+    /// Makes a flow ready: hashes it, and asks for the tags of its group to be fetched. With a batch, prepare all
+    /// its packets first, then [`ConnTable::locate`] all, then [`ConnTable::find`].
+    #[inline]
+    pub fn prepare(&self, flow: &Flow) -> Hashed {
+        let hashed = Hashed::new(&self.seed, flow);
+        prefetch(self.tags(home(hashed.hash, self.groups)));
+        hashed
+    }
+
+    /// Looks at the tags of a prepared flow and asks for the entry that it may be in to be fetched. Never needed, but
+    /// it saves [`ConnTable::find`] the wait for memory if enough other work lies between the two.
+    #[inline]
+    pub fn locate(&self, hashed: &mut Hashed) {
+        let group = home(hashed.hash, self.groups);
+        let lanes = self.tags(group).lanes_with(hashed.tag());
+        if lanes == 0 {
+            prefetch(self.tags(alternate(hashed.hash, self.groups)));
+        } else {
+            hashed.hint = group * LANES + lanes.trailing_zeros();
+            prefetch(self.entry(hashed.hint));
+        }
+    }
+
+    /// The connection that this packet belongs to, whichever its direction. One whose timeout has passed is not found.
+    #[inline]
+    pub fn find(&self, hashed: &Hashed, now: Timestamp) -> Option<Conn<'_>> {
+        let (slot, control) = self.lookup(hashed)?;
+        (!self.is_expired(hashed.protocol(), control, now.tick())).then(|| Conn::new(self, hashed, slot, control))
+    }
+
+    /// The connection of the packet that an ICMP error quotes. Its state does not change by that.
+    pub fn related(&self, quoted: &Flow, now: Timestamp) -> Option<Conn<'_>> {
+        self.find(&self.prepare(quoted), now)
+    }
+
+    /// Enters a connection. Two workers that enter the same one at once, from either direction, end with one entry.
+    ///
+    /// # Errors
+    /// Why there is no room for it; each is counted.
+    pub fn insert(&self, new: &NewConn<'_>) -> Result<Insertion<'_>, Refused> {
+        let hashed = new.hashed;
+        let opening = track::open(hashed.protocol(), hashed.orientation, new.transport, self.pick_up);
+        let Some((state, tracking)) = opening else {
+            self.counters.count(Event::RefusedCannotOpen);
+            return Err(Refused::CannotOpen);
+        };
+        loop {
+            if let Some((slot, control)) = self.lookup(hashed) {
+                if !self.expire(slot, control, new.now.tick()) {
+                    self.counters.count(Event::Raced);
+                    return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
+                }
+                continue;
+            }
+            let (slot, claimed) = self.make_room(new)?;
+            let control = Control::tentative(claimed, state.code(), hashed.orientation, new.owner, new.now.tick());
+            self.publish((slot, control), hashed, new.epoch, tracking);
+            match self.settle(hashed, (slot, control)) {
+                Some((winner, now)) if winner == slot && now.is_same_stay(control) => {
+                    self.counters.count(Event::Created);
+                    return Ok(Insertion::Created(Conn::new(self, hashed, slot, now)));
+                }
+                Some((winner, now)) => {
+                    self.counters.count(Event::Raced);
+                    return Ok(Insertion::Found(Conn::new(self, hashed, winner, now)));
+                }
+                None => self.counters.count(Event::Retried),
+            }
+        }
+    }
+
+    /// An entry for a new connection, claimed and counted against its owner.
+    fn make_room(&self, new: &NewConn<'_>) -> Result<Held, Refused> {
+        let now = new.now.tick();
+        let mut held: Option<Held> = None;
+        while !self.reserve(new.owner) {
+            let evicted = self.evict(new.hashed, Some(new.owner), now);
+            if let Some((slot, claimed)) = held {
+                self.entry(slot).free(claimed);
+            }
+            if evicted.is_none() {
+                self.counters.count(Event::RefusedQuota);
+                return Err(Refused::Quota);
+            }
+            held = evicted;
+        }
+        let found = held.or_else(|| self.claim_free(new.hashed)).or_else(|| self.evict(new.hashed, None, now));
+        found.ok_or_else(|| {
+            self.unreserve(new.owner);
+            self.counters.count(Event::RefusedFull);
+            Refused::Full
+        })
+    }
+
+    /// Counts one more connection of `owner`, unless it is at its quota.
+    fn reserve(&self, owner: OwnerId) -> bool {
+        if self.owner(owner).fetch_add(1, CountOrdering::Relaxed) < self.quota {
+            return true;
+        }
+        self.unreserve(owner);
+        false
+    }
+
+    pub(super) fn unreserve(&self, owner: OwnerId) {
+        self.owner(owner).fetch_sub(1, CountOrdering::Relaxed);
+    }
+
+    /// Claims a free entry in the home group, or in the alternate if the home is crowded and that is less so.
+    fn claim_free(&self, hashed: &Hashed) -> Option<Held> {
+        let (first, second) = (home(hashed.hash, self.groups), alternate(hashed.hash, self.groups));
+        let crowded = self.tags(first).occupancy();
+        let groups = if crowded > CROWDED && self.tags(second).occupancy() < crowded {
+            [second, first]
+        } else {
+            [first, second]
+        };
+        groups.into_iter().find_map(|group| {
+            bits(self.tags(group).free_lanes()).find_map(|lane| {
+                let slot = group * LANES + lane;
+                Some((slot, self.entry(slot).claim()?))
+            })
+        })
+    }
+
+    /// Writes a connection into a claimed entry and shows it to other inserts, as tentative.
+    fn publish(&self, (slot, control): Held, hashed: &Hashed, epoch: Epoch, tracking: Tracking) {
+        // The tag goes first: whoever sees the entry written and scans the tags finds it.
+        self.tags(slot / LANES).set(slot % LANES, hashed.tag());
+        self.entry(slot).publish(control, &hashed.words, epoch, tracking);
+    }
+
+    /// Makes one tentative entry of this key the connection that all see, and all others vanish. The entry that it is
+    /// now, which another insert may have made; `None` if `candidate` vanished without one taking its place.
+    ///
+    /// Why no two entries of a key are ever live: let P confirm p and Q confirm q, where p is the lower slot. Each
+    /// scanned after its candidate was published, with a sequentially consistent fence between, so one of the two
+    /// scans saw the other's candidate.
+    /// 1. Q saw p tentative: it gave q up for p, the lower. It saw p live: it gave q up.
+    /// 2. P saw q tentative: it took q away, the higher, so that Q's confirmation fails; or it could not because q had
+    ///    become live, and gave p up. It saw q live: it gave p up.
+    ///
+    /// Nobody waits: who finds another's candidate finishes that one's work instead.
+    fn settle(&self, hashed: &Hashed, mut candidate: Held) -> Option<Held> {
+        'candidates: loop {
+            // Between the publication of the candidate (ours, or another's that we have seen) and the scan.
+            fence(Ordering::SeqCst);
+            let (slot, control) = candidate;
+            for (other, found) in self.written(hashed) {
+                if other == slot {
+                    continue;
+                }
+                if found.is_live() {
+                    return Some(self.give_up(candidate).err().unwrap_or((other, found)));
+                }
+                if other < slot {
+                    if let Err(confirmed) = self.give_up(candidate) {
+                        return Some(confirmed);
+                    }
+                    candidate = (other, found);
+                    continue 'candidates;
+                }
+                if let Err(confirmed) = self.give_up((other, found)) {
+                    return Some(self.give_up(candidate).err().unwrap_or(confirmed));
+                }
+            }
+            return match self.entry(slot).exchange(control, control.confirmed()) {
+                Ok(()) => Some((slot, control.confirmed())),
+                Err(found) if found.is_same_stay(control) => Some((slot, found)),
+                Err(_) => None,
+            };
+        }
+    }
+
+    /// Takes a tentative entry away.
+    ///
+    /// # Errors
+    /// The entry, if it has become live; it stays.
+    fn give_up(&self, (slot, control): Held) -> Result<(), Held> {
+        match self.entry(slot).exchange(control, control.claimed()) {
+            Ok(()) => {
+                self.release(slot, control);
+                Ok(())
+            }
+            Err(found) if found.is_same_stay(control) => Err((slot, found)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Entries that hold this key, live or tentative.
+    fn written<'a>(&'a self, hashed: &'a Hashed) -> impl Iterator<Item = Held> + 'a {
+        [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)].into_iter().flat_map(move |group| {
+            bits(self.tags(group).lanes_with(hashed.tag())).filter_map(move |lane| {
+                let slot = group * LANES + lane;
+                Some((slot, self.entry(slot).matches(&hashed.words)?))
+            })
+        })
+    }
+
+    /// The live entry of this key.
+    #[inline]
+    pub(super) fn lookup(&self, hashed: &Hashed) -> Option<Held> {
+        if hashed.hint != NO_HINT
+            && let Some(entry) = self.storage.entries().get(hashed.hint as usize)
+            && let Some(control) = entry.matches(&hashed.words)
+            && control.is_live()
+        {
+            return Some((hashed.hint, control));
+        }
+        self.written(hashed).find(|(_, control)| control.is_live())
+    }
+
+    /// Whether a connection's timeout has passed.
+    #[inline]
+    pub(super) fn is_expired(&self, protocol: Protocol, control: Control, now: Tick) -> bool {
+        control.tick().age(now) > self.lifetimes.of(protocol, control.state())
+    }
+
+    /// Removes the connection that `control` shows if its timeout has passed. One that was touched or re-used since
+    /// `control` was read stays: its control word differs.
+    pub(super) fn expire(&self, slot: u32, control: Control, now: Tick) -> bool {
+        let entry = self.entry(slot);
+        if !control.is_live() || !self.is_expired(entry.protocol(), control, now) {
+            return false;
+        }
+        let expired = entry.exchange(control, control.claimed()).is_ok();
+        if expired {
+            self.release(slot, control);
+            self.counters.count(Event::Expired);
+        }
+        expired
+    }
+
+    /// Frees an entry that this thread claimed from the connection that `control` shows.
+    pub(super) fn release(&self, slot: u32, control: Control) {
+        self.unclaim_tag(slot, control);
+        self.entry(slot).free(control.claimed());
+    }
+
+    /// Takes tag and quota from an entry that this thread claimed from the connection that `control` shows, before it
+    /// is freed or used for another: a tag cleared later could be the next connection's.
+    pub(super) fn unclaim_tag(&self, slot: u32, control: Control) {
+        self.tags(slot / LANES).clear(slot % LANES);
+        self.unreserve(control.owner());
+    }
+
+    #[inline]
+    pub(super) fn entry(&self, slot: u32) -> &Entry {
+        &self.storage.entries()[slot as usize]
+    }
+
+    #[inline]
+    pub(super) fn tags(&self, group: u32) -> &Tags {
+        &self.storage.tags()[group as usize]
+    }
+
+    #[inline]
+    pub(super) fn owner(&self, owner: OwnerId) -> &AtomicU32 {
+        &self.owners[usize::from(owner.0) % OWNERS]
+    }
+}
+
+/// Groups for this many connections: a tenth more room than they need, so that two groups to choose from are enough
+/// until all are in.
+fn group_count(entries: usize) -> u32 {
+    if cfg!(loom) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
+}
+
+impl std::fmt::Debug for ConnTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ConnTable").field("capacity", &self.capacity()).field("len", &self.len()).finish()
+    }
+}

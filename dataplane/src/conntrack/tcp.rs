@@ -1,0 +1,319 @@
+//! TCP as a firewall between the two ends tracks it: states and windows.
+//!
+//! The bounds on sequence and acknowledgement numbers are those of G. van Rooij, *Real Stateful TCP Packet
+//! Filtering in IP Filter* (2001), on which the kernel's `tcp_in_window` (net/netfilter/nf_conntrack_proto_tcp.c)
+//! rests too. What is kept of a direction fits 64 bits; where that needed rounding it errs towards letting a segment
+//! through to its receiver, which judges by exact numbers.
+
+use super::state::TcpState;
+use crate::packet::{TcpFlags, TcpSegment};
+
+/// What a segment does to its connection; see [`super::track::Step`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Step {
+    /// New state, and the windows of the segment's sender and receiver.
+    Accept(TcpState, Window, Window),
+    Pass,
+    Invalid,
+    Reopen,
+}
+
+/// What is known of the octets that one side sends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Window {
+    /// One past the highest sequence number that it has sent.
+    end: u32,
+    /// Sequence number up to which the other side has said it would take; rounded up to [`LIMIT_GRAIN`].
+    limit: u32,
+    /// Logarithm to base 2 of the greatest window that it has itself offered, rounded up.
+    reach: u8,
+    /// Shift of the windows that it offers; [`UNKNOWN_SCALE`] if its SYN was not seen.
+    scale: u8,
+    /// Whether `end` comes from a segment of its own.
+    seen: bool,
+    /// Whether it has sent a FIN.
+    fin: bool,
+    /// Whether the other side has acknowledged that FIN.
+    fin_acked: bool,
+}
+
+/// Greatest window (RFC 7323 section 2.3): 1 GiB.
+const MAX_WINDOW: u32 = 1 << 30;
+/// Greatest shift of a window (RFC 7323 section 2.3).
+const MAX_SCALE: u8 = 14;
+/// Stands for a shift that is not known. Taken as the greatest.
+const UNKNOWN_SCALE: u8 = 15;
+/// Acknowledgements may be this far behind what was sent even if the window is smaller: 65,535 and a segment.
+const MIN_ACK_WINDOW: u32 = 66_000;
+/// A SYN may carry this much data that its receiver need not take (RFC 7413).
+const MAX_SYN_DATA: u32 = 9_000;
+/// Limits are kept in 20 bits.
+const LIMIT_GRAIN: u32 = 1 << 12;
+
+const REACH_AT: u32 = 52;
+const SCALE_AT: u32 = 57;
+const SEEN: u64 = 1 << 61;
+const FIN: u64 = 1 << 62;
+const FIN_ACKED: u64 = 1 << 63;
+
+/// Whether sequence number `a` is at or before `b` (RFC 9293 section 3.4: modulo 2³²).
+#[inline]
+const fn at_or_before(a: u32, b: u32) -> bool {
+    b.wrapping_sub(a) as i32 >= 0
+}
+
+#[inline]
+const fn later(a: u32, b: u32) -> u32 {
+    if at_or_before(a, b) { b } else { a }
+}
+
+impl Window {
+    #[inline]
+    pub(super) fn unpack(word: u64) -> Self {
+        Self {
+            end: word as u32,
+            limit: ((word >> 32) as u32) << 12,
+            reach: (word >> REACH_AT) as u8 & 31,
+            scale: (word >> SCALE_AT) as u8 & 15,
+            seen: word & SEEN != 0,
+            fin: word & FIN != 0,
+            fin_acked: word & FIN_ACKED != 0,
+        }
+    }
+
+    #[inline]
+    pub(super) fn pack(self) -> u64 {
+        let flag = |set: bool, bit: u64| if set { bit } else { 0 };
+        u64::from(self.end)
+            | u64::from(self.limit.wrapping_add(LIMIT_GRAIN - 1) >> 12) << 32
+            | u64::from(self.reach) << REACH_AT
+            | u64::from(self.scale) << SCALE_AT
+            | flag(self.seen, SEEN)
+            | flag(self.fin, FIN)
+            | flag(self.fin_acked, FIN_ACKED)
+    }
+
+    /// This word without what its numbers were: the next segment of either side is believed. For a table that was
+    /// found again after segments may have passed it by.
+    pub(super) fn unsynchronised(word: u64) -> u64 {
+        word & !SEEN
+    }
+
+    /// A side whose SYN this is.
+    fn from_syn(segment: &TcpSegment) -> Self {
+        let end = end(segment);
+        Self {
+            end,
+            limit: end,
+            reach: log2(u32::from(segment.window)),
+            scale: segment.window_scale.unwrap_or(0).min(MAX_SCALE),
+            seen: true,
+            fin: false,
+            fin_acked: false,
+        }
+    }
+
+    /// The greatest window that it has offered.
+    #[inline]
+    const fn offered(&self) -> u32 {
+        1 << self.reach
+    }
+
+    /// The window that this segment of its offers, in octets.
+    #[inline]
+    fn offer(&self, segment: &TcpSegment) -> u32 {
+        let shift = if segment.flags.contains(TcpFlags::SYN) { 0 } else { self.scale.min(MAX_SCALE) };
+        (u32::from(segment.window) << shift).min(MAX_WINDOW)
+    }
+}
+
+/// The exponent of the least power of two that is at least `window`; at most 30.
+#[inline]
+fn log2(window: u32) -> u8 {
+    window.clamp(1, MAX_WINDOW).next_power_of_two().trailing_zeros() as u8
+}
+
+/// One past the last sequence number that the segment takes.
+#[inline]
+fn end(segment: &TcpSegment) -> u32 {
+    let flags = u32::from(segment.flags.contains(TcpFlags::SYN)) + u32::from(segment.flags.contains(TcpFlags::FIN));
+    segment.seq.wrapping_add(u32::from(segment.payload_len)).wrapping_add(flags)
+}
+
+/// What kind of segment its control bits make it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Syn,
+    SynAck,
+    Reset,
+    /// With ACK, perhaps with FIN.
+    Plain,
+}
+
+/// The kind of a segment, or `None` if no TCP sends such bits together.
+#[inline]
+fn kind(flags: TcpFlags) -> Option<Kind> {
+    const SYN: u8 = TcpFlags::SYN.0;
+    const FIN: u8 = TcpFlags::FIN.0;
+    const RST: u8 = TcpFlags::RST.0;
+    const ACK: u8 = TcpFlags::ACK.0;
+    match flags.0 & (SYN | FIN | RST | ACK) {
+        SYN => Some(Kind::Syn),
+        n if n == SYN | ACK => Some(Kind::SynAck),
+        n if n == RST || n == RST | ACK => Some(Kind::Reset),
+        n if n == ACK || n == ACK | FIN => Some(Kind::Plain),
+        _ => None,
+    }
+}
+
+/// A connection's first segment: the state that it opens, and the windows of its sender and its receiver.
+pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Window, Window)> {
+    match kind(segment.flags)? {
+        Kind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::default())),
+        Kind::Plain if pick_up && !segment.flags.contains(TcpFlags::FIN) => {
+            let unknown = Window { scale: UNKNOWN_SCALE, ..Window::default() };
+            let offer = unknown.offer(segment);
+            let reach = log2(offer).max(16);
+            let end = end(segment);
+            let sender = Window { end, limit: end.wrapping_add(1 << reach), reach, seen: true, ..unknown };
+            let limit = segment.ack.wrapping_add(offer);
+            let receiver = Window { end: segment.ack, limit, reach: 16, ..unknown };
+            Some((TcpState::Established, sender, receiver))
+        }
+        _ => None,
+    }
+}
+
+/// A later segment of a connection in `state`.
+#[inline]
+pub(super) fn step(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+    match kind(segment.flags) {
+        Some(Kind::Plain) => plain(state, sender, receiver, from_opener, segment),
+        Some(Kind::Syn) => syn(state, sender, receiver, from_opener, segment),
+        Some(Kind::SynAck) => syn_ack(state, sender, receiver, from_opener, segment),
+        Some(Kind::Reset) => reset(state, sender, receiver, from_opener, segment),
+        None => Step::Invalid,
+    }
+}
+
+fn syn(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+    match state {
+        // Again, or a new attempt with another initial number.
+        TcpState::SynSent if from_opener => Step::Accept(state, Window::from_syn(segment), receiver),
+        TcpState::SynSent => Step::Accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
+        TcpState::SynSent2 if end(segment) == sender.end => Step::Accept(state, sender, receiver),
+        TcpState::TimeWait | TcpState::Close => Step::Reopen,
+        // RFC 5961 section 4: the receiver answers with an acknowledgement, and if the sender has really forgotten the
+        // connection, it is that answer which makes it send the RST that ends it.
+        _ => Step::Pass,
+    }
+}
+
+fn syn_ack(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+    match state {
+        TcpState::SynSent | TcpState::SynSent2 => {
+            let simultaneous = state == TcpState::SynSent2;
+            let unacknowledged = receiver.end.wrapping_sub(segment.ack);
+            if (from_opener && !simultaneous) || unacknowledged > MAX_SYN_DATA {
+                return Step::Invalid;
+            }
+            if simultaneous && end(segment) != sender.end {
+                return Step::Invalid;
+            }
+            let (mut sender, mut receiver) = (Window::from_syn(segment), receiver);
+            if segment.window_scale.is_none() {
+                // RFC 7323 section 2.2: both sides scale, or neither does.
+                (sender.scale, receiver.scale) = (0, 0);
+            }
+            receiver.limit = later(receiver.limit, segment.ack.wrapping_add(u32::from(segment.window)));
+            Step::Accept(TcpState::SynReceived, sender, receiver)
+        }
+        _ if fits(&sender, &receiver, segment.seq, end(segment), segment.ack) => Step::Pass,
+        _ => Step::Invalid,
+    }
+}
+
+fn reset(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+    let has_ack = segment.flags.contains(TcpFlags::ACK);
+    if state == TcpState::SynSent {
+        return match from_opener {
+            // It gives up. With another number it answers what we have not seen the cause of: its receiver judges.
+            true if segment.seq == sender.end => Step::Accept(TcpState::Close, sender, receiver),
+            true => Step::Pass,
+            // RFC 9293 section 3.10.7.3: a refusal acknowledges the SYN.
+            false if has_ack && receiver.end.wrapping_sub(segment.ack) <= MAX_SYN_DATA => {
+                Step::Accept(TcpState::Close, sender, receiver)
+            }
+            false => Step::Invalid,
+        };
+    }
+    // Some stacks set ACK and leave the number zero.
+    let ack = if has_ack && segment.ack != 0 { segment.ack } else { receiver.end };
+    if !fits(&sender, &receiver, segment.seq, end(segment), ack) {
+        return Step::Invalid;
+    }
+    // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
+    // is less where octets were lost between here and there, which cannot be seen from here.
+    let exact = sender.seen && segment.seq == sender.end;
+    match state {
+        TcpState::Established | TcpState::Resetting if !exact => Step::Accept(TcpState::Resetting, sender, receiver),
+        _ => Step::Accept(TcpState::Close, sender, receiver),
+    }
+}
+
+#[inline]
+fn plain(state: TcpState, mut sender: Window, mut receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+    let (end, ack) = (end(segment), segment.ack);
+    match state {
+        // The answering side believes in an older connection (RFC 9293 section 3.5.1): the opener will reset it.
+        TcpState::SynSent if !from_opener && end == segment.seq => return Step::Pass,
+        TcpState::SynSent | TcpState::SynSent2 => return Step::Invalid,
+        _ if !fits(&sender, &receiver, segment.seq, end, ack) => return Step::Invalid,
+        _ => {}
+    }
+    let offer = sender.offer(segment);
+    sender.reach = sender.reach.max(log2(offer));
+    if sender.seen {
+        sender.end = later(sender.end, end);
+        sender.limit = later(sender.limit, end);
+    } else {
+        sender = Window { end, limit: end.wrapping_add(receiver.offered()), seen: true, ..sender };
+    }
+    if !receiver.seen {
+        receiver.end = ack;
+    }
+    receiver.limit = later(receiver.limit, ack.wrapping_add(offer.max(1)));
+    sender.fin |= segment.flags.contains(TcpFlags::FIN);
+    receiver.fin_acked |= receiver.fin && ack == receiver.end;
+    Step::Accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
+}
+
+#[inline]
+fn after_plain(state: TcpState, sender: &Window, receiver: &Window, from_opener: bool) -> TcpState {
+    match (state, sender.fin, receiver.fin) {
+        (TcpState::Close, ..) => TcpState::Close,
+        (TcpState::SynReceived, false, false) if !from_opener => TcpState::SynReceived,
+        (_, false, false) => TcpState::Established,
+        (_, true, true) if sender.fin_acked && receiver.fin_acked => TcpState::TimeWait,
+        (_, true, true) => TcpState::LastAck,
+        _ if sender.fin_acked || receiver.fin_acked => TcpState::CloseWait,
+        _ => TcpState::FinWait,
+    }
+}
+
+/// Whether a segment lies within what both sides have sent and offered. A side that has not been seen yet sets no
+/// bounds.
+#[inline]
+fn fits(sender: &Window, receiver: &Window, seq: u32, end: u32, ack: u32) -> bool {
+    let sent = !sender.seen
+        // Not beyond what the receiver takes, and not so old that the receiver cannot still be missing it.
+        || (at_or_before(seq, sender.limit) && at_or_before(sender.end.wrapping_sub(receiver.offered()), end));
+    let acknowledged = !receiver.seen
+        // Nothing that was never sent, and not so old that it says nothing any more.
+        || (at_or_before(ack, receiver.end)
+            && at_or_before(receiver.end.wrapping_sub(sender.offered().max(MIN_ACK_WINDOW)), ack));
+    sent && acknowledged
+}
+
+#[cfg(test)]
+mod tests;
