@@ -57,9 +57,9 @@ pub struct Flow {
     pub dst: Address,
     /// Transport protocol, behind any IPv6 extension headers.
     pub protocol: Protocol,
-    /// Source port in host byte order; the identifier for ICMP echo; 0 where the protocol has no ports.
+    /// Source port in host byte order; for an ICMP echo request its identifier; 0 where the protocol has no ports.
     pub src_port: u16,
-    /// Destination port in host byte order; the identifier for ICMP echo; 0 where there are no ports.
+    /// Destination port in host byte order; for an ICMP echo reply its identifier; 0 where there are no ports.
     pub dst_port: u16,
 }
 

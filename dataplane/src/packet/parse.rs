@@ -334,8 +334,8 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
 fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
     match header[0] {
-        8 => Ok(echo(header, flow, Transport::EchoRequest)),
-        0 => Ok(echo(header, flow, Transport::EchoReply)),
+        8 => Ok(echo_request(header, flow)),
+        0 => Ok(echo_reply(header, flow)),
         // Unreachable, time exceeded, parameter problem. Source quench is deprecated (RFC 6633).
         3 | 11 | 12 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
         // A redirect would change routes behind the policy's back.
@@ -347,8 +347,8 @@ fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
 fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
     match header[0] {
-        128 => Ok(echo(header, flow, Transport::EchoRequest)),
-        129 => Ok(echo(header, flow, Transport::EchoReply)),
+        128 => Ok(echo_request(header, flow)),
+        129 => Ok(echo_reply(header, flow)),
         // Unreachable, packet too big, time exceeded, parameter problem.
         1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
         137 => Err(Cause::Redirect),
@@ -358,10 +358,16 @@ fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     }
 }
 
-fn echo(header: &[u8; 8], flow: &mut Flow, kind: Transport) -> Transport {
-    let id = u16::from_be_bytes([header[4], header[5]]);
-    (flow.src_port, flow.dst_port) = (id, id);
-    kind
+/// The identifier stands on the asking side alone: two hosts that ping each other often use the same one, and each
+/// ping is a connection of its own.
+fn echo_request(header: &[u8; 8], flow: &mut Flow) -> Transport {
+    flow.src_port = u16::from_be_bytes([header[4], header[5]]);
+    Transport::EchoRequest
+}
+
+fn echo_reply(header: &[u8; 8], flow: &mut Flow) -> Transport {
+    flow.dst_port = u16::from_be_bytes([header[4], header[5]]);
+    Transport::EchoReply
 }
 
 /// The flow of the packet that an ICMP error quotes, or `None` where too little of it is there.
@@ -392,12 +398,11 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
     let bytes = frame.get(transport..)?.first_chunk::<8>()?;
     match flow.protocol {
         protocol if protocol.has_ports() => set_ports(bytes, &mut flow).ok()?,
-        Protocol::ICMP | Protocol::ICMPV6 => {
-            let id = u16::from_be_bytes([bytes[4], bytes[5]]);
-            if matches!((flow.protocol, bytes[0]), (Protocol::ICMP, 0 | 8) | (Protocol::ICMPV6, 128 | 129)) {
-                (flow.src_port, flow.dst_port) = (id, id);
-            }
-        }
+        Protocol::ICMP | Protocol::ICMPV6 => match (flow.protocol, bytes[0]) {
+            (Protocol::ICMP, 8) | (Protocol::ICMPV6, 128) => _ = echo_request(bytes, &mut flow),
+            (Protocol::ICMP, 0) | (Protocol::ICMPV6, 129) => _ = echo_reply(bytes, &mut flow),
+            _ => {}
+        },
         _ => {}
     }
     Some(flow)
