@@ -185,8 +185,11 @@ impl Timeouts {
                 SctpState::ShutdownAckSent => self.sctp_timeout_shutdown_ack_sent,
                 SctpState::Closed => self.sctp_timeout_closed,
             },
+            // As long as either side may still try: TCP retransmits at least every two minutes (RFC 6298).
+            (State::Cut, Protocol::TCP) => self.tcp_timeout_unacknowledged,
+            (State::Cut, Protocol::SCTP) => self.sctp_timeout_established,
             (State::Unreplied, Protocol::UDP) => self.udp_timeout,
-            (State::Replied, Protocol::UDP) => self.udp_timeout_stream,
+            (State::Replied | State::Cut, Protocol::UDP) => self.udp_timeout_stream,
             (_, Protocol::ICMP) => self.icmp_timeout,
             (_, Protocol::ICMPV6) => self.icmpv6_timeout,
             _ => self.generic_timeout,

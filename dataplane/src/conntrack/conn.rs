@@ -29,6 +29,8 @@ pub enum Update {
     Accepted(State),
     /// It does not belong into the connection as it is: out of window, or of a kind that cannot come now.
     Invalid,
+    /// Policy has ended the connection, and this is no packet that opens another.
+    Cut,
     /// There is no such connection any more: it was removed meanwhile, or it had ended and this packet opens it anew.
     /// Go on as for a packet without a connection.
     Ended,
@@ -86,6 +88,35 @@ impl<'t> Conn<'t> {
         self.entry().set_epoch(self.control, epoch)
     }
 
+    /// Whether policy has ended it.
+    #[inline]
+    pub fn is_cut(&self) -> bool {
+        self.state() == State::Cut
+    }
+
+    /// Notes how it was judged under this epoch: a connection that is not allowed any more is cut, and one that was
+    /// cut and is allowed again is restored. False if it is gone.
+    pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> bool {
+        loop {
+            let control = self.entry().control();
+            if !control.is_same_stay(self.control) {
+                return false;
+            }
+            self.control = control;
+            let next = match (allowed, self.is_cut()) {
+                (true, true) => State::restored(self.hashed.protocol()),
+                (false, false) => State::Cut,
+                _ => break,
+            };
+            let wanted = control.with(next.code(), control.tick());
+            if self.entry().exchange(control, wanted).is_ok() {
+                self.control = wanted;
+                break;
+            }
+        }
+        self.set_epoch(epoch)
+    }
+
     /// Lets one of its packets act on it.
     #[inline]
     pub fn update(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
@@ -110,6 +141,11 @@ impl<'t> Conn<'t> {
                 }
                 Step::Pass => return Update::Accepted(state),
                 Step::Invalid => return Update::Invalid,
+                Step::Cut => {
+                    // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
+                    let _ = self.entry().exchange(control, control.with(state.code(), now));
+                    return Update::Cut;
+                }
                 Step::Reopen => {
                     if self.take(control) {
                         self.table.counters.count(Event::Reopened);

@@ -13,7 +13,13 @@ pub enum State {
     Unreplied,
     /// Any other protocol: both sides have been heard.
     Replied,
+    /// Any protocol: policy has ended it, and no packet of it passes. It is remembered because a packet of its
+    /// answering side would otherwise be taken for one that opens a connection the other way.
+    Cut,
 }
+
+/// Number of [`State::Cut`] in the control word, whatever the protocol.
+const CUT: u8 = 15;
 
 /// States of a TCP connection as a firewall between its ends sees them. Names follow nf_conntrack's.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -81,6 +87,7 @@ impl State {
             Self::Sctp(state) => state.name(),
             Self::Unreplied => "UNREPLIED",
             Self::Replied => "REPLIED",
+            Self::Cut => "CUT",
         }
     }
 
@@ -90,7 +97,7 @@ impl State {
             Self::Tcp(TcpState::Established | TcpState::Resetting)
             | Self::Sctp(SctpState::Established)
             | Self::Replied => Worth::Established,
-            Self::Tcp(_) | Self::Sctp(_) => Worth::Transient,
+            Self::Tcp(_) | Self::Sctp(_) | Self::Cut => Worth::Transient,
             Self::Unreplied => Worth::Unreplied,
         }
     }
@@ -100,6 +107,15 @@ impl State {
         matches!(self.worth(), Worth::Established)
     }
 
+    /// What a cut connection of this protocol is when policy allows it again.
+    pub(super) const fn restored(protocol: Protocol) -> Self {
+        match protocol {
+            Protocol::TCP => Self::Tcp(TcpState::Established),
+            Protocol::SCTP => Self::Sctp(SctpState::Established),
+            _ => Self::Replied,
+        }
+    }
+
     /// Its number in the control word; 0 and 1 are no states of a connection.
     pub(super) const fn code(self) -> u8 {
         match self {
@@ -107,12 +123,14 @@ impl State {
             Self::Sctp(state) => state as u8,
             Self::Unreplied => 2,
             Self::Replied => 3,
+            Self::Cut => CUT,
         }
     }
 
     /// The state of this number in a connection of `protocol`, or `None` if there is none.
     pub(super) const fn from_code(protocol: Protocol, code: u8) -> Option<Self> {
         Some(match (protocol, code) {
+            (_, CUT) => Self::Cut,
             (Protocol::TCP, _) => match TcpState::from_code(code) {
                 Some(state) => Self::Tcp(state),
                 None => return None,
@@ -210,16 +228,12 @@ mod tests {
             let states: Vec<_> =
                 (0..=u8::MAX).filter_map(|code| Some((code, State::from_code(protocol, code)?))).collect();
             assert!(states.iter().all(|(code, state)| state.code() == *code && (2..16).contains(code)));
-            assert_eq!(
-                states.len(),
-                if protocol == Protocol::TCP {
-                    10
-                } else if protocol == Protocol::SCTP {
-                    7
-                } else {
-                    2
-                }
-            );
+            let own = match protocol {
+                Protocol::TCP => TcpState::ALL.len(),
+                Protocol::SCTP => SctpState::ALL.len(),
+                _ => 2,
+            };
+            assert_eq!(states.len(), own + 1, "its own states, and cut");
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::entry::Tracking;
 use super::state::State;
 use super::{sctp, tcp};
-use crate::packet::{Orientation, Protocol, Transport};
+use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, Transport};
 
 /// What a packet does to its connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -16,6 +16,8 @@ pub(super) enum Step {
     Invalid,
     /// It opens a new connection where this one has ended.
     Reopen,
+    /// Policy has ended the connection.
+    Cut,
 }
 
 /// The first packet of a connection: the state and tracking that it starts with, or `None` if it cannot open one.
@@ -54,6 +56,7 @@ pub(super) fn step(
     let from_opener = orientation == original;
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
     match (state, transport) {
+        (State::Cut, transport) => after_cut(transport),
         (State::Tcp(state), Transport::Tcp(segment)) => {
             let windows = (tcp::Window::unpack(sender), tcp::Window::unpack(receiver));
             match tcp::step(state, windows.0, windows.1, from_opener, segment) {
@@ -85,6 +88,18 @@ pub(super) fn step(
             Step::Accept(if from_opener { state } else { State::Replied }, tracked)
         }
         _ => Step::Invalid,
+    }
+}
+
+/// Nothing of a connection passes that policy has cut. What opens another one between the same ports is judged anew,
+/// in its own direction.
+fn after_cut(transport: &Transport) -> Step {
+    match transport {
+        Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN) && !segment.flags.contains(TcpFlags::ACK) => {
+            Step::Reopen
+        }
+        Transport::Sctp { chunk: SctpChunk::Init, .. } => Step::Reopen,
+        _ => Step::Cut,
     }
 }
 

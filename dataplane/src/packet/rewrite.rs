@@ -4,27 +4,32 @@ use super::checksum::{finish_partial, finish_sctp, updated};
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport};
 use crate::forward::Mac;
 
-/// The Ethernet addresses that a forwarded frame gets.
+/// What a forwarded frame gets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NextHop {
     /// Destination MAC.
     pub peer: Mac,
     /// Source MAC.
     pub own: Mac,
+    /// Whether this is the node's hop, which costs one of the TTL. A packet that crosses the host port has it
+    /// taken by the node's own stack, before or after.
+    pub spend_ttl: bool,
 }
 
 /// Makes a frame that [`super::parse`] gave `packet` for ready to leave towards `hop`.
 ///
-/// The TTL or hop limit is taken down by one, so it must be at least 2; whether it is was decided before.
+/// Where the hop spends TTL, it must be at least 2; whether it is was decided before.
 #[inline]
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
-    let network = usize::from(packet.layout.network);
-    if packet.flow.src.is_v4() {
-        decrement_ttl(&mut frame[network..network + 20]);
-    } else {
-        frame[network + 7] -= 1;
+    if hop.spend_ttl {
+        let network = usize::from(packet.layout.network);
+        if packet.flow.src.is_v4() {
+            decrement_ttl(&mut frame[network..network + 20]);
+        } else {
+            frame[network + 7] -= 1;
+        }
     }
     finish_checksum(frame, packet);
 }
@@ -70,7 +75,7 @@ mod tests {
     use crate::packet::parse;
     use etherparse::{PacketBuilder, SlicedPacket};
 
-    const HOP: NextHop = NextHop { peer: Mac([2, 0, 0, 0, 0, 2]), own: Mac([2, 0, 0, 0, 0, 1]) };
+    const HOP: NextHop = NextHop { peer: Mac([2, 0, 0, 0, 0, 2]), own: Mac([2, 0, 0, 0, 0, 1]), spend_ttl: true };
 
     fn frames() -> Vec<(&'static str, Vec<u8>)> {
         let payload = [7u8; 33];
@@ -127,6 +132,15 @@ mod tests {
             rewrite(&mut partial, &packet, HOP);
             assert_eq!(partial[field..field + 2], whole[field..field + 2], "{name}");
             assert!(SlicedPacket::from_ethernet(&partial).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_hop_that_is_not_the_nodes_own_leaves_the_ttl() {
+        for (name, before) in frames() {
+            let mut after = before.clone();
+            rewrite(&mut after, &parse(&before).unwrap(), NextHop { spend_ttl: false, ..HOP });
+            assert_eq!(after[12..], before[12..], "{name}");
         }
     }
 

@@ -1,11 +1,26 @@
 //! From a batch of frames to a verdict for each: the one path that workers, replay, benchmarks and the
 //! fuzzer share. It needs no socket and no privilege.
+//!
+//! A packet's way is the order of the modules: [`admit`] (parse, spoofing, scope), [`track`] (connection, else
+//! policy), [`dispatch`] (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop.
 
+mod admit;
 mod cause;
+mod dispatch;
+mod track;
+
+use std::sync::Arc;
 
 pub use cause::Cause;
 
+use crate::Snapshot;
+use crate::conntrack::{ConnTable, Hashed, Timestamp};
 use crate::forward::PortId;
+use crate::packet::{Flow, Packet};
+use crate::policy::Judgement;
+
+/// Most frames in one batch.
+pub const BATCH: usize = 64;
 
 /// What becomes of a packet. There is no default but dropping: a verdict must be reached to pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,5 +47,131 @@ pub trait Frames {
     fn bytes(&mut self, index: usize) -> &mut [u8];
 }
 
-/// Most frames in one batch.
-pub const BATCH: usize = 64;
+/// How much of the pipeline runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Mode {
+    /// All of it.
+    #[default]
+    Full,
+    /// Neither connections nor policy: every packet that can be forwarded is. For benchmarks alone.
+    ForwardOnly,
+}
+
+/// Why the policy was asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Occasion {
+    /// For the first packet of a connection.
+    Opened,
+    /// For a connection last judged under an older epoch.
+    JudgedAgain,
+}
+
+/// Told of every judgement as it is made. Replay and logs listen; workers that need neither pass `()`, which
+/// costs nothing.
+pub trait Observer {
+    /// The policy was asked about `flow` (in the connection's original direction) for frame `index`.
+    fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion);
+}
+
+impl Observer for () {
+    #[inline]
+    fn judged(&mut self, _: usize, _: &Flow, _: &Judgement, _: Occasion) {}
+}
+
+/// A packet that was admitted: which frame of the batch, what it is, and its connection's hash.
+struct Admitted {
+    index: usize,
+    packet: Packet,
+    hashed: Hashed,
+}
+
+/// What one worker needs to judge packets. It allocates nothing after it is made.
+pub struct Pipeline {
+    connections: Arc<ConnTable>,
+    mode: Mode,
+    admitted: Vec<Admitted>,
+}
+
+impl Pipeline {
+    /// A pipeline over the connection table that all workers share.
+    pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
+        Self { connections, mode, admitted: Vec::with_capacity(BATCH) }
+    }
+
+    /// The connection table.
+    pub fn connections(&self) -> &ConnTable {
+        &self.connections
+    }
+
+    /// Judges a batch received on port `ingress` and rewrites in place what passes.
+    ///
+    /// The verdict of frame `i` is `verdicts[i]`; frames keep their length. `now` is read once a batch by the
+    /// caller. A batch longer than [`BATCH`] is a fault of the caller; what is beyond is not looked at.
+    pub fn process_batch<F: Frames, O: Observer>(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Timestamp,
+        ingress: PortId,
+        frames: &mut F,
+        verdicts: &mut [Verdict; BATCH],
+        observer: &mut O,
+    ) {
+        self.admit_all(snapshot, ingress, frames, verdicts);
+        if self.mode == Mode::Full {
+            for entry in &mut self.admitted {
+                self.connections.locate(&mut entry.hashed);
+            }
+        }
+        let mut admitted = std::mem::take(&mut self.admitted);
+        for entry in admitted.drain(..) {
+            let frame = frames.bytes(entry.index);
+            verdicts[entry.index] = self
+                .allow(snapshot, now, frame, &entry, observer)
+                .and_then(|()| dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet))
+                .map_or_else(Verdict::Drop, Verdict::Forward);
+        }
+        self.admitted = admitted;
+    }
+
+    /// First pass: parses and checks every frame, and has the cache lines of their connections fetched while
+    /// the others are parsed.
+    fn admit_all<F: Frames>(
+        &mut self,
+        snapshot: &Snapshot,
+        ingress: PortId,
+        frames: &mut F,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        for index in 0..frames.len().min(BATCH) {
+            match admit::admit(&snapshot.forwarding, ingress, frames.bytes(index)) {
+                Ok(packet) => {
+                    let hashed = self.connections.prepare(&packet.flow);
+                    self.admitted.push(Admitted { index, packet, hashed });
+                }
+                Err(cause) => verdicts[index] = Verdict::Drop(cause),
+            }
+        }
+    }
+
+    /// Second pass, one packet: whether connection or policy lets it pass.
+    #[inline]
+    fn allow<O: Observer>(
+        &self,
+        snapshot: &Snapshot,
+        now: Timestamp,
+        frame: &[u8],
+        entry: &Admitted,
+        observer: &mut O,
+    ) -> Result<(), Cause> {
+        match self.mode {
+            Mode::Full => {
+                track::Tracker { connections: &self.connections, snapshot, now, index: entry.index, observer }.track(
+                    frame,
+                    &entry.packet,
+                    &entry.hashed,
+                )
+            }
+            Mode::ForwardOnly => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Last stage: an allowed packet gets its way out.
+
+use super::Cause;
+use crate::forward::{Forwarding, PortId, PortKind};
+use crate::packet::{NextHop, Packet, rewrite};
+
+/// Finds the port that the packet leaves by and rewrites its frame for it.
+#[inline]
+pub(super) fn dispatch(
+    forwarding: &Forwarding,
+    ingress: PortId,
+    frame: &mut [u8],
+    packet: &Packet,
+) -> Result<PortId, Cause> {
+    let egress = forwarding.next_hop(packet.flow.dst).ok_or(Cause::NoPort)?;
+    let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
+    if packet.ip_len() > port.mtu {
+        return Err(Cause::TooBig);
+    }
+    let from_host = forwarding.port(ingress).is_some_and(|port| port.kind == PortKind::Host);
+    if from_host && port.kind == PortKind::Host {
+        // The node's stack sent it here because it belongs to a pod; back to the stack it would come round again.
+        return Err(Cause::NoPort);
+    }
+    let spend_ttl = !from_host && port.kind != PortKind::Host;
+    if spend_ttl && packet.ttl <= 1 {
+        return Err(Cause::TtlExpired);
+    }
+    rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl });
+    Ok(egress)
+}

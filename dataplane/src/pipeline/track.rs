@@ -1,0 +1,121 @@
+//! Second stage: the packet's connection lets it pass, or else the policy opens one.
+
+use super::{Cause, Observer, Occasion};
+use crate::Snapshot;
+use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, NewConn, OwnerId, Refused, Timestamp, Update};
+use crate::packet::{Flow, Packet, Transport, quoted_flow};
+use crate::policy::{Judgement, Side};
+
+/// One packet on its way through the stage.
+pub(super) struct Tracker<'a, O> {
+    pub(super) connections: &'a ConnTable,
+    pub(super) snapshot: &'a Snapshot,
+    pub(super) now: Timestamp,
+    pub(super) index: usize,
+    pub(super) observer: &'a mut O,
+}
+
+impl<O: Observer> Tracker<'_, O> {
+    /// Whether the packet may pass.
+    #[inline]
+    pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        match packet.transport {
+            Transport::IcmpError { quoted_at } => self.related(frame, packet, quoted_at),
+            Transport::LaterFragment => Err(Cause::Fragment),
+            _ => match self.connections.find(hashed, self.now) {
+                Some(connection) => self.follow(connection, packet, hashed),
+                None => self.open(packet, hashed),
+            },
+        }
+    }
+
+    /// A packet of a known connection.
+    #[inline]
+    fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        if !connection.is_of_epoch(self.snapshot.epoch) {
+            self.judge_again(&mut connection)?;
+        }
+        match connection.update(hashed.orientation(), &packet.transport, self.now) {
+            Update::Accepted(_) => Ok(()),
+            Update::Invalid => Err(Cause::InvalidState),
+            Update::Cut => Err(Cause::ConnectionCut),
+            Update::Ended => self.open(packet, hashed),
+        }
+    }
+
+    /// A packet that belongs to no connection: its flow is judged, and a connection opened if it may be.
+    fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        self.judge(&packet.flow, Occasion::Opened)?;
+        let new = NewConn {
+            hashed,
+            transport: &packet.transport,
+            owner: self.owner(&packet.flow),
+            epoch: self.snapshot.epoch,
+            now: self.now,
+        };
+        match self.connections.insert(&new) {
+            Ok(Insertion::Created(_)) => Ok(()),
+            // Another worker was first, perhaps with a packet of the other direction.
+            Ok(Insertion::Found(mut connection)) => {
+                match connection.update(hashed.orientation(), &packet.transport, self.now) {
+                    Update::Accepted(_) => Ok(()),
+                    Update::Cut => Err(Cause::ConnectionCut),
+                    // Gone again within the same instant: the sender will try again.
+                    Update::Invalid | Update::Ended => Err(Cause::InvalidState),
+                }
+            }
+            Err(Refused::Full) => Err(Cause::TableFull),
+            Err(Refused::Quota) => Err(Cause::QuotaExceeded),
+            Err(Refused::CannotOpen) => Err(Cause::NoConnection),
+        }
+    }
+
+    /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes.
+    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<(), Cause> {
+        let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
+        if quoted.src != packet.flow.dst {
+            return Err(Cause::NoConnection);
+        }
+        let mut connection = self.connections.related(&quoted, self.now).ok_or(Cause::NoConnection)?;
+        if !connection.is_of_epoch(self.snapshot.epoch) {
+            self.judge_again(&mut connection)?;
+        }
+        if connection.is_cut() { Err(Cause::ConnectionCut) } else { Ok(()) }
+    }
+
+    /// A connection last judged under an older epoch: judged again in its original direction, it stays or is cut.
+    ///
+    /// A cut connection keeps its entry. Were it forgotten, a packet of its answering side would be judged as if
+    /// that side had opened it, and might bring back what policy has ended.
+    #[cold]
+    fn judge_again(&mut self, connection: &mut Conn<'_>) -> Result<(), Cause> {
+        let allowed = self.judge(&connection.original_flow(), Occasion::JudgedAgain).is_ok();
+        connection.set_judged(self.snapshot.epoch, allowed);
+        Ok(())
+    }
+
+    /// Asks the policy, in the direction in which the connection is opened.
+    fn judge(&mut self, flow: &Flow, occasion: Occasion) -> Result<(), Cause> {
+        let judgement = self.snapshot.policy.judge(flow);
+        self.observer.judged(self.index, flow, &judgement, occasion);
+        if self.is_unready(flow, &judgement) {
+            return Err(Cause::NotReady);
+        }
+        judgement.cause().map_or(Ok(()), Err)
+    }
+
+    /// Whether one end is a pod here of which the policy does not know yet. Its side must not pass for another
+    /// node's.
+    fn is_unready(&self, flow: &Flow, judgement: &Judgement) -> bool {
+        let is_pod = |address| self.snapshot.forwarding.pod_port(address).is_some();
+        (judgement.egress == Side::NotLocal && is_pod(flow.src))
+            || (judgement.ingress == Side::NotLocal && is_pod(flow.dst))
+    }
+
+    /// Whose quota a connection counts against: the local pod that opens it, else the local pod that it is for.
+    fn owner(&self, flow: &Flow) -> OwnerId {
+        let forwarding = &self.snapshot.forwarding;
+        let port = forwarding.pod_port(flow.src).or_else(|| forwarding.pod_port(flow.dst));
+        OwnerId(port.map_or(u16::MAX, |port| port.0))
+    }
+}

@@ -1,0 +1,440 @@
+//! The pipeline's promises, packet by packet, without sockets: a node with three pods, its host port and an uplink.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use etherparse::{IcmpEchoHeader, Icmpv4Type, Icmpv6Type, PacketBuilder, TcpHeader};
+use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
+use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::packet::{Transport, parse};
+use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+use penstock_dataplane::policy::{
+    Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PeerSpec, PolicySet, PortProtocol, PortRange, PortSpec,
+    RuleName, RuleSet, RuleSpec, RuleTable,
+};
+use penstock_dataplane::{Epoch, Snapshot};
+
+const HOST: PortId = PortId(0);
+const WEB: PortId = PortId(1);
+const DB: PortId = PortId(2);
+const UPLINK: PortId = PortId(3);
+const FRESH: PortId = PortId(4);
+
+const WEB4: &str = "10.0.0.1";
+const DB4: &str = "10.0.0.2";
+const FRESH4: &str = "10.0.0.3";
+const WEB6: &str = "fd00::1";
+const DB6: &str = "fd00::2";
+const NODE4: &str = "192.168.0.1";
+const WORLD4: &str = "203.0.113.7";
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn mac(port: PortId, end: u8) -> Mac {
+    Mac([2, 0, 0, 0, port.0 as u8, end])
+}
+
+fn forwarding() -> Forwarding {
+    let mut forwarding = Forwarding::new([ip(NODE4).into()]);
+    for (id, kind, mtu, addresses) in [
+        (HOST, PortKind::Host, 1500, &[][..]),
+        (WEB, PortKind::Pod, 1500, &[WEB4, WEB6]),
+        (DB, PortKind::Pod, 1400, &[DB4, DB6]),
+        (UPLINK, PortKind::Uplink, 1500, &[]),
+        // Its interface is there; policy does not know it yet.
+        (FRESH, PortKind::Pod, 1500, &[FRESH4]),
+    ] {
+        let addresses = addresses.iter().map(|text| ip(text).into()).collect();
+        forwarding.insert(id, Port { kind, own_mac: mac(id, 1), peer_mac: mac(id, 2), mtu, addresses }).unwrap();
+    }
+    forwarding
+}
+
+/// What `db` lets in.
+#[derive(Clone, Copy)]
+enum Ingress {
+    /// TCP and UDP port 5432 from `web`; everything, ICMP included, from 203.0.113.0/24.
+    Usual,
+    /// Nothing.
+    Nothing,
+}
+
+fn policy(ingress: Ingress) -> PolicySet {
+    let identity = |number| Identity(NonZeroU32::new(number).unwrap());
+    let range = |protocol| PortRange { protocol, first: 5432, last: 5432 };
+    let from_web = RuleSpec {
+        name: RuleName("web".into()),
+        peers: PeerSpec::AnyOf { every_pod: false, blocks: Vec::new() },
+        ports: PortSpec::AnyOf(vec![range(PortProtocol::Tcp), range(PortProtocol::Udp)]),
+    };
+    let from_world = RuleSpec {
+        name: RuleName("world".into()),
+        peers: PeerSpec::AnyOf {
+            every_pod: false,
+            blocks: vec![penstock_dataplane::policy::AddressBlock {
+                cidr: "203.0.113.0/24".parse().unwrap(),
+                except: Vec::new(),
+            }],
+        },
+        ports: PortSpec::Every,
+    };
+    let table = match ingress {
+        Ingress::Usual => {
+            RuleTable::new(&[from_web, from_world], [(identity(1), [0].into_iter().collect::<RuleSet>())])
+        }
+        Ingress::Nothing => RuleTable::new(&[], []),
+    };
+    let pod =
+        |number| Owner::Pod { identity: identity(number), endpoint: Some(EndpointId(number)), node: Some(NodeId(0)) };
+    let mut update = PolicySet::default().update();
+    for (text, owner) in [(WEB4, pod(1)), (WEB6, pod(1)), (DB4, pod(2)), (DB6, pod(2)), (NODE4, Owner::Node(NodeId(0)))]
+    {
+        update.set_address(ip(text).into(), Some(owner));
+    }
+    update
+        .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+        .set_endpoint(
+            EndpointId(2),
+            Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Isolated(Arc::new(table)) }),
+        );
+    update.finish()
+}
+
+struct Node {
+    pipeline: Pipeline,
+    snapshot: Snapshot,
+    now: Timestamp,
+}
+
+impl Node {
+    fn new() -> Self {
+        Self::with(Config { entries: 1024, ..Config::default() }, Mode::Full)
+    }
+
+    fn with(config: Config, mode: Mode) -> Self {
+        let connections = Arc::new(ConnTable::new(&config).unwrap());
+        let snapshot = Snapshot { epoch: Epoch(1), policy: policy(Ingress::Usual), forwarding: forwarding() };
+        Self { pipeline: Pipeline::new(connections, mode), snapshot, now: Timestamp::from_millis(1_000_000) }
+    }
+
+    fn publish(&mut self, ingress: Ingress) {
+        self.snapshot.policy = policy(ingress);
+        self.snapshot.epoch.0 += 1;
+    }
+
+    /// One frame, alone in its batch: its verdict and what became of it.
+    fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<u8>) {
+        let mut frames = MemoryFrames::new();
+        frames.push(frame.to_vec()).unwrap();
+        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        self.pipeline.process_batch(&self.snapshot, self.now, port, &mut frames, &mut verdicts, &mut ());
+        (verdicts[0], frames.drain().next().unwrap())
+    }
+
+    fn verdict(&mut self, port: PortId, frame: &[u8]) -> Verdict {
+        self.send(port, frame).0
+    }
+}
+
+fn udp(from: &str, to: &str, ports: (u16, u16)) -> Vec<u8> {
+    let mut frame = Vec::new();
+    match (ip(from), ip(to)) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv4(from.octets(), to.octets(), 64)
+            .udp(ports.0, ports.1)
+            .write(&mut frame, b"payload")
+            .unwrap(),
+        (IpAddr::V6(from), IpAddr::V6(to)) => PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv6(from.octets(), to.octets(), 64)
+            .udp(ports.0, ports.1)
+            .write(&mut frame, b"payload")
+            .unwrap(),
+        _ => panic!("{from} and {to} are of different families"),
+    }
+    frame
+}
+
+fn tcp(from: &str, to: &str, ports: (u16, u16), edit: impl FnOnce(&mut TcpHeader), payload: &[u8]) -> Vec<u8> {
+    let (IpAddr::V4(from), IpAddr::V4(to)) = (ip(from), ip(to)) else { panic!("IPv4 only") };
+    let mut header = TcpHeader::new(ports.0, ports.1, 1000, 4096);
+    edit(&mut header);
+    let mut frame = Vec::new();
+    PacketBuilder::ethernet2([1; 6], [2; 6])
+        .ipv4(from.octets(), to.octets(), 64)
+        .tcp_header(header)
+        .write(&mut frame, payload)
+        .unwrap();
+    frame
+}
+
+fn ping(from: &str, to: &str, request: bool) -> Vec<u8> {
+    let echo = IcmpEchoHeader { id: 77, seq: 1 };
+    let mut frame = Vec::new();
+    match (ip(from), ip(to)) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv4(from.octets(), to.octets(), 64)
+            .icmpv4(if request { Icmpv4Type::EchoRequest(echo) } else { Icmpv4Type::EchoReply(echo) })
+            .write(&mut frame, b"ping")
+            .unwrap(),
+        (IpAddr::V6(from), IpAddr::V6(to)) => PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv6(from.octets(), to.octets(), 64)
+            .icmpv6(if request { Icmpv6Type::EchoRequest(echo) } else { Icmpv6Type::EchoReply(echo) })
+            .write(&mut frame, b"ping")
+            .unwrap(),
+        _ => panic!("{from} and {to} are of different families"),
+    }
+    frame
+}
+
+/// A frame with its TTL or hop limit set and, in IPv4, the header checksum to match.
+fn with_ttl(mut frame: Vec<u8>, ttl: u8) -> Vec<u8> {
+    if frame[12] == 0x86 {
+        frame[21] = ttl;
+    } else {
+        frame[22] = ttl;
+        frame[24..26].fill(0);
+        let header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
+        frame[24..26].copy_from_slice(&header.calc_header_checksum().to_be_bytes());
+    }
+    frame
+}
+
+#[test]
+fn first_packets_are_judged_by_where_they_come_from_and_what_policy_says() {
+    let forward = Verdict::Forward;
+    let drop = Verdict::Drop;
+    for (name, port, frame, expected) in [
+        ("open to open", DB, udp(DB4, WEB4, (1, 2)), forward(WEB)),
+        ("allowed by rule", WEB, udp(WEB4, DB4, (1, 5432)), forward(DB)),
+        ("allowed by rule, IPv6", WEB, udp(WEB6, DB6, (1, 5432)), forward(DB)),
+        ("port of no rule", WEB, udp(WEB4, DB4, (1, 80)), drop(Cause::IngressDenied)),
+        ("ICMP under a rule with ports", WEB, ping(WEB4, DB4, true), drop(Cause::IngressDenied)),
+        ("node to its pod", HOST, ping(NODE4, DB4, true), forward(DB)),
+        ("pod to its node", DB, ping(DB4, NODE4, true), forward(HOST)),
+        ("world to pod by the host port", HOST, udp(WORLD4, DB4, (1, 9)), forward(DB)),
+        ("world to pod by the uplink", UPLINK, udp(WORLD4, DB4, (1, 9)), forward(DB)),
+        ("world that no rule names", UPLINK, udp("198.51.100.1", DB4, (1, 9)), drop(Cause::IngressDenied)),
+        ("pod to world", WEB, udp(WEB4, WORLD4, (1, 53)), forward(HOST)),
+        ("another's address", WEB, udp(DB4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
+        ("an address of nobody's", WEB, udp("10.9.9.9", DB4, (1, 2)), drop(Cause::SpoofedSource)),
+        ("the node's address from a pod", WEB, udp(NODE4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
+        ("a pod's address from outside", UPLINK, udp(WEB4, DB4, (1, 5432)), drop(Cause::SpoofedSource)),
+        ("the node's address from outside", UPLINK, udp(NODE4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
+        ("multicast", WEB, udp(WEB4, "224.0.0.251", (5353, 5353)), drop(Cause::Multicast)),
+        ("broadcast", WEB, udp(WEB4, "255.255.255.255", (68, 67)), drop(Cause::Multicast)),
+        ("link-local", WEB, udp(WEB4, "169.254.169.254", (1, 80)), drop(Cause::NotRoutable)),
+        ("loopback", WEB, udp(WEB4, "127.0.0.1", (1, 80)), drop(Cause::NotRoutable)),
+        ("loopback by the host port", HOST, udp("127.0.0.1", WEB4, (1, 80)), drop(Cause::NotRoutable)),
+        ("world to a pod that is not there", HOST, udp(WORLD4, "10.0.0.99", (1, 2)), drop(Cause::NotReady)),
+        ("the stack's own, come back", HOST, udp(WEB4, WORLD4, (1, 2)), drop(Cause::NoPort)),
+        ("last hop spent", WEB, with_ttl(udp(WEB4, DB4, (1, 5432)), 1), drop(Cause::TtlExpired)),
+        ("last hop spent, IPv6", WEB, with_ttl(udp(WEB6, DB6, (1, 5432)), 1), drop(Cause::TtlExpired)),
+        ("the stack takes the hop", WEB, with_ttl(udp(WEB4, WORLD4, (1, 2)), 1), forward(HOST)),
+        ("the stack has taken the hop", HOST, with_ttl(udp(WORLD4, DB4, (1, 2)), 1), forward(DB)),
+        ("echo reply that answers nothing", DB, ping(DB4, WEB4, false), drop(Cause::NoConnection)),
+        ("pod that policy does not know", FRESH, udp(FRESH4, WEB4, (1, 2)), drop(Cause::NotReady)),
+        ("to a pod that policy does not know", WEB, udp(WEB4, FRESH4, (1, 2)), drop(Cause::NotReady)),
+        ("port without an entry", PortId(9), udp(WEB4, DB4, (1, 5432)), drop(Cause::NotReady)),
+        ("not IP", WEB, vec![0; 60], drop(Cause::NotIp)),
+    ] {
+        assert_eq!(Node::new().verdict(port, &frame), expected, "{name}");
+    }
+}
+
+#[test]
+fn what_is_forwarded_carries_the_ports_macs_and_a_spent_hop() {
+    for (name, port, frame, out, ttl) in [
+        ("pod to pod", WEB, udp(WEB4, DB4, (1, 5432)), DB, 63),
+        ("pod to pod, IPv6", WEB, udp(WEB6, DB6, (1, 5432)), DB, 63),
+        ("uplink to pod", UPLINK, udp(WORLD4, DB4, (1, 2)), DB, 63),
+        ("pod to host", WEB, udp(WEB4, WORLD4, (1, 2)), HOST, 64),
+        ("host to pod", HOST, udp(WORLD4, DB4, (1, 2)), DB, 64),
+    ] {
+        let (verdict, after) = Node::new().send(port, &frame);
+        assert_eq!(verdict, Verdict::Forward(out), "{name}");
+        assert_eq!(after[..12], [mac(out, 2).0, mac(out, 1).0].concat(), "{name}");
+        assert_eq!(parse(&after).unwrap().ttl, ttl, "{name}");
+        assert_eq!(after.len(), frame.len(), "{name}");
+    }
+}
+
+#[test]
+fn a_packet_longer_than_the_way_out_is_dropped() {
+    let big = |length: usize| tcp(WEB4, DB4, (1, 5432), |header| header.syn = true, &vec![0; length - 40]);
+    assert_eq!(Node::new().verdict(WEB, &big(1400)), Verdict::Forward(DB));
+    assert_eq!(Node::new().verdict(WEB, &big(1401)), Verdict::Drop(Cause::TooBig));
+}
+
+#[test]
+fn replies_pass_where_the_other_direction_would_be_denied() {
+    let mut node = Node::new();
+    let (request, reply) = (udp(WEB4, DB4, (40000, 5432)), udp(DB4, WEB4, (5432, 40000)));
+    // The other way round, port 40000 of `web` would be open; so check the side that is isolated.
+    let (back, forth) = (udp(DB4, WEB4, (7, 8)), udp(WEB4, DB4, (8, 7)));
+    assert_eq!(node.verdict(WEB, &forth), Verdict::Drop(Cause::IngressDenied), "before db has asked");
+    assert_eq!(node.verdict(DB, &back), Verdict::Forward(WEB));
+    assert_eq!(node.verdict(WEB, &forth), Verdict::Forward(DB), "db has asked");
+    assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
+    assert_eq!(node.verdict(DB, &reply), Verdict::Forward(WEB));
+
+    assert_eq!(node.verdict(DB, &ping(DB4, WEB4, true)), Verdict::Forward(WEB));
+    assert_eq!(node.verdict(WEB, &ping(WEB4, DB4, false)), Verdict::Forward(DB), "an echo reply");
+}
+
+/// A TCP handshake from `web` to `db`, and a segment each way.
+fn establish(node: &mut Node) -> (Vec<u8>, Vec<u8>) {
+    let ports = (40000, 5432);
+    let syn = tcp(WEB4, DB4, ports, |header| header.syn = true, b"");
+    let syn_ack = tcp(
+        DB4,
+        WEB4,
+        (5432, 40000),
+        |header| {
+            (header.syn, header.ack) = (true, true);
+            (header.sequence_number, header.acknowledgment_number) = (5000, 1001);
+        },
+        b"",
+    );
+    let data = |from, to, ports, seq, ack| {
+        tcp(
+            from,
+            to,
+            ports,
+            |header: &mut TcpHeader| {
+                header.ack = true;
+                (header.sequence_number, header.acknowledgment_number) = (seq, ack);
+            },
+            b"data",
+        )
+    };
+    let there = data(WEB4, DB4, ports, 1001, 5001);
+    let back = data(DB4, WEB4, (5432, 40000), 5001, 1005);
+    for (port, frame, out) in [(WEB, &syn, DB), (DB, &syn_ack, WEB), (WEB, &there, DB), (DB, &back, WEB)] {
+        assert_eq!(node.verdict(port, frame), Verdict::Forward(out));
+    }
+    (there, back)
+}
+
+#[test]
+fn a_connection_is_cut_at_its_next_packet_from_either_side_when_policy_changes() {
+    for first in [WEB, DB] {
+        let mut node = Node::new();
+        let (there, back) = establish(&mut node);
+        node.publish(Ingress::Usual);
+        assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "a change that does not concern it");
+        node.publish(Ingress::Nothing);
+        let frame = if first == WEB { &there } else { &back };
+        assert_eq!(node.verdict(first, frame), Verdict::Drop(Cause::ConnectionCut));
+        // `db` may open connections to `web`, but this is not one: its segments stay cut, too.
+        for _ in 0..3 {
+            assert_eq!(node.verdict(DB, &back), Verdict::Drop(Cause::ConnectionCut));
+            assert_eq!(node.verdict(WEB, &there), Verdict::Drop(Cause::ConnectionCut));
+        }
+        node.publish(Ingress::Usual);
+        assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "allowed again while both ends still hold it");
+        assert_eq!(node.verdict(DB, &back), Verdict::Forward(WEB));
+    }
+}
+
+#[test]
+fn a_cut_udp_flow_does_not_come_back_by_its_replies() {
+    let mut node = Node::new();
+    let (request, reply) = (udp(WEB4, DB4, (40000, 5432)), udp(DB4, WEB4, (5432, 40000)));
+    assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
+    assert_eq!(node.verdict(DB, &reply), Verdict::Forward(WEB));
+    node.publish(Ingress::Nothing);
+    for _ in 0..3 {
+        assert_eq!(node.verdict(DB, &reply), Verdict::Drop(Cause::ConnectionCut));
+        assert_eq!(node.verdict(WEB, &request), Verdict::Drop(Cause::ConnectionCut));
+    }
+}
+
+#[test]
+fn a_new_syn_may_open_what_was_cut_in_the_direction_that_policy_allows() {
+    let mut node = Node::new();
+    let (there, _) = establish(&mut node);
+    node.publish(Ingress::Nothing);
+    assert_eq!(node.verdict(WEB, &there), Verdict::Drop(Cause::ConnectionCut));
+    let syn =
+        |from, to, ports| tcp(from, to, ports, |header| (header.syn, header.sequence_number) = (true, 900_000), b"");
+    assert_eq!(node.verdict(WEB, &syn(WEB4, DB4, (40000, 5432))), Verdict::Drop(Cause::IngressDenied));
+    assert_eq!(node.verdict(DB, &syn(DB4, WEB4, (5432, 40000))), Verdict::Forward(WEB), "its own connection");
+}
+
+#[test]
+fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
+    let error = |from: &str, to: &str, quoted: &[u8]| {
+        let (IpAddr::V4(from), IpAddr::V4(to)) = (ip(from), ip(to)) else { panic!("IPv4 only") };
+        let unreachable = etherparse::icmpv4::DestUnreachableHeader::FragmentationNeeded { next_hop_mtu: 1300 };
+        let mut frame = Vec::new();
+        PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv4(from.octets(), to.octets(), 64)
+            .icmpv4(Icmpv4Type::DestinationUnreachable(unreachable))
+            .write(&mut frame, &quoted[14..])
+            .unwrap();
+        assert!(matches!(parse(&frame).unwrap().transport, Transport::IcmpError { .. }));
+        frame
+    };
+    let request = udp(WEB4, WORLD4, (40000, 53));
+    let mut node = Node::new();
+    assert_eq!(node.verdict(WEB, &request), Verdict::Forward(HOST));
+    let router = "198.51.100.1";
+    for (name, frame, expected) in [
+        ("about a live connection", error(router, WEB4, &request), Verdict::Forward(WEB)),
+        ("about none", error(router, WEB4, &udp(WEB4, WORLD4, (40001, 53))), Verdict::Drop(Cause::NoConnection)),
+        ("to another than its sender", error(router, DB4, &request), Verdict::Drop(Cause::NoConnection)),
+        ("cut short", error(router, WEB4, &request[..30]), Verdict::Drop(Cause::NoConnection)),
+    ] {
+        assert_eq!(node.verdict(HOST, &frame), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_full_batch_is_judged_frame_by_frame() {
+    let mut node = Node::new();
+    let mut frames = MemoryFrames::new();
+    for number in 0..BATCH as u16 {
+        let frame = match number % 3 {
+            0 => udp(WEB4, DB4, (1000 + number, 5432)),
+            1 => udp(WEB4, DB4, (1000 + number, 80)),
+            _ => udp(DB4, DB4, (1, 2)),
+        };
+        frames.push(frame).unwrap();
+    }
+    let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+    node.pipeline.process_batch(&node.snapshot, node.now, WEB, &mut frames, &mut verdicts, &mut ());
+    for (number, verdict) in verdicts.iter().enumerate() {
+        let expected = match number % 3 {
+            0 => Verdict::Forward(DB),
+            1 => Verdict::Drop(Cause::IngressDenied),
+            _ => Verdict::Drop(Cause::SpoofedSource),
+        };
+        assert_eq!(*verdict, expected, "frame {number}");
+    }
+}
+
+#[test]
+fn forward_only_asks_neither_policy_nor_connections() {
+    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, Mode::ForwardOnly);
+    assert_eq!(node.verdict(WEB, &udp(WEB4, DB4, (1, 80))), Verdict::Forward(DB));
+    assert_eq!(node.verdict(WEB, &udp(DB4, DB4, (1, 80))), Verdict::Drop(Cause::SpoofedSource));
+}
+
+#[test]
+fn the_quota_of_one_pod_leaves_room_for_the_others() {
+    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, Mode::Full);
+    let mut refused = 0;
+    for port in 0..1000 {
+        match node.verdict(WEB, &udp(WEB4, DB4, (port, 5432))) {
+            Verdict::Forward(DB) => assert_eq!(node.verdict(DB, &udp(DB4, WEB4, (5432, port))), Verdict::Forward(WEB)),
+            Verdict::Drop(Cause::QuotaExceeded) => refused += 1,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(refused, 1000 - 256, "a quarter of the table");
+    assert_eq!(node.verdict(DB, &udp(DB4, WEB4, (1, 2))), Verdict::Forward(WEB));
+}
