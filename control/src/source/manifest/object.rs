@@ -50,18 +50,18 @@ impl Reader<'_> {
     /// A document of the file.
     pub(super) fn document(&mut self, tree: Node) {
         if let Err(error) = self.any(tree, None) {
-            self.errors.push(error);
+            self.errors.push(*error);
         }
     }
 
-    fn any(&mut self, tree: Node, in_list_of: Option<Kind>) -> Result<(), ManifestError> {
+    fn any(&mut self, tree: Node, in_list_of: Option<Kind>) -> Result<(), Box<ManifestError>> {
         match self.declared(&tree, in_list_of)? {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
                 for item in tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, Fault::NotAList))? {
                     // An error in one item does not hide those of the next.
                     if let Err(error) = self.any(item, kind) {
-                        self.errors.push(error);
+                        self.errors.push(*error);
                     }
                 }
                 Ok(())
@@ -74,7 +74,7 @@ impl Reader<'_> {
     }
 
     /// Which kind a tree declares to be.
-    fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, ManifestError> {
+    fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(Node::as_str);
         if !tree.is_mapping() {
             return Err(self.error(tree, &[], Fault::NotAnObject));
@@ -108,7 +108,7 @@ impl Reader<'_> {
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
 
-    fn object(&mut self, tree: Node, kind: Kind) -> Result<(), ManifestError> {
+    fn object(&mut self, tree: Node, kind: Kind) -> Result<(), Box<ManifestError>> {
         let settings = self.options.settings;
         let (object, unknown) = match kind {
             Kind::Namespace => {
@@ -134,7 +134,7 @@ impl Reader<'_> {
         tree: &Node,
         kind: Kind,
         convert: impl FnOnce(&T) -> Result<Object, Invalid>,
-    ) -> Result<(Object, Vec<FieldPath>), ManifestError> {
+    ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
         let mut unknown = Vec::new();
         let mut value = tree.to_value();
         if let Value::Object(fields) = &mut value {
@@ -165,13 +165,13 @@ impl Reader<'_> {
         Origin::new(self.file, tree.line())
     }
 
-    fn error(&self, tree: &Node, field: &[&str], fault: Fault) -> ManifestError {
+    fn error(&self, tree: &Node, field: &[&str], fault: Fault) -> Box<ManifestError> {
         self.error_at(tree, field.iter().map(|name| Step::Field((*name).to_owned())).collect(), fault)
     }
 
-    fn error_at(&self, tree: &Node, field: FieldPath, fault: Fault) -> ManifestError {
+    fn error_at(&self, tree: &Node, field: FieldPath, fault: Fault) -> Box<ManifestError> {
         let object = tree.is_mapping().then(|| describe(tree));
-        ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, fault }
+        Box::new(ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, fault })
     }
 }
 
