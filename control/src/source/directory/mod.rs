@@ -1,6 +1,6 @@
 //! A directory of manifests as a source: read at the start, watched while running.
 //!
-//! [`Files`](files) knows what of the files holds; [`Watch`](watch) tells when to look at them again.
+//! One part knows what of the files holds, the other tells when to look at them again.
 
 mod files;
 mod watch;

@@ -1,6 +1,6 @@
 //! Objects from manifest files: YAML and JSON, one or many documents a file, lists of objects.
 //!
-//! A document becomes a [tree](tree) that knows its lines, then a typed object of the API, then an object of the
+//! A document becomes a tree that knows its lines, then a typed object of the API, then an object of the
 //! model; an error on the way names file, line, object and field. Kinds that are not ours are passed over and told
 //! of in [`Manifests::ignored`].
 
