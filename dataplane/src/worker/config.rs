@@ -41,6 +41,8 @@ pub struct Config {
     pub cores: Vec<CoreId>,
     /// How workers wait for packets.
     pub polling: Polling,
+    /// What the threads are called, a dash and the worker's number behind it; the system keeps 15 octets of it.
+    pub thread_name: String,
 }
 
 impl Default for Config {
@@ -53,6 +55,7 @@ impl Default for Config {
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),
+            thread_name: "worker".to_owned(),
         }
     }
 }

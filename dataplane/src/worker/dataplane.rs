@@ -182,6 +182,12 @@ impl Dataplane {
         self.control().frames()
     }
 
+    /// The same by the frames' holders, for tests: it must agree.
+    #[cfg(test)]
+    pub(super) fn census(&self) -> FrameAccount {
+        self.shared.umem.pool().census()
+    }
+
     /// On which pages the UMEM lies.
     pub fn pages(&self) -> Pages {
         self.shared.umem.pages()
@@ -287,7 +293,7 @@ fn spawn<P: Processor>(
             }
         }
     };
-    thread::Builder::new().name(format!("worker-{index}")).spawn(body).map_err(failed)
+    thread::Builder::new().name(format!("{}-{index}", config.thread_name)).spawn(body).map_err(failed)
 }
 
 fn reason(panic: &(dyn Any + Send)) -> String {

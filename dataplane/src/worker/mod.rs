@@ -26,3 +26,6 @@ pub const MAX_WORKERS: usize = 64;
 
 /// Most ports that can be open at once.
 pub const MAX_PORTS: usize = 4096;
+
+#[cfg(test)]
+mod tests;

@@ -113,17 +113,22 @@ impl Traffic {
 /// Packets that the kernel lost at a port's sockets (`struct xdp_statistics` in linux/if_xdp.h), all queues together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KernelDrops {
-    /// Longer than a frame, or lost for other reasons.
+    /// Packets longer than a frame, or for which the fill ring was empty.
     pub rx_dropped: u64,
-    /// The RX ring was full: the worker is too slow.
+    /// Packets for which the RX ring was full: the worker is too slow.
     pub rx_ring_full: u64,
-    /// The fill ring was empty: frames are short.
+    /// How often the fill ring was found empty: frames are short. These packets are in `rx_dropped` too.
     pub fill_ring_empty: u64,
     /// A descriptor that the kernel did not take: a fault of this program.
     pub invalid_descriptors: u64,
 }
 
 impl KernelDrops {
+    /// How many packets were lost in all.
+    pub fn packets(&self) -> u64 {
+        self.rx_dropped + self.rx_ring_full
+    }
+
     pub(crate) fn add(&mut self, statistics: &XskStatistics) {
         self.rx_dropped += statistics.rx_dropped;
         self.rx_ring_full += statistics.rx_ring_full;

@@ -1,0 +1,174 @@
+//! Packets go where they should, all of them, and no frame is lost.
+
+use std::thread;
+use std::time::Duration;
+
+use super::net::{Raw, frame, in_namespace, ip, number, veth};
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Two ports wired to each other, each on a worker of its own where there are two.
+fn two_ports(cores: &[usize], test: impl FnOnce(&Bench, [PortId; 2], [Raw; 2]) + Send) {
+    in_namespace(|| {
+        veth("a");
+        veth("b");
+        let bench = Bench::start(config(cores));
+        let (a, _a) = bench.open("a");
+        let (b, _b) = bench.open("b");
+        bench.wires.connect(a, b);
+        bench.wires.connect(b, a);
+        test(&bench, [a, b], [Raw::open("ap"), Raw::open("bp")]);
+        let account = bench.account();
+        assert_eq!((account.fill, account.in_flight), (1024, 0), "both fill rings are full again: {account:?}");
+    });
+}
+
+#[test]
+fn packets_go_both_ways_across_two_workers_and_keep_their_octets() {
+    two_ports(&[0, 1], |bench, [a, b], [at_a, at_b]| {
+        for (sender, receiver) in [(&at_a, &at_b), (&at_b, &at_a)] {
+            let frames: Vec<_> = (0..300).map(|index| frame(index, 60 + index as usize * 4)).collect();
+            sender.send_all(&frames);
+            for sent in &frames {
+                let got = receiver.receive(PATIENCE).expect("every packet arrives");
+                assert_eq!((got[0], &got[1..]), (0x42, &sent[1..]), "in order, rewritten by the worker and intact");
+            }
+        }
+        let statistics = bench.dataplane.statistics();
+        for port in [a, b] {
+            let traffic = statistics.port(port).unwrap().traffic;
+            assert_eq!((traffic.rx_packets, traffic.tx_packets), (300, 300));
+            assert_eq!((traffic.rx_bytes, traffic.tx_bytes, traffic.dropped_packets()), (197_400, 197_400, 0));
+        }
+        assert!(statistics.workers.iter().all(|worker| worker.handed_over == 300), "{statistics:?}");
+    });
+}
+
+#[test]
+fn the_tail_of_a_burst_does_not_wait_for_the_next() {
+    for cores in [&[0][..], &[0, 1]] {
+        two_ports(cores, |_, _, [at_a, at_b]| {
+            for round in 0..20 {
+                let frames: Vec<_> = (0..200).map(|index| frame(round * 200 + index, 60)).collect();
+                at_a.send_all(&frames);
+                assert_eq!(at_b.count(200), 200, "round {round}");
+                thread::sleep(Duration::from_millis(2));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_million_packets_leave_no_frame_behind() {
+    const PACKETS: u64 = 1_000_000;
+    two_ports(&[0, 1], |bench, [a, b], [at_a, at_b]| {
+        let frames: Vec<_> = (0..128).map(|index| frame(index, 60)).collect();
+        let send = || {
+            at_a.send_all(&frames);
+            at_b.send_all(&frames);
+            256
+        };
+        // At first as fast as the senders go: some are lost at the rings, which the account must survive.
+        let mut sent: u64 = (0..400).map(|_| send()).sum();
+        let mut arrived = at_a.count(u64::MAX) + at_b.count(u64::MAX);
+        // Then no faster than they arrive.
+        let mut missing = sent - arrived;
+        while arrived < PACKETS {
+            sent += send();
+            let start = Instant::now();
+            while sent - arrived > missing + 512 {
+                arrived += at_a.arrived() + at_b.arrived();
+                if start.elapsed() > Duration::from_millis(100) {
+                    missing = sent - arrived;
+                }
+            }
+            assert!(sent < 4 * PACKETS, "most packets arrive: {arrived} of {sent}");
+        }
+        arrived += at_a.count(u64::MAX) + at_b.count(u64::MAX);
+        let statistics = bench.dataplane.statistics();
+        let (mut lost, mut forwarded) = (0, 0);
+        for port in [a, b] {
+            let port = statistics.port(port).unwrap();
+            forwarded += port.traffic.tx_packets;
+            lost += port.traffic.dropped_packets() + port.kernel.packets();
+            assert_eq!(port.kernel.invalid_descriptors, 0);
+        }
+        assert_eq!(forwarded, arrived, "what was sent has arrived");
+        assert_eq!(forwarded + lost, sent, "what did not is counted");
+    });
+}
+
+#[test]
+fn the_longest_packet_that_a_frame_holds_passes_and_an_mtu_beyond_is_refused() {
+    in_namespace(|| {
+        veth("a");
+        veth("b");
+        let largest = crate::io::largest_mtu(2048);
+        for name in ["a", "ap", "b", "bp"] {
+            ip(&format!("link set dev {name} mtu {largest}"));
+        }
+        let bench = Bench::start(config(&[0]));
+        let (a, _a) = bench.open("a");
+        let (b, _b) = bench.open("b");
+        bench.wires.connect(a, b);
+        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
+        let sent = frame(7, 14 + largest as usize);
+        at_a.send_all(std::slice::from_ref(&sent));
+        let got = at_b.receive(PATIENCE).expect("the packet arrives");
+        assert_eq!(&got[1..], &sent[1..]);
+
+        ip(&format!("link add name c mtu {} type veth peer name cp", largest + 1));
+        let error = bench.dataplane.open_port(&PortRequest::new("c")).unwrap_err().to_string();
+        for part in ["interface c", "MTU 1779", "2048", "frame_size = 4096", "1778"] {
+            assert!(error.contains(part), "{error}");
+        }
+    });
+}
+
+#[test]
+fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
+    in_namespace(|| {
+        veth("a");
+        veth("b");
+        let bench = Bench::start(config(&[0]));
+        let (a, _a) = bench.open("a");
+        let (b, attached) = bench.open("b");
+        let at_a = Raw::open("ap");
+        let frames: Vec<_> = (0..100).map(|index| frame(index, 60)).collect();
+        let dropped = |cause, wanted| {
+            at_a.send_all(&frames);
+            let deadline = Instant::now() + PATIENCE;
+            let read = || bench.dataplane.statistics().port(a).unwrap().traffic.dropped(cause);
+            while read() < wanted && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(read(), wanted, "{cause}");
+        };
+        dropped(Cause::NoPort, 100);
+        // A port that goes while packets are forwarded to it.
+        bench.wires.connect(a, b);
+        drop(attached);
+        bench.dataplane.close_port(b).unwrap();
+        dropped(Cause::PortGone, 100);
+        // A port whose interface takes nothing: its ring fills, and then they are dropped.
+        let (b, _attached) = bench.open("b");
+        bench.wires.connect(a, b);
+        ip("link set dev b down");
+        for _ in 0..10 {
+            at_a.send_all(&frames);
+            thread::sleep(Duration::from_millis(5));
+        }
+        let statistics = bench.dataplane.statistics();
+        let traffic = statistics.port(a).unwrap().traffic;
+        assert_eq!(traffic.dropped(Cause::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
+        let account = bench.account();
+        assert_eq!(account.in_flight, 512);
+        // What stuck in the ring is sent when the interface takes packets again.
+        let at_b = Raw::open("bp");
+        ip("link set dev b up");
+        assert_eq!(at_b.count(512), 512);
+        assert_eq!(bench.account().in_flight, 0);
+        assert_eq!(number(&frames[99]), 99);
+    });
+}

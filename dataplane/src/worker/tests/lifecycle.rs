@@ -1,0 +1,185 @@
+//! Ports come and go, workers sleep, and what goes wrong is said.
+
+use std::thread;
+use std::time::Duration;
+
+use super::net::{Raw, frame, in_namespace, ip, veth};
+use super::*;
+use crate::io::PortError;
+
+#[test]
+fn a_hundred_ports_come_and_go_under_traffic_and_leave_no_frame_behind() {
+    in_namespace(|| {
+        veth("a");
+        veth("b");
+        let bench = Bench::start(config(&[0, 1]));
+        let (a, _a) = bench.open("a");
+        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
+        let frames: Vec<_> = (0..64).map(|index| frame(index, 60)).collect();
+        let mut arrived = 0;
+        for round in 0..100 {
+            let (b, attached) = bench.open("b");
+            bench.wires.connect(a, b);
+            bench.wires.connect(b, a);
+            at_b.arrived();
+            at_a.send_all(&frames);
+            if round % 2 == 0 {
+                arrived += at_b.count(64);
+            }
+            at_b.send_all(&frames);
+            // Closed while packets are in every ring and on the way between the workers.
+            drop(attached);
+            bench.dataplane.close_port(b).unwrap();
+            bench.wires.cut(a);
+        }
+        assert_eq!(arrived, 50 * 64, "every port forwarded");
+        let account = bench.account();
+        assert_eq!(account.free + account.fill, account.total);
+        assert_eq!(account.fill, 512, "those of port a alone");
+        let stopped = bench.dataplane.stop().unwrap();
+        assert_eq!(stopped.free, stopped.total);
+    });
+}
+
+#[test]
+fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
+    in_namespace(|| {
+        for name in ["a", "b", "c"] {
+            veth(name);
+        }
+        let bench = Bench::start(config(&[0, 1]));
+        let (a, attached_a) = bench.open("a");
+        let (b, _b) = bench.open("b");
+        // The first port that was ever opened goes first: later ones must not depend on it.
+        ip("link del dev a");
+        drop(attached_a);
+        bench.dataplane.close_port(a).unwrap();
+        assert!(matches!(bench.dataplane.close_port(a), Err(PortError::NotOpen(port)) if port == a));
+        let (c, _c) = bench.open("c");
+        bench.wires.connect(b, c);
+        let (at_b, at_c) = (Raw::open("bp"), Raw::open("cp"));
+        at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
+        assert_eq!(at_c.count(100), 100);
+        // One that vanishes under traffic, before anybody closes it.
+        ip("link del dev c");
+        at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
+        thread::sleep(Duration::from_millis(50));
+        bench.dataplane.close_port(c).unwrap();
+        let account = bench.account();
+        assert_eq!((account.fill, account.in_flight), (512, 0), "{account:?}");
+    });
+}
+
+/// Clock ticks (100 a second) that the worker threads of this namespace's dataplane have used.
+fn ticks_of_workers(before: &[(String, u64)]) -> Vec<(String, u64)> {
+    let mut all = Vec::new();
+    for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
+        let Ok(stat) = std::fs::read_to_string(task.path().join("stat")) else { continue };
+        let (head, tail) = stat.rsplit_once(") ").unwrap();
+        let (id, name) = head.split_once(" (").unwrap();
+        let fields: Vec<&str> = tail.split(' ').collect();
+        let used: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
+        let start = before.iter().find(|(known, _)| known == id).map_or(0, |(_, ticks)| *ticks);
+        if name.starts_with("idle-") {
+            all.push((id.to_owned(), used - start));
+        }
+    }
+    all
+}
+
+#[test]
+fn idle_workers_sleep_and_busy_ones_do_not() {
+    const WATCHED: Duration = Duration::from_secs(2);
+    in_namespace(|| {
+        for name in ["a", "b", "c", "d"] {
+            veth(name);
+        }
+        let mut quiet = config(&[0, 1]);
+        quiet.thread_name = "idle".to_owned();
+        let bench = Bench::start(quiet);
+        let _ports: Vec<_> = ["a", "b", "c", "d"].map(|name| bench.open(name)).into();
+        thread::sleep(Duration::from_millis(100));
+        let before = ticks_of_workers(&[]);
+        assert_eq!(before.len(), 2);
+        thread::sleep(WATCHED);
+        let used = ticks_of_workers(&before);
+        let total: u64 = used.iter().map(|(_, ticks)| ticks).sum();
+        assert!(total <= 6, "3% of a core are 6 ticks in 2 s: {used:?}");
+        let statistics = bench.dataplane.statistics();
+        assert!(
+            statistics.workers.iter().all(|worker| worker.awake_share() < 0.1 && worker.sleeps > 0),
+            "{statistics:?}"
+        );
+        drop(bench);
+
+        let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
+        thread::sleep(Duration::from_millis(50));
+        let statistics = bench.dataplane.statistics();
+        assert_eq!(statistics.workers[0].sleeps, 0);
+        assert!(statistics.workers[0].rounds > 1000, "{statistics:?}");
+    });
+}
+
+#[test]
+fn a_worker_that_dies_is_told_of() {
+    in_namespace(|| {
+        veth("a");
+        let bench = Bench::start(config(&[0]));
+        let (_, _a) = bench.open("a");
+        assert_eq!(bench.dataplane.failed(), None);
+        let mut deadly = frame(0, 60);
+        deadly[0] = 0xde;
+        Raw::open("ap").send_all(&[deadly]);
+        let deadline = Instant::now() + Duration::from_secs(2);
+        while bench.dataplane.failed().is_none() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let died = bench.dataplane.failed().expect("the death is noticed");
+        assert!(
+            died.to_string().contains("worker 0 on core 0 died") && died.reason.contains("a deadly packet"),
+            "{died}"
+        );
+        veth("b");
+        assert!(matches!(bench.dataplane.open_port(&PortRequest::new("b")), Err(PortError::WorkerDied(0))));
+        assert_eq!(bench.dataplane.stop(), Err(died));
+    });
+}
+
+#[test]
+fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
+    in_namespace(|| {
+        let refused = |config: Config, parts: &[&str]| {
+            let error = Dataplane::start(config).map(|_| ()).unwrap_err().to_string();
+            assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
+        };
+        refused(config(&[]), &["no core"]);
+        refused(config(&[4711]), &["core 4711", "choose from 0"]);
+        refused(config(&[0, 0]), &["core 0", "twice"]);
+        refused(Config { frame_size: 1000, ..config(&[0]) }, &["frame_size = 1000", "2048 or 4096"]);
+        refused(Config { ring_size: 1000, ..config(&[0]) }, &["ring_size = 1000", "power of two"]);
+        refused(Config { frames: 100, ..config(&[0]) }, &["frames = 100", "1024"]);
+
+        let bench = Bench::start(Config { frames: 1024, ..config(&[0]) });
+        let refused = |interface: &str, parts: &[&str]| {
+            let error = bench.dataplane.open_port(&PortRequest::new(interface)).unwrap_err().to_string();
+            assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
+            assert_eq!(bench.account().free, 1024, "nothing is held after {error}");
+        };
+        refused("none", &["interface none", "does not exist"]);
+        refused("a-name-that-is-too-long", &["does not exist"]);
+        ip("link add name a type veth peer name ap");
+        refused("a", &["interface a is down", "ip link set dev a up"]);
+        ip("link set dev a up");
+        let other = Bench::start(config(&[1]));
+        let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
+        refused("a", &["queue 0 of interface a", "another AF_XDP socket"]);
+        other.dataplane.close_port(held).unwrap();
+        for name in ["b", "c"] {
+            veth(name);
+        }
+        bench.open("a");
+        bench.open("b");
+        let error = bench.dataplane.open_port(&PortRequest::new("c")).unwrap_err().to_string();
+        assert!(error.contains("interface c needs 512 frames") && error.contains("of 1024"), "{error}");
+    });
+}

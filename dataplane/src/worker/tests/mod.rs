@@ -1,0 +1,102 @@
+//! Workers on real veth pairs. These tests need root; each has a network namespace of its own.
+
+mod forwarding;
+mod lifecycle;
+mod net;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::Instant;
+
+use penstock_xdp_redirect::{AttachOptions, Attached, Interface, Redirect, Role};
+
+use super::processor::Processor;
+use super::*;
+use crate::Snapshot;
+use crate::forward::PortId;
+use crate::io::{FrameAccount, RxBatch};
+use crate::pipeline::{BATCH, Cause, Frames, Verdict};
+
+/// Forwards all packets of a port to the port it is wired to, and marks their first octet.
+#[derive(Clone)]
+struct Wires(Arc<[AtomicU16]>);
+
+const NOWHERE: u16 = u16::MAX;
+
+impl Wires {
+    fn new() -> Self {
+        Self((0..64).map(|_| AtomicU16::new(NOWHERE)).collect())
+    }
+
+    fn connect(&self, from: PortId, to: PortId) {
+        self.0[from.index()].store(to.0, Ordering::Relaxed);
+    }
+
+    fn cut(&self, from: PortId) {
+        self.0[from.index()].store(NOWHERE, Ordering::Relaxed);
+    }
+}
+
+impl Processor for Wires {
+    fn process(
+        &mut self,
+        _: &Snapshot,
+        _: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        let to = self.0[ingress.index()].load(Ordering::Relaxed);
+        for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
+            assert_ne!(frames.bytes(index)[0], 0xde, "a deadly packet");
+            frames.bytes(index)[0] = 0x42;
+            *verdict = if to == NOWHERE { Verdict::Drop(Cause::NoPort) } else { Verdict::Forward(PortId(to)) };
+        }
+    }
+
+    fn tend(&mut self, _: Instant) {}
+}
+
+/// A small dataplane with as many workers as it is given cores.
+fn config(cores: &[usize]) -> Config {
+    Config {
+        frames: 4096,
+        ring_size: 512,
+        cores: cores.iter().map(|&core| CoreId(core)).collect(),
+        ..Config::default()
+    }
+}
+
+struct Bench {
+    dataplane: Dataplane,
+    redirect: Redirect,
+    wires: Wires,
+}
+
+impl Bench {
+    fn start(config: Config) -> Self {
+        let wires = Wires::new();
+        let dataplane = Dataplane::start_with(config, |_| wires.clone()).unwrap();
+        Self { dataplane, redirect: Redirect::new().unwrap(), wires }
+    }
+
+    /// Opens a port on an interface and has its packets redirected to it.
+    fn open(&self, interface: &str) -> (PortId, Attached) {
+        let port = self.dataplane.open_port(&PortRequest::new(interface)).unwrap();
+        let interface = Interface::by_name(interface).unwrap();
+        let attached = self.redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        let set = self.dataplane.with_sockets(port, |sockets| {
+            sockets.iter().try_for_each(|&(queue, socket)| attached.set_socket(queue, socket))
+        });
+        set.unwrap().unwrap();
+        (port, attached)
+    }
+
+    /// The account, once it is as it should be at rest; panics when it does not come to rest.
+    fn account(&self) -> FrameAccount {
+        let account = self.dataplane.frames().unwrap();
+        assert!(account.is_balanced(), "{account:?}");
+        assert_eq!(account, self.dataplane.census(), "rings and holders agree");
+        account
+    }
+}
