@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
+use crate::conntrack;
 use crate::io::HugePages;
+use crate::pipeline::Mode;
 
 /// A processor core by the kernel's number, as in `/proc/cpuinfo`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -41,6 +43,10 @@ pub struct Config {
     pub cores: Vec<CoreId>,
     /// How workers wait for packets.
     pub polling: Polling,
+    /// The connection table.
+    pub connections: conntrack::Config,
+    /// How much of the pipeline runs.
+    pub mode: Mode,
     /// What the threads are called, a dash and the worker's number behind it; the system keeps 15 octets of it.
     pub thread_name: String,
 }
@@ -55,6 +61,8 @@ impl Default for Config {
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),
+            connections: conntrack::Config::default(),
+            mode: Mode::Full,
             thread_name: "worker".to_owned(),
         }
     }

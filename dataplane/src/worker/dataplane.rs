@@ -14,13 +14,14 @@ use crossbeam::channel::{Receiver, unbounded};
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
 use super::ports::PortTable;
-use super::processor::{NotReady, Processor};
+use super::processor::{Judge, Processor};
 use super::run::Worker;
 use super::statistics::{
     KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
 };
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::Snapshot;
+use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
 
@@ -47,6 +48,7 @@ impl PortRequest {
 /// well below a millisecond except for closing, which waits for packets in flight.
 pub struct Dataplane {
     shared: Arc<Shared>,
+    connections: Arc<ConnTable>,
     control: Mutex<Control>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
@@ -67,14 +69,15 @@ pub fn available_cores() -> Vec<CoreId> {
 }
 
 impl Dataplane {
-    /// Maps the UMEM and starts a worker on each core. Until a snapshot is published nothing passes.
+    /// Maps the UMEM, makes the connection table and starts a worker on each core. Until a snapshot is published nothing passes.
     pub fn start(config: Config) -> Result<Self, StartError> {
-        Self::start_with(config, |_| NotReady)
+        let mode = config.mode;
+        Self::start_with(config, |worker, connections| Judge::new(connections.clone(), mode, worker == 0))
     }
 
     pub(super) fn start_with<P: Processor>(
         config: Config,
-        mut processor: impl FnMut(usize) -> P,
+        mut processor: impl FnMut(usize, &Arc<ConnTable>) -> P,
     ) -> Result<Self, StartError> {
         check_cores(&config.cores)?;
         let umem = Umem::new(UmemConfig {
@@ -83,6 +86,7 @@ impl Dataplane {
             ring_size: config.ring_size,
             huge_pages: config.huge_pages,
         })?;
+        let connections = Arc::new(ConnTable::new(&config.connections)?);
         let shared = Arc::new(share(umem, config.cores.len())?);
         let control = Control {
             shared: shared.clone(),
@@ -93,13 +97,14 @@ impl Dataplane {
         };
         let mut this = Self {
             shared: shared.clone(),
+            connections,
             control: Mutex::new(control),
             threads: Vec::new(),
             cores: config.cores.clone(),
         };
         for (index, &core) in config.cores.iter().enumerate() {
             let (sender, receiver) = unbounded();
-            let thread = spawn(index, core, shared.clone(), processor(index), receiver, &config)?;
+            let thread = spawn(index, core, shared.clone(), processor(index, &this.connections), receiver, &config)?;
             this.control().commands.push(sender);
             this.threads.push(thread);
         }
@@ -186,6 +191,11 @@ impl Dataplane {
     #[cfg(test)]
     pub(super) fn census(&self) -> FrameAccount {
         self.shared.umem.pool().census()
+    }
+
+    /// The connection table that all workers share.
+    pub fn connections(&self) -> &Arc<ConnTable> {
+        &self.connections
     }
 
     /// On which pages the UMEM lies.

@@ -1,6 +1,7 @@
 //! What can go wrong when a dataplane starts or stops, each in one line.
 
 use super::CoreId;
+use crate::conntrack::OpenError;
 use crate::io::UmemError;
 
 /// The dataplane could not be started.
@@ -26,6 +27,9 @@ pub enum StartError {
     /// The UMEM could not be made.
     #[error(transparent)]
     Umem(#[from] UmemError),
+    /// The connection table could not be made.
+    #[error(transparent)]
+    Connections(#[from] OpenError),
     /// A thread could not be started.
     #[error("cannot start the thread of worker {worker}: {source}")]
     Thread {

@@ -1,11 +1,13 @@
 //! What a worker does with a batch of packets.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::Snapshot;
+use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Cause, Verdict};
+use crate::pipeline::{BATCH, Mode, Pipeline, Verdict};
 
 /// What a worker does with a batch of packets: the pipeline, and in this module's tests something simpler.
 pub(crate) trait Processor: Send + 'static {
@@ -19,17 +21,68 @@ pub(crate) trait Processor: Send + 'static {
         verdicts: &mut [Verdict; BATCH],
     );
 
-    /// Does a small step of what must be done now and then.
-    fn tend(&mut self, now: Instant);
+    /// Does a step of what must be done now and then: a small one where packets may be waiting.
+    fn tend(&mut self, now: Instant, busy: bool);
 }
 
-/// Judges nothing, and so lets nothing pass.
-pub(crate) struct NotReady;
+/// The pipeline, its clock, and the worker's share in keeping the connection table tidy.
+pub(crate) struct Judge {
+    pipeline: Pipeline,
+    /// One moment on both clocks.
+    origin: (Instant, Timestamp),
+    sweep: Option<Sweep>,
+}
 
-impl Processor for NotReady {
-    fn process(&mut self, _: &Snapshot, _: Instant, _: PortId, _: &mut RxBatch<'_>, verdicts: &mut [Verdict; BATCH]) {
-        verdicts.fill(Verdict::Drop(Cause::NotReady));
+/// The walk over the connection table that removes expired connections.
+struct Sweep {
+    cursor: SweepCursor,
+    last: Instant,
+}
+
+/// In how long the whole table is swept. An expired connection is not found in any case; this is about its room.
+const SWEEP_PERIOD: Duration = Duration::from_secs(10);
+/// Most entries in one step while packets may be waiting: some 15 microseconds.
+const BUSY_STEP: usize = 512;
+/// Most entries in one step otherwise: about a millisecond.
+const IDLE_STEP: usize = 32_768;
+
+impl Judge {
+    /// One worker sweeps for all: more would only meet each other.
+    pub(crate) fn new(connections: Arc<ConnTable>, mode: Mode, sweeps: bool) -> Self {
+        let now = Instant::now();
+        let sweep = sweeps.then(|| Sweep { cursor: SweepCursor::default(), last: now });
+        Self { pipeline: Pipeline::new(connections, mode), origin: (now, Timestamp::now()), sweep }
     }
 
-    fn tend(&mut self, _: Instant) {}
+    fn timestamp(&self, now: Instant) -> Timestamp {
+        self.origin.1.plus(now.saturating_duration_since(self.origin.0))
+    }
+}
+
+impl Processor for Judge {
+    #[inline]
+    fn process(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        let now = self.timestamp(now);
+        self.pipeline.process_batch(snapshot, now, ingress, frames, verdicts, &mut ());
+    }
+
+    fn tend(&mut self, now: Instant, busy: bool) {
+        let timestamp = self.timestamp(now);
+        let Some(sweep) = &mut self.sweep else { return };
+        let connections = self.pipeline.connections();
+        let elapsed = now.saturating_duration_since(sweep.last);
+        let due = connections.capacity() as f64 * elapsed.as_secs_f64() / SWEEP_PERIOD.as_secs_f64();
+        let step = (due as usize).min(if busy { BUSY_STEP } else { IDLE_STEP });
+        if step >= BUSY_STEP / 2 {
+            connections.sweep(&mut sweep.cursor, step, timestamp);
+            sweep.last = now;
+        }
+    }
 }

@@ -249,7 +249,7 @@ impl<P: Processor> Worker<P> {
             let turn = self.turn(now);
             until_tending = until_tending.saturating_sub(1);
             if !turn.busy || until_tending == 0 {
-                self.processor.tend(now);
+                self.processor.tend(now, turn.busy);
                 until_tending = TEND;
             }
             if turn.busy {

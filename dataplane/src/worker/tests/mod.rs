@@ -54,7 +54,7 @@ impl Processor for Wires {
         }
     }
 
-    fn tend(&mut self, _: Instant) {}
+    fn tend(&mut self, _: Instant, _: bool) {}
 }
 
 /// A small dataplane with as many workers as it is given cores.
@@ -62,6 +62,7 @@ fn config(cores: &[usize]) -> Config {
     Config {
         frames: 4096,
         ring_size: 512,
+        connections: crate::conntrack::Config { entries: 1024, ..Default::default() },
         cores: cores.iter().map(|&core| CoreId(core)).collect(),
         ..Config::default()
     }
@@ -76,7 +77,7 @@ struct Bench {
 impl Bench {
     fn start(config: Config) -> Self {
         let wires = Wires::new();
-        let dataplane = Dataplane::start_with(config, |_| wires.clone()).unwrap();
+        let dataplane = Dataplane::start_with(config, |_, _| wires.clone()).unwrap();
         Self { dataplane, redirect: Redirect::new().unwrap(), wires }
     }
 
