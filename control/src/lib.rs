@@ -6,6 +6,10 @@
 
 pub mod cli;
 pub mod discovery;
+pub mod compile;
+pub mod engine;
 pub mod model;
+pub mod render;
 pub mod service;
 pub mod source;
+pub mod state;

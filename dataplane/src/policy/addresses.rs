@@ -39,7 +39,7 @@ pub(super) const NONE: u32 = u32::MAX;
 /// What the lookup needs of an address, unpacked: three comparisons instead of nested options.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Entry {
-    /// 0 if it is no pod's.
+    /// 0 if no selector can find it: it is no pod's.
     pub(super) identity: u32,
     /// [`NONE`] if it is no endpoint's.
     pub(super) endpoint: u32,
@@ -236,7 +236,7 @@ mod tests {
             let (mut map, mut oracle) = (AddressMap::default(), HashMap::new());
             let mut copy = (map.clone(), oracle.clone());
             for (index, (address, value)) in steps.into_iter().enumerate() {
-                let address = Address::from_bits(address << 64 | address % 7);
+                let address = Address::from_bits((address << 64) | (address % 7));
                 map.set(address, value.map(entry));
                 match value {
                     Some(value) => oracle.insert(address, value),
@@ -248,7 +248,7 @@ mod tests {
             }
             for (map, oracle) in [(map, oracle), copy] {
                 prop_assert_eq!(map.len(), oracle.len());
-                for address in (0..600u128).map(|address| Address::from_bits(address << 64 | address % 7)) {
+                for address in (0..600u128).map(|address| Address::from_bits((address << 64) | (address % 7))) {
                     let expected = oracle.get(&address).map_or(Entry::UNKNOWN, |value| entry(*value));
                     prop_assert_eq!(map.find(address), expected);
                 }

@@ -114,6 +114,7 @@ impl Rows {
     }
 
     /// The rules of a row.
+    #[cfg(test)]
     pub(super) fn rules(&self, row: Row) -> RuleSet {
         let mut set = RuleSet { words: self.wide(row)[self.summary..].to_vec() };
         while set.words.last() == Some(&0) {

@@ -69,7 +69,8 @@ pub struct RuleTable {
 }
 
 impl RuleTable {
-    /// Resolves rules to rows. `identities` gives the rules of which an identity is a peer by a selector.
+    /// Resolves rules to rows. `identities` gives all rules of which an identity is a peer, but for those of every peer
+    /// and those whose blocks hold its address; an identity that is not given has the rules of every pod.
     pub fn new(rules: &[RuleSpec], identities: impl IntoIterator<Item = (Identity, RuleSet)>) -> Self {
         let mut rows = RowsBuilder::new(rules.len());
         let numbered = || (0u32..).zip(rules);
@@ -77,13 +78,7 @@ impl RuleTable {
             .filter(|(_, rule)| matches!(rule.peers, PeerSpec::AnyOf { every_pod: true, .. }))
             .map(|(number, _)| number)
             .collect();
-        let members: Vec<_> = identities
-            .into_iter()
-            .map(|(identity, mut rules)| {
-                rules.union_with(&every_pod);
-                (identity, rows.row(&rules))
-            })
-            .collect();
+        let members: Vec<_> = identities.into_iter().map(|(identity, rules)| (identity, rows.row(&rules))).collect();
         let peers = Peers::new(rows.row(&every_pod)).with(members);
         let every: RuleSet =
             numbered().filter(|(_, rule)| rule.peers == PeerSpec::Every).map(|(number, _)| number).collect();
@@ -99,15 +94,16 @@ impl RuleTable {
         Self { rows: rows.finish(), peers, blocks, ports, names: rules.iter().map(|rule| rule.name.clone()).collect() }
     }
 
-    /// This table with other rules for some identities: those of which it is a peer by a selector, or none.
-    pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, RuleSet)>) -> Self {
-        let every_pod = self.rows.rules(self.peers.any_pod());
+    /// This table with other rules for some identities, in the sense of [`RuleTable::new`]; `None` for those of every
+    /// pod.
+    pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, Option<RuleSet>)>) -> Self {
         let mut rows = self.rows.clone();
         let mut changed = Vec::new();
-        for (identity, mut rules) in changes {
-            rules.union_with(&every_pod);
-            let row;
-            (rows, row) = rows.with(&rules);
+        for (identity, rules) in changes {
+            let mut row = self.peers.any_pod();
+            if let Some(rules) = rules {
+                (rows, row) = rows.with(&rules);
+            }
             changed.push((identity, row));
         }
         Self { rows, peers: self.peers.with(changed), ..self.clone() }

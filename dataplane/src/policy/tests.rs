@@ -144,7 +144,7 @@ fn rules_are_named_and_peers_of_one_never_meet_ports_of_another() {
         rule("second", selected(), &[(PortProtocol::Tcp, 90, 99)]),
         rule("every pod", PeerSpec::AnyOf { every_pod: true, blocks: Vec::new() }, &[(PortProtocol::Tcp, 7, 7)]),
     ];
-    let table = RuleTable::new(&rules, [named(1, &[0]), named(2, &[1])]);
+    let table = RuleTable::new(&rules, [named(1, &[0, 2]), named(2, &[1, 2])]);
     let (peer, tcp) = (address(WEB), Protocol::TCP);
     for (identity, port, expected) in [
         (1, 80, Some(0)),
@@ -158,8 +158,14 @@ fn rules_are_named_and_peers_of_one_never_meet_ports_of_another() {
         assert_eq!(table.find(identity, peer, tcp, port), expected, "identity {identity}, port {port}");
     }
     assert_eq!(table.name(1).unwrap().to_string(), "second");
-    let changed = table.with_identities([named(1, &[]), named(9, &[0, 1])]);
-    for (identity, port, expected) in [(1, 80, None), (1, 7, Some(2)), (9, 80, Some(0)), (9, 90, Some(1))] {
+    let given = |identity, rules| {
+        let (identity, rules) = named(identity, rules);
+        (identity, Some(rules))
+    };
+    let changed = table.with_identities([(named(1, &[]).0, None), given(8, &[]), given(9, &[0, 1])]);
+    for (identity, port, expected) in
+        [(1, 80, None), (1, 7, Some(2)), (8, 7, None), (9, 80, Some(0)), (9, 90, Some(1)), (9, 7, None)]
+    {
         assert_eq!(changed.find(identity, peer, tcp, port), expected, "changed: identity {identity}, port {port}");
     }
     assert_eq!(table.find(1, peer, tcp, 80), Some(0));

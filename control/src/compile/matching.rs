@@ -1,0 +1,120 @@
+//! One rule against one flow, read directly from the policy: for explanations, where a table says only which rule.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_dataplane::policy::Direction;
+
+use crate::model::{Peer, Peers, Pod, Port, PortMatch, Ports};
+use crate::state::{Holder, State};
+
+use super::provenance::{PeerKind, Provenance, RuleSource};
+
+/// How a rule met a flow.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Match {
+    /// The rule, with the peer and the port that matched; of what did not match, the first that the rule lists.
+    pub provenance: Provenance,
+    /// What of it did not match; nothing if the rule allows the flow.
+    pub lacks: Vec<Lack>,
+}
+
+/// What a rule lacked to allow a flow.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Lack {
+    /// The peer is not among its peers.
+    Peer,
+    /// The peer is in a block of it, but in this except.
+    Excepted(IpNet),
+    /// The port is not among its ports, or the protocol is another.
+    Port,
+    /// It names a port that the server pod does not have by this name and protocol.
+    PortName(String),
+}
+
+/// Compares a rule with a flow.
+pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> Match {
+    let rule = source.get();
+    let peer_address = match source.direction {
+        Direction::Egress => flow.dst,
+        Direction::Ingress => flow.src,
+    };
+    let (kind, peer, lacks_peer) = compare_peers(state, source, &rule.peers, peer_address.into());
+    let (port, lacks_port) = compare_ports(state, &rule.ports, flow);
+    let (policy, direction) = (source.policy.key.clone(), source.direction);
+    Match {
+        provenance: Provenance { policy, direction, rule: source.rule, kind, peer, port },
+        lacks: lacks_peer.into_iter().chain(lacks_port).collect(),
+    }
+}
+
+fn compare_peers(state: &State, source: &RuleSource, peers: &Peers, address: IpAddr) -> (PeerKind, usize, Option<Lack>) {
+    let Peers::AnyOf(peers) = peers else { return (PeerKind::All, 0, None) };
+    let pod = pod_at(state, address);
+    let namespace = &source.policy.key.namespace;
+    if let Some(place) = peers.iter().position(|peer| is_peer(state, namespace, peer, pod, &address)) {
+        return (PeerKind::from(&peers[place]), place, None);
+    }
+    let excepted = peers.iter().enumerate().find_map(|(place, peer)| match peer {
+        Peer::Block(block) if block.cidr.contains(&address) => {
+            let except = block.except.iter().find(|except| except.contains(&address))?;
+            Some((PeerKind::IpBlock, place, Some(Lack::Excepted(*except))))
+        }
+        _ => None,
+    });
+    excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, PeerKind::from), 0, Some(Lack::Peer)))
+}
+
+fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
+    let in_namespace = |pod: &Pod, selector: &crate::model::Selector| {
+        state.namespace_labels(&pod.key.namespace).is_some_and(|labels| selector.matches(labels))
+    };
+    match (peer, pod) {
+        (Peer::Block(block), _) => block.contains(address),
+        (_, None) => false,
+        (Peer::Pods(pods), Some(pod)) => pod.key.namespace == namespace && pods.matches(&pod.labels),
+        (Peer::Namespaces(namespaces), Some(pod)) => in_namespace(pod, namespaces),
+        (Peer::PodsInNamespaces { namespaces, pods }, Some(pod)) => {
+            in_namespace(pod, namespaces) && pods.matches(&pod.labels)
+        }
+    }
+}
+
+fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<Lack>) {
+    let Ports::AnyOf(ports) = ports else { return (0, None) };
+    let server = pod_at(state, flow.dst.into());
+    if let Some(place) = ports.iter().position(|port| is_port(port, server, flow)) {
+        return (place, None);
+    }
+    let names = |port: &Port| match &port.which {
+        PortMatch::Name(name) if !has_name(server, name, port) => Some(name.clone()),
+        _ => None,
+    };
+    let lacking = ports.iter().enumerate().find_map(|(place, port)| Some((place, Some(Lack::PortName(names(port)?)))));
+    lacking.unwrap_or((0, Some(Lack::Port)))
+}
+
+fn has_name(server: Option<&Pod>, name: &str, port: &Port) -> bool {
+    server.is_some_and(|pod| pod.ports.iter().any(|own| own.name == name && own.protocol == port.protocol))
+}
+
+fn is_port(port: &Port, server: Option<&Pod>, flow: &Flow) -> bool {
+    let protocol: penstock_dataplane::policy::PortProtocol = port.protocol.into();
+    let protocol: Protocol = protocol.number();
+    protocol == flow.protocol
+        && match &port.which {
+            PortMatch::Every => true,
+            PortMatch::Range { first, last } => (*first..=*last).contains(&flow.dst_port),
+            PortMatch::Name(name) => server.into_iter().flat_map(|pod| &pod.ports).any(|own| {
+                own.name == *name && own.protocol == port.protocol && own.number == flow.dst_port
+            }),
+        }
+}
+
+fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
+    match state.holder(&address)? {
+        Holder::Pod(pod) => state.pod(pod),
+        Holder::Node(_) => None,
+    }
+}

@@ -1,0 +1,239 @@
+//! From the policies of a pod to the effective rules of its two sides.
+//!
+//! A [`Side`] says what the rules of one direction of a pod depend on, so that pods with the same policies have one set
+//! of rules between them. Its rules are the policies' rules with port names resolved on the server: on ingress the
+//! selected pod itself, on egress each peer, for which a rule is split by the numbers that pods have for the name.
+
+mod matching;
+mod provenance;
+
+use std::sync::Arc;
+
+use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
+
+use crate::model::{Block, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector};
+use crate::state::{Class, PodId, PolicyId, State};
+
+pub use matching::{Lack, Match, compare};
+pub use provenance::{PeerKind, Provenance, RuleSource};
+
+/// What the effective rules of one direction of an isolated pod depend on. Equal sides have equal rules.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Side {
+    /// Which direction.
+    pub direction: Direction,
+    /// The policies that apply, sorted by namespace and name, each with the revision of its last change.
+    pub policies: Vec<(PolicyId, u64)>,
+    /// On ingress, those of the pod's named ports that the policies name; sorted.
+    pub ports: Vec<NamedPort>,
+}
+
+/// One effective rule.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EffectiveRule {
+    /// The policy's rule that it is, or is a part of.
+    pub source: RuleSource,
+    /// Which peers match.
+    pub peers: EffectivePeers,
+    /// Which destinations match.
+    pub ports: PortSpec,
+}
+
+/// The peers of an effective rule.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum EffectivePeers {
+    /// Every address.
+    Every,
+    /// At least one of these.
+    AnyOf {
+        /// Whether every pod of every known namespace is a peer.
+        every_pod: bool,
+        /// Addresses that are in all classes of at least one of these lists.
+        classes: Vec<Vec<Class>>,
+        /// Addresses in blocks, pods' or not.
+        blocks: Vec<Block>,
+    },
+}
+
+/// What the rules of one direction of a pod depend on; `None` if it is open.
+pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
+    let mut isolated = direction == Direction::Ingress && state.is_denied_by_default(pod);
+    let (mut policies, mut ports) = (Vec::new(), Vec::new());
+    for (number, revision) in state.policies_of(pod) {
+        let policy = state.policy(number).expect("the state lists policies that it has");
+        let Some(rules) = rules_of(policy, direction) else { continue };
+        isolated |= policy.isolates;
+        policies.push((number, revision));
+        if direction == Direction::Ingress {
+            let named = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
+            ports.extend(named.filter(|port| names(rules).any(|name| name == (port.name.as_str(), port.protocol))).cloned());
+        }
+    }
+    ports.sort_unstable();
+    ports.dedup();
+    isolated.then_some(Side { direction, policies, ports })
+}
+
+/// The rules of a policy for a direction, if it applies to it.
+pub fn rules_of(policy: &NetworkPolicy, direction: Direction) -> Option<&[Rule]> {
+    match direction {
+        Direction::Egress => policy.egress.as_deref(),
+        Direction::Ingress => policy.ingress.as_deref(),
+    }
+}
+
+/// The port names of rules.
+fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
+    let ports = rules.iter().flat_map(|rule| match &rule.ports {
+        Ports::Every => &[],
+        Ports::AnyOf(ports) => ports.as_slice(),
+    });
+    ports.filter_map(|port| match &port.which {
+        PortMatch::Name(name) => Some((name.as_str(), port.protocol)),
+        PortMatch::Every | PortMatch::Range { .. } => None,
+    })
+}
+
+/// The port names that the rules of a side resolve on its peers: its rules are others once pods have other numbers.
+pub fn names_on_peers(state: &State, side: &Side) -> Vec<(String, PortProtocol)> {
+    if side.direction == Direction::Ingress {
+        return Vec::new();
+    }
+    let policies = side.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
+    let rules = policies.filter_map(|policy| rules_of(policy, side.direction));
+    let mut all: Vec<_> = rules.flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// The effective rules of a side, in the order of its policies and their rules. A rule that can match nothing (an empty
+/// list in the v1beta1 meaning, a name that no pod has) is left out.
+pub fn rules(state: &State, side: &Side) -> Vec<EffectiveRule> {
+    let mut effective = Vec::new();
+    for (number, _) in &side.policies {
+        let policy = state.policy(*number).expect("a side lists policies that the state has");
+        for (index, rule) in rules_of(policy, side.direction).unwrap_or_default().iter().enumerate() {
+            let source = RuleSource { policy: policy.clone(), direction: side.direction, rule: index };
+            one_rule(state, side, &source, rule, &mut effective);
+        }
+    }
+    effective
+}
+
+fn one_rule(state: &State, side: &Side, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
+    let namespace = &source.policy.key.namespace;
+    let Some(peers) = peers(namespace, &rule.peers) else { return };
+    let ports = match &rule.ports {
+        Ports::Every => PortSpec::Every,
+        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(side, port)).collect()),
+    };
+    if ports != PortSpec::AnyOf(Vec::new()) {
+        into.push(EffectiveRule { source: source.clone(), peers, ports });
+    }
+    if side.direction == Direction::Egress {
+        let mut named: Vec<(&str, PortProtocol)> = names(std::slice::from_ref(rule)).collect();
+        named.sort_unstable();
+        named.dedup();
+        for (name, protocol) in named {
+            for number in state.numbers(name, protocol) {
+                let port = NamedPort { name: name.to_owned(), protocol, number };
+                into.push(on_peers_with(port, source, namespace, &rule.peers));
+            }
+        }
+    }
+}
+
+/// The part of an egress rule for peers that have this number for a name. Only a pod has names, also in a block and also
+/// among every peer.
+fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &Peers) -> EffectiveRule {
+    let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
+    let with_port = Class::Port(port);
+    let classes = match peers {
+        Peers::Every => vec![vec![with_port]],
+        Peers::AnyOf(peers) => {
+            let both = |peer| match peer {
+                &Peer::Block(ref block) => vec![Class::Block(block.clone()), with_port.clone()],
+                peer => vec![class(namespace, peer), with_port.clone()],
+            };
+            peers.iter().map(both).collect()
+        }
+    };
+    let peers = EffectivePeers::AnyOf { every_pod: false, classes, blocks: Vec::new() };
+    EffectiveRule { source: source.clone(), peers, ports }
+}
+
+/// The peers of a rule as classes and blocks; `None` if there are none.
+fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
+    let Peers::AnyOf(peers) = peers else { return Some(EffectivePeers::Every) };
+    if peers.is_empty() {
+        return None;
+    }
+    let (mut every_pod, mut classes, mut blocks) = (false, Vec::new(), Vec::new());
+    for peer in peers {
+        match peer {
+            Peer::Block(block) => blocks.push(block.clone()),
+            peer if finds_every_pod(peer) => every_pod = true,
+            peer => classes.push(vec![class(namespace, peer)]),
+        }
+    }
+    Some(EffectivePeers::AnyOf { every_pod, classes, blocks })
+}
+
+fn finds_every_pod(peer: &Peer) -> bool {
+    let every = |selector: &Selector| selector.requirements.is_empty();
+    match peer {
+        Peer::Namespaces(namespaces) => every(namespaces),
+        Peer::PodsInNamespaces { namespaces, pods } => every(namespaces) && every(pods),
+        Peer::Pods(_) | Peer::Block(_) => false,
+    }
+}
+
+/// The class of pods, or of addresses, that are a peer.
+fn class(namespace: &str, peer: &Peer) -> Class {
+    match peer {
+        Peer::Pods(pods) => Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone() },
+        Peer::Namespaces(namespaces) => {
+            Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default() }
+        }
+        Peer::PodsInNamespaces { namespaces, pods } => {
+            Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone() }
+        }
+        Peer::Block(block) => Class::Block(block.clone()),
+    }
+}
+
+/// A rule's port as ranges: a name on ingress as the selected pod's own number; on egress it is left to the peers.
+fn ranges(side: &Side, port: &Port) -> Vec<PortRange> {
+    match &port.which {
+        PortMatch::Every => vec![range(port.protocol, 0, u16::MAX)],
+        PortMatch::Range { first, last } => vec![range(port.protocol, *first, *last)],
+        PortMatch::Name(name) => {
+            let own = side.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
+            own.map(|own| range(own.protocol, own.number, own.number)).collect()
+        }
+    }
+}
+
+fn range(protocol: PortProtocol, first: u16, last: u16) -> PortRange {
+    PortRange { protocol: protocol.into(), first, last }
+}
+
+impl From<PortProtocol> for penstock_dataplane::policy::PortProtocol {
+    fn from(protocol: PortProtocol) -> Self {
+        match protocol {
+            PortProtocol::Tcp => Self::Tcp,
+            PortProtocol::Udp => Self::Udp,
+            PortProtocol::Sctp => Self::Sctp,
+        }
+    }
+}
+
+impl PartialEq for RuleSource {
+    fn eq(&self, other: &Self) -> bool {
+        (Arc::ptr_eq(&self.policy, &other.policy) || self.policy == other.policy)
+            && (self.direction, self.rule) == (other.direction, other.rule)
+    }
+}
+
+impl Eq for RuleSource {}

@@ -1,0 +1,3 @@
+//! From effective rules to what enforces them.
+
+pub mod tables;

@@ -1,0 +1,105 @@
+//! Identities: the classes of addresses that rules cannot tell apart.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+
+use penstock_dataplane::policy::Identity;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::state::{ClassId, Registry};
+
+/// An identity for each set of classes that some pod's address is in.
+#[derive(Default, Debug)]
+pub(super) struct Identities {
+    /// By the sorted classes, with how many addresses have it.
+    known: Registry<Box<[ClassId]>, (Box<[ClassId]>, usize)>,
+    by_address: FxHashMap<IpAddr, u32>,
+    by_class: FxHashMap<ClassId, FxHashSet<u32>>,
+    /// The identities that came or went, with the classes of those that went.
+    changed: FxHashSet<u32>,
+    left: Vec<(u32, Box<[ClassId]>)>,
+}
+
+/// An identity's number among the tables': they count from 1.
+pub(super) fn identity(number: u32) -> Identity {
+    Identity(NonZeroU32::new(number + 1).expect("one more than an index is not zero"))
+}
+
+impl Identities {
+    /// Notes which classes a pod's address is in, or that it is no pod's any more.
+    pub(super) fn set(&mut self, address: IpAddr, classes: Option<Vec<ClassId>>) {
+        let number = classes.map(|classes| self.acquire(classes));
+        let before = match number {
+            Some(number) => self.by_address.insert(address, number),
+            None => self.by_address.remove(&address),
+        };
+        if let Some(before) = before {
+            self.release(before);
+        }
+    }
+
+    fn acquire(&mut self, classes: Vec<ClassId>) -> u32 {
+        if let Some(number) = self.known.find(classes.as_slice()) {
+            self.known[number].1 += 1;
+            return number;
+        }
+        let classes: Box<[ClassId]> = classes.into();
+        let number = self.known.insert(classes.clone(), (classes.clone(), 1));
+        for class in &classes {
+            self.by_class.entry(*class).or_default().insert(number);
+        }
+        self.changed.insert(number);
+        number
+    }
+
+    fn release(&mut self, number: u32) {
+        let (classes, addresses) = &mut self.known[number];
+        *addresses -= 1;
+        if *addresses > 0 {
+            return;
+        }
+        let classes = std::mem::take(classes);
+        self.known.remove(&classes);
+        for class in &classes {
+            let members = self.by_class.entry(*class).or_default();
+            members.remove(&number);
+            if members.is_empty() {
+                self.by_class.remove(class);
+            }
+        }
+        self.changed.insert(number);
+        self.left.push((number, classes));
+    }
+
+    /// The identities that came or went since this was last called, each with a class that it has or had.
+    pub(super) fn take_changed(&mut self) -> Vec<(u32, ClassId)> {
+        let left = std::mem::take(&mut self.left);
+        let left = left.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
+        let mut changed: Vec<_> = left.collect();
+        for number in std::mem::take(&mut self.changed) {
+            let classes = self.known.get(number).map(|(classes, _)| &**classes).unwrap_or_default();
+            changed.extend(classes.iter().map(|class| (number, *class)));
+        }
+        changed
+    }
+
+    /// The identity of a pod's address.
+    pub(super) fn at(&self, address: &IpAddr) -> Option<u32> {
+        self.by_address.get(address).copied()
+    }
+
+    /// The classes of an identity, sorted; none if nobody has it.
+    pub(super) fn classes(&self, number: u32) -> &[ClassId] {
+        self.known.get(number).map(|(classes, _)| &**classes).unwrap_or_default()
+    }
+
+    /// The identities in a class.
+    pub(super) fn in_class(&self, class: ClassId) -> impl Iterator<Item = u32> {
+        self.by_class.get(&class).into_iter().flatten().copied()
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.known.len()
+    }
+}

@@ -1,0 +1,100 @@
+//! Effective rules with their classes by number, and the table made from them.
+
+use std::sync::Arc;
+
+use penstock_dataplane::policy::{AddressBlock, PeerSpec, RuleSet, RuleSpec, RuleTable};
+use rustc_hash::FxHashMap;
+
+use crate::compile::{EffectivePeers, EffectiveRule};
+use crate::model::Block;
+use crate::state::{ClassId, NAMESPACE_UNKNOWN, State};
+
+use super::identities::{Identities, identity};
+
+/// The rules of a side, holding on to the classes that they ask for.
+#[derive(Default, Debug)]
+pub(super) struct LinkedRules {
+    pub(super) rules: Vec<EffectiveRule>,
+    /// For each rule the lists of classes; a peer is in all of one list.
+    classes: Vec<Vec<Vec<ClassId>>>,
+    every_pod: RuleSet,
+}
+
+impl LinkedRules {
+    /// Acquires the classes of rules.
+    pub(super) fn new(rules: Vec<EffectiveRule>, state: &mut State) -> Self {
+        let mut link = |rule: &EffectiveRule| match &rule.peers {
+            EffectivePeers::Every => Vec::new(),
+            EffectivePeers::AnyOf { classes, .. } => {
+                classes.iter().map(|all| all.iter().map(|class| state.acquire(class)).collect()).collect()
+            }
+        };
+        let classes = rules.iter().map(&mut link).collect();
+        let with_every_pod = (0u32..).zip(&rules).filter(|(_, rule)| {
+            matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. })
+        });
+        let every_pod = with_every_pod.map(|(number, _)| number).collect();
+        Self { rules, classes, every_pod }
+    }
+
+    /// Releases the classes.
+    pub(super) fn unlink(self, state: &mut State) {
+        self.classes.into_iter().flatten().flatten().for_each(|class| state.release(class));
+    }
+
+    /// Every class on which rows depend, some more than once.
+    pub(super) fn uses(&self) -> impl Iterator<Item = ClassId> {
+        let unknown = (!self.every_pod.is_empty()).then_some(NAMESPACE_UNKNOWN);
+        self.classes.iter().flatten().flatten().copied().chain(unknown)
+    }
+
+    /// The rules of which an identity with these classes is a peer, if they are others than every pod's.
+    pub(super) fn row(&self, classes: &[ClassId]) -> Option<RuleSet> {
+        let has = |class: &ClassId| classes.binary_search(class).is_ok();
+        let peer_of = |lists: &Vec<Vec<ClassId>>| lists.iter().any(|all| all.iter().all(has));
+        let by_class = (0u32..).zip(&self.classes).filter(|(_, lists)| peer_of(lists));
+        let mut row: RuleSet = by_class.map(|(number, _)| number).collect();
+        if !has(&NAMESPACE_UNKNOWN) {
+            row.union_with(&self.every_pod);
+        }
+        (row != self.every_pod).then_some(row)
+    }
+
+    /// Makes the table.
+    pub(super) fn build(&self, identities: &Identities) -> Arc<RuleTable> {
+        let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
+        for (number, all) in (0u32..).zip(&self.classes).flat_map(|(rule, lists)| lists.iter().map(move |all| (rule, all))) {
+            // The last one is the narrowest: those that have a port.
+            let Some((last, others)) = all.split_last() else { continue };
+            for identity in identities.in_class(*last) {
+                let classes = identities.classes(identity);
+                if others.iter().all(|class| classes.binary_search(class).is_ok()) {
+                    rows.entry(identity).or_default().insert(number);
+                }
+            }
+        }
+        if !self.every_pod.is_empty() {
+            identities.in_class(NAMESPACE_UNKNOWN).for_each(|identity| {
+                rows.entry(identity).or_default();
+            });
+            for (identity, row) in &mut rows {
+                if identities.classes(*identity).first() != Some(&NAMESPACE_UNKNOWN) {
+                    row.union_with(&self.every_pod);
+                }
+            }
+        }
+        let specs: Vec<RuleSpec> = self.rules.iter().map(spec).collect();
+        Arc::new(RuleTable::new(&specs, rows.into_iter().map(|(number, row)| (identity(number), row))))
+    }
+}
+
+fn spec(rule: &EffectiveRule) -> RuleSpec {
+    let block = |block: &Block| AddressBlock { cidr: block.cidr, except: block.except.clone() };
+    let peers = match &rule.peers {
+        EffectivePeers::Every => PeerSpec::Every,
+        EffectivePeers::AnyOf { every_pod, blocks, .. } => {
+            PeerSpec::AnyOf { every_pod: *every_pod, blocks: blocks.iter().map(block).collect() }
+        }
+    };
+    RuleSpec { name: rule.source.name(), peers, ports: rule.ports.clone() }
+}

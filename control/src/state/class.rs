@@ -1,0 +1,231 @@
+//! Classes of pods: what selectors ask, each asked once, its members kept in step with every change.
+
+use ipnet::IpNet;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::model::{Block, Labels, NamedPort, PortProtocol, Selector, Test};
+
+use super::registry::Registry;
+
+/// Number of a pod in a [`State`](super::State).
+pub type PodId = u32;
+/// Number of a class in a [`State`](super::State); free again once no rule asks for it.
+pub type ClassId = u32;
+
+/// The class of pods whose Namespace is not known yet. Every pod is a peer of a rule for all pods of all namespaces,
+/// but these are not: their namespace's labels could say otherwise once they are known.
+pub const NAMESPACE_UNKNOWN: ClassId = 0;
+
+/// What a class of pods (or of their addresses) has in common.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Class {
+    /// Pods that a selector finds in one namespace.
+    InNamespace {
+        /// The namespace's name.
+        namespace: String,
+        /// Finds the pods.
+        pods: Selector,
+    },
+    /// Pods that a selector finds in the namespaces that another finds.
+    InNamespaces {
+        /// Finds the namespaces.
+        namespaces: Selector,
+        /// Finds the pods.
+        pods: Selector,
+    },
+    /// Pods that have this named port.
+    Port(NamedPort),
+    /// Pods' addresses in this block.
+    Block(Block),
+    /// See [`NAMESPACE_UNKNOWN`].
+    NamespaceUnknown,
+}
+
+/// A class and who is in it.
+#[derive(Debug)]
+pub(super) struct ClassRecord {
+    pub(super) class: Class,
+    /// How many rules ask for it.
+    pub(super) references: u32,
+    /// Its pods; not kept for [`Class::Block`], which is about addresses.
+    pub(super) members: FxHashSet<PodId>,
+}
+
+/// Classes by what they ask first of a pod's labels, so that a pod is compared only with those that it may be in.
+#[derive(Default, Debug)]
+pub(super) struct ScopeClasses {
+    /// By key and value of a label that all members have.
+    anchored: FxHashMap<String, FxHashMap<String, Vec<ClassId>>>,
+    /// Those that ask for no certain label.
+    others: Vec<ClassId>,
+}
+
+impl ScopeClasses {
+    pub(super) fn insert(&mut self, class: ClassId, pods: &Selector) {
+        match anchor(pods) {
+            None => self.others.push(class),
+            Some((key, values)) => {
+                let by_value = self.anchored.entry(key.to_owned()).or_default();
+                values.iter().for_each(|value| by_value.entry(value.clone()).or_default().push(class));
+            }
+        }
+    }
+
+    pub(super) fn remove(&mut self, class: ClassId, pods: &Selector) {
+        let Some((key, values)) = anchor(pods) else {
+            return self.others.retain(|other| *other != class);
+        };
+        let Some(by_value) = self.anchored.get_mut(key) else { return };
+        for value in values {
+            if let Some(classes) = by_value.get_mut(value) {
+                classes.retain(|other| *other != class);
+                if classes.is_empty() {
+                    by_value.remove(value);
+                }
+            }
+        }
+        if by_value.is_empty() {
+            self.anchored.remove(key);
+        }
+    }
+
+    /// The classes that a pod with these labels may be in.
+    pub(super) fn candidates<'a>(&'a self, labels: &'a Labels) -> impl Iterator<Item = ClassId> + 'a {
+        let anchored = labels.iter().filter_map(|(key, value)| self.anchored.get(key)?.get(value));
+        anchored.flatten().chain(&self.others).copied()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.anchored.is_empty() && self.others.is_empty()
+    }
+}
+
+/// The requirement that asks for a certain label with the fewest values: what it does not find, the selector does not.
+fn anchor(selector: &Selector) -> Option<(&str, &[String])> {
+    let certain = selector.requirements.iter().filter_map(|requirement| match &requirement.test {
+        Test::In(values) => Some((requirement.key.as_str(), values.as_slice())),
+        Test::NotIn(_) | Test::Exists | Test::DoesNotExist => None,
+    });
+    certain.min_by_key(|(_, values)| values.len())
+}
+
+/// Namespaces that a selector finds, and the classes of pods in them.
+#[derive(Default, Debug)]
+pub(super) struct Scope {
+    pub(super) selector: Selector,
+    pub(super) namespaces: FxHashSet<u32>,
+    pub(super) classes: ScopeClasses,
+}
+
+/// Which pods carry a label, and which have a named port.
+#[derive(Default, Debug)]
+pub(super) struct PodIndex {
+    labels: Nested<String>,
+    ports: Nested<(PortProtocol, u16)>,
+}
+
+impl PodIndex {
+    pub(super) fn insert(&mut self, pod: PodId, labels: &Labels) {
+        for (key, value) in labels {
+            let by_value = match self.labels.get_mut(key) {
+                Some(by_value) => by_value,
+                None => self.labels.entry(key.clone()).or_default(),
+            };
+            match by_value.get_mut(value) {
+                Some(pods) => pods.insert(pod),
+                None => by_value.entry(value.clone()).or_default().insert(pod),
+            };
+        }
+    }
+
+    pub(super) fn remove(&mut self, pod: PodId, labels: &Labels) {
+        for (key, value) in labels {
+            remove(&mut self.labels, key, value, pod);
+        }
+    }
+
+    /// Whether the pod is the first to have this number for the name and protocol.
+    pub(super) fn insert_port(&mut self, pod: PodId, port: &NamedPort) -> bool {
+        let by_number = match self.ports.get_mut(&port.name) {
+            Some(by_number) => by_number,
+            None => self.ports.entry(port.name.clone()).or_default(),
+        };
+        let pods = by_number.entry((port.protocol, port.number)).or_default();
+        pods.insert(pod);
+        pods.len() == 1
+    }
+
+    /// Whether the pod was the last to have this number for the name and protocol.
+    pub(super) fn remove_port(&mut self, pod: PodId, port: &NamedPort) -> bool {
+        remove(&mut self.ports, &port.name, &(port.protocol, port.number), pod)
+    }
+
+    /// All pods that a selector can find, more of them than it does find; `None` if it asks for no certain label.
+    pub(super) fn candidates<'a>(
+        &'a self,
+        selector: &'a Selector,
+    ) -> Option<(usize, impl Iterator<Item = PodId> + 'a)> {
+        let (key, values) = anchor(selector)?;
+        let by_value = self.labels.get(key);
+        let sets = move || by_value.into_iter().flat_map(move |sets| values.iter().filter_map(|value| sets.get(value)));
+        Some((sets().map(FxHashSet::len).sum(), sets().flatten().copied()))
+    }
+
+    /// The pods that have this port.
+    pub(super) fn with_port(&self, port: &NamedPort) -> impl Iterator<Item = PodId> {
+        let pods = self.ports.get(&port.name).and_then(|by_number| by_number.get(&(port.protocol, port.number)));
+        pods.into_iter().flatten().copied()
+    }
+
+    /// Every number that a pod has for this name and protocol, ascending.
+    pub(super) fn numbers(&self, name: &str, protocol: PortProtocol) -> Vec<u16> {
+        let numbers = self.ports.get(name).into_iter().flat_map(FxHashMap::keys);
+        let mut numbers: Vec<u16> = numbers.filter(|(of, _)| *of == protocol).map(|(_, number)| *number).collect();
+        numbers.sort_unstable();
+        numbers
+    }
+}
+
+type Nested<V> = FxHashMap<String, FxHashMap<V, FxHashSet<PodId>>>;
+
+/// Whether no pod is left under key and value.
+fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, pod: PodId) -> bool {
+    let Some(by_value) = index.get_mut(key) else { return true };
+    let Some(pods) = by_value.get_mut(value) else { return true };
+    pods.remove(&pod);
+    let last = pods.is_empty();
+    if last {
+        by_value.remove(value);
+    }
+    if by_value.is_empty() {
+        index.remove(key);
+    }
+    last
+}
+
+/// All classes that rules ask for.
+#[derive(Debug)]
+pub(super) struct Classes {
+    pub(super) registry: Registry<Class, ClassRecord>,
+    pub(super) scopes: Registry<Selector, Scope>,
+    /// The classes of addresses.
+    pub(super) blocks: Vec<(ClassId, Block)>,
+}
+
+impl Default for Classes {
+    fn default() -> Self {
+        let mut registry = Registry::default();
+        let unknown = Class::NamespaceUnknown;
+        let record = ClassRecord { class: unknown.clone(), references: 1, members: FxHashSet::default() };
+        let number = registry.insert(unknown, record);
+        assert_eq!(number, NAMESPACE_UNKNOWN);
+        Self { registry, scopes: Registry::default(), blocks: Vec::new() }
+    }
+}
+
+impl Block {
+    /// Whether an address is in the block and in none of its excepts.
+    pub fn contains(&self, address: &std::net::IpAddr) -> bool {
+        self.cidr.contains(address) && !self.except.iter().any(|except: &IpNet| except.contains(address))
+    }
+}

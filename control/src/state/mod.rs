@@ -1,0 +1,366 @@
+//! The cluster as policy sees it: objects, indexes, and selectors evaluated as things change.
+//!
+//! A [`State`] takes one change after the other and notes what each made outdated, so that the layers after it look at
+//! that alone: pods whose policies may be others now, addresses whose owner or classes may be. It knows no I/O and no
+//! clock, and the order in which objects come does not matter to what it says in the end, with one exception that
+//! Kubernetes makes itself: of two pods that claim one address at a time, the one that claimed it last has it.
+
+mod class;
+mod objects;
+mod pods;
+mod registry;
+
+use std::net::IpAddr;
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::model::{Change, Labels, NetworkPolicy, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
+
+use class::{ClassRecord, Classes, PodIndex, Scope, ScopeClasses};
+pub(crate) use registry::Registry;
+
+pub use class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
+
+/// Number of a policy in a [`State`].
+pub type PolicyId = u32;
+/// Number of a node's name in a [`State`].
+pub type NodeNumber = u32;
+
+/// Everything that policy needs to know of a cluster.
+#[derive(Default, Debug)]
+pub struct State {
+    namespaces: Registry<String, NamespaceRecord>,
+    nodes: Registry<String, NodeRecord>,
+    pods: Registry<ObjectKey, PodRecord>,
+    policies: Registry<ObjectKey, PolicyRecord>,
+    claims: FxHashMap<IpAddr, Claim>,
+    index: PodIndex,
+    classes: Classes,
+    revision: u64,
+    outdated: Outdated,
+}
+
+/// What changes made outdated since it was last asked for.
+#[derive(Default, Debug)]
+pub struct Outdated {
+    /// Pods whose policies or enforcement may be others; a number may be no pod's any more.
+    pub pods: FxHashSet<PodId>,
+    /// Addresses whose owner, or the classes of whose owner, may be others.
+    pub addresses: FxHashSet<IpAddr>,
+    /// Port names for which pods have other numbers than before.
+    pub names: FxHashSet<(String, PortProtocol)>,
+}
+
+#[derive(Debug)]
+struct NamespaceRecord {
+    /// Its labels, once the Namespace is known.
+    labels: Option<Labels>,
+    default_deny_ingress: bool,
+    scopes: Vec<u32>,
+    classes: ScopeClasses,
+    pods: FxHashSet<PodId>,
+    policies: FxHashSet<PolicyId>,
+}
+
+#[derive(Default, Debug)]
+struct NodeRecord {
+    name: String,
+    /// Addresses of the Node; `None` while it is not known.
+    addresses: Option<Vec<IpAddr>>,
+    pods: u32,
+}
+
+#[derive(Debug)]
+struct PodRecord {
+    pod: Pod,
+    namespace: u32,
+    node: Option<NodeNumber>,
+    /// Sorted.
+    classes: Vec<ClassId>,
+    /// The policies that select it, sorted by their key.
+    policies: Vec<PolicyId>,
+}
+
+/// A policy and which pods it selects.
+#[derive(Debug)]
+struct PolicyRecord {
+    policy: std::sync::Arc<NetworkPolicy>,
+    namespace: u32,
+    revision: u64,
+    pods: FxHashSet<PodId>,
+}
+
+/// Who says that an address is theirs; of each kind the last one has it, and a pod before a node.
+#[derive(Default, Debug)]
+struct Claim {
+    pods: Vec<PodId>,
+    nodes: Vec<NodeNumber>,
+}
+
+/// Who has an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Holder {
+    /// A pod.
+    Pod(PodId),
+    /// A node, or its pods in the host network.
+    Node(NodeNumber),
+}
+
+impl State {
+    /// Takes one change. What it made outdated is added to what [`State::take_outdated`] gives.
+    pub fn apply(&mut self, change: Change) {
+        match change {
+            Change::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
+            Change::Set(Object::Node(node)) => self.set_node(&node.name.clone(), Some(node.addresses)),
+            Change::Set(Object::Pod(pod)) => self.set_pod(pod),
+            Change::Set(Object::NetworkPolicy(policy)) => self.set_policy(policy),
+            Change::Delete(ObjectRef::Namespace(name)) => self.delete_namespace(&name),
+            Change::Delete(ObjectRef::Node(name)) => self.set_node(&name, None),
+            Change::Delete(ObjectRef::Pod(key)) => self.delete_pod(&key),
+            Change::Delete(ObjectRef::NetworkPolicy(key)) => self.delete_policy(&key),
+        }
+    }
+
+    /// What changed since this was last called.
+    pub fn take_outdated(&mut self) -> Outdated {
+        std::mem::take(&mut self.outdated)
+    }
+
+    /// The number of a pod.
+    pub fn find_pod(&self, key: &ObjectKey) -> Option<PodId> {
+        self.pods.find(key)
+    }
+
+    /// A pod by its number.
+    pub fn pod(&self, pod: PodId) -> Option<&Pod> {
+        self.pods.get(pod).map(|record| &record.pod)
+    }
+
+    /// All pods.
+    pub fn pods(&self) -> impl Iterator<Item = (PodId, &Pod)> {
+        self.pods.iter().map(|(number, record)| (number, &record.pod))
+    }
+
+    /// Whether policy is enforced for the pod and selectors find it: it has an address, its own, and is not finished.
+    pub fn is_present(&self, pod: PodId) -> bool {
+        self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
+    }
+
+    /// The node on which a pod runs.
+    pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
+        self.pods.get(pod)?.node
+    }
+
+    /// The number of a node's name.
+    pub fn find_node(&self, name: &str) -> Option<NodeNumber> {
+        self.nodes.find(name)
+    }
+
+    /// A node's name by its number.
+    pub fn node_name(&self, node: NodeNumber) -> Option<&str> {
+        self.nodes.get(node).map(|record| record.name.as_str())
+    }
+
+    /// The policies that select a pod, sorted by namespace and name, each with the revision of its last change.
+    pub fn policies_of(&self, pod: PodId) -> impl Iterator<Item = (PolicyId, u64)> {
+        let policies = self.pods.get(pod).map(|record| record.policies.as_slice()).unwrap_or_default();
+        policies.iter().map(|policy| (*policy, self.policies[*policy].revision))
+    }
+
+    /// A policy by its number.
+    pub fn policy(&self, policy: PolicyId) -> Option<&std::sync::Arc<NetworkPolicy>> {
+        self.policies.get(policy).map(|record| &record.policy)
+    }
+
+    /// All policies, each with how many pods it selects.
+    pub fn policies(&self) -> impl Iterator<Item = (&NetworkPolicy, usize)> {
+        self.policies.iter().map(|(_, record)| (&*record.policy, record.pods.len()))
+    }
+
+    /// Whether the annotation of a pod's namespace isolates it for ingress.
+    pub fn is_denied_by_default(&self, pod: PodId) -> bool {
+        self.pods.get(pod).is_some_and(|record| self.namespaces[record.namespace].default_deny_ingress)
+    }
+
+    /// The labels of a namespace, if its Namespace is known.
+    pub fn namespace_labels(&self, name: &str) -> Option<&Labels> {
+        self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
+    }
+
+    /// Who has an address.
+    pub fn holder(&self, address: &IpAddr) -> Option<Holder> {
+        let claim = self.claims.get(address)?;
+        claim.pods.last().map(|pod| Holder::Pod(*pod)).or(claim.nodes.last().map(|node| Holder::Node(*node)))
+    }
+
+    /// Every address that someone has.
+    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, Holder)> {
+        self.claims.keys().filter_map(|address| Some((*address, self.holder(address)?)))
+    }
+
+    /// The classes of a pod's address, sorted.
+    pub fn classes_at(&self, pod: PodId, address: &IpAddr) -> Vec<ClassId> {
+        let mut classes = self.pods[pod].classes.clone();
+        let blocks = self.classes.blocks.iter().filter(|(_, block)| block.contains(address));
+        classes.extend(blocks.map(|(class, _)| *class));
+        classes.sort_unstable();
+        classes
+    }
+
+    /// Every number that a pod has for this port name and protocol, ascending.
+    pub fn numbers(&self, name: &str, protocol: PortProtocol) -> Vec<u16> {
+        self.index.numbers(name, protocol)
+    }
+
+    /// Keeps a class from now on, until it is released as often as it was acquired. Its members' addresses are outdated
+    /// if it is new.
+    pub fn acquire(&mut self, class: &Class) -> ClassId {
+        if let Some(number) = self.classes.registry.find(class) {
+            self.classes.registry[number].references += 1;
+            return number;
+        }
+        let record = ClassRecord { class: class.clone(), references: 1, members: FxHashSet::default() };
+        let number = self.classes.registry.insert(class.clone(), record);
+        let members = match class {
+            Class::InNamespace { namespace, pods } => {
+                let namespace = self.namespace(namespace);
+                self.namespaces[namespace].classes.insert(number, pods);
+                self.found_in(&self.namespaces[namespace].pods, pods)
+            }
+            Class::InNamespaces { namespaces, pods } => {
+                let scope = self.acquire_scope(namespaces);
+                self.classes.scopes[scope].classes.insert(number, pods);
+                self.found_in_scope(scope, pods)
+            }
+            Class::Port(port) => self.index.with_port(port).collect(),
+            Class::Block(block) => {
+                self.classes.blocks.push((number, block.clone()));
+                self.outdate_block(block.clone());
+                Vec::new()
+            }
+            Class::NamespaceUnknown => unreachable!("the class is always there"),
+        };
+        for pod in &members {
+            let record = &mut self.pods[*pod];
+            let place = record.classes.partition_point(|class| *class < number);
+            record.classes.insert(place, number);
+            self.outdated.addresses.extend(&record.pod.addresses);
+        }
+        self.classes.registry[number].members.extend(members);
+        number
+    }
+
+    /// Takes back one [`State::acquire`].
+    pub fn release(&mut self, number: ClassId) {
+        let record = &mut self.classes.registry[number];
+        record.references -= 1;
+        if record.references > 0 {
+            return;
+        }
+        let class = record.class.clone();
+        let record = self.classes.registry.remove(&class).expect("the class is known by its number");
+        for pod in record.members {
+            let record = &mut self.pods[pod];
+            record.classes.retain(|class| *class != number);
+            self.outdated.addresses.extend(&record.pod.addresses);
+        }
+        match &class {
+            Class::InNamespace { namespace, pods } => {
+                let id = self.namespace(namespace);
+                self.namespaces[id].classes.remove(number, pods);
+                self.forget_if_empty(namespace);
+            }
+            Class::InNamespaces { namespaces, pods } => {
+                let scope = self.acquire_scope(namespaces);
+                self.classes.scopes[scope].classes.remove(number, pods);
+                self.forget_scope_if_empty(scope);
+            }
+            Class::Block(block) => {
+                self.classes.blocks.retain(|(class, _)| *class != number);
+                self.outdate_block(block.clone());
+            }
+            Class::Port(_) | Class::NamespaceUnknown => {}
+        }
+    }
+
+    /// How many objects and classes there are.
+    pub fn statistics(&self) -> Statistics {
+        Statistics {
+            namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
+            nodes: self.nodes.iter().filter(|(_, record)| record.addresses.is_some()).count(),
+            pods: self.pods.len(),
+            policies: self.policies.len(),
+            classes: self.classes.registry.len() - 1,
+        }
+    }
+
+    /// The number of a namespace, which has an entry from now on.
+    fn namespace(&mut self, name: &str) -> u32 {
+        self.namespaces.find_or_insert(name, || NamespaceRecord {
+            labels: None,
+            default_deny_ingress: false,
+            scopes: Vec::new(),
+            classes: ScopeClasses::default(),
+            pods: FxHashSet::default(),
+            policies: FxHashSet::default(),
+        })
+    }
+
+    fn forget_if_empty(&mut self, name: &str) {
+        let Some(number) = self.namespaces.find(name) else { return };
+        let record = &self.namespaces[number];
+        let used = record.labels.is_some() || !record.pods.is_empty() || !record.policies.is_empty();
+        if !used && record.classes.is_empty() {
+            self.namespaces.remove(name);
+        }
+    }
+
+    fn acquire_scope(&mut self, namespaces: &crate::model::Selector) -> u32 {
+        if let Some(scope) = self.classes.scopes.find(namespaces) {
+            return scope;
+        }
+        let found = self.namespaces.iter().filter(|(_, record)| {
+            record.labels.as_ref().is_some_and(|labels| namespaces.matches(labels))
+        });
+        let found: FxHashSet<u32> = found.map(|(number, _)| number).collect();
+        let scope = Scope { selector: namespaces.clone(), namespaces: found.clone(), ..Scope::default() };
+        let number = self.classes.scopes.insert(namespaces.clone(), scope);
+        found.into_iter().for_each(|namespace| self.namespaces[namespace].scopes.push(number));
+        number
+    }
+
+    fn forget_scope_if_empty(&mut self, number: u32) {
+        if !self.classes.scopes[number].classes.is_empty() {
+            return;
+        }
+        let selector = self.classes.scopes[number].selector.clone();
+        let scope = self.classes.scopes.remove(&selector).expect("the scope is known by its number");
+        for namespace in scope.namespaces {
+            self.namespaces[namespace].scopes.retain(|scope| *scope != number);
+        }
+    }
+
+    fn outdate_block(&mut self, block: crate::model::Block) {
+        let inside = self.claims.iter().filter(|(address, claim)| !claim.pods.is_empty() && block.contains(address));
+        self.outdated.addresses.extend(inside.map(|(address, _)| *address));
+    }
+}
+
+/// How many objects and classes a [`State`] holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Statistics {
+    /// Namespaces known.
+    pub namespaces: usize,
+    /// Nodes known.
+    pub nodes: usize,
+    /// Pods.
+    pub pods: usize,
+    /// Policies.
+    pub policies: usize,
+    /// Classes that rules ask for.
+    pub classes: usize,
+}
+
+fn is_present(pod: &Pod) -> bool {
+    !pod.host_network && !pod.finished && !pod.addresses.is_empty()
+}

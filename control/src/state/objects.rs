@@ -1,0 +1,136 @@
+//! Namespaces, nodes and policies.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use rustc_hash::FxHashSet;
+
+use crate::model::{Namespace, NetworkPolicy, ObjectKey};
+
+use super::class::PodId;
+use super::{NodeNumber, NodeRecord, PolicyRecord, State};
+
+impl State {
+    pub(super) fn set_namespace(&mut self, namespace: Namespace) {
+        let number = self.namespace(&namespace.name);
+        let record = &mut self.namespaces[number];
+        if record.default_deny_ingress != namespace.default_deny_ingress {
+            record.default_deny_ingress = namespace.default_deny_ingress;
+            self.outdated.pods.extend(&record.pods);
+        }
+        if record.labels.as_ref() != Some(&namespace.labels) {
+            record.labels = Some(namespace.labels);
+            self.rescope(number);
+        }
+    }
+
+    pub(super) fn delete_namespace(&mut self, name: &str) {
+        let Some(number) = self.namespaces.find(name) else { return };
+        let record = &mut self.namespaces[number];
+        if record.default_deny_ingress {
+            record.default_deny_ingress = false;
+            self.outdated.pods.extend(&record.pods);
+        }
+        record.labels = None;
+        self.rescope(number);
+        self.forget_if_empty(name);
+    }
+
+    /// Evaluates the namespace selectors against a namespace, and then the classes of its pods.
+    fn rescope(&mut self, number: u32) {
+        let labels = self.namespaces[number].labels.as_ref();
+        let found = self.classes.scopes.iter().filter(|(_, scope)| {
+            labels.is_some_and(|labels| scope.selector.matches(labels))
+        });
+        let scopes: Vec<u32> = found.map(|(scope, _)| scope).collect();
+        let before = std::mem::replace(&mut self.namespaces[number].scopes, scopes.clone());
+        before.into_iter().for_each(|scope| {
+            self.classes.scopes[scope].namespaces.remove(&number);
+        });
+        scopes.into_iter().for_each(|scope| {
+            self.classes.scopes[scope].namespaces.insert(number);
+        });
+        let pods: Vec<PodId> = self.namespaces[number].pods.iter().copied().collect();
+        pods.into_iter().for_each(|pod| self.reclassify(pod));
+    }
+
+    pub(super) fn set_policy(&mut self, policy: NetworkPolicy) {
+        let policy = Arc::new(policy);
+        let number = match self.policies.find(&policy.key) {
+            Some(number) if self.policies[number].policy == policy => return,
+            Some(number) => number,
+            None => {
+                let namespace = self.namespace(&policy.key.namespace);
+                let record =
+                    PolicyRecord { policy: policy.clone(), namespace, revision: 0, pods: FxHashSet::default() };
+                let number = self.policies.insert(policy.key.clone(), record);
+                self.namespaces[namespace].policies.insert(number);
+                number
+            }
+        };
+        self.revision += 1;
+        let namespace = &self.namespaces[self.policies[number].namespace];
+        let labels = |pod: &PodId| &self.pods[*pod].pod.labels;
+        let selected: FxHashSet<PodId> =
+            namespace.pods.iter().copied().filter(|pod| policy.pod_selector.matches(labels(pod))).collect();
+        let record = &mut self.policies[number];
+        (record.policy, record.revision) = (policy, self.revision);
+        let before = std::mem::replace(&mut record.pods, selected.clone());
+        self.reassign(number, &before, &selected);
+    }
+
+    pub(super) fn delete_policy(&mut self, key: &ObjectKey) {
+        let Some(number) = self.policies.find(key) else { return };
+        let before = std::mem::take(&mut self.policies[number].pods);
+        self.reassign(number, &before, &FxHashSet::default());
+        let record = self.policies.remove(key).expect("found above");
+        self.namespaces[record.namespace].policies.remove(&number);
+        self.forget_if_empty(&key.namespace);
+    }
+
+    /// Tells pods that the policy selects them, or no longer does.
+    fn reassign(&mut self, number: u32, before: &FxHashSet<PodId>, after: &FxHashSet<PodId>) {
+        for pod in before.difference(after) {
+            self.pods[*pod].policies.retain(|policy| *policy != number);
+        }
+        let policies = &self.policies;
+        let key = &policies[number].policy.key;
+        for pod in after.difference(before) {
+            let selecting = &mut self.pods[*pod].policies;
+            let place = selecting.partition_point(|policy| policies[*policy].policy.key < *key);
+            selecting.insert(place, number);
+        }
+        self.outdated.pods.extend(before.iter().chain(after));
+    }
+
+    /// The number of a node, which has an entry from now on.
+    pub(super) fn node(&mut self, name: &str) -> NodeNumber {
+        self.nodes.find_or_insert(name, || NodeRecord { name: name.to_owned(), ..NodeRecord::default() })
+    }
+
+    pub(super) fn set_node(&mut self, name: &str, addresses: Option<Vec<IpAddr>>) {
+        let node = self.node(name);
+        let before = std::mem::replace(&mut self.nodes[node].addresses, addresses.clone());
+        self.add_node_claims(&addresses.unwrap_or_default(), node);
+        self.remove_node_claims(&before.unwrap_or_default(), node);
+        self.forget_node_if_unused(node);
+    }
+
+    pub(super) fn add_node_claims(&mut self, addresses: &[IpAddr], node: NodeNumber) {
+        self.replace_claims(&[], addresses, |claim| &mut claim.nodes, node);
+        self.outdated.addresses.extend(addresses);
+    }
+
+    pub(super) fn remove_node_claims(&mut self, addresses: &[IpAddr], node: NodeNumber) {
+        self.replace_claims(addresses, &[], |claim| &mut claim.nodes, node);
+        self.outdated.addresses.extend(addresses);
+    }
+
+    pub(super) fn forget_node_if_unused(&mut self, node: NodeNumber) {
+        let record = &self.nodes[node];
+        if record.addresses.is_none() && record.pods == 0 {
+            let name = record.name.clone();
+            self.nodes.remove(&name);
+        }
+    }
+}

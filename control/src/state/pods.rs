@@ -1,0 +1,215 @@
+//! Pods: their addresses, classes and policies.
+
+use std::net::IpAddr;
+
+use rustc_hash::FxHashSet;
+
+use crate::model::{NamedPort, ObjectKey, Pod, Selector};
+
+use super::class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
+use super::{PodRecord, PolicyId, State, is_present};
+
+impl State {
+    pub(super) fn set_pod(&mut self, pod: Pod) {
+        let key = pod.key.clone();
+        let number = match self.pods.find(&key) {
+            Some(number) if self.pods[number].pod == pod => return,
+            Some(number) => number,
+            None => {
+                let namespace = self.namespace(&key.namespace);
+                // Nothing yet, so that what follows adds all of it.
+                let nothing = Pod { addresses: Vec::new(), finished: true, node: None, ..pod.clone() };
+                let record =
+                    PodRecord { pod: nothing, namespace, node: None, classes: Vec::new(), policies: Vec::new() };
+                let number = self.pods.insert(key, record);
+                self.namespaces[namespace].pods.insert(number);
+                number
+            }
+        };
+        self.replace_pod(number, pod);
+    }
+
+    pub(super) fn delete_pod(&mut self, key: &ObjectKey) {
+        let Some(number) = self.pods.find(key) else { return };
+        let before = &self.pods[number].pod;
+        let nothing = Pod { addresses: Vec::new(), finished: true, node: None, ..before.clone() };
+        self.replace_pod(number, nothing);
+        let record = self.pods.remove(key).expect("found above");
+        for policy in record.policies {
+            self.policies[policy].pods.remove(&number);
+        }
+        self.namespaces[record.namespace].pods.remove(&number);
+        self.forget_if_empty(&key.namespace);
+    }
+
+    fn replace_pod(&mut self, number: PodId, pod: Pod) {
+        self.outdated.pods.insert(number);
+        let before = std::mem::replace(&mut self.pods[number].pod, pod);
+        let (was, is) = (is_present(&before), is_present(&self.pods[number].pod));
+        self.move_to_node(number, &before);
+        self.replace_index(number, was.then_some(&before));
+        let addresses = |pod: &Pod, present: bool| if present { pod.addresses.clone() } else { Vec::new() };
+        let (old, new) = (addresses(&before, was), addresses(&self.pods[number].pod, is));
+        self.replace_claims(&old, &new, |claim| &mut claim.pods, number);
+        self.outdated.addresses.extend(old.into_iter().chain(new));
+        self.reselect(number);
+        self.reclassify(number);
+    }
+
+    /// Follows the pod to another node, and its node's addresses where it is in the host network.
+    fn move_to_node(&mut self, number: PodId, before: &Pod) {
+        let old = self.pods[number].node;
+        let new = self.pods[number].pod.node.clone().map(|name| {
+            let node = self.node(&name);
+            self.nodes[node].pods += 1;
+            node
+        });
+        let of_node = |pod: &Pod| if pod.host_network && !pod.finished { pod.addresses.clone() } else { Vec::new() };
+        let (had, has) = (of_node(before), of_node(&self.pods[number].pod));
+        if let Some(node) = new {
+            self.add_node_claims(&has, node);
+        }
+        if let Some(node) = old {
+            self.remove_node_claims(&had, node);
+            self.nodes[node].pods -= 1;
+            self.forget_node_if_unused(node);
+        }
+        self.pods[number].node = new;
+    }
+
+    fn replace_index(&mut self, number: PodId, before: Option<&Pod>) {
+        let after = Some(&self.pods[number].pod).filter(|pod| is_present(pod));
+        let labels = |pod: Option<&Pod>| pod.map(|pod| pod.labels.clone()).unwrap_or_default();
+        if before.map(|pod| &pod.labels) != after.map(|pod| &pod.labels) {
+            let (old, new) = (labels(before), labels(after));
+            self.index.remove(number, &old);
+            self.index.insert(number, &new);
+        }
+        let ports = |pod: Option<&Pod>| -> FxHashSet<NamedPort> {
+            pod.map(|pod| pod.ports.iter().cloned().collect()).unwrap_or_default()
+        };
+        let (old, new) = (ports(before), ports(after));
+        for port in new.difference(&old) {
+            if self.index.insert_port(number, port) {
+                self.outdated.names.insert((port.name.clone(), port.protocol));
+            }
+        }
+        for port in old.difference(&new) {
+            if self.index.remove_port(number, port) {
+                self.outdated.names.insert((port.name.clone(), port.protocol));
+            }
+        }
+    }
+
+    /// Evaluates the policies of the pod's namespace against it.
+    fn reselect(&mut self, number: PodId) {
+        let record = &self.pods[number];
+        let policies = self.namespaces[record.namespace].policies.iter().copied();
+        let mut selecting: Vec<PolicyId> = policies
+            .filter(|policy| self.policies[*policy].policy.pod_selector.matches(&record.pod.labels))
+            .collect();
+        selecting.sort_unstable_by(|a, b| self.policies[*a].policy.key.cmp(&self.policies[*b].policy.key));
+        let before = std::mem::replace(&mut self.pods[number].policies, selecting);
+        for policy in before {
+            self.policies[policy].pods.remove(&number);
+        }
+        for policy in &self.pods[number].policies {
+            self.policies[*policy].pods.insert(number);
+        }
+    }
+
+    /// Evaluates the classes that the pod may be in against it.
+    pub(super) fn reclassify(&mut self, number: PodId) {
+        let classes = self.evaluate(&self.pods[number]);
+        let record = &mut self.pods[number];
+        if record.classes == classes {
+            return;
+        }
+        self.outdated.addresses.extend(&record.pod.addresses);
+        let before = std::mem::replace(&mut record.classes, classes);
+        let after = &record.classes;
+        let (left, joined) = (difference(&before, after), difference(after, &before));
+        for class in left {
+            self.classes.registry[class].members.remove(&number);
+        }
+        for class in joined {
+            self.classes.registry[class].members.insert(number);
+        }
+    }
+
+    fn evaluate(&self, record: &PodRecord) -> Vec<ClassId> {
+        if !is_present(&record.pod) {
+            return Vec::new();
+        }
+        let namespace = &self.namespaces[record.namespace];
+        let scopes = namespace.scopes.iter().map(|scope| &self.classes.scopes[*scope].classes);
+        let candidates = [&namespace.classes].into_iter().chain(scopes);
+        let candidates = candidates.flat_map(|classes| classes.candidates(&record.pod.labels));
+        let mut classes: Vec<ClassId> = candidates
+            .filter(|class| match &self.classes.registry[*class].class {
+                Class::InNamespace { pods, .. } | Class::InNamespaces { pods, .. } => pods.matches(&record.pod.labels),
+                Class::Port(_) | Class::Block(_) | Class::NamespaceUnknown => false,
+            })
+            .collect();
+        let ports = record.pod.ports.iter().filter_map(|port| self.classes.registry.find(&Class::Port(port.clone())));
+        classes.extend(ports);
+        if namespace.labels.is_none() {
+            classes.push(NAMESPACE_UNKNOWN);
+        }
+        classes.sort_unstable();
+        classes.dedup();
+        classes
+    }
+
+    /// The pods among these that a selector finds.
+    pub(super) fn found_in(&self, pods: &FxHashSet<PodId>, selector: &Selector) -> Vec<PodId> {
+        pods.iter().copied().filter(|pod| self.is_found(*pod, selector)).collect()
+    }
+
+    /// The pods that a selector finds in the namespaces of a scope: either all that carry a label which it asks for are
+    /// looked at, or all in these namespaces, whichever are fewer.
+    pub(super) fn found_in_scope(&self, scope: u32, selector: &Selector) -> Vec<PodId> {
+        let namespaces = &self.classes.scopes[scope].namespaces;
+        let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
+        let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
+        match self.index.candidates(selector) {
+            Some((labelled, pods)) if labelled < all => pods
+                .filter(|pod| namespaces.contains(&self.pods[*pod].namespace) && self.is_found(*pod, selector))
+                .collect(),
+            _ => inside().filter(|pod| self.is_found(*pod, selector)).collect(),
+        }
+    }
+
+    fn is_found(&self, pod: PodId, selector: &Selector) -> bool {
+        let pod = &self.pods[pod].pod;
+        is_present(pod) && selector.matches(&pod.labels)
+    }
+
+    /// Replaces the claims of one claimant; those that stay keep their place.
+    pub(super) fn replace_claims(
+        &mut self,
+        old: &[IpAddr],
+        new: &[IpAddr],
+        claimants: fn(&mut super::Claim) -> &mut Vec<u32>,
+        claimant: u32,
+    ) {
+        for address in new.iter().filter(|address| !old.contains(address)) {
+            claimants(self.claims.entry(*address).or_default()).push(claimant);
+        }
+        for address in old.iter().filter(|address| !new.contains(address)) {
+            let Some(claim) = self.claims.get_mut(address) else { continue };
+            let claims = claimants(claim);
+            if let Some(place) = claims.iter().position(|other| *other == claimant) {
+                claims.remove(place);
+            }
+            if claim.pods.is_empty() && claim.nodes.is_empty() {
+                self.claims.remove(address);
+            }
+        }
+    }
+}
+
+/// What is in the one sorted list and not in the other.
+fn difference(a: &[ClassId], b: &[ClassId]) -> Vec<ClassId> {
+    a.iter().copied().filter(|class| b.binary_search(class).is_err()).collect()
+}
