@@ -5,8 +5,8 @@
 //! free of I/O and clock. `discovery` finds the pods' interfaces; `cli` holds one file a command.
 
 pub mod cli;
-pub mod discovery;
 pub mod compile;
+pub mod discovery;
 pub mod engine;
 pub mod model;
 pub mod render;

@@ -22,7 +22,7 @@ struct Suite {
 
 #[derive(Deserialize)]
 struct Case {
-    id: String,
+    id: u32,
     description: String,
     steps: Vec<Step>,
 }
