@@ -102,9 +102,14 @@ fn refused(interface: &Interface, mode: &'static str, source: io::Error) -> Atta
             AttachError::Occupied { interface: interface_name, program: occupant(interface) }
         }
         Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: interface_name },
-        Some(libc::ENODEV) => AttachError::NoInterface { name: interface_name },
+        Some(libc::EINVAL | libc::ENODEV) if is_gone(interface) => AttachError::NoInterface { name: interface_name },
         _ => AttachError::Kernel { interface: interface_name, mode, source },
     }
+}
+
+/// The kernel says no more than "invalid argument" of an index that no interface has (any more).
+fn is_gone(interface: &Interface) -> bool {
+    nix::net::if_::if_nametoindex(interface.name.as_str()) != Ok(interface.index)
 }
 
 /// `libbpf_rs`'s `attach_xdp` leaves the mode to the kernel; a link of a chosen mode takes the call below it.

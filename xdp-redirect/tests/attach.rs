@@ -1,0 +1,205 @@
+//! Attaching to real interfaces. These tests need root; each has a network namespace of its own, which goes with it.
+
+use std::io;
+use std::net::Ipv6Addr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::panic::resume_unwind;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sched::{CloneFlags, unshare};
+use penstock_xdp_redirect::{
+    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Redirect, Role, SocketError,
+};
+
+/// Runs a test in a network namespace that goes with it, whatever becomes of the test.
+fn in_namespace(test: impl FnOnce() + Send) {
+    let run = || {
+        unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        // So that the interfaces are silent but for what the test sends.
+        std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
+        test();
+    };
+    if let Err(panic) = thread::scope(|scope| scope.spawn(run).join()) {
+        resume_unwind(panic);
+    }
+}
+
+/// Runs the `ip` command in the calling thread's namespace.
+fn ip(arguments: &str) -> String {
+    let output = Command::new("ip").args(arguments.split_whitespace()).output().expect("iproute2 is installed");
+    assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn veth() -> Interface {
+    ip("link add name v type veth peer name vp");
+    ip("link set dev v up");
+    ip("link set dev vp up");
+    Interface::by_name("v").unwrap()
+}
+
+/// Sends a frame out of an interface.
+fn send(interface: &str, frame: &[u8]) {
+    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+    let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: as above.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: all zeros is a value of this plain structure.
+    let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    to.sll_family = libc::AF_PACKET as u16;
+    to.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
+    // SAFETY: frame and address live across the call, and their sizes are given.
+    let sent = unsafe {
+        let length = size_of::<libc::sockaddr_ll>() as u32;
+        libc::sendto(socket.as_raw_fd(), frame.as_ptr().cast(), frame.len(), 0, (&raw const to).cast(), length)
+    };
+    assert_eq!(sent, frame.len() as isize, "{}", io::Error::last_os_error());
+}
+
+/// Waits until this many packets had this outcome.
+fn expect(attached: &Attached, outcome: Outcome, count: u64) {
+    let deadline = Instant::now() + Duration::from_secs(2);
+    while attached.outcomes().unwrap().get(outcome) < count && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(attached.outcomes().unwrap().get(outcome), count, "{outcome}: {:?}", attached.outcomes());
+}
+
+fn options(mode: ModeChoice) -> AttachOptions {
+    AttachOptions { mode, ..AttachOptions::new(Role::Pod) }
+}
+
+#[test]
+fn a_veth_is_native_and_dropping_detaches() {
+    in_namespace(|| {
+        let interface = veth();
+        let redirect = Redirect::new().unwrap();
+        for choice in [ModeChoice::NativeElseGeneric, ModeChoice::Native] {
+            let attached = redirect.attach(&interface, options(choice)).unwrap();
+            assert_eq!((attached.mode(), attached.interface()), (&Mode::Native, &interface));
+            assert!(ip("-d link show dev v").contains(" prog/xdp "));
+            drop(attached);
+            assert!(!ip("-d link show dev v").contains("prog/xdp"));
+        }
+        let attached = redirect.attach(&interface, options(ModeChoice::Generic)).unwrap();
+        assert_eq!(attached.mode(), &Mode::Generic { because: None });
+        assert!(ip("-d link show dev v").contains("xdpgeneric"));
+    });
+}
+
+#[test]
+fn where_the_driver_cannot_it_is_generic_and_says_why() {
+    in_namespace(|| {
+        let interface = Interface::by_name("lo").unwrap();
+        let redirect = Redirect::new().unwrap();
+        let attached = redirect.attach(&interface, options(ModeChoice::NativeElseGeneric)).unwrap();
+        match attached.mode() {
+            Mode::Generic { because: Some(reason) } => assert!(reason.contains("not supported"), "{reason}"),
+            mode => panic!("{mode:?}"),
+        }
+        drop(attached);
+        let error = redirect.attach(&interface, options(ModeChoice::Native)).unwrap_err();
+        assert!(error.to_string().contains("interface lo in native mode"), "{error}");
+    });
+}
+
+#[test]
+fn another_program_is_not_pushed_aside_but_named() {
+    in_namespace(|| {
+        let interface = veth();
+        let redirect = Redirect::new().unwrap();
+        for first in [ModeChoice::Native, ModeChoice::Generic] {
+            let attached = redirect.attach(&interface, options(first)).unwrap();
+            for second in [ModeChoice::NativeElseGeneric, ModeChoice::Native, ModeChoice::Generic] {
+                let error = redirect.attach(&interface, options(second)).unwrap_err();
+                assert!(matches!(error, AttachError::Occupied { .. }), "{error:?}");
+                let mode = if first == ModeChoice::Native { "native" } else { "generic" };
+                let text = error.to_string();
+                assert!(
+                    text.contains("interface v ") && text.contains("(penstock id ") && text.contains(mode),
+                    "{text}"
+                );
+            }
+            drop(attached);
+        }
+    });
+}
+
+#[test]
+fn an_interface_or_a_queue_that_is_not_there_is_named() {
+    in_namespace(|| {
+        let error = Interface::by_name("none").unwrap_err();
+        assert!(error.to_string().contains("interface none does not exist"), "{error}");
+        let redirect = Redirect::new().unwrap();
+        let gone = Interface { name: "gone".to_owned(), index: 12_345 };
+        let error = redirect.attach(&gone, AttachOptions::new(Role::Pod)).unwrap_err();
+        assert!(matches!(error, AttachError::NoInterface { .. }), "{error:?}");
+
+        let attached = redirect.attach(&veth(), AttachOptions::new(Role::Pod)).unwrap();
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let fd = std::os::fd::AsFd::as_fd(&file);
+        assert!(matches!(attached.set_socket(64, fd), Err(SocketError::QueueOutOfRange { queue: 64, .. })));
+        let error = attached.set_socket(0, fd).unwrap_err();
+        assert!(error.to_string().contains("interface v: the kernel does not take"), "{error}");
+    });
+}
+
+#[test]
+fn without_a_socket_packets_are_dropped_unless_they_are_to_pass() {
+    in_namespace(|| {
+        let interface = veth();
+        let redirect = Redirect::new().unwrap();
+        let mut frame = vec![0xff; 6];
+        frame.extend([2, 0, 0, 0, 0, 2, 8, 0, 0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        frame.resize(60, 0);
+        for on_miss in [OnMiss::Drop, OnMiss::Pass] {
+            let attached =
+                redirect.attach(&interface, AttachOptions { on_miss, ..options(ModeChoice::Native) }).unwrap();
+            for _ in 0..10 {
+                send("vp", &frame);
+            }
+            expect(&attached, Outcome::NoSocket, 10);
+            assert_eq!(attached.outcomes().unwrap().get(Outcome::Redirected), 0);
+        }
+    });
+}
+
+/// A neighbour solicitation (RFC 4861 section 4.3) to this address.
+fn solicitation(to: &str) -> Vec<u8> {
+    let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x86, 0xdd, 0x60, 0, 0, 0, 0, 24, 58, 255];
+    frame.extend("fd00::9".parse::<Ipv6Addr>().unwrap().octets());
+    frame.extend(to.parse::<Ipv6Addr>().unwrap().octets());
+    frame.extend([135, 0, 0, 0, 0, 0, 0, 0]);
+    frame.extend(to.parse::<Ipv6Addr>().unwrap().octets());
+    frame
+}
+
+#[test]
+fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
+    in_namespace(|| {
+        let interface = veth();
+        std::fs::write("/proc/sys/net/ipv6/conf/v/disable_ipv6", "0").unwrap();
+        ip("-6 address add fd00::1/64 dev v nodad");
+        std::fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").unwrap();
+        ip("link add name u type veth peer name up");
+        ip("link set dev u up");
+        std::fs::write("/proc/sys/net/ipv6/conf/u/disable_ipv6", "0").unwrap();
+        ip("-6 route add default dev u");
+        let attached = Redirect::new().unwrap().attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        let before = attached.outcomes().unwrap();
+        for (to, outcome) in [
+            ("fd00::1", Outcome::NeighbourDiscovery),
+            ("ff02::1:ff00:1", Outcome::NeighbourDiscovery),
+            ("2001:db8::1", Outcome::NoSocket),
+            ("fd00::2", Outcome::NoSocket),
+        ] {
+            let count = attached.outcomes().unwrap().get(outcome) + 1;
+            send("vp", &solicitation(to));
+            expect(&attached, outcome, count);
+        }
+        assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
+    });
+}
