@@ -1,8 +1,9 @@
 //! The testbed itself, on plain kernel forwarding.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use penstock_bench::load::{Generator, Sink, UdpFlow, transfer};
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, Servers, Service, Site};
 use penstock_bench::testbed::{DIRECTORY, Namespace, Node, network_state};
 
@@ -17,6 +18,7 @@ fn node_with_pods(label: &str, pods: u8) -> Node {
         let v6 = format!("fd00:10:244:1::{}", 10 + number);
         node.add_pod(&format!("test/pod-{number}"), &addresses(&v4, &v6)).unwrap();
     }
+    node.settle().unwrap();
     node
 }
 
@@ -122,11 +124,38 @@ fn what_a_dead_process_left_is_swept() {
 #[test]
 fn pods_added_and_removed_leave_the_node_as_it_was() {
     let mut node = node_with_pods("addremove", 1);
-    node.settle().unwrap();
     let before = network_state(node.netlink()).unwrap();
     node.add_pod("test/more", &addresses("10.244.1.90", "fd00:10:244:1::90")).unwrap();
     node.settle().unwrap();
     assert_ne!(network_state(node.netlink()).unwrap(), before);
     node.remove_pod("test/more").unwrap();
     assert_eq!(network_state(node.netlink()).unwrap(), before);
+}
+
+#[test]
+fn bulk_transfers_are_counted_and_generated_frames_arrive() {
+    let node = node_with_pods("load", 2);
+    let (from, to) = (&node.pods()[0], &node.pods()[1]);
+    for v6 in [false, true] {
+        let address = to.address(v6).unwrap();
+        let receipt = transfer(from.namespace(), to.namespace(), address, 20_000_000).unwrap();
+        assert!(receipt.octets >= 20_000_000 && receipt.segments > 300, "{receipt:?}");
+        assert!(receipt.gigabits_per_second() > 0.1, "{receipt:?}");
+    }
+    let destination = SocketAddr::new(to.address(false).unwrap(), 7000);
+    let sink = Sink::open(to.namespace(), destination).unwrap();
+    let flow = UdpFlow {
+        source_mac: from.namespace().netlink().unwrap().mac("eth0").unwrap(),
+        gateway_mac: node.netlink().mac(from.interface()).unwrap(),
+        source: SocketAddr::new(from.address(false).unwrap(), 40_000),
+        destination,
+    };
+    let generator = from.namespace().run(|| Generator::open("eth0")).unwrap();
+    let before = sink.arrived().unwrap();
+    let sent = generator.run_for(&flow.frame(64).unwrap(), Duration::from_millis(50)).unwrap();
+    let datagrams = sink.drain(Duration::from_millis(500)).unwrap();
+    assert!(datagrams.iter().all(|(from, content)| *from == flow.source && content.len() == 64 - 42));
+    let arrived = sink.arrived().unwrap() - before;
+    assert!(arrived > 100 && arrived <= sent, "{arrived} of {sent}");
+    assert_eq!(sink.wrong_checksums().unwrap(), 0);
 }

@@ -140,12 +140,13 @@ impl Default for Patience {
     }
 }
 
-/// Every pair of two different sites, over every family that the destination has and these protocols.
+/// Every pair of two different sites, over every family that both have and these protocols.
 pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
     let mut probes = Vec::new();
     for from in 0..sites.len() {
         for (to, site) in sites.iter().enumerate().filter(|&(to, _)| to != from) {
-            for &destination in &site.addresses {
+            let common = site.addresses.iter().filter(|address| sites[from].address(address.is_ipv6()).is_some());
+            for &destination in common {
                 probes.extend(protocols.iter().map(|&protocol| Probe { from, to, destination, protocol }));
             }
         }

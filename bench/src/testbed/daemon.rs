@@ -16,7 +16,7 @@ use super::namespace::Namespace;
 use super::scratch::Scratch;
 
 /// What the daemon logs once it is in force.
-const READY: &str = "ready";
+const READY: &str = "ready: ";
 /// How long it may take until then.
 const START: Duration = Duration::from_secs(20);
 /// How long it may take to end after SIGTERM.
@@ -53,6 +53,23 @@ impl DaemonConfig {
     }
 }
 
+/// What the daemon may do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Privileges {
+    /// What this process may.
+    All,
+    /// No capability at all, though its user is the same.
+    None,
+}
+
+/// Takes every capability out of the bounding set, so that the program that is executed next has none.
+fn drop_capabilities() {
+    for capability in 0..=63 {
+        // SAFETY: no memory is passed. The kernel refuses numbers that it does not know, which is well.
+        unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+    }
+}
+
 /// The `penstock` binary: `PENSTOCK_BIN`, else the one that was built beside this program.
 pub fn penstock_binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("PENSTOCK_BIN") {
@@ -83,7 +100,7 @@ impl Daemon {
     ///
     /// It also ends when the calling *thread* does, so that it cannot outlive a test that was killed.
     pub fn start(namespace: &Namespace, config: &DaemonConfig) -> Result<Self> {
-        let daemon = Self::launch(namespace, &config.to_toml())?;
+        let daemon = Self::launch(namespace, &config.to_toml(), Privileges::All)?;
         daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
             format!("the daemon did not get ready; its output was:\n{}", daemon.log.lines().join("\n"))
         })?;
@@ -91,7 +108,7 @@ impl Daemon {
     }
 
     /// Starts it with this configuration and does not wait.
-    pub fn launch(namespace: &Namespace, toml: &str) -> Result<Self> {
+    pub fn launch(namespace: &Namespace, toml: &str, privileges: Privileges) -> Result<Self> {
         let scratch = Scratch::new()?;
         let config = scratch.path().join("penstock.toml");
         std::fs::write(&config, toml)?;
@@ -99,9 +116,14 @@ impl Daemon {
         let mut command = namespace.command(&binary);
         command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let follow = || nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from);
-        // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
-        unsafe { command.pre_exec(follow) };
+        let prepare = move || {
+            if privileges == Privileges::None {
+                drop_capabilities();
+            }
+            nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from)
+        };
+        // SAFETY: between fork and exec the closure makes system calls alone; it neither allocates nor takes a lock.
+        unsafe { command.pre_exec(prepare) };
         // Ctrl-C reaches a terminal's whole process group: the daemon is to be ended by us, in order.
         command.process_group(0);
         let mut child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;

@@ -15,7 +15,7 @@ mod node;
 mod scratch;
 
 pub use cleanup::Guard;
-pub use daemon::{Daemon, DaemonConfig, Log, penstock_binary};
+pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
 pub use netlink::{Netlink, network_state};

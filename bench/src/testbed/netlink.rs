@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 use std::future::Future;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsRawFd;
 
 use anyhow::{Context, Result, bail};
@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
-use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteScope};
+use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType};
 use rtnetlink::{Handle, IpVersion, LinkMessageBuilder, LinkUnspec, LinkVeth, RouteMessageBuilder};
 use tokio::runtime::{Builder, Runtime};
 
@@ -130,14 +130,34 @@ impl Netlink {
             .with_context(|| format!("cannot add the route to {destination} by interface {index} ({via:?})"))
     }
 
-    /// Whether the interface has its link-local IPv6 address. The kernel adds it some time after the link came
-    /// up, and its routes with it.
-    pub(super) fn has_link_local(&self, index: u32) -> Result<bool> {
+    /// Whether the interface has its link-local IPv6 address, and a local route for each of its IPv6 addresses. The
+    /// kernel adds these some time after the link came up, from work queues of its own.
+    pub(super) fn is_settled(&self, index: u32) -> Result<bool> {
         let query = self.handle.address().get().set_link_index_filter(index);
-        let addresses: Vec<_> = self.wait(query.execute().try_collect())?;
-        Ok(addresses.iter().flat_map(|address| &address.attributes).any(|attribute| {
-            matches!(attribute, AddressAttribute::Address(IpAddr::V6(address)) if address.is_unicast_link_local())
-        }))
+        let messages: Vec<_> = self.wait(query.execute().try_collect())?;
+        let addresses =
+            messages.iter().flat_map(|message| &message.attributes).filter_map(|attribute| match attribute {
+                AddressAttribute::Address(IpAddr::V6(address)) => Some(*address),
+                _ => None,
+            });
+        let mut query = RouteMessage::default();
+        query.header.address_family = AddressFamily::Inet6;
+        let routes: Vec<_> = self.wait(self.handle.route().get(query).execute().try_collect())?;
+        let is_local = |address: Ipv6Addr| {
+            let destination = RouteAttribute::Destination(RouteAddress::Inet6(address));
+            let local = |route: &RouteMessage| {
+                route.header.kind == RouteType::Local
+                    && route.attributes.contains(&destination)
+                    && route.attributes.contains(&RouteAttribute::Oif(index))
+            };
+            routes.iter().any(local)
+        };
+        let mut link_local = false;
+        let settled = addresses.into_iter().all(|address| {
+            link_local |= address.is_unicast_link_local();
+            is_local(address)
+        });
+        Ok(settled && link_local)
     }
 
     fn links(&self) -> Result<Vec<LinkMessage>> {

@@ -146,16 +146,22 @@ impl Node {
         Ok(())
     }
 
-    /// Waits until the kernel has done what it does on its own some time after a link came up.
+    /// Waits until the kernel has done what it does on its own some time after a link came up: before, it drops
+    /// what is sent.
     pub fn settle(&self) -> Result<()> {
+        self.pods.iter().try_for_each(|pod| self.settle_pair(pod.index, &pod.namespace))
+    }
+
+    /// Both ends of a veth pair carry packets and have all of their IPv6 routes.
+    fn settle_pair(&self, index: u32, peer: &Namespace) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(5);
-        for pod in &self.pods {
-            while !self.netlink.has_link_local(pod.index)? {
-                if Instant::now() > deadline {
-                    bail!("{} has no link-local address after 5 s; is its link up?", pod.interface);
-                }
-                std::thread::sleep(Duration::from_millis(2));
+        let inside = peer.netlink()?;
+        let eth0 = inside.index("eth0")?;
+        while !(self.netlink.is_settled(index)? && inside.is_settled(eth0)?) {
+            if Instant::now() > deadline {
+                bail!("the link to {} is not up after 5 s", peer.name());
             }
+            std::thread::sleep(Duration::from_millis(2));
         }
         Ok(())
     }
@@ -187,6 +193,7 @@ impl Node {
             inside.add_address(eth0, IpNet::new(machine, node.prefix_len())?)?;
             inside.add_route(every(machine), eth0, Via::Gateway(node.addr()))?;
         }
+        self.settle_pair(index, &namespace)?;
         let addresses = networks.iter().map(|(_, machine)| *machine).collect();
         Ok(Outside { namespace, addresses, interface })
     }

@@ -1,0 +1,35 @@
+//! `KEEP=1`: the node stays up for whoever wants to look at it.
+
+use std::io::{IsTerminal, Read};
+use std::path::Path;
+
+use anyhow::Result;
+use penstock_bench::cluster::Cluster;
+use penstock_bench::testbed::Daemon;
+
+use super::screen::heading;
+
+/// Says how to enter the pods and waits for Enter; Ctrl-C and SIGTERM end the process and undo everything.
+pub(crate) fn until_told(cluster: &Cluster, daemon: &Daemon, manifests: &Path) -> Result<()> {
+    heading("The node stays up (KEEP=1)");
+    for site in &cluster.sites {
+        let addresses: Vec<String> = site.addresses.iter().map(ToString::to_string).collect();
+        println!("  {:12} nsenter --net={} bash", site.name, site.namespace.path().display());
+        println!("  {:12}   {}", "", addresses.join(", "));
+    }
+    println!("\n  ip netns exec NAME works as well, where there is an ip command.");
+    println!("  Manifests, watched: {}", manifests.display());
+    println!("  Statistics: kill -USR1 {} (the daemon; they go to its log, shown at the end)", daemon.id());
+    if std::io::stdin().is_terminal() {
+        println!("  Press Enter or Ctrl-C to end all of it.");
+        let _ = std::io::stdin().read(&mut [0; 1])?;
+    } else {
+        println!("  End all of it with: kill {}", std::process::id());
+        loop {
+            std::thread::park();
+        }
+    }
+    println!("\n  The daemon's log:");
+    daemon.log().lines().iter().for_each(|line| println!("    {line}"));
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! `make demo`: a node with its pods in network namespaces, the real daemon, real packets; expected against
+//! observed, and a policy that changes while a connection is open.
+
+mod keep;
+mod live;
+mod screen;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, bail};
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::judge::Judge;
+use penstock_bench::matrix::{self, Legend, Matrix};
+use penstock_bench::probe::{Protocol, Servers, Service};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch, penstock_binary};
+
+use screen::{bad, good, heading, step};
+
+/// What every site serves.
+const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
+/// What is sent between all of them.
+pub(crate) const PROTOCOLS: [Protocol; 4] =
+    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
+
+fn main() -> ExitCode {
+    let before = match Inventory::take() {
+        Ok(before) => before,
+        Err(error) => return failed(&error),
+    };
+    // Made first, run last: on Ctrl-C it looks when all else is undone.
+    let outcome = Arc::new(Mutex::new(None));
+    let last = Guard::new({
+        let outcome = outcome.clone();
+        move || *outcome.lock().expect("nobody panics with it") = Some(report_leftovers(&before))
+    });
+    let result = run();
+    println!();
+    drop(last);
+    let clean = outcome.lock().expect("nobody panics with it").unwrap_or(false);
+    match result {
+        Ok(()) if clean => {
+            println!("{}", good("The demo passed: everything observed is as expected."));
+            ExitCode::SUCCESS
+        }
+        Ok(()) => ExitCode::FAILURE,
+        Err(error) => failed(&error),
+    }
+}
+
+fn failed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("{}", bad(&format!("demo: {error:#}")));
+    ExitCode::FAILURE
+}
+
+/// Compares the machine with what it was; says what it finds, and whether that is nothing.
+fn report_leftovers(before: &Inventory) -> bool {
+    match Inventory::take().map(|after| after.difference(before)) {
+        Ok(difference) if difference.is_empty() => {
+            println!("Nothing is left behind: no namespace, link, address, route, pinned object or process.");
+            true
+        }
+        Ok(difference) => {
+            difference.iter().for_each(|line| eprintln!("{}", bad(line)));
+            false
+        }
+        Err(error) => {
+            eprintln!("{}", bad(&format!("cannot tell what is left behind: {error:#}")));
+            false
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let scratch = Scratch::new()?;
+    let manifests = scratch.copy_in(&manifests()?, "manifests")?;
+    let objects = read_objects(&manifests)?;
+    let judge = Judge::new(&objects);
+
+    heading("Penstock demo: NetworkPolicy enforced in userspace, on a node made of network namespaces");
+    let cluster = step("Building the node and its pods", || {
+        let cluster = Cluster::build(&objects)?;
+        let pods = cluster.node.pods().len();
+        Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
+    })?;
+    let _servers = step("Starting servers on every pod and on the node", || {
+        let servers = Servers::start_all(&cluster.sites, &SERVICES)?;
+        Ok((servers, "TCP 8080, TCP 9090, UDP 53".to_owned()))
+    })?;
+    let daemon = step("Starting the daemon", || {
+        let config = DaemonConfig::new(&cluster.name, &manifests);
+        let daemon = Daemon::start(cluster.node.namespace(), &config)?;
+        let command = format!("{} run --config {}", penstock_binary()?.display(), daemon.config().display());
+        Ok((daemon, command))
+    })?;
+    let result = show(&cluster, &judge, &scratch, &manifests);
+    if let Err(error) = &result {
+        println!("\n{}", bad(&format!("demo: {error:#}")));
+        println!("The daemon's last lines:");
+        let lines = daemon.log().lines();
+        lines.iter().rev().take(15).rev().for_each(|line| println!("  {line}"));
+    }
+    if std::env::var_os("KEEP").is_some_and(|keep| !keep.is_empty() && keep != "0") {
+        keep::until_told(&cluster, &daemon, &manifests)?;
+    }
+    step("Ending the daemon", || {
+        let (status, _) = daemon.stop()?;
+        if !status.success() {
+            bail!("the daemon ended with {status}");
+        }
+        Ok(((), "SIGTERM, exit code 0".to_owned()))
+    })?;
+    result.context("the demo failed; its reason stands above")
+}
+
+fn show(cluster: &Cluster, judge: &Judge, scratch: &Scratch, manifests: &Path) -> Result<()> {
+    let matrix = step("Sending real packets between all of them", || {
+        let matrix = Matrix::measure(cluster, judge, &PROTOCOLS)?;
+        let probes = matrix.entries().len();
+        Ok((matrix, format!("{probes} probes")))
+    })?;
+    print(&matrix);
+    compare(&matrix)?;
+    live::edit_while_connected(cluster, scratch, manifests)
+}
+
+fn print(matrix: &Matrix) {
+    let mut legend = Legend::default();
+    for v6 in [false, true] {
+        heading(if v6 { "Reachability over IPv6" } else { "Reachability over IPv4" });
+        matrix.grid(v6, &mut legend).iter().for_each(|line| println!("{line}"));
+    }
+    println!();
+    matrix::key(&PROTOCOLS).iter().for_each(|line| println!("{line}"));
+    heading("Denied by");
+    legend.lines().iter().for_each(|line| println!("{line}"));
+    heading("Expected (by the policy evaluator) against observed (by the packets)");
+    matrix.summary().iter().for_each(|line| println!("{line}"));
+}
+
+/// Fails with every difference there is.
+pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
+    let differences = matrix.differences();
+    if differences.is_empty() {
+        return Ok(());
+    }
+    differences.iter().for_each(|line| println!("  {}", bad(line)));
+    bail!("{} of {} probes differ from what is expected", differences.len(), matrix.entries().len())
+}
+
+/// The demo's manifests: in this repository, or in the working directory's.
+fn manifests() -> Result<PathBuf> {
+    let inside = Path::new("configs/demo");
+    let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/demo"));
+    [inside, source]
+        .into_iter()
+        .find(|path| path.is_dir())
+        .map(Path::to_path_buf)
+        .context("no configs/demo here; run the demo from the repository's top directory")
+}

@@ -1,0 +1,249 @@
+//! Expected against observed: which pairs of sites may talk, and which do.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result};
+use owo_colors::{OwoColorize, Stream, Style};
+
+use crate::cluster::Cluster;
+use crate::judge::{Expectation, Judge};
+use crate::probe::{self, Outcome, Patience, Probe, Protocol};
+
+/// One probe, what should come of it, and what came of it.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// What was sent.
+    pub probe: Probe,
+    /// What the policies say.
+    pub expected: Expectation,
+    /// What the packets did.
+    pub outcome: Outcome,
+}
+
+impl Entry {
+    /// Whether observed is as expected: an allowed probe is answered by the right server, a denied one by nobody.
+    pub fn agrees(&self) -> bool {
+        match self.expected {
+            Expectation::Allowed => self.outcome == Outcome::Reached,
+            Expectation::Denied { .. } => self.outcome == Outcome::Silent,
+        }
+    }
+}
+
+/// All pairs of a cluster's sites over all families and some protocols.
+pub struct Matrix {
+    sites: Vec<String>,
+    protocols: Vec<Protocol>,
+    entries: Vec<Entry>,
+}
+
+impl Matrix {
+    /// Sends a probe for each, and judges each. The cluster's servers must be running.
+    pub fn measure(cluster: &Cluster, judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
+        let probes = probe::all_pairs(&cluster.sites, protocols);
+        let outcomes = probe::run(&cluster.sites, &probes, Patience::default())?;
+        let entries = probes
+            .into_iter()
+            .zip(outcomes)
+            .map(|(probe, outcome)| {
+                let from = &cluster.sites[probe.from];
+                let source = from.address(probe.destination.is_ipv6());
+                let source =
+                    source.with_context(|| format!("{} lacks the family of {}", from.name, probe.destination))?;
+                Ok(Entry { probe, expected: judge.expect(source, &probe), outcome })
+            })
+            .collect::<Result<_>>()?;
+        let sites = cluster.sites.iter().map(|site| site.name.clone()).collect();
+        Ok(Self { sites, protocols: protocols.to_vec(), entries })
+    }
+
+    /// All of them.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// A line for each probe of which observed is not as expected.
+    pub fn differences(&self) -> Vec<String> {
+        let differing = self.entries.iter().filter(|entry| !entry.agrees());
+        differing
+            .map(|Entry { probe, expected, outcome }| {
+                let (from, to) = (&self.sites[probe.from], &self.sites[probe.to]);
+                let Probe { protocol, destination, .. } = probe;
+                format!("{from} to {to} ({protocol}, {destination}): expected {expected}; observed {outcome}")
+            })
+            .collect()
+    }
+
+    /// A grid of one family: a row for each source, a column for each destination, a mark for each protocol. Denied
+    /// cells name the reason by its number in the legend.
+    pub fn grid(&self, v6: bool, legend: &mut Legend) -> Vec<String> {
+        let cells: Vec<Vec<Cell>> = (0..self.sites.len())
+            .map(|from| (0..self.sites.len()).map(|to| self.cell(from, to, v6, legend)).collect())
+            .collect();
+        let label = self.sites.iter().map(String::len).max().unwrap_or(0).max("from \\ to".len());
+        let widest = cells.iter().flatten().map(Cell::width).max().unwrap_or(0);
+        let names = self.sites.iter().flat_map(|site| site.split('/')).map(str::len).max().unwrap_or(0);
+        let width = widest.max(names) + 2;
+        let mut lines = self.header(label, width);
+        for (site, row) in self.sites.iter().zip(&cells) {
+            let mut line = format!("  {site:label$}  ");
+            for cell in row {
+                let _ = write!(line, "{}{:pad$}", cell.painted(), "", pad = width - cell.width());
+            }
+            lines.push(line.trim_end().to_owned());
+        }
+        lines
+    }
+
+    fn header(&self, label: usize, width: usize) -> Vec<String> {
+        let mut lines = [format!("  {:label$}  ", ""), format!("  {:label$}  ", "from \\ to")];
+        for site in &self.sites {
+            let (above, below) = site.split_once('/').map_or(("", site.as_str()), |(namespace, pod)| (namespace, pod));
+            let _ = write!(lines[0], "{:width$}", if above.is_empty() { String::new() } else { format!("{above}/") });
+            let _ = write!(lines[1], "{below:width$}");
+        }
+        lines
+            .iter()
+            .map(|line| line.trim_end().if_supports_color(Stream::Stdout, |line| line.bold()).to_string())
+            .collect()
+    }
+
+    fn cell(&self, from: usize, to: usize, v6: bool, legend: &mut Legend) -> Cell {
+        let mut cell = Cell::default();
+        let here = |entry: &&Entry| {
+            entry.probe.from == from && entry.probe.to == to && entry.probe.destination.is_ipv6() == v6
+        };
+        for entry in self.entries.iter().filter(here) {
+            cell.marks.push(Mark::of(entry));
+            if let Expectation::Denied { by } = &entry.expected {
+                let number = legend.number(by);
+                if !cell.reasons.contains(&number) {
+                    cell.reasons.push(number);
+                }
+            }
+        }
+        cell
+    }
+
+    /// For each family and protocol: how many probes were to arrive, and how many did.
+    pub fn summary(&self) -> Vec<String> {
+        let mut lines = vec![format!(
+            "  {:18} {:>8} {:>18} {:>18} {:>13}",
+            "", "probes", "allowed: expected", "allowed: observed", "differences"
+        )];
+        for v6 in [false, true] {
+            for &protocol in &self.protocols {
+                let entries: Vec<&Entry> = self
+                    .entries
+                    .iter()
+                    .filter(|entry| entry.probe.destination.is_ipv6() == v6 && entry.probe.protocol == protocol)
+                    .collect();
+                let count = |test: fn(&&&Entry) -> bool| entries.iter().filter(test).count();
+                let differences = count(|entry| !entry.agrees());
+                let line = format!(
+                    "  {:18} {:>8} {:>18} {:>18} {differences:>13}",
+                    format!("{} {protocol}", if v6 { "IPv6" } else { "IPv4" }),
+                    entries.len(),
+                    count(|entry| entry.expected == Expectation::Allowed),
+                    count(|entry| entry.outcome.arrived()),
+                );
+                let style = if differences == 0 { Style::new() } else { Style::new().red().bold() };
+                lines.push(line.if_supports_color(Stream::Stdout, |line| line.style(style)).to_string());
+            }
+        }
+        lines
+    }
+}
+
+/// The reasons for which cells are denied, numbered in the order in which they came up.
+#[derive(Default)]
+pub struct Legend {
+    reasons: Vec<String>,
+}
+
+impl Legend {
+    fn number(&mut self, reason: &str) -> usize {
+        let known = self.reasons.iter().position(|known| known == reason);
+        known.unwrap_or_else(|| {
+            self.reasons.push(reason.into());
+            self.reasons.len() - 1
+        }) + 1
+    }
+
+    /// Number and reason, a line each.
+    pub fn lines(&self) -> Vec<String> {
+        self.reasons.iter().enumerate().map(|(index, reason)| format!("  {:>2}  {reason}", index + 1)).collect()
+    }
+}
+
+/// What the marks of a grid mean, in order.
+pub fn key(protocols: &[Protocol]) -> Vec<String> {
+    let order = protocols.iter().map(Protocol::to_string).collect::<Vec<_>>().join(", ");
+    let mark = |mark: Mark| mark.painted();
+    vec![
+        format!("  the marks of a cell are, in order: {order}"),
+        format!("  {} reached, as expected     {} denied, as expected", mark(Mark::Reached), mark(Mark::Denied)),
+        format!(
+            "  {} reached, though denied    {} not reached, though allowed    numbers: denied by, see below",
+            mark(Mark::WronglyReached),
+            mark(Mark::WronglyDenied)
+        ),
+    ]
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Mark {
+    Reached,
+    Denied,
+    WronglyReached,
+    WronglyDenied,
+}
+
+impl Mark {
+    fn of(entry: &Entry) -> Self {
+        match (&entry.expected, entry.agrees()) {
+            (Expectation::Allowed, true) => Self::Reached,
+            (Expectation::Allowed, false) => Self::WronglyDenied,
+            (Expectation::Denied { .. }, true) => Self::Denied,
+            (Expectation::Denied { .. }, false) => Self::WronglyReached,
+        }
+    }
+
+    fn painted(self) -> String {
+        let (mark, style) = match self {
+            Self::Reached => ("●", Style::new().green()),
+            Self::Denied => ("·", Style::new().yellow()),
+            Self::WronglyReached => ("▲", Style::new().white().on_red().bold()),
+            Self::WronglyDenied => ("▼", Style::new().white().on_red().bold()),
+        };
+        mark.if_supports_color(Stream::Stdout, |mark| mark.style(style)).to_string()
+    }
+}
+
+/// One pair of sites, one family. Empty for a site and itself.
+#[derive(Default)]
+struct Cell {
+    marks: Vec<Mark>,
+    reasons: Vec<usize>,
+}
+
+impl Cell {
+    fn reasons(&self) -> String {
+        let numbers: Vec<String> = self.reasons.iter().map(usize::to_string).collect();
+        if numbers.is_empty() { String::new() } else { format!(" {}", numbers.join(",")) }
+    }
+
+    /// In columns of the terminal.
+    fn width(&self) -> usize {
+        self.marks.len().max(1) + self.reasons().len()
+    }
+
+    fn painted(&self) -> String {
+        if self.marks.is_empty() {
+            return "-".if_supports_color(Stream::Stdout, |dash| dash.dimmed()).to_string();
+        }
+        let marks: String = self.marks.iter().map(|mark| mark.painted()).collect();
+        let reasons = self.reasons();
+        format!("{marks}{}", reasons.if_supports_color(Stream::Stdout, |reasons| reasons.dimmed()))
+    }
+}
