@@ -1,0 +1,109 @@
+//! Bad input ends the daemon with exit code 2 and one line that names the thing, and leaves nothing attached.
+
+use std::time::Duration;
+
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, Scratch, network_state};
+
+use crate::fixture::{pod, pods};
+
+/// A node whose daemon is not started yet.
+struct Prepared {
+    cluster: Cluster,
+    config: DaemonConfig,
+    privileges: Privileges,
+    scratch: Scratch,
+    outside: Option<Outside>,
+}
+
+impl Prepared {
+    fn new() -> Self {
+        let scratch = Scratch::new().unwrap();
+        let manifests = scratch.path().join("manifests");
+        std::fs::create_dir(&manifests).unwrap();
+        std::fs::write(manifests.join("all.yaml"), pods(2)).unwrap();
+        let cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
+        let config = DaemonConfig::new(&cluster.name, &manifests);
+        Self { cluster, config, privileges: Privileges::All, scratch, outside: None }
+    }
+
+    fn manifest(&self, name: &str, text: &str) {
+        std::fs::write(self.scratch.path().join("manifests").join(name), text).unwrap();
+    }
+}
+
+/// What is made wrong, and what the line must name.
+type Case = (&'static str, fn(&mut Prepared), &'static [&'static str]);
+
+const CASES: &[Case] = &[
+    ("no privileges", |node| node.privileges = Privileges::None, &["CAP_NET_ADMIN", "root"]),
+    ("an unknown key", |node| node.config.keys = "nonsense = 1\n".into(), &["penstock.toml:2", "nonsense"]),
+    (
+        "a core that does not exist",
+        |node| node.config.sections += "[workers]\ncores = [999]\n",
+        &["workers.cores", "999"],
+    ),
+    (
+        "a missing interface",
+        |node| node.config.keys = "uplinks = [\"eth9\"]\n".into(),
+        &["uplinks", "eth9", "does not exist"],
+    ),
+    (
+        "an interface that is down",
+        |node| {
+            let outside = node.outside.insert(node.cluster.node.add_outside("outside").unwrap());
+            let netlink = node.cluster.node.netlink();
+            netlink.set_down(netlink.index(outside.interface()).unwrap()).unwrap();
+            node.config.keys = format!("uplinks = [\"{}\"]\n", outside.interface());
+        },
+        &["uplinks", "eth1", "is down", "set it up"],
+    ),
+    (
+        "an MTU that no frame holds",
+        |node| {
+            let (v4, v6) = ("10.244.1.90", "fd00:10:244:1::90");
+            let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
+            node.cluster.node.add_pod_with_mtu("test/jumbo", &addresses, 9000).unwrap();
+            node.cluster.node.settle().unwrap();
+            node.manifest("jumbo.yaml", pod("jumbo", v4, v6).trim_start_matches("---\n"));
+        },
+        &["veth-jumbo", "9000"],
+    ),
+    (
+        "an address of two pods",
+        |node| {
+            let twice = pod("twin", "10.244.1.10", "fd00:10:244:1::91");
+            node.manifest("twin.yaml", twice.trim_start_matches("---\n"));
+        },
+        &["10.244.1.10", "test/twin", "test/pod-0"],
+    ),
+    (
+        "a directory that is not there",
+        |node| node.config.manifests = "/nonexistent/manifests".into(),
+        &["/nonexistent/manifests"],
+    ),
+    (
+        "a manifest that does not parse",
+        |node| node.manifest("broken.yaml", "apiVersion: v1\nkind: [Pod\n"),
+        &["broken.yaml:"],
+    ),
+];
+
+#[test]
+fn each_ends_with_code_2_and_one_line_and_leaves_nothing() {
+    for (what, break_it, named) in CASES {
+        let mut node = Prepared::new();
+        break_it(&mut node);
+        let before = network_state(node.cluster.node.netlink()).unwrap();
+        let namespace = node.cluster.node.namespace();
+        let daemon = Daemon::launch(namespace, &node.config.to_toml(), node.privileges).unwrap();
+        let (status, lines) = daemon.wait(Duration::from_secs(10)).unwrap();
+        assert_eq!(status.code(), Some(2), "{what}: {}", lines.join("\n"));
+        assert_eq!(lines.len(), 1, "{what}: {}", lines.join("\n"));
+        for name in *named {
+            assert!(lines[0].contains(name), "{what}: \"{name}\" is not in: {}", lines[0]);
+        }
+        let after = network_state(node.cluster.node.netlink()).unwrap();
+        assert_eq!(after, before, "{what}");
+    }
+}

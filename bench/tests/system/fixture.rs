@@ -1,0 +1,118 @@
+//! What the tests stand on: a node with pods from manifests, servers on all of them, and the daemon.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::judge::Judge;
+use penstock_bench::matrix::Matrix;
+use penstock_bench::probe::{Protocol, Servers, Service, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch};
+
+/// What every site serves.
+pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
+/// What is sent between all of them.
+pub(crate) const PROTOCOLS: [Protocol; 4] =
+    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
+
+/// A node with pods under a running daemon.
+pub(crate) struct World {
+    pub(crate) daemon: Daemon,
+    pub(crate) cluster: Cluster,
+    pub(crate) manifests: PathBuf,
+    pub(crate) scratch: Scratch,
+    _servers: Vec<Servers>,
+}
+
+impl World {
+    /// As `configs/demo` has it.
+    pub(crate) fn demo() -> Self {
+        let scratch = Scratch::new().unwrap();
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
+        let manifests = scratch.copy_in(&demo, "manifests").unwrap();
+        Self::start(scratch, manifests, |_, _| {})
+    }
+
+    /// With these manifests in one file, `all.yaml`, and the rest of `more` done before the daemon starts.
+    pub(crate) fn of(yaml: &str, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+        let scratch = Scratch::new().unwrap();
+        let manifests = scratch.path().join("manifests");
+        std::fs::create_dir(&manifests).unwrap();
+        std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
+        Self::start(scratch, manifests, more)
+    }
+
+    fn start(scratch: Scratch, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+        let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
+        let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        more(&mut cluster, &mut config);
+        let servers = Servers::start_all(&cluster.sites, &SERVICES).unwrap();
+        let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
+        Self { daemon, cluster, manifests, scratch, _servers: servers }
+    }
+
+    /// Saves a manifest at once.
+    pub(crate) fn save(&self, file: &str, content: &str) {
+        self.scratch.save(&self.manifests.join(file), content).unwrap();
+    }
+
+    /// Judges the manifests as they are now and sends all probes.
+    pub(crate) fn matrix(&self) -> Matrix {
+        let judge = Judge::new(&read_objects(&self.manifests).unwrap());
+        Matrix::measure(&self.cluster, &judge, &PROTOCOLS).unwrap()
+    }
+
+    pub(crate) fn site(&self, name: &str) -> &Site {
+        &self.cluster.sites[self.cluster.site(name).unwrap()]
+    }
+
+    /// A site as a probe's target: its servers' identity and its address of a family.
+    pub(crate) fn target(&self, name: &str, v6: bool) -> (u32, std::net::IpAddr) {
+        let index = self.cluster.site(name).unwrap();
+        (index as u32, self.cluster.sites[index].address(v6).unwrap())
+    }
+
+    /// Fails, with what the daemon wrote, unless there is no difference.
+    pub(crate) fn assert_as_expected(&self, matrix: &Matrix) {
+        let differences = matrix.differences();
+        let log = self.daemon.log().lines();
+        assert!(differences.is_empty(), "{}\n\nthe daemon wrote:\n{}", differences.join("\n"), log.join("\n"));
+    }
+}
+
+/// Manifests of a node named `node` and of pods `test/pod-0`, `test/pod-1`… at 10.244.1.10 and fd00:10:244:1::10
+/// and up, each labelled `app: pod-N`.
+pub(crate) fn pods(count: u8) -> String {
+    let mut yaml = String::from(
+        "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n\
+         ---\n\
+         apiVersion: v1\nkind: Node\nmetadata: {name: node}\n\
+         status: {addresses: [{type: InternalIP, address: 172.18.0.2}, {type: InternalIP, address: \"fd00:172:18::2\"}]}\n",
+    );
+    for number in 0..count {
+        let (v4, v6) = (format!("10.244.1.{}", 10 + number), format!("fd00:10:244:1::{}", 10 + number));
+        yaml += &pod(&format!("pod-{number}"), &v4, &v6);
+    }
+    yaml
+}
+
+/// A document with one pod of the namespace `test`, labelled `app: NAME`.
+pub(crate) fn pod(name: &str, v4: &str, v6: &str) -> String {
+    let mut yaml = String::new();
+    write!(
+        yaml,
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {{namespace: test, name: {name}, labels: {{app: {name}}}}}\n\
+         spec: {{nodeName: node, containers: [{{name: main, image: example.invalid/test}}]}}\n\
+         status: {{phase: Running, podIPs: [{{ip: {v4}}}, {{ip: \"{v6}\"}}]}}\n"
+    )
+    .unwrap();
+    yaml
+}
+
+/// A document with a policy of the namespace `test` for one pod; `spec` is what follows its selector.
+pub(crate) fn policy(name: &str, of_pod: &str, spec: &str) -> String {
+    format!(
+        "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: {name}}}\n\
+         spec:\n  podSelector: {{matchLabels: {{app: {of_pod}}}}}\n{spec}"
+    )
+}

@@ -1,0 +1,142 @@
+//! No frame is lost, and an idle daemon is idle.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::load::{Generator, Sink, UdpFlow};
+use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+
+use crate::fixture::{World, pod, pods};
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// The frame account, as the daemon's statistics tell it.
+#[derive(Debug)]
+struct Frames {
+    total: u64,
+    free: u64,
+    fill: u64,
+    in_flight: u64,
+}
+
+impl Frames {
+    /// Of a line with `total`, `free`, `fill` and `in_flight`, each followed by its number.
+    fn parse(line: &str) -> Self {
+        let words: Vec<&str> = line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+        let number = |name: &str| {
+            let mut after = words.iter().skip_while(|word| **word != name).skip(1).filter(|word| !word.is_empty());
+            after.next().and_then(|word| word.parse().ok()).unwrap_or_else(|| panic!("no {name} in: {line}"))
+        };
+        Self { total: number("total"), free: number("free"), fill: number("fill"), in_flight: number("in_flight") }
+    }
+
+    fn assert_balanced(&self) {
+        assert!(self.total > 0, "{self:?}");
+        assert_eq!(self.free + self.fill + self.in_flight, self.total, "{self:?}");
+    }
+}
+
+/// Asks the running daemon.
+fn frames_now(world: &World) -> Frames {
+    let seen = world.daemon.log().len();
+    world.daemon.signal(Signal::SIGUSR1).unwrap();
+    let line = world.daemon.log().wait_for_after(seen, "in_flight", LIMIT).unwrap();
+    Frames::parse(&line)
+}
+
+/// Ends the daemon and reads its last account.
+fn frames_at_end(world: World) -> Frames {
+    let (status, log) = world.daemon.stop().unwrap();
+    assert!(status.success(), "{status}\n{}", log.join("\n"));
+    let line = log.iter().rev().find(|line| line.contains("ended")).expect("a last line");
+    Frames::parse(line)
+}
+
+#[test]
+fn frames_balance_after_a_million_forwarded_packets() {
+    const GOAL: u64 = 1_000_000;
+    let world = World::of(&pods(2), |_, _| {});
+    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-1"));
+    let destination = SocketAddr::new(to.address(false).unwrap(), 7000);
+    let sink = Sink::open(&to.namespace, destination).unwrap();
+    let flow = UdpFlow {
+        source_mac: from.namespace.netlink().unwrap().mac("eth0").unwrap(),
+        gateway_mac: world.cluster.node.netlink().mac(world.cluster.node.pods()[0].interface()).unwrap(),
+        source: SocketAddr::new(from.address(false).unwrap(), 40_000),
+        destination,
+    };
+    let frame = flow.frame(64).unwrap();
+    let generator = from.namespace.run(|| Generator::open("eth0")).unwrap();
+    let before = frames_now(&world);
+    before.assert_balanced();
+    let start = sink.arrived().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(15);
+    while sink.arrived().unwrap() - start < GOAL {
+        assert!(Instant::now() < deadline, "only {} packets arrived", sink.arrived().unwrap() - start);
+        generator.run_for(&frame, Duration::from_millis(200)).unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    let after = frames_now(&world);
+    after.assert_balanced();
+    assert_eq!(after.total, before.total);
+    assert_eq!(after.in_flight, 0, "at rest nothing is under way: {after:?}");
+    frames_at_end(world).assert_balanced();
+}
+
+#[test]
+fn frames_balance_after_a_hundred_ports_came_and_went() {
+    const ROUNDS: usize = 10;
+    const PODS: u8 = 10;
+    let more: Vec<(String, String, String)> = (0..PODS)
+        .map(|number| {
+            (format!("more-{number}"), format!("10.244.1.{}", 100 + number), format!("fd00:10:244:1::{}", 100 + number))
+        })
+        .collect();
+    let described: String = more.iter().map(|(name, v4, v6)| pod(name, v4, v6)).collect();
+    let mut world = World::of(&pods(1), |_, _| {});
+    world.save("more.yaml", described.trim_start_matches("---\n"));
+    let before = frames_now(&world);
+    before.assert_balanced();
+    for round in 0..ROUNDS {
+        let seen = world.daemon.log().len();
+        for (name, v4, v6) in &more {
+            let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
+            world.cluster.node.add_pod(&format!("test/{name}"), &addresses).unwrap();
+        }
+        let added: Vec<Site> = world.cluster.node.pods().iter().skip(1).map(Site::from).collect();
+        for site in &added {
+            // Nothing listens there: a refusal is proof that the packet went all the way.
+            let patience = Patience { timeout: Duration::from_millis(300), attempts: 15 };
+            let outcome =
+                probe::run_one(site, world.target("test/pod-0", false), Protocol::Tcp(8080), patience).unwrap();
+            assert_eq!(outcome, Outcome::Reached, "{} in round {round}", site.name);
+        }
+        for (name, _, _) in &more {
+            world.cluster.node.remove_pod(&format!("test/{name}")).unwrap();
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let closed = || world.daemon.log().lines()[seen..].iter().filter(|line| line.contains("closed")).count();
+        while closed() < usize::from(PODS) {
+            assert!(Instant::now() < deadline, "only {} ports were closed in round {round}", closed());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let after = frames_now(&world);
+    after.assert_balanced();
+    assert_eq!(after.total, before.total);
+    assert_eq!(after.fill, before.fill, "the frames of closed ports are free again: {before:?}, {after:?}");
+    frames_at_end(world).assert_balanced();
+}
+
+#[test]
+fn an_idle_daemon_uses_less_than_three_percent_of_a_core() {
+    let world = World::demo();
+    world.assert_as_expected(&world.matrix());
+    std::thread::sleep(Duration::from_millis(500));
+    let (start, before) = (Instant::now(), world.daemon.processor_time().unwrap());
+    std::thread::sleep(Duration::from_secs(5));
+    let used = (world.daemon.processor_time().unwrap() - before).as_secs_f64() / start.elapsed().as_secs_f64();
+    assert!(used < 0.03, "{:.1} % of a core", used * 100.0);
+}

@@ -1,0 +1,108 @@
+//! The daemon comes and goes, and the node is as it was.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::probe::{self, Outcome, Patience, Protocol};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
+
+use crate::fixture::{World, pods, policy};
+
+/// Links, addresses, routes, rules, and the forwarding settings of all interfaces.
+fn state_of(cluster: &Cluster) -> Vec<String> {
+    let mut state = network_state(cluster.node.netlink()).unwrap();
+    let namespace = cluster.node.namespace();
+    for interface in cluster.node.netlink().interface_names().unwrap() {
+        for key in
+            ["forwarding", "rp_filter", "proxy_arp", "arp_ignore", "arp_filter", "accept_local", "send_redirects"]
+        {
+            let path = format!("net/ipv4/conf/{interface}/{key}");
+            state.push(format!("{path} = {}", namespace.sysctl(&path).unwrap()));
+        }
+        for key in ["forwarding", "proxy_ndp", "accept_ra", "disable_ipv6"] {
+            let path = format!("net/ipv6/conf/{interface}/{key}");
+            state.push(format!("{path} = {}", namespace.sysctl(&path).unwrap()));
+        }
+    }
+    state
+}
+
+/// Waits for what the kernel does on its own a little later, then compares.
+fn assert_as_before(cluster: &Cluster, before: &[String]) {
+    let deadline = Instant::now() + Duration::from_secs(3);
+    while state_of(cluster) != before && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let after = state_of(cluster);
+    let more: Vec<_> = after.iter().filter(|line| !before.contains(line)).collect();
+    let less: Vec<_> = before.iter().filter(|line| !after.contains(line)).collect();
+    assert!(more.is_empty() && less.is_empty(), "left behind: {more:#?}\ngone: {less:#?}");
+}
+
+fn start() -> (Cluster, Vec<String>, DaemonConfig, Scratch) {
+    let scratch = Scratch::new().unwrap();
+    let manifests = scratch.path().join("manifests");
+    std::fs::create_dir(&manifests).unwrap();
+    std::fs::write(manifests.join("all.yaml"), pods(3)).unwrap();
+    let cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
+    let before = state_of(&cluster);
+    let config = DaemonConfig::new(&cluster.name, &manifests);
+    (cluster, before, config, scratch)
+}
+
+#[test]
+fn sigterm_and_sigint_put_links_routes_and_settings_back() {
+    let (cluster, before, config, _scratch) = start();
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
+        assert_ne!(state_of(&cluster), before, "a running daemon has its links and routes");
+        for pod in cluster.node.pods() {
+            assert!(cluster.node.netlink().has_xdp(pod.interface()).unwrap(), "{}", pod.interface());
+        }
+        daemon.signal(signal).unwrap();
+        let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();
+        assert_eq!(status.code(), Some(0), "{signal}: {}", log.join("\n"));
+        assert_as_before(&cluster, &before);
+        // Without the daemon the kernel forwards again.
+        let sites = &cluster.sites;
+        let there = (2, sites[2].address(false).unwrap());
+        let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, Patience::default()).unwrap();
+        assert_eq!(outcome, Outcome::Reached);
+    }
+}
+
+#[test]
+fn after_a_kill_the_next_start_works_and_clears_what_was_left() {
+    let (cluster, before, config, _scratch) = start();
+    let killed = Daemon::start(cluster.node.namespace(), &config).unwrap();
+    killed.signal(Signal::SIGKILL).unwrap();
+    let (status, _) = killed.wait(Duration::from_secs(10)).unwrap();
+    assert_eq!(status.code(), None, "{status}");
+    let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
+    let sites = &cluster.sites;
+    let there = (2, sites[2].address(true).unwrap());
+    let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, Patience::default()).unwrap();
+    assert_eq!(outcome, Outcome::Reached);
+    let (status, log) = daemon.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+    assert_as_before(&cluster, &before);
+}
+
+#[test]
+fn statistics_on_a_signal_and_at_the_end_count_what_was_dropped_by_cause() {
+    let world = World::of(&(pods(2) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
+    let denied = probe::run_one(
+        world.site("test/pod-0"),
+        world.target("test/pod-1", false),
+        Protocol::Icmp,
+        Patience::default(),
+    );
+    assert_eq!(denied.unwrap(), Outcome::Silent);
+    let seen = world.daemon.log().len();
+    world.daemon.signal(Signal::SIGUSR1).unwrap();
+    let line = world.daemon.log().wait_for_after(seen, "test/pod-0", Duration::from_secs(5)).unwrap();
+    assert!(line.contains("ingress_denied 3"), "{line}");
+    let (_, log) = world.daemon.stop().unwrap();
+    assert!(log.iter().filter(|line| line.contains("ingress_denied 3")).count() == 2, "{}", log.join("\n"));
+}

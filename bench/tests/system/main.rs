@@ -1,0 +1,10 @@
+//! The real daemon on real veths: every test builds a node of its own in network namespaces, starts
+//! `penstock run` in it and sends packets. Needs root and a built `penstock`.
+
+mod bad_input;
+mod fixture;
+mod forwarding;
+mod frames;
+mod lifecycle;
+mod policy;
+mod transfer;

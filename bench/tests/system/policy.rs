@@ -1,0 +1,96 @@
+//! Policies are enforced on packets, and a change is in force at once.
+
+use std::time::{Duration, Instant};
+
+use penstock_bench::judge::Expectation;
+use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, time_until_reached};
+
+use crate::fixture::{World, pods, policy};
+
+const LIMIT: Duration = Duration::from_secs(5);
+const SILENCE: Duration = Duration::from_millis(500);
+
+/// Allows TCP to one port of `test/pod-1`, from everyone.
+fn only_port(port: u16) -> String {
+    policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n"))
+}
+
+#[test]
+fn the_demos_packets_do_what_its_policies_say_over_both_families() {
+    let world = World::demo();
+    let matrix = world.matrix();
+    assert_eq!(matrix.entries().len(), 8 * 7 * 2 * 4, "8 sites, 2 families, 4 protocols");
+    for v6 in [false, true] {
+        for expected in [true, false] {
+            let count = matrix.entries().iter().filter(|entry| {
+                entry.probe.destination.is_ipv6() == v6 && (entry.expected == Expectation::Allowed) == expected
+            });
+            assert!(count.count() > 50, "the demo has many cells that are allowed and many that are denied");
+        }
+    }
+    world.assert_as_expected(&matrix);
+}
+
+#[test]
+fn an_edit_cuts_an_open_connection_and_opens_what_it_allows() {
+    let world = World::of(&(pods(2) + &only_port(8080)), |_, _| {});
+    let client = world.site("test/pod-0");
+    for v6 in [false, true] {
+        let target = world.target("test/pod-1", v6);
+        let flow = Flow::open(&client.namespace, target, 8080, SILENCE).unwrap();
+        flow.wait_for(100, LIMIT).unwrap();
+        let saved = Instant::now();
+        world.save("all.yaml", &(pods(2) + &only_port(9090)));
+        let cut = flow.wait_until_blocked(LIMIT).expect("the connection is cut");
+        let took = cut.saturating_duration_since(saved);
+        assert!(took < Duration::from_millis(400), "cut after {took:?}");
+        world.assert_as_expected(&world.matrix());
+
+        let saved = Instant::now();
+        world.save("all.yaml", &(pods(2) + &only_port(8080)));
+        let interval = Duration::from_millis(2);
+        let reached = time_until_reached(&client.namespace, target, Protocol::Tcp(8080), interval, LIMIT).unwrap();
+        let took = reached.expect("the port opens").saturating_duration_since(saved);
+        assert!(took < Duration::from_millis(400), "opened after {took:?}");
+        world.assert_as_expected(&world.matrix());
+    }
+}
+
+#[test]
+fn a_change_that_still_allows_a_connection_does_not_disturb_it() {
+    let world = World::of(&(pods(2) + &only_port(8080)), |_, _| {});
+    let client = world.site("test/pod-0");
+    let flow = Flow::open(&client.namespace, world.target("test/pod-1", false), 8080, SILENCE).unwrap();
+    flow.wait_for(100, LIMIT).unwrap();
+    let other = policy("other", "pod-1", "  ingress: [{ports: [{port: 9090}]}]\n");
+    let seen = world.daemon.log().len();
+    world.save("all.yaml", &(pods(2) + &only_port(8080) + &other));
+    world.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
+    flow.wait_for(500, LIMIT).unwrap();
+    assert_eq!(flow.wait_until_blocked(Duration::from_millis(1)), None);
+    world.assert_as_expected(&world.matrix());
+}
+
+#[test]
+fn a_manifest_that_does_not_parse_keeps_the_last_good_state() {
+    let good = pods(2) + &only_port(8080);
+    let world = World::of(&good, |_, _| {});
+    let client = world.site("test/pod-0");
+    let target = world.target("test/pod-1", false);
+    let flow = Flow::open(&client.namespace, target, 8080, SILENCE).unwrap();
+    for (bad, told) in [
+        (good.clone() + "---\napiVersion: v1\nkind: [Pod\n", "all.yaml:"),
+        (good.replace("port: 8080", "port: 70000"), "port"),
+        (good.replace("ingress:", "ingres:"), "ingres"),
+    ] {
+        let seen = world.daemon.log().len();
+        world.save("all.yaml", &bad);
+        let line = world.daemon.log().wait_for_after(seen, "all.yaml", LIMIT).unwrap();
+        assert!(line.contains(told), "{line}");
+        flow.wait_for(100, LIMIT).unwrap();
+        let denied = probe::run_one(client, target, Protocol::Tcp(9090), Patience::default()).unwrap();
+        assert_eq!(denied, Outcome::Silent);
+    }
+    world.save("all.yaml", &(pods(2) + &only_port(9090)));
+    assert!(flow.wait_until_blocked(LIMIT).is_some(), "the next good save is taken");
+}

@@ -1,0 +1,45 @@
+//! Bulk TCP through the workers.
+
+use std::time::Duration;
+
+use penstock_bench::load::{Receipt, transfer, transfer_for};
+
+use crate::fixture::{World, pods, policy};
+
+const POLICY: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}], ports: [{port: 5201}]}]\n";
+
+fn world() -> World {
+    World::of(&(pods(2) + &policy("bulk", "pod-1", POLICY)), |_, _| {})
+}
+
+fn assert_no_storm(receipt: &Receipt) {
+    assert!(receipt.segments > 1000, "{receipt:?}");
+    assert!(receipt.retransmitted_share() < 0.01, "more than 1 % of the segments were sent again: {receipt:?}");
+}
+
+#[test]
+fn a_hundred_megabytes_arrive_octet_for_octet_over_both_families() {
+    let world = world();
+    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-1"));
+    for v6 in [false, true] {
+        let receipt = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 100_000_000).unwrap();
+        assert!(receipt.octets >= 100_000_000, "{receipt:?}");
+        assert_no_storm(&receipt);
+    }
+}
+
+#[test]
+fn ten_seconds_of_bulk_tcp_see_no_retransmission_storm() {
+    let world = world();
+    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-1"));
+    let length = Duration::from_secs(10);
+    let receipt = transfer_for(&from.namespace, &to.namespace, to.address(false).unwrap(), length).unwrap();
+    println!(
+        "{:.2} Gb/s, {} of {} segments sent again",
+        receipt.gigabits_per_second(),
+        receipt.retransmitted,
+        receipt.segments
+    );
+    assert!(receipt.time >= length, "{receipt:?}");
+    assert_no_storm(&receipt);
+}
