@@ -28,6 +28,8 @@ impl Watched {
         let parent = tempfile::tempdir().unwrap();
         let directory = parent.path().join("manifests");
         fs::create_dir(&directory).unwrap();
+        let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: default}}";
+        fs::write(directory.join("default.yaml"), namespace).unwrap();
         for (name, text) in files {
             fs::write(directory.join(name), text).unwrap();
         }
@@ -99,7 +101,7 @@ fn what_is_there_at_the_start_is_the_first_state() {
     fs::create_dir(parent.path().join("deeper.yaml")).unwrap();
     let (_source, objects) = ManifestDirectory::open(parent.path(), Settings::default()).unwrap();
     let names: Vec<_> = objects.iter().map(|object| object.reference().to_string()).collect();
-    assert_eq!(names, ["Pod default/a", "Pod default/b", "Pod default/c"]);
+    assert_eq!(names, ["Namespace default", "Pod default/a", "Pod default/b", "Pod default/c"]);
 }
 
 #[test]
@@ -220,6 +222,7 @@ fn a_directory_that_goes_away_leaves_the_state_until_it_is_back() {
     assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
     watched.assert_quiet();
     fs::create_dir(&watched.directory).unwrap();
+    fs::copy(away.join("default.yaml"), watched.path("default.yaml")).unwrap();
     watched.write("a.yaml", &pod("x", "10.0.0.7"));
     let made = Instant::now();
     let mut seen = told(&watched.next());
@@ -243,6 +246,7 @@ fn a_directory_may_be_named_by_a_relative_path() {
     let parent = tempfile::tempdir().unwrap();
     let directory = parent.path().join("manifests");
     fs::create_dir(&directory).unwrap();
+    fs::write(directory.join("default.yaml"), "{apiVersion: v1, kind: Namespace, metadata: {name: default}}").unwrap();
     let up: PathBuf = std::env::current_dir().unwrap().components().skip(1).map(|_| "..").collect();
     let relative = up.join(directory.strip_prefix("/").unwrap());
     let mut watched = Watched::open_directory(parent, directory, &relative);
@@ -258,6 +262,7 @@ fn a_directory_replaced_by_another_is_followed() {
     let other = watched.directory.with_extension("other");
     fs::create_dir(&other).unwrap();
     fs::write(other.join("a.yaml"), pod("x", "10.0.0.2")).unwrap();
+    fs::copy(watched.path("default.yaml"), other.join("default.yaml")).unwrap();
     fs::rename(&watched.directory, watched.directory.with_extension("old")).unwrap();
     fs::rename(&other, &watched.directory).unwrap();
     let mut batch = watched.next();

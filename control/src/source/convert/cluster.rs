@@ -9,7 +9,7 @@ use super::{At, Invalid, Problem, Settings, names, port};
 use crate::model::{self, NamedPort};
 
 /// The label that the API server gives to every namespace, its name.
-const NAME_LABEL: &str = "kubernetes.io/metadata.name";
+pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// The annotation that stood for a namespace's isolation in v1beta1.
 const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 

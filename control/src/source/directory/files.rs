@@ -47,11 +47,13 @@ pub(super) struct Files {
     files: BTreeMap<PathBuf, File>,
     /// What held of files that are gone since it was last settled what holds.
     gone: Vec<Objects>,
+    /// Namespaces that are used and in none of the files.
+    implied: Vec<Object>,
 }
 
 impl Files {
     pub(super) fn new(options: Options) -> Self {
-        Self { options, files: BTreeMap::new(), gone: Vec::new() }
+        Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new() }
     }
 
     /// A file has these contents now, or cannot be read.
@@ -92,12 +94,20 @@ impl Files {
                 before.push(std::mem::replace(&mut file.good, held));
             }
         }
-        batch.changes = difference(&before, &after);
+        if !before.is_empty() || !after.is_empty() {
+            let implied = manifest::implied_namespaces(self.written());
+            let implied_before = std::mem::replace(&mut self.implied, implied);
+            batch.changes = difference(in_files(&before).chain(&implied_before), in_files(&after).chain(&self.implied));
+        }
         batch
     }
 
-    /// All objects that hold.
+    /// All objects that hold, implied namespaces included.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.implied.iter().chain(self.written())
+    }
+
+    fn written(&self) -> impl Iterator<Item = &Object> {
         self.files.values().flat_map(|file| file.good.iter().map(|(object, _)| object))
     }
 
@@ -149,17 +159,20 @@ fn located(manifests: Manifests) -> Objects {
     manifests.documents.into_iter().map(|document| (document.object, document.origin)).collect()
 }
 
-/// The changes that lead from the objects of some files to those that they now have.
-fn difference(before: &[Objects], after: &[Objects]) -> Vec<Change> {
-    let by_name = |files: &[Objects]| -> BTreeMap<ObjectRef, Object> {
-        let objects = files.iter().flat_map(|file| file.iter());
-        objects.map(|(object, _)| (object.reference(), object.clone())).collect()
-    };
+fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
+    files.iter().flat_map(|file| file.iter().map(|(object, _)| object))
+}
+
+/// The changes that lead from some objects to others.
+fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
+    fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
+        objects.map(|object| (object.reference(), object)).collect()
+    }
     let (before, after) = (by_name(before), by_name(after));
     let gone = before.keys().filter(|name| !after.contains_key(*name));
     let mut changes: Vec<Change> = gone.map(|name| Change::Delete(name.clone())).collect();
     let set = after.into_iter().filter(|(name, object)| before.get(name) != Some(object));
-    changes.extend(set.map(|(_, object)| Change::Set(object)));
+    changes.extend(set.map(|(_, object)| Change::Set(object.clone())));
     changes
 }
 
@@ -177,18 +190,41 @@ mod tests {
         files.set(Path::new(path), Ok(pods.iter().map(|(name, address)| pod(name, address)).collect()));
     }
 
-    /// `+name address` and `-name`, in order.
+    /// `+name address` and `-name`, in order; of namespaces with their labels.
     fn told(batch: &Batch) -> Vec<String> {
         let tell = |change: &Change| match change {
             Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+            Change::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
             Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+            Change::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
             other => panic!("{other:?}"),
         };
         batch.changes.iter().map(tell).collect()
     }
 
+    /// With the namespace that the pods are in.
     fn files() -> Files {
-        Files::new(Options::default())
+        let mut files = Files::new(Options::default());
+        let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: default}}";
+        files.set(Path::new("default.yaml"), Ok(namespace.to_owned()));
+        files.settle();
+        files
+    }
+
+    #[test]
+    fn a_namespace_that_no_file_defines_is_there_as_long_as_it_is_used() {
+        let mut files = Files::new(Options::default());
+        let named = r#"+default {"kubernetes.io/metadata.name": "default"}"#;
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        assert_eq!(told(&files.settle()), [named, "+x 10.0.0.1"]);
+        let defined = "{apiVersion: v1, kind: Namespace, metadata: {name: default, labels: {a: b}}}";
+        files.set(Path::new("b.yaml"), Ok(defined.to_owned()));
+        let labelled = r#"+default {"a": "b", "kubernetes.io/metadata.name": "default"}"#;
+        assert_eq!(told(&files.settle()), [labelled]);
+        files.remove(Path::new("b.yaml"));
+        assert_eq!(told(&files.settle()), [named], "its own labels go, the namespace stays");
+        set(&mut files, "a.yaml", &[]);
+        assert_eq!(told(&files.settle()), ["-default", "-x"]);
     }
 
     #[test]
@@ -203,7 +239,7 @@ mod tests {
         assert!(files.settle().is_empty());
         files.remove(Path::new("a.yaml"));
         assert_eq!(told(&files.settle()), ["-z"]);
-        assert_eq!(files.objects().count(), 0);
+        assert_eq!(files.objects().count(), 1);
     }
 
     #[test]
@@ -285,7 +321,7 @@ mod tests {
         let batch = files.settle();
         assert!(batch.changes.is_empty(), "{batch:?}");
         assert_eq!(batch.problems.len(), 2);
-        assert_eq!(files.objects().count(), 2);
+        assert_eq!(files.objects().count(), 3);
     }
 
     #[test]
@@ -296,6 +332,6 @@ mod tests {
         files.remove(Path::new("a.yaml"));
         set(&mut files, "b.yaml", &[("x", "10.0.0.1")]);
         assert!(files.settle().is_empty(), "the object is the same");
-        assert_eq!(files.objects().count(), 1);
+        assert_eq!(files.objects().count(), 2);
     }
 }

@@ -25,6 +25,9 @@ use crate::source::manifest;
 const PAUSE: Duration = Duration::from_millis(10);
 /// … or have gone on this long.
 const LONGEST_GATHERING: Duration = Duration::from_millis(50);
+/// The same for a directory that comes back: it is made first, and filled then.
+const PAUSE_OF_RETURN: Duration = Duration::from_millis(50);
+const LONGEST_RETURN: Duration = Duration::from_millis(500);
 /// A file that has been open for writing this long is read as it is.
 const LONGEST_WRITE: Duration = Duration::from_secs(10);
 /// How often it is checked that no event was lost.
@@ -111,7 +114,11 @@ impl Watch {
 
     /// How long to gather further events before the files are read.
     fn until_due(&self, now: Instant) -> Duration {
-        let due = self.events.map(|(first, last)| (last + PAUSE).min(first + LONGEST_GATHERING));
+        let (pause, longest) = match self.missing {
+            None => (PAUSE, LONGEST_GATHERING),
+            Some(_) => (PAUSE_OF_RETURN, LONGEST_RETURN),
+        };
+        let due = self.events.map(|(first, last)| (last + pause).min(first + longest));
         due.map_or(CHECK, |due| due.saturating_duration_since(now))
     }
 
@@ -139,7 +146,11 @@ impl Watch {
                 concerns_us = true;
             }
             // The parent, while it is watched, tells of all that happens beside the directory, too.
-            concerns_us |= path == self.path;
+            if path == self.path {
+                // Followed at once, so that what happens in it next is told.
+                self.follow();
+                concerns_us = true;
+            }
         }
         if concerns_us {
             self.events = Some((self.events.map_or(now, |(first, _)| first), now));
@@ -174,9 +185,7 @@ impl Watch {
     /// Looks at the directory, and settles what holds.
     fn look(&mut self, files: &mut Files) -> Batch {
         let had_events = self.events.take().is_some();
-        if let Err(error) = self.follow_directory() {
-            tracing::debug!(directory = %self.path.display(), "cannot be watched now: {error}");
-        }
+        self.follow();
         let mut problems = Vec::new();
         match self.read(files, Instant::now()) {
             Ok(()) => {
@@ -223,6 +232,12 @@ impl Watch {
             files.remove(&path);
         }
         Ok(())
+    }
+
+    fn follow(&mut self) {
+        if let Err(error) = self.follow_directory() {
+            tracing::debug!(directory = %self.path.display(), "cannot be watched now: {error}");
+        }
     }
 
     /// Watches the directory that is at the path now, and the parent while there is none.

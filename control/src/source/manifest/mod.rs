@@ -6,6 +6,7 @@
 
 mod check;
 mod error;
+mod implied;
 mod object;
 mod tree;
 
@@ -16,6 +17,7 @@ use std::sync::Arc;
 
 pub(crate) use check::conflicts;
 pub use error::{Fault, ManifestError, ManifestErrors, Origin};
+pub(crate) use implied::implied_namespaces;
 
 use super::convert::{FieldPath, Settings};
 use crate::model::Object;
@@ -49,6 +51,14 @@ pub struct Manifests {
     pub documents: Vec<Document>,
     /// Objects of kinds that are not read.
     pub ignored: Vec<Ignored>,
+}
+
+impl Manifests {
+    /// All objects, with the namespaces that they use and none of them defines: those have no label but their name.
+    pub fn objects(&self) -> impl Iterator<Item = Object> {
+        let written = || self.documents.iter().map(|document| &document.object);
+        implied_namespaces(written()).into_iter().chain(written().cloned())
+    }
 }
 
 /// An object, and where it was written.
