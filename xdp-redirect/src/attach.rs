@@ -30,8 +30,20 @@ pub struct Attached {
     interface: Interface,
     mode: Mode,
     program: Program,
-    // The attachment itself: the kernel detaches when its last descriptor is closed. Pinning it would make it last.
-    _link: OwnedFd,
+    // The attachment itself: should this process end without dropping it, the kernel detaches when it closes it.
+    link: OwnedFd,
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        // Closing would do, were it certain that no child process just forked still holds a copy.
+        // SAFETY: the descriptor is open, and is passed by value.
+        let result = unsafe { libbpf_sys::bpf_link_detach(self.link.as_raw_fd()) };
+        if result != 0 {
+            let error = io::Error::from_raw_os_error(-result);
+            tracing::debug!(interface = %self.interface, %error, "the XDP program was detached already");
+        }
+    }
 }
 
 impl Attached {
@@ -48,7 +60,7 @@ impl Attached {
                 Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
             },
         };
-        Ok(Self { interface: interface.clone(), mode, program, _link: link })
+        Ok(Self { interface: interface.clone(), mode, program, link })
     }
 
     /// The interface that it is attached to.

@@ -2,9 +2,11 @@
 
 use std::io;
 use std::num::NonZeroU32;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Mutex;
 use std::thread;
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sched::{CloneFlags, unshare};
 use xsk_rs::config::{BindFlags, FrameSize, LibxdpFlags, QueueSize, SocketConfig, UmemConfig as XskUmemConfig};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
@@ -90,9 +92,9 @@ impl Umem {
         let config = config.validated()?;
         // A thread of its own, since a thread cannot always return to the network namespace that it left.
         let made = thread::spawn(move || {
-            if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
-                return Err(UmemError::NotPermitted(error.into()));
-            }
+            // Without CAP_SYS_ADMIN it must be the loopback interface of the namespace that we are in, which does as
+            // well for one dataplane in it.
+            let _ = unshare(CloneFlags::CLONE_NEWNET);
             Self::register(config)
         });
         let (xsk, frames, anchor, pages) = made.join().map_err(|_| UmemError::Kernel {
@@ -108,6 +110,9 @@ impl Umem {
         // SAFETY: this is the first socket of the UMEM, and it loads no XDP program.
         let queues = unsafe { Socket::new(socket_config(config.ring_size), &xsk, &interface, 0) };
         let (tx, rx, fill_and_completion) = queues.map_err(|error| umem_error("binding its socket", error, &config))?;
+        // SAFETY: the socket is open as long as its queues live.
+        let socket = unsafe { BorrowedFd::borrow_raw(rx.fd().as_raw_fd()) };
+        let _ = fcntl(socket, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         let (fill, completion) = fill_and_completion.expect("the first socket of a device has both rings");
         Ok((xsk, frames, (tx, rx, fill, completion), pages))
     }

@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
@@ -66,6 +67,8 @@ impl XskQueue {
         let (tx, rx, fill, completion) = bind(umem, interface, queue)?;
         let mut this =
             Self { slot, rx, tx, fill, completion, ring_size, missing: ring_size, outstanding: 0, dead: false };
+        // A child process must not keep the socket, and with it its frames, after it was closed here.
+        let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         this.raise_budget();
         let mut frames: Vec<FrameDesc> = Vec::with_capacity(ring_size as usize);
         frames.extend(std::iter::from_fn(|| pool.take_for(slot)).take(ring_size as usize));
