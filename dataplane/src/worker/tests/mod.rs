@@ -1,6 +1,7 @@
 //! Workers on real veth pairs. These tests need root; each has a network namespace of its own.
 
 mod forwarding;
+mod joined;
 mod lifecycle;
 mod net;
 
