@@ -7,6 +7,7 @@
 mod check;
 mod completion;
 mod failure;
+mod run;
 
 use std::process::ExitCode;
 
@@ -26,6 +27,7 @@ pub struct Cli {
 enum Command {
     Check(check::Args),
     Completion(completion::Args),
+    Run(run::Args),
 }
 
 /// Reads the command line, runs the subcommand, and tells the process's exit code.
@@ -33,6 +35,7 @@ pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
+        Command::Run(args) => run::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

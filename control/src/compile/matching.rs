@@ -49,7 +49,12 @@ pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> Match {
     }
 }
 
-fn compare_peers(state: &State, source: &RuleSource, peers: &Peers, address: IpAddr) -> (PeerKind, usize, Option<Lack>) {
+fn compare_peers(
+    state: &State,
+    source: &RuleSource,
+    peers: &Peers,
+    address: IpAddr,
+) -> (PeerKind, usize, Option<Lack>) {
     let Peers::AnyOf(peers) = peers else { return (PeerKind::All, 0, None) };
     let pod = pod_at(state, address);
     let namespace = &source.policy.key.namespace;
@@ -106,9 +111,10 @@ fn is_port(port: &Port, server: Option<&Pod>, flow: &Flow) -> bool {
         && match &port.which {
             PortMatch::Every => true,
             PortMatch::Range { first, last } => (*first..=*last).contains(&flow.dst_port),
-            PortMatch::Name(name) => server.into_iter().flat_map(|pod| &pod.ports).any(|own| {
-                own.name == *name && own.protocol == port.protocol && own.number == flow.dst_port
-            }),
+            PortMatch::Name(name) => server
+                .into_iter()
+                .flat_map(|pod| &pod.ports)
+                .any(|own| own.name == *name && own.protocol == port.protocol && own.number == flow.dst_port),
         }
 }
 

@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
-use crate::model::{Block, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector};
+use crate::model::{
+    Block, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
+};
 use crate::state::{Class, PodId, PolicyId, State};
 
 pub use matching::{Lack, Match, compare};
@@ -66,7 +68,9 @@ pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
         policies.push((number, revision));
         if direction == Direction::Ingress {
             let named = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
-            ports.extend(named.filter(|port| names(rules).any(|name| name == (port.name.as_str(), port.protocol))).cloned());
+            ports.extend(
+                named.filter(|port| names(rules).any(|name| name == (port.name.as_str(), port.protocol))).cloned(),
+            );
         }
     }
     ports.sort_unstable();

@@ -69,7 +69,8 @@ impl Engine {
             Some(Holder::Node(_)) | None => None,
         };
         let sources = pod.map(|pod| self.sources(pod, direction)).unwrap_or_default();
-        let default_deny = direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
+        let default_deny =
+            direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
         let policies = pod.map(|pod| self.policies(pod, direction)).unwrap_or_default();
         SideExplanation {
             side,

@@ -1,3 +1,77 @@
 //! The node service: what `penstock run` runs.
+//!
+//! One thread keeps everything in step: changes of objects (`objects`) and of the network ([`crate::discovery`]) end in
+//! open ports (`ports`) and a published snapshot (`daemon`). The packets are the workers' business alone.
 
 pub mod config;
+mod daemon;
+pub mod logging;
+mod objects;
+mod ports;
+pub mod preflight;
+mod report;
+mod signals;
+mod table;
+
+use std::fmt::Display;
+use std::io;
+
+use config::Config;
+use preflight::{Finding, Level};
+use tokio::runtime::{Builder, Runtime};
+
+use crate::discovery::Netlink;
+use crate::source::convert::Settings;
+use crate::source::directory::ManifestDirectory;
+
+/// Why the service ended otherwise than by a signal.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// Configuration, manifests or machine are not good; each line names the thing, the value and the mend.
+    #[error("{}", .0.join("\n"))]
+    BadInput(Vec<String>),
+    /// It could not be done, or could not go on.
+    #[error("{0:#}")]
+    Failed(#[from] anyhow::Error),
+}
+
+impl RunError {
+    fn bad_input(problem: impl Display) -> Self {
+        Self::BadInput(vec![problem.to_string()])
+    }
+
+    fn failed(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Runs the service until SIGINT or SIGTERM.
+///
+/// Returns once all that it changed on the node is put back, also when it could not start.
+pub fn run(config: &Config) -> Result<(), RunError> {
+    daemon::refuse(preflight::machine(config))?;
+    runtime().map_err(RunError::failed)?.block_on(daemon::run(config))
+}
+
+/// Looks whether this machine can run this configuration. Changes nothing.
+pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
+    let mut findings = preflight::machine(config);
+    runtime()?.block_on(async {
+        match Netlink::open(config.host_port.table) {
+            Ok((netlink, _)) => findings.extend(preflight::network(config, &netlink).await),
+            Err(error) => findings.push(Finding::error(error.to_string())),
+        }
+    });
+    if config.source.manifests.is_dir() {
+        match ManifestDirectory::open(&config.source.manifests, Settings::default()) {
+            Ok((_, objects)) => findings.push(Finding::ok(format!("manifests: {} objects", objects.len()))),
+            Err(error) => findings.extend(error.to_string().lines().map(Finding::error)),
+        }
+    }
+    findings.sort_by_key(|finding| finding.level == Level::Ok);
+    Ok(findings)
+}
+
+fn runtime() -> io::Result<Runtime> {
+    Builder::new_current_thread().enable_all().build()
+}

@@ -319,9 +319,10 @@ impl State {
         if let Some(scope) = self.classes.scopes.find(namespaces) {
             return scope;
         }
-        let found = self.namespaces.iter().filter(|(_, record)| {
-            record.labels.as_ref().is_some_and(|labels| namespaces.matches(labels))
-        });
+        let found = self
+            .namespaces
+            .iter()
+            .filter(|(_, record)| record.labels.as_ref().is_some_and(|labels| namespaces.matches(labels)));
         let found: FxHashSet<u32> = found.map(|(number, _)| number).collect();
         let scope = Scope { selector: namespaces.clone(), namespaces: found.clone(), ..Scope::default() };
         let number = self.classes.scopes.insert(namespaces.clone(), scope);

@@ -39,9 +39,8 @@ impl State {
     /// Evaluates the namespace selectors against a namespace, and then the classes of its pods.
     fn rescope(&mut self, number: u32) {
         let labels = self.namespaces[number].labels.as_ref();
-        let found = self.classes.scopes.iter().filter(|(_, scope)| {
-            labels.is_some_and(|labels| scope.selector.matches(labels))
-        });
+        let found =
+            self.classes.scopes.iter().filter(|(_, scope)| labels.is_some_and(|labels| scope.selector.matches(labels)));
         let scopes: Vec<u32> = found.map(|(scope, _)| scope).collect();
         let before = std::mem::replace(&mut self.namespaces[number].scopes, scopes.clone());
         before.into_iter().for_each(|scope| {

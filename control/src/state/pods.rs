@@ -105,9 +105,8 @@ impl State {
     fn reselect(&mut self, number: PodId) {
         let record = &self.pods[number];
         let policies = self.namespaces[record.namespace].policies.iter().copied();
-        let mut selecting: Vec<PolicyId> = policies
-            .filter(|policy| self.policies[*policy].policy.pod_selector.matches(&record.pod.labels))
-            .collect();
+        let mut selecting: Vec<PolicyId> =
+            policies.filter(|policy| self.policies[*policy].policy.pod_selector.matches(&record.pod.labels)).collect();
         selecting.sort_unstable_by(|a, b| self.policies[*a].policy.key.cmp(&self.policies[*b].policy.key));
         let before = std::mem::replace(&mut self.pods[number].policies, selecting);
         for policy in before {

@@ -94,6 +94,12 @@ impl Pod {
         pod
     }
 
+    /// Its addresses.
+    #[allow(dead_code, reason = "not every test binary writes manifests")]
+    pub(crate) fn addresses(&self) -> (&str, &str) {
+        (&self.v4, &self.v6)
+    }
+
     /// Runs `inside` on a thread in the pod's namespace.
     #[allow(dead_code, reason = "not every test binary sends from within pods")]
     pub(crate) fn inside<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {

@@ -30,9 +30,9 @@ impl LinkedRules {
             }
         };
         let classes = rules.iter().map(&mut link).collect();
-        let with_every_pod = (0u32..).zip(&rules).filter(|(_, rule)| {
-            matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. })
-        });
+        let with_every_pod = (0u32..)
+            .zip(&rules)
+            .filter(|(_, rule)| matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. }));
         let every_pod = with_every_pod.map(|(number, _)| number).collect();
         Self { rules, classes, every_pod }
     }
@@ -63,7 +63,9 @@ impl LinkedRules {
     /// Makes the table.
     pub(super) fn build(&self, identities: &Identities) -> Arc<RuleTable> {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
-        for (number, all) in (0u32..).zip(&self.classes).flat_map(|(rule, lists)| lists.iter().map(move |all| (rule, all))) {
+        for (number, all) in
+            (0u32..).zip(&self.classes).flat_map(|(rule, lists)| lists.iter().map(move |all| (rule, all)))
+        {
             // The last one is the narrowest: those that have a port.
             let Some((last, others)) = all.split_last() else { continue };
             for identity in identities.in_class(*last) {

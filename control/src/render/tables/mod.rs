@@ -260,10 +260,10 @@ impl Tables {
                 None => Isolation::Open,
                 Some(table) => Isolation::Isolated(self.tables[table].table.clone()),
             };
-            let endpoint = self.endpoints.get(*number).map(|record| Endpoint {
-                egress: isolation(record.egress),
-                ingress: isolation(record.ingress),
-            });
+            let endpoint = self
+                .endpoints
+                .get(*number)
+                .map(|record| Endpoint { egress: isolation(record.egress), ingress: isolation(record.ingress) });
             update.set_endpoint(EndpointId(*number), endpoint);
         }
         for address in addresses {

@@ -6,9 +6,11 @@
 mod read;
 mod values;
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
 pub use read::ConfigError;
@@ -141,13 +143,36 @@ pub enum HugePages {
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// How many connections it holds; 64 octets each.
+    /// How many connections it holds; about 74 octets each.
     pub entries: u32,
+    /// Most connections of one pod; none given: a quarter of `entries`.
+    pub quota: Option<u32>,
+    /// Whether a segment from the middle of a TCP connection may open one, as after a restart.
+    pub pick_up: bool,
+    /// How long an idle connection is kept, by the names that [`conntrack::Timeouts`] has.
+    pub timeouts: BTreeMap<String, Time>,
 }
 
 impl Default for Conntrack {
     fn default() -> Self {
-        Self { entries: 1 << 18 }
+        Self { entries: 1 << 18, quota: None, pick_up: true, timeouts: BTreeMap::new() }
+    }
+}
+
+impl Conntrack {
+    /// As the connection table is told. The error names a timeout that there is not.
+    pub fn settings(&self) -> Result<conntrack::Config, conntrack::ConfigError> {
+        let mut timeouts = conntrack::Timeouts::default();
+        for (name, time) in &self.timeouts {
+            timeouts.set(name, time.duration())?;
+        }
+        Ok(conntrack::Config {
+            entries: self.entries as usize,
+            quota: self.quota,
+            timeouts,
+            pick_up: self.pick_up,
+            mapping: None,
+        })
     }
 }
 

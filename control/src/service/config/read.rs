@@ -4,6 +4,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use penstock_dataplane::conntrack::Timeouts;
 use toml::de::DeTable;
 
 use super::values::{Refused, refused};
@@ -78,6 +79,10 @@ impl Config {
         }
         if self.conntrack.entries < MIN_CONNECTIONS {
             return wrong(&["conntrack", "entries"], refused!("too few; give at least {MIN_CONNECTIONS}"));
+        }
+        if let Some(name) = self.conntrack.timeouts.keys().find(|name| !Timeouts::NAMES.contains(&name.as_str())) {
+            let names = Timeouts::NAMES.join(", ");
+            return wrong(&["conntrack", "timeouts", name], refused!("no such timeout; use one of: {names}"));
         }
         if self.host_port.node == self.host_port.workers {
             return wrong(&["host_port", "node"], refused!("both ends of the pair have this name; give two names"));

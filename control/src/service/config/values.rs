@@ -4,6 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use penstock_dataplane::io::largest_mtu;
 use serde::Deserialize;
 
 /// Why a value was refused: says the mend; key, value and line are added by the reader of the file.
@@ -121,11 +122,6 @@ impl TryFrom<Vec<u16>> for Cores {
 #[serde(try_from = "u32")]
 pub struct FrameSize(u32);
 
-/// What the kernel keeps free before a packet (`XDP_PACKET_HEADROOM`).
-const HEADROOM: u32 = 256;
-/// An Ethernet header.
-const ETHERNET: u32 = 14;
-
 impl FrameSize {
     /// In octets.
     pub const fn octets(self) -> u32 {
@@ -134,7 +130,7 @@ impl FrameSize {
 
     /// The largest IP packet that a frame holds.
     pub const fn largest_packet(self) -> u32 {
-        self.0 - HEADROOM - ETHERNET
+        largest_mtu(self.0)
     }
 }
 

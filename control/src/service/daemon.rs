@@ -1,0 +1,353 @@
+//! The daemon: starts the parts, keeps them in step, ends them in order.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use penstock_dataplane::pipeline;
+use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
+use penstock_dataplane::{Epoch, Snapshot};
+use penstock_xdp_redirect::Redirect;
+use tokio::time::MissedTickBehavior;
+
+use super::config::{Config, HugePages, Mode, Polling};
+use super::objects::Objects;
+use super::ports::Ports;
+use super::preflight::{self, Finding, Level};
+use super::signals::{Signal, Signals};
+use super::{RunError, logging, report};
+use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, pod_ports};
+use crate::model::{Change, Object};
+use crate::source::convert::Settings;
+use crate::source::directory::ManifestDirectory;
+
+/// How often the kernel is looked at without an event: what events missed is caught then.
+const RECONCILE: Duration = Duration::from_secs(3);
+/// How often it is seen whether the workers live.
+const HEARTBEAT: Duration = Duration::from_millis(250);
+/// What belongs to one change of the network comes in several events: those within this time are taken together.
+const SETTLE: Duration = Duration::from_millis(2);
+
+/// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
+pub(super) async fn run(config: &Config) -> Result<(), RunError> {
+    let mut signals = Signals::listen().context("signals cannot be listened to")?;
+    let (netlink, events) = Netlink::open(config.host_port.table).map_err(|error| RunError::bad_input(error))?;
+    refuse(preflight::network(config, &netlink).await)?;
+    let (mut source, objects) = ManifestDirectory::open(&config.source.manifests, Settings::default())
+        .map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
+    let mut daemon = Daemon::start(config, netlink, objects).await?;
+    let outcome = daemon.serve(&mut source, &events, &mut signals).await;
+    daemon.report();
+    let ended = daemon.stop().await;
+    outcome.and(ended)
+}
+
+/// Warnings go to the log, errors end it.
+pub(super) fn refuse(findings: Vec<Finding>) -> Result<(), RunError> {
+    let (errors, others): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.level == Level::Error);
+    for finding in others.into_iter().filter(|finding| finding.level == Level::Warning) {
+        tracing::warn!("{}", finding.line);
+    }
+    if errors.is_empty() {
+        Ok(())
+    } else {
+        Err(RunError::BadInput(errors.into_iter().map(|error| error.line).collect()))
+    }
+}
+
+struct Daemon<'a> {
+    config: &'a Config,
+    netlink: Netlink,
+    facts: Facts,
+    objects: Objects,
+    dataplane: Dataplane,
+    ports: Ports,
+    host_port: HostPort,
+    epoch: Epoch,
+    /// Addresses of the node in the last snapshot.
+    node: BTreeSet<IpAddr>,
+    problems: BTreeSet<Problem>,
+    /// Pods' addresses that the kernel did not route, with the reason that was logged.
+    unrouted: BTreeMap<IpAddr, String>,
+}
+
+impl<'a> Daemon<'a> {
+    async fn start(config: &'a Config, netlink: Netlink, initial: Vec<Object>) -> Result<Self, RunError> {
+        let started = Instant::now();
+        let facts = netlink.facts().await.map_err(RunError::failed)?;
+        let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
+        objects.apply(initial.into_iter().map(Change::Set), &facts.addresses);
+        refuse_long_packets(config, &facts, &objects)?;
+        if config.dataplane.mode == Mode::Forward {
+            tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
+        }
+        let redirect = Redirect::new().map_err(RunError::bad_input)?;
+        let dataplane = start_dataplane(config)?;
+        let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts)).await;
+        let host_port = host_port.map_err(|error| match error {
+            HostPortError::Running | HostPortError::NameTaken(_) => RunError::bad_input(error),
+            other => RunError::failed(other),
+        })?;
+        let mut daemon = Self {
+            config,
+            netlink,
+            facts,
+            objects,
+            dataplane,
+            ports: Ports::new(redirect, config.on_miss),
+            host_port,
+            epoch: Epoch::default(),
+            node: BTreeSet::new(),
+            problems: BTreeSet::new(),
+            unrouted: BTreeMap::new(),
+        };
+        match daemon.begin(started).await {
+            Ok(()) => Ok(daemon),
+            Err(error) => {
+                daemon.stop().await.unwrap_or_else(|error| tracing::error!(%error, "not all was put back"));
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens the ports that are always there, then those of the pods, and publishes for the first time.
+    async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
+        // Read again: the pair is there now.
+        self.facts = self.netlink.facts().await.map_err(RunError::failed)?;
+        let (workers, node) = (self.host_port.workers().clone(), self.host_port.node().clone());
+        self.ports.open_host(&self.dataplane, &workers, &node).map_err(RunError::failed)?;
+        for name in &self.config.uplinks {
+            let link = self.facts.link(name.as_str()).cloned();
+            let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
+            self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
+        }
+        self.settle("first state", true, started).await?;
+        tracing::info!(
+            target: logging::MILESTONES,
+            "ready: {} pods, {} policies, epoch {}",
+            self.ports.pods(),
+            self.objects.policies(),
+            self.epoch.0
+        );
+        Ok(())
+    }
+
+    async fn serve(
+        &mut self,
+        source: &mut ManifestDirectory,
+        events: &Events,
+        signals: &mut Signals,
+    ) -> Result<(), RunError> {
+        let mut reconcile = tokio::time::interval(RECONCILE);
+        let mut heartbeat = tokio::time::interval(HEARTBEAT);
+        for ticks in [&mut reconcile, &mut heartbeat] {
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        }
+        loop {
+            tokio::select! {
+                biased;
+                signal = signals.next() => match signal {
+                    Signal::End(name) => {
+                        tracing::info!(signal = name, "ending");
+                        return Ok(());
+                    }
+                    Signal::Statistics => self.report(),
+                },
+                _ = heartbeat.tick() => self.workers_live()?,
+                batch = source.next() => {
+                    let batch = batch.ok_or_else(|| RunError::Failed(anyhow!("the manifests are not watched any more; restart penstock")))?;
+                    self.change(batch.changes, Instant::now()).await?;
+                }
+                () = events.changed() => {
+                    let seen = Instant::now();
+                    tokio::time::sleep(SETTLE).await;
+                    self.look("network", seen).await?;
+                }
+                _ = reconcile.tick() => self.look("reconcile", Instant::now()).await?,
+            }
+        }
+    }
+
+    /// Takes in a batch of changed objects.
+    async fn change(&mut self, changes: Vec<Change>, seen: Instant) -> Result<(), RunError> {
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let what = summary(&changes);
+        let effect = self.objects.apply(changes, &self.facts.addresses);
+        if effect.pods {
+            self.read_facts().await;
+        }
+        if !effect.policy {
+            tracing::debug!("no effect on the tables: {what}");
+        }
+        self.settle(&what, effect.policy, seen).await
+    }
+
+    /// Looks at the network again.
+    async fn look(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
+        if !self.read_facts().await {
+            return Ok(());
+        }
+        let node_changed = self.objects.apply_addresses(&self.facts.addresses);
+        self.settle(why, node_changed, seen).await
+    }
+
+    /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
+    async fn read_facts(&mut self) -> bool {
+        match self.netlink.facts().await {
+            Ok(facts) => {
+                self.facts = facts;
+                true
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the network could not be looked at; trying again");
+                false
+            }
+        }
+    }
+
+    /// Makes ports, snapshot and routes what objects and facts ask for, in this order: a new pod's port is open
+    /// before it is published, and one that goes is closed after a snapshot without it.
+    async fn settle(&mut self, why: &str, objects_changed: bool, seen: Instant) -> Result<(), RunError> {
+        if !self.facts.links.contains_key(&self.host_port.workers().index) {
+            return Err(RunError::failed(HostPortError::Gone(self.host_port.workers().name.clone())));
+        }
+        let largest = self.config.umem.frame_size.largest_packet();
+        let (wanted, problems) = pod_ports(&self.facts, self.objects.pods(), self.config.node.as_str(), largest);
+        self.tell(problems);
+        let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
+        let gone = self.ports.take_gone(&self.facts);
+        ports_changed |= !gone.is_empty();
+        let node: BTreeSet<IpAddr> = self.objects.node_addresses().iter().copied().collect();
+        let node_changed = node != self.node;
+        self.node = node;
+        if objects_changed || ports_changed || node_changed {
+            self.publish(why, seen);
+        }
+        for (id, interface) in gone {
+            match self.dataplane.close_port(id) {
+                Ok(()) => tracing::info!(interface, port = %id, "closed"),
+                Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
+            }
+        }
+        self.ports.announce();
+        self.route().await
+    }
+
+    fn publish(&mut self, why: &str, seen: Instant) {
+        self.epoch = Epoch(self.epoch.0.wrapping_add(1));
+        self.dataplane.publish(Snapshot {
+            epoch: self.epoch,
+            policy: self.objects.policy_set(),
+            forwarding: self.ports.forwarding(&self.node),
+        });
+        tracing::info!(
+            epoch = self.epoch.0,
+            pods = self.ports.pods(),
+            policies = self.objects.policies(),
+            microseconds = seen.elapsed().as_micros() as u64,
+            "published: {why}"
+        );
+    }
+
+    async fn route(&mut self) -> Result<(), RunError> {
+        let refused = self.host_port.set_routes(&self.ports.pod_routes()).await.map_err(RunError::failed)?;
+        let refused: BTreeMap<IpAddr, String> =
+            refused.into_iter().map(|(address, error)| (address, error.to_string())).collect();
+        for (address, reason) in refused.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason)) {
+            tracing::error!(%address, reason, "the node reaches this pod past its policies; trying again");
+        }
+        self.unrouted = refused;
+        Ok(())
+    }
+
+    /// Logs problems that are new, and those that are no more.
+    fn tell(&mut self, problems: BTreeSet<Problem>) {
+        for problem in problems.difference(&self.problems) {
+            tracing::warn!("{problem}");
+        }
+        for problem in self.problems.difference(&problems) {
+            tracing::info!("no longer so: {problem}");
+        }
+        self.problems = problems;
+    }
+
+    fn workers_live(&self) -> Result<(), RunError> {
+        self.dataplane.failed().map_or(Ok(()), |died| Err(RunError::failed(died)))
+    }
+
+    fn report(&self) {
+        print!("{}", report::statistics(&self.dataplane.statistics(), &self.ports.counted()));
+    }
+
+    /// Puts everything back: rules, routes and the pair first, so that the node's own traffic is the kernel's again.
+    async fn stop(self) -> Result<(), RunError> {
+        let Self { dataplane, ports, host_port, .. } = self;
+        let removed = host_port.remove().await;
+        drop(ports);
+        let stopped = dataplane.stop();
+        removed.map_err(RunError::failed)?;
+        let frames = stopped.map_err(RunError::failed)?;
+        tracing::info!(target: logging::MILESTONES, ?frames, "ended");
+        Ok(())
+    }
+}
+
+fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
+    let cores = preflight::worker_cores(config).map_err(RunError::bad_input)?;
+    let settings = worker::Config {
+        frames: config.umem.frame_count(),
+        frame_size: config.umem.frame_size.octets(),
+        huge_pages: match config.umem.huge_pages {
+            HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
+            HugePages::Never => penstock_dataplane::io::HugePages::Never,
+        },
+        cores: cores.iter().map(|&core| CoreId(core.into())).collect(),
+        polling: match config.workers.polling {
+            Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
+            Polling::Busy => worker::Polling::Busy,
+        },
+        connections: config.conntrack.settings().map_err(RunError::bad_input)?,
+        mode: match config.dataplane.mode {
+            Mode::Full => pipeline::Mode::Full,
+            Mode::Forward => pipeline::Mode::ForwardOnly,
+        },
+        ..Default::default()
+    };
+    Dataplane::start(settings).map_err(|error| match error {
+        StartError::Thread { .. } => RunError::failed(error),
+        _ => RunError::bad_input(error),
+    })
+}
+
+/// A pod's interface whose packets no frame holds is bad input at the start; later it is told in the log.
+fn refuse_long_packets(config: &Config, facts: &Facts, objects: &Objects) -> Result<(), RunError> {
+    let largest = config.umem.frame_size.largest_packet();
+    let (_, problems) = pod_ports(facts, objects.pods(), config.node.as_str(), largest);
+    let long: Vec<String> =
+        problems.iter().filter(|problem| matches!(problem, Problem::TooLong { .. })).map(Problem::to_string).collect();
+    if long.is_empty() { Ok(()) } else { Err(RunError::BadInput(long)) }
+}
+
+/// The pair carries what the pods' interfaces carry: the largest MTU of those that there are, at least Ethernet's.
+fn pair_mtu(config: &Config, facts: &Facts) -> u32 {
+    let pods = facts.routes.iter().filter_map(|route| facts.links.get(&route.link)).filter(|link| link.veth);
+    let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
+    largest.min(config.umem.frame_size.largest_packet())
+}
+
+/// What changed, in a few words.
+fn summary(changes: &[Change]) -> String {
+    const SHOWN: usize = 4;
+    let name = |change: &Change| match change {
+        Change::Set(object) => object.reference().to_string(),
+        Change::Delete(reference) => format!("{reference} deleted"),
+    };
+    let mut names: Vec<String> = changes.iter().take(SHOWN).map(name).collect();
+    if changes.len() > SHOWN {
+        names.push(format!("and {} more", changes.len() - SHOWN));
+    }
+    names.join(", ")
+}

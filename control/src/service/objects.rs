@@ -1,0 +1,118 @@
+//! The cluster's objects as the daemon keeps them: the policy engine, this node's pods, this node's addresses.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::policy::PolicySet;
+
+use crate::engine::{Engine, Settings};
+use crate::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
+
+/// All objects, and what of them is this node's.
+pub(super) struct Objects {
+    engine: Engine,
+    node: String,
+    /// This node's object, as the source has it.
+    node_object: Option<Node>,
+    configured: Vec<IpAddr>,
+    /// All addresses of this node: of its object, its interfaces and its configuration.
+    addresses: Vec<IpAddr>,
+    pods: BTreeMap<ObjectKey, Pod>,
+    policies: BTreeSet<ObjectKey>,
+}
+
+/// What changes of objects came to.
+pub(super) struct Effect {
+    /// The policy may be another.
+    pub(super) policy: bool,
+    /// Pods of this node are among them.
+    pub(super) pods: bool,
+}
+
+impl Objects {
+    pub(super) fn new(node: &str, configured: &[IpAddr]) -> Self {
+        Self {
+            engine: Engine::new(Settings::for_node(node)),
+            node: node.to_owned(),
+            node_object: None,
+            configured: configured.to_vec(),
+            addresses: Vec::new(),
+            pods: BTreeMap::new(),
+            policies: BTreeSet::new(),
+        }
+    }
+
+    /// Takes changes in, as one; `interfaces` are the addresses on the node's interfaces.
+    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> Effect {
+        let mut pods = false;
+        let mut others = Vec::new();
+        for change in changes {
+            match &change {
+                Change::Set(Object::Node(node)) if node.name == self.node => {
+                    self.node_object = Some(node.clone());
+                    continue;
+                }
+                Change::Delete(ObjectRef::Node(name)) if *name == self.node => {
+                    self.node_object = None;
+                    continue;
+                }
+                Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
+                    self.pods.insert(pod.key.clone(), pod.clone());
+                    pods = true;
+                }
+                Change::Set(Object::Pod(Pod { key, .. })) | Change::Delete(ObjectRef::Pod(key)) => {
+                    pods |= self.pods.remove(key).is_some();
+                }
+                Change::Set(Object::NetworkPolicy(policy)) => {
+                    self.policies.insert(policy.key.clone());
+                }
+                Change::Delete(ObjectRef::NetworkPolicy(key)) => {
+                    self.policies.remove(key);
+                }
+                _ => {}
+            }
+            others.push(change);
+        }
+        others.extend(self.own_node(interfaces));
+        Effect { policy: self.engine.apply(others), pods }
+    }
+
+    /// Takes in the addresses on the node's interfaces. Whether the policy may be another.
+    pub(super) fn apply_addresses(&mut self, interfaces: &[IpAddr]) -> bool {
+        match self.own_node(interfaces) {
+            Some(change) => self.engine.apply([change]),
+            None => false,
+        }
+    }
+
+    /// This node's pods.
+    pub(super) fn pods(&self) -> impl Iterator<Item = &Pod> {
+        self.pods.values()
+    }
+
+    /// How many policies there are in the cluster.
+    pub(super) fn policies(&self) -> usize {
+        self.policies.len()
+    }
+
+    /// All addresses of this node.
+    pub(super) fn node_addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// The policy in force for this node's pods.
+    pub(super) fn policy_set(&self) -> PolicySet {
+        self.engine.policy_set().clone()
+    }
+
+    /// This node with all of its addresses, where they are others than the engine knows.
+    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<Change> {
+        let object = self.node_object.iter().flat_map(|node| &node.addresses);
+        let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
+        if all.iter().eq(&self.addresses) {
+            return None;
+        }
+        self.addresses = all.into_iter().collect();
+        Some(Change::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
+    }
+}

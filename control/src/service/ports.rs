@@ -1,0 +1,294 @@
+//! The ports that are open: each an interface with its sockets in the workers and the program attached.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::forward::{Forwarding, Port, PortId, PortKind};
+use penstock_dataplane::io::PortError;
+use penstock_dataplane::packet::Address;
+use penstock_dataplane::worker::{Dataplane, PortRequest};
+use penstock_xdp_redirect::{
+    AttachError, AttachOptions, Attached, Interface, Mode, Outcomes, Redirect, Role, SocketError,
+};
+
+use super::config::OnMiss;
+use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
+use crate::model::ObjectKey;
+
+/// Why an interface could not be made a port.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OpenError {
+    #[error(transparent)]
+    Port(#[from] PortError),
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+}
+
+/// An interface whose packets the workers get. Dropping it detaches the program; the port is closed by [`Ports`].
+struct Open {
+    id: PortId,
+    attached: Attached,
+    port: Port,
+}
+
+/// A pod's interface. Once attached it stays so while it exists: if its pod goes first, its packets are dropped, not
+/// left to the kernel.
+struct PodSide {
+    open: Open,
+    /// What was last known of it; its pod may be gone.
+    last: PodPort,
+    served: bool,
+}
+
+/// All open ports.
+pub(super) struct Ports {
+    redirect: Redirect,
+    on_miss: OnMiss,
+    fixed: Vec<Open>,
+    pods: BTreeMap<u32, PodSide>,
+    /// Addresses that uplinks hand over.
+    announced: BTreeSet<IpAddr>,
+    /// Links that could not be opened, with the reason that was logged.
+    refused: BTreeMap<u32, String>,
+    settings: Sysctls,
+}
+
+/// A port's name and counters for the statistics.
+pub(super) struct Counted {
+    pub(super) id: PortId,
+    pub(super) kind: PortKind,
+    pub(super) pod: Option<ObjectKey>,
+    pub(super) outcomes: Option<Outcomes>,
+}
+
+impl Ports {
+    pub(super) fn new(redirect: Redirect, on_miss: OnMiss) -> Self {
+        Self {
+            redirect,
+            on_miss,
+            fixed: Vec::new(),
+            pods: BTreeMap::new(),
+            announced: BTreeSet::new(),
+            refused: BTreeMap::new(),
+            settings: Sysctls::default(),
+        }
+    }
+
+    /// Opens the host port: what goes out of it arrives at the node's end.
+    pub(super) fn open_host(&mut self, dataplane: &Dataplane, workers: &Link, node: &Link) -> Result<(), OpenError> {
+        let port = Port {
+            kind: PortKind::Host,
+            own_mac: workers.mac,
+            peer_mac: node.mac,
+            mtu: mtu(node.mtu),
+            addresses: Vec::new(),
+        };
+        let open = self.open(dataplane, workers, Role::Host, port)?;
+        self.fixed.push(open);
+        Ok(())
+    }
+
+    /// Opens an uplink: packets for local pods come from it, and none are sent by it.
+    pub(super) fn open_uplink(&mut self, dataplane: &Dataplane, link: &Link) -> Result<(), OpenError> {
+        let port = Port {
+            kind: PortKind::Uplink,
+            own_mac: link.mac,
+            peer_mac: Default::default(),
+            mtu: mtu(link.mtu),
+            addresses: Vec::new(),
+        };
+        let open = self.open(dataplane, link, Role::Uplink, port)?;
+        self.fixed.push(open);
+        Ok(())
+    }
+
+    /// Brings the pods' ports in step: opens those that are new, takes over what changed. Whether anything did.
+    ///
+    /// A port that cannot be opened is told in the log, and tried again at the next call.
+    pub(super) fn update(&mut self, dataplane: &Dataplane, facts: &Facts, wanted: BTreeMap<u32, PodPort>) -> bool {
+        let mut changed = false;
+        for (_, side) in self.pods.iter_mut().filter(|(index, side)| side.served && !wanted.contains_key(index)) {
+            side.give_up();
+            changed = true;
+        }
+        self.refused.retain(|index, _| wanted.contains_key(index));
+        for (index, port) in wanted {
+            if let Some(side) = self.pods.get_mut(&index) {
+                if !side.served || side.last != port {
+                    side.take(port);
+                    changed = true;
+                }
+                continue;
+            }
+            let Some(link) = facts.links.get(&index) else { continue };
+            match self.open_pod(dataplane, link, port) {
+                Ok(side) => {
+                    self.refused.remove(&index);
+                    self.pods.insert(index, side);
+                    changed = true;
+                }
+                Err(error) => self.tell(index, &error.to_string()),
+            }
+        }
+        changed
+    }
+
+    /// Takes out the ports whose interface is gone. They are to be closed once a snapshot without them is published.
+    pub(super) fn take_gone(&mut self, facts: &Facts) -> Vec<(PortId, String)> {
+        let gone: Vec<u32> = self.pods.keys().copied().filter(|index| !facts.links.contains_key(index)).collect();
+        let mut closing = Vec::new();
+        for index in gone {
+            let Some(side) = self.pods.remove(&index) else { continue };
+            self.settings.forget(&side.last.name);
+            // Dropping the side detaches the program, whose interface is gone in any case.
+            closing.push((side.open.id, side.last.name.clone()));
+        }
+        closing
+    }
+
+    /// Tells uplinks for which addresses packets are to be handed over.
+    pub(super) fn announce(&mut self) {
+        let wanted: BTreeSet<IpAddr> = self.pod_routes().into_keys().collect();
+        let local = self.redirect.local_pods();
+        for &address in wanted.difference(&self.announced) {
+            if let Err(error) = local.insert(address) {
+                tracing::error!(%error, "packets from outside do not reach the pod");
+            }
+        }
+        for &address in self.announced.difference(&wanted) {
+            if let Err(error) = local.remove(address) {
+                tracing::error!(%error, "packets from outside are still taken");
+            }
+        }
+        self.announced = wanted;
+    }
+
+    /// How the node is to reach each pod's addresses: by the workers.
+    ///
+    /// The addresses of a pod that is gone stay, while its interface does, unless another pod has them.
+    pub(super) fn pod_routes(&self) -> BTreeMap<IpAddr, PodRoute> {
+        let mut routes = BTreeMap::new();
+        for served in [false, true] {
+            for side in self.pods.values().filter(|side| side.served == served) {
+                let route = PodRoute { link: side.last.link, mtu: side.last.mtu };
+                routes.extend(side.last.addresses.iter().map(|&address| (address, route)));
+            }
+        }
+        routes
+    }
+
+    /// The forwarding table of the ports that are open.
+    pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>) -> Forwarding {
+        let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from));
+        for open in self.fixed.iter().chain(self.pods.values().map(|side| &side.open)) {
+            if let Err(error) = forwarding.insert(open.id, open.port.clone()) {
+                tracing::error!(interface = %open.attached.interface(), %error, "port left out");
+            }
+        }
+        forwarding
+    }
+
+    /// How many pods are served.
+    pub(super) fn pods(&self) -> usize {
+        self.pods.values().filter(|side| side.served).count()
+    }
+
+    /// Every port's name and the program's counters.
+    pub(super) fn counted(&self) -> Vec<Counted> {
+        let pod_of = |side: &PodSide| side.served.then(|| side.last.pod.clone());
+        let pods = self.pods.values().map(|side| (&side.open, pod_of(side)));
+        let all = self.fixed.iter().map(|open| (open, None)).chain(pods);
+        let counted = |(open, pod): (&Open, Option<ObjectKey>)| Counted {
+            id: open.id,
+            kind: open.port.kind,
+            pod,
+            outcomes: open.attached.outcomes().ok(),
+        };
+        all.map(counted).collect()
+    }
+
+    fn open_pod(&mut self, dataplane: &Dataplane, link: &Link, port: PodPort) -> Result<PodSide, OpenError> {
+        let open = self.open(dataplane, link, Role::Pod, forwarding_port(&port))?;
+        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name) {
+            tracing::warn!(interface = port.name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
+        }
+        tracing::info!(pod = %port.pod, interface = port.name, port = %open.id, "attached");
+        Ok(PodSide { open, last: port, served: true })
+    }
+
+    /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
+    fn open(&self, dataplane: &Dataplane, link: &Link, role: Role, port: Port) -> Result<Open, OpenError> {
+        let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
+        let attached = self.attach(link, role).and_then(|attached| {
+            dataplane.with_sockets(id, |sockets| {
+                sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
+            })??;
+            Ok(attached)
+        });
+        match attached {
+            Ok(attached) => Ok(Open { id, attached, port }),
+            Err(error) => {
+                if let Err(error) = dataplane.close_port(id) {
+                    tracing::error!(interface = link.name, %error, "port could not be closed");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn attach(&self, link: &Link, role: Role) -> Result<Attached, OpenError> {
+        let interface = Interface { name: link.name.clone(), index: link.index };
+        let on_miss = match self.on_miss {
+            OnMiss::Drop => penstock_xdp_redirect::OnMiss::Drop,
+            OnMiss::Pass => penstock_xdp_redirect::OnMiss::Pass,
+        };
+        let attached = self.redirect.attach(&interface, AttachOptions { on_miss, ..AttachOptions::new(role) })?;
+        if let Mode::Generic { because: Some(reason) } = attached.mode() {
+            tracing::warn!(
+                interface = link.name,
+                reason,
+                "attached in generic mode: slower, and packets longer than a frame are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
+            );
+        }
+        Ok(attached)
+    }
+
+    fn tell(&mut self, index: u32, reason: &str) {
+        if self.refused.get(&index).is_none_or(|told| told != reason) {
+            tracing::error!(reason, "interface could not be attached: NO POLICY IS ENFORCED on it; trying again");
+            self.refused.insert(index, reason.to_owned());
+        }
+    }
+}
+
+impl PodSide {
+    /// Its pod is gone, or is not known to be behind it any more: whatever it sends is dropped.
+    fn give_up(&mut self) {
+        tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
+        self.served = false;
+        self.open.port.addresses.clear();
+    }
+
+    fn take(&mut self, port: PodPort) {
+        self.open.port = forwarding_port(&port);
+        self.last = port;
+        self.served = true;
+    }
+}
+
+fn forwarding_port(port: &PodPort) -> Port {
+    Port {
+        kind: PortKind::Pod,
+        own_mac: port.own_mac,
+        peer_mac: port.peer_mac,
+        mtu: mtu(port.mtu),
+        addresses: port.addresses.iter().copied().map(Address::from).collect(),
+    }
+}
+
+/// No IP packet is longer than 65535 octets, whatever an interface says.
+fn mtu(mtu: u32) -> u16 {
+    mtu.try_into().unwrap_or(u16::MAX)
+}

@@ -1,0 +1,71 @@
+//! The statistics as text: per port and per drop cause.
+
+use std::fmt::Display;
+
+use penstock_dataplane::forward::PortKind;
+use penstock_dataplane::worker::{KernelDrops, Statistics};
+
+use super::ports::Counted;
+use super::table::layout;
+
+/// One table of the ports, one of the workers.
+pub(super) fn statistics(statistics: &Statistics, ports: &[Counted]) -> String {
+    let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
+    let mut rows = vec![heading.map(str::to_owned).to_vec()];
+    for figures in &statistics.ports {
+        let counted = ports.iter().find(|counted| counted.id == figures.port);
+        let behind = match counted {
+            Some(Counted { pod: Some(pod), .. }) => pod.to_string(),
+            Some(Counted { kind: PortKind::Host, .. }) => "(node)".to_owned(),
+            Some(Counted { kind: PortKind::Uplink, .. }) => "(uplink)".to_owned(),
+            _ => "(no pod)".to_owned(),
+        };
+        let outcomes = counted.and_then(|counted| counted.outcomes);
+        let kernel = kernel_drops(&figures.kernel);
+        let dropped = figures.traffic.dropped_packets() + kernel.iter().map(|(_, count)| count).sum::<u64>();
+        let causes = figures.traffic.drops().map(|(cause, count)| (cause.name(), count)).chain(kernel);
+        rows.push(vec![
+            figures.port.to_string(),
+            figures.interface.clone(),
+            behind,
+            figures.traffic.rx_packets.to_string(),
+            figures.traffic.tx_packets.to_string(),
+            dropped.to_string(),
+            pairs(causes),
+            pairs(outcomes.iter().flat_map(|outcomes| outcomes.iter())),
+        ]);
+    }
+    let mut text = layout(&rows);
+    let mut rows = vec![["WORKER", "BATCHES", "HANDED OVER", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
+    for (worker, figures) in statistics.workers.iter().enumerate() {
+        rows.push(vec![
+            worker.to_string(),
+            figures.batches.to_string(),
+            figures.handed_over.to_string(),
+            figures.sleeps.to_string(),
+            format!("{:.1} %", figures.awake_share() * 100.0),
+        ]);
+    }
+    text.push_str(&layout(&rows));
+    text
+}
+
+/// What the kernel lost at a port's sockets, under names of the same style as the causes.
+fn kernel_drops(kernel: &KernelDrops) -> Vec<(&'static str, u64)> {
+    [
+        ("kernel_rx_dropped", kernel.rx_dropped),
+        ("kernel_rx_ring_full", kernel.rx_ring_full),
+        ("kernel_fill_ring_empty", kernel.fill_ring_empty),
+        ("kernel_invalid_descriptors", kernel.invalid_descriptors),
+    ]
+    .into_iter()
+    .filter(|(_, count)| *count > 0)
+    .collect()
+}
+
+/// `name count` of all that is not zero.
+fn pairs<N: Display>(counted: impl Iterator<Item = (N, u64)>) -> String {
+    let shown: Vec<String> =
+        counted.filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
+    shown.join(", ")
+}

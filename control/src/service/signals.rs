@@ -1,0 +1,39 @@
+//! The signals that the daemon listens to.
+
+use std::io;
+
+use tokio::signal::unix::{self, SignalKind, signal};
+
+/// What a signal asks for.
+pub(super) enum Signal {
+    /// To end; with the signal's name.
+    End(&'static str),
+    /// To print statistics.
+    Statistics,
+}
+
+/// SIGINT, SIGTERM and SIGUSR1, from the moment of [`Signals::listen`] on.
+pub(super) struct Signals {
+    interrupt: unix::Signal,
+    terminate: unix::Signal,
+    user1: unix::Signal,
+}
+
+impl Signals {
+    pub(super) fn listen() -> io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+            user1: signal(SignalKind::user_defined1())?,
+        })
+    }
+
+    pub(super) async fn next(&mut self) -> Signal {
+        tokio::select! {
+            biased;
+            _ = self.terminate.recv() => Signal::End("SIGTERM"),
+            _ = self.interrupt.recv() => Signal::End("SIGINT"),
+            _ = self.user1.recv() => Signal::Statistics,
+        }
+    }
+}

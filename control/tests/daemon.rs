@@ -1,0 +1,395 @@
+//! `penstock run` on a real node in network namespaces, through the binary.
+
+mod netns;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::net::{SocketAddr, UdpSocket};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use netns::{GATEWAYS, Pod, ip, node_state, on_a_node};
+use nix::libc;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+/// A directory with a config file and manifests.
+struct Files(TempDir);
+
+impl Files {
+    fn new(keys: &str, manifests: &[(&str, String)]) -> Self {
+        let files = Self(tempfile::tempdir().unwrap());
+        fs::create_dir(files.path("manifests")).unwrap();
+        for (name, text) in manifests {
+            files.save(name, text);
+        }
+        let fixed = "umem.memory = \"32MiB\"\nconntrack.entries = 4096\nworkers.cores = [0]\n";
+        let fixed: String = fixed
+            .lines()
+            .filter(|line| !keys.contains(line.split(' ').next().unwrap()))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        let text = format!("node = \"here\"\nsource.manifests = \"manifests\"\n{fixed}{keys}\n");
+        fs::write(files.path("penstock.toml"), text).unwrap();
+        files
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// As an editor saves: a new file takes the old one's place.
+    fn save(&self, name: &str, text: &str) {
+        fs::write(self.path("new"), text).unwrap();
+        fs::rename(self.path("new"), self.path("manifests").join(name)).unwrap();
+    }
+
+    fn command(&self, subcommand: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
+        command.args([subcommand, "--config"]).arg(self.path("penstock.toml")).env("NO_COLOR", "1");
+        command
+    }
+}
+
+/// A running daemon, ended with the test.
+struct Daemon {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Daemon {
+    /// Starts it and waits until it is ready.
+    fn start(files: &Files) -> Self {
+        let mut command = files.command("run");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let (sender, lines) = mpsc::channel();
+        let streams: [Box<dyn Read + Send>; 2] =
+            [Box::new(child.stdout.take().unwrap()), Box::new(child.stderr.take().unwrap())];
+        for stream in streams {
+            let sender = sender.clone();
+            thread::spawn(move || {
+                BufReader::new(stream).lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+            });
+        }
+        let daemon = Self { child, lines };
+        daemon.wait_for("ready: ");
+        daemon
+    }
+
+    /// The next line with this text in it.
+    fn wait_for(&self, text: &str) -> String {
+        let mut seen = Vec::new();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) if line.contains(text) => return line,
+                Ok(line) => seen.push(line),
+                Err(_) => panic!("no line with {text:?}; there were:\n{}", seen.join("\n")),
+            }
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
+    }
+
+    /// Ends it and tells how it ended, after how long, and what it still said.
+    fn end(mut self, signal: Signal) -> (ExitStatus, Duration, String) {
+        let asked = Instant::now();
+        self.signal(signal);
+        let status = self.child.wait().unwrap();
+        let took = asked.elapsed();
+        (status, took, self.lines.iter().collect::<Vec<_>>().join("\n"))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn pod_manifest(name: &str, (v4, v6): (&str, &str)) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, labels: {{app: {name}}}}}\n\
+         spec: {{nodeName: here, containers: [{{name: c, image: i}}]}}\n\
+         status: {{phase: Running, podIP: {v4}, podIPs: [{{ip: {v4}}}, {{ip: '{v6}'}}]}}\n---\n"
+    )
+}
+
+/// Only `from` may reach `to`.
+fn policy(to: &str, from: &str) -> String {
+    format!(
+        "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{name: {to}, namespace: shop}}\n\
+         spec: {{podSelector: {{matchLabels: {{app: {to}}}}}, \
+         ingress: [{{from: [{{podSelector: {{matchLabels: {{app: {from}}}}}}}]}}]}}\n---\n"
+    )
+}
+
+const NAMESPACE: &str = "apiVersion: v1\nkind: Namespace\nmetadata: {name: shop}\n---\n";
+
+/// Whether a datagram that `send` sends to `address` gets to this pod.
+fn arrives(pod: &Pod, address: &str, send: impl Fn(SocketAddr)) -> bool {
+    let any = if address.contains(':') { "[::]:0" } else { "0.0.0.0:0" };
+    let receiver = pod.inside(|| UdpSocket::bind(any).unwrap());
+    receiver.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    let to = SocketAddr::new(address.parse().unwrap(), receiver.local_addr().unwrap().port());
+    // The first one may be lost to address resolution.
+    (0..4).any(|_| {
+        send(to);
+        receiver.recv(&mut [0; 16]).is_ok()
+    })
+}
+
+fn send(to: SocketAddr) {
+    let any = if to.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
+    // A route may be missing: then nothing arrives, which is what is asked.
+    let _ = UdpSocket::bind(any).unwrap().send_to(b"hello", to);
+}
+
+/// Whether `from` reaches `to`, over IPv4 and over IPv6.
+fn reaches(from: &Pod, to: &Pod) -> [bool; 2] {
+    [&to.v4, &to.v6].map(|address| arrives(to, address, |to| from.inside(|| send(to))))
+}
+
+/// Whether the node reaches `to` and `to` the node, over IPv4 and over IPv6.
+fn reaches_node(pod: &Pod) -> [bool; 4] {
+    let [v4, v6] = [&pod.v4, &pod.v6].map(|address| arrives(pod, address, send));
+    let to_node = |gateway: &str| {
+        let receiver = UdpSocket::bind(SocketAddr::new(gateway.parse().unwrap(), 0)).unwrap();
+        receiver.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let to = receiver.local_addr().unwrap();
+        (0..4).any(|_| {
+            pod.inside(|| send(to));
+            receiver.recv(&mut [0; 16]).is_ok()
+        })
+    };
+    [v4, v6, to_node(GATEWAYS[0]), to_node(GATEWAYS[1])]
+}
+
+#[test]
+fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
+    on_a_node(|| {
+        for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+            fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+        }
+        let [web, db, job] = [5, 6, 7].map(Pod::new);
+        let before = node_state();
+        let objects = [
+            NAMESPACE.to_owned(),
+            pod_manifest("web", web.addresses()),
+            pod_manifest("db", db.addresses()),
+            pod_manifest("job", job.addresses()),
+        ];
+        let files = Files::new("", &[("pods.yaml", objects.concat()), ("policies.yaml", policy("db", "web"))]);
+        let daemon = Daemon::start(&files);
+        assert_eq!(reaches(&web, &db), [true; 2]);
+        assert_eq!(reaches(&job, &db), [false; 2]);
+        assert_eq!(reaches(&db, &job), [true; 2]);
+        assert_eq!(reaches_node(&db), [true; 4], "a pod and its node always reach each other");
+
+        // Another policy in its place.
+        files.save("policies.yaml", &policy("db", "job"));
+        let told = daemon.wait_for("published: NetworkPolicy shop/db");
+        assert!(told.contains("epoch=2"), "{told}");
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        assert_eq!(reaches(&job, &db), [true; 2]);
+
+        // A manifest that is broken changes nothing.
+        files.save("policies.yaml", "kind: NetworkPolicy\nspec: {podSelector: 3}\n");
+        daemon.wait_for("policies.yaml");
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        assert_eq!(reaches(&job, &db), [true; 2]);
+
+        // A pod that comes while running, its object before its interface.
+        files.save("late.yaml", &pod_manifest("late", ("10.1.1.8", "fd00:1::8")));
+        daemon.wait_for("no host route to 10.1.1.8");
+        let late = Pod::new(8);
+        daemon.wait_for("attached");
+        daemon.wait_for("published");
+        assert_eq!(reaches(&late, &web), [true; 2]);
+        assert_eq!(reaches(&late, &db), [false; 2]);
+
+        // Statistics, while it runs.
+        daemon.signal(Signal::SIGUSR1);
+        daemon.wait_for("PORT  INTERFACE");
+        let line = daemon.wait_for("shop/web");
+        assert!(line.contains("ingress_denied"), "{line}");
+        assert!(line.contains("redirected"), "{line}");
+
+        // And one that goes, its interface first.
+        drop(late);
+        daemon.wait_for("closed");
+        fs::remove_file(files.path("manifests/late.yaml")).unwrap();
+        daemon.wait_for("Pod shop/late deleted");
+
+        let (status, took, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert!(took < Duration::from_secs(1), "{took:?}");
+        assert!(said.contains("PORT  INTERFACE"), "statistics at the end: {said}");
+        assert_eq!(node_state(), before);
+        assert_eq!(reaches(&web, &db), [true; 2], "the kernel's again");
+    });
+}
+
+#[test]
+fn a_pod_whose_object_is_gone_stays_closed_while_its_interface_lives() {
+    on_a_node(|| {
+        let [web, db] = [5, 6].map(Pod::new);
+        let before = node_state();
+        let files = Files::new(
+            "",
+            &[
+                ("web.yaml", NAMESPACE.to_owned() + &pod_manifest("web", web.addresses())),
+                ("db.yaml", pod_manifest("db", db.addresses())),
+            ],
+        );
+        let daemon = Daemon::start(&files);
+        assert_eq!(reaches(&db, &web), [true; 2]);
+        fs::remove_file(files.path("manifests/db.yaml")).unwrap();
+        daemon.wait_for("Pod shop/db deleted");
+        assert_eq!(reaches(&db, &web), [false; 2]);
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        files.save("db.yaml", &pod_manifest("db", db.addresses()));
+        daemon.wait_for("published: Pod shop/db");
+        assert_eq!(reaches(&db, &web), [true; 2]);
+        let (status, _, said) = daemon.end(Signal::SIGINT);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_eq!(node_state(), before);
+    });
+}
+
+#[test]
+fn after_a_kill_the_next_daemon_takes_over_and_puts_all_back() {
+    on_a_node(|| {
+        let [web, db] = [5, 6].map(Pod::new);
+        let before = node_state();
+        let objects = [NAMESPACE.to_owned(), pod_manifest("web", web.addresses()), pod_manifest("db", db.addresses())];
+        let files = Files::new("", &[("all.yaml", objects.concat())]);
+        let daemon = Daemon::start(&files);
+        let second = files.command("run").output().unwrap();
+        assert_eq!(second.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&second.stderr).contains("another penstock runs in this network namespace"));
+        assert_eq!(reaches(&web, &db), [true; 2], "the first one goes on");
+        daemon.end(Signal::SIGKILL);
+        assert_ne!(node_state(), before);
+        let daemon = Daemon::start(&files);
+        assert_eq!(reaches(&web, &db), [true; 2]);
+        assert_eq!(reaches_node(&web), [true; 4]);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_eq!(node_state(), before);
+    });
+}
+
+/// Takes these capabilities (numbers of linux/capability.h) from what the command starts.
+fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
+    let drop = move || {
+        for &capability in capabilities {
+            // SAFETY: prctl takes no pointer here; it changes this process alone, which is about to be replaced.
+            if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes system calls only; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(drop) };
+}
+
+fn refused(mut command: Command, line: &str) {
+    let output = command.output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(2), "{line}: {told}");
+    assert!(told.lines().any(|told| told.contains(line)), "not said: {line}\n{told}");
+}
+
+#[test]
+fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
+    on_a_node(|| {
+        let pod = Pod::new(5);
+        ip("link add down0 type veth peer name down1");
+        ip("link add long0 type veth peer name long1");
+        ip("link set long0 mtu 9000 up");
+        let before = node_state();
+        let good = || NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses());
+        let twice = good() + &pod_manifest("other", pod.addresses());
+        let bad =
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
+        let cases = [
+            ("on_mis = \"drop\"", good(), "penstock.toml:6: on_mis: unknown key; take it out, or use one of: node,"),
+            ("workers.cores = [999]", good(), "workers.cores: core 999 does not exist or is not open to this process;"),
+            ("umem.memory = \"900GiB\"", good(), "MiB available; lower umem.memory or conntrack.entries"),
+            (
+                "uplinks = [\"nowhere0\"]",
+                good(),
+                "uplinks: interface nowhere0 does not exist; create it, or take it out",
+            ),
+            ("uplinks = [\"down0\"]", good(), "uplinks: interface down0 is down; set it up (ip link set down0 up)"),
+            (
+                "uplinks = [\"long0\"]",
+                good(),
+                "uplinks: MTU 9000 of interface long0 is more than the 1778 that a frame",
+            ),
+            ("host_port.workers = \"down0\"", good(), "interface down0 exists and is not penstock's; delete it, or"),
+            ("", twice, "10.1.1.5"),
+            ("", bad.to_owned(), "10.1.1.300"),
+        ];
+        for (keys, manifests, line) in cases {
+            let files = Files::new(keys, &[("all.yaml", manifests)]);
+            refused(files.command("run"), line);
+            assert_eq!(node_state(), before, "{line}");
+        }
+        let files = Files::new("", &[("all.yaml", good())]);
+        fs::remove_dir_all(files.path("manifests")).unwrap();
+        refused(files.command("run"), "is not a directory; create it, or correct the path");
+
+        let files = Files::new("", &[("all.yaml", good())]);
+        for subcommand in ["run", "check"] {
+            let mut command = files.command(subcommand);
+            without(&mut command, &[12, 13, 21, 39]);
+            refused(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
+        }
+        ip("link set veth5 mtu 9000");
+        refused(
+            files.command("run"),
+            "pod shop/web: MTU 9000 of veth5 is more than the 1778 that a frame holds; lower it",
+        );
+        ip("link set veth5 mtu 1500");
+        assert_eq!(node_state(), before);
+    });
+}
+
+#[test]
+fn check_tells_each_thing_and_changes_nothing() {
+    on_a_node(|| {
+        let pod = Pod::new(5);
+        let before = node_state();
+        let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
+        let output = files.command("check").output().unwrap();
+        let told = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{told}");
+        for line in [
+            "ok       capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF",
+            "ok       AF_XDP: the kernel has it",
+            "ok       workers.cores: 0",
+            "ok       manifests: 2 objects",
+            "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
+        ] {
+            assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");
+        }
+        assert_eq!(node_state(), before);
+
+        refused(
+            Files::new("uplinks = [\"nowhere0\"]", &[]).command("check"),
+            "uplinks: interface nowhere0 does not exist",
+        );
+    });
+}
