@@ -10,6 +10,7 @@ pub mod discovery;
 pub mod engine;
 pub mod model;
 pub mod render;
+pub mod replay;
 pub mod service;
 pub mod source;
 pub mod state;

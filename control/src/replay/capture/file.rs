@@ -1,0 +1,313 @@
+//! One capture file, read packet by packet.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use flate2::read::MultiGzDecoder;
+use pcap_parser::pcapng::{Block, parse_block_be, parse_block_le};
+use pcap_parser::{SectionHeaderBlock, parse_pcap_header};
+
+use super::buffer::{Buffer, LONGEST};
+use super::error::{CaptureError, Damage};
+use super::ng::{self, Clock, Described};
+use super::{Interface, InterfaceId, LinkType, Record, Time};
+
+/// A capture file, open for reading from its first packet to its last.
+pub struct CaptureFile {
+    path: PathBuf,
+    number: usize,
+    buffer: Buffer,
+    format: Format,
+    cut_at: Option<u64>,
+    read: Arc<AtomicU64>,
+}
+
+enum Format {
+    Pcap(Pcap),
+    PcapNg(PcapNg),
+}
+
+/// What the header of a pcap file says of all its packets.
+struct Pcap {
+    big_endian: bool,
+    /// Nanoseconds in a unit of a record's fraction.
+    unit: u64,
+    /// Octets of a record's header: 24 in Kuznetzov's modified format, which appends an interface.
+    header: usize,
+    link: LinkType,
+    interface: InterfaceId,
+}
+
+/// The section of a pcapng file that is being read.
+#[derive(Default)]
+struct PcapNg {
+    big_endian: bool,
+    interfaces: Vec<Described>,
+}
+
+/// What the next step through a file found.
+enum Step {
+    Packet(Record),
+    /// Something else, passed over.
+    Other,
+    End,
+}
+
+/// Counts what is read of the file itself, compressed or not.
+struct Counted<R> {
+    input: R,
+    read: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.input.read(buffer)?;
+        self.read.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+impl CaptureFile {
+    /// Opens file `number` of a replay. Interfaces that it tells of are added to `interfaces`.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no capture, or is of a link type that is not read.
+    pub fn open(path: &Path, number: usize, interfaces: &mut Vec<Interface>) -> Result<Self, CaptureError> {
+        let read = Arc::new(AtomicU64::new(0));
+        let error = |damage| CaptureError::new(path, damage);
+        let mut buffer = Buffer::new(input(path, &read).map_err(|unreadable| error(unreadable.into()))?);
+        let format = format(&mut buffer, number, interfaces).map_err(error)?;
+        Ok(Self { path: path.to_owned(), number, buffer, format, cut_at: None, read })
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the file ends in the middle of a packet, in octets of the uncompressed capture; known at its end.
+    pub fn cut_at(&self) -> Option<u64> {
+        self.cut_at
+    }
+
+    /// Octets read of the file so far, as it lies on disk.
+    pub fn octets_read(&self) -> u64 {
+        self.read.load(Ordering::Relaxed)
+    }
+
+    /// Appends the next packet's frame to `frames`, and tells of it; `None` at the end. A frame always has an
+    /// Ethernet header, which is made up where the capture has none.
+    ///
+    /// # Errors
+    /// The file cannot be read or is damaged. A file that ends in the middle of a packet only ends there.
+    #[inline]
+    pub fn next(
+        &mut self,
+        frames: &mut Vec<u8>,
+        interfaces: &mut Vec<Interface>,
+    ) -> Result<Option<Record>, CaptureError> {
+        loop {
+            let step = match &mut self.format {
+                Format::Pcap(pcap) => pcap.step(&mut self.buffer, frames),
+                Format::PcapNg(section) => section.step(&mut self.buffer, frames, self.number, interfaces),
+            };
+            match step {
+                Ok(Step::Packet(record)) => return Ok(Some(record)),
+                Ok(Step::Other) => {}
+                Ok(Step::End) => {
+                    self.cut_at = (!self.buffer.available().is_empty()).then(|| self.buffer.position());
+                    return Ok(None);
+                }
+                Err(damage) => return Err(CaptureError::new(&self.path, damage)),
+            }
+        }
+    }
+}
+
+/// The file's octets, uncompressed.
+fn input(path: &Path, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
+    let mut file = Counted { input: File::open(path)?, read: Arc::clone(read) };
+    let mut magic = [0; 2];
+    let mut filled = 0;
+    while filled < magic.len() {
+        match file.read(&mut magic[filled..]) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let whole = io::Cursor::new(magic).take(filled as u64).chain(file);
+    Ok(if magic == [0x1f, 0x8b] {
+        Box::new(MultiGzDecoder::new(io::BufReader::with_capacity(1 << 16, whole)))
+    } else {
+        Box::new(whole)
+    })
+}
+
+/// Which format it is, by its first octets; of pcap the header is read.
+fn format(buffer: &mut Buffer, file: usize, interfaces: &mut Vec<Interface>) -> Result<Format, Damage> {
+    const SECTION_HEADER: [u8; 4] = [0x0a, 0x0d, 0x0d, 0x0a];
+    if buffer.want(4)? && buffer.available()[..4] == SECTION_HEADER {
+        return Ok(Format::PcapNg(PcapNg::default()));
+    }
+    if !buffer.want(24)? {
+        return Err(Damage::NotACapture);
+    }
+    let (_, header) = parse_pcap_header(buffer.available()).map_err(|_| Damage::NotACapture)?;
+    if header.version_major != 2 {
+        return Err(Damage::NotACapture);
+    }
+    let link = LinkType::from_number(header.network.0 as u32)?;
+    let pcap = Pcap {
+        big_endian: header.is_bigendian(),
+        unit: if header.is_nanosecond_precision() { 1 } else { 1000 },
+        header: if header.is_modified_format() { 24 } else { 16 },
+        link,
+        interface: add(interfaces, Interface { file, name: None, link }),
+    };
+    buffer.consume(24);
+    Ok(Format::Pcap(pcap))
+}
+
+fn add(interfaces: &mut Vec<Interface>, interface: Interface) -> InterfaceId {
+    interfaces.push(interface);
+    InterfaceId(interfaces.len() as u32 - 1)
+}
+
+impl Pcap {
+    #[inline]
+    fn step(&mut self, buffer: &mut Buffer, frames: &mut Vec<u8>) -> Result<Step, Damage> {
+        if !buffer.want(self.header)? {
+            return Ok(Step::End);
+        }
+        let [seconds, fraction, captured, original] = self.fields(buffer.available());
+        if captured as usize > LONGEST {
+            return Err(Damage::TooLong { at: buffer.position(), length: captured.into() });
+        }
+        let whole = self.header + captured as usize;
+        if !buffer.want(whole)? {
+            return Ok(Step::End);
+        }
+        let before = frames.len();
+        self.link.append_ethernet(&buffer.available()[self.header..whole], frames);
+        buffer.consume(whole);
+        // A fraction beyond a second is added as it stands.
+        let time = Time(u64::from(seconds) * super::SECOND + u64::from(fraction) * self.unit);
+        let captured = (frames.len() - before) as u32;
+        let original = self.link.ethernet_len(original).max(captured);
+        Ok(Step::Packet(Record { time, interface: self.interface, captured, original }))
+    }
+
+    /// The four words of a record's header: seconds, fraction, captured and original length.
+    #[inline]
+    fn fields(&self, header: &[u8]) -> [u32; 4] {
+        std::array::from_fn(|word| {
+            let octets = [header[word * 4], header[word * 4 + 1], header[word * 4 + 2], header[word * 4 + 3]];
+            if self.big_endian { u32::from_be_bytes(octets) } else { u32::from_le_bytes(octets) }
+        })
+    }
+}
+
+impl PcapNg {
+    #[inline]
+    fn step(
+        &mut self,
+        buffer: &mut Buffer,
+        frames: &mut Vec<u8>,
+        file: usize,
+        interfaces: &mut Vec<Interface>,
+    ) -> Result<Step, Damage> {
+        let Some(length) = self.block_length(buffer)? else { return Ok(Step::End) };
+        if !buffer.want(length)? {
+            return Ok(Step::End);
+        }
+        let at = buffer.position();
+        let octets = &buffer.available()[..length];
+        let parse = if self.big_endian { parse_block_be } else { parse_block_le };
+        let (_, block) = parse(octets).map_err(|_| Damage::Malformed(at))?;
+        let step = match block {
+            Block::EnhancedPacket(packet) => {
+                let stamp = u64::from(packet.ts_high) << 32 | u64::from(packet.ts_low);
+                let described = self.described(packet.if_id, at)?;
+                let octets = packet.data.get(..packet.caplen as usize).ok_or(Damage::Malformed(at))?;
+                Step::Packet(described.record(octets, stamp, packet.origlen, frames))
+            }
+            Block::SimplePacket(packet) => {
+                let described = self.described(0, at)?;
+                let captured = match described.snap_length {
+                    0 => packet.origlen,
+                    snap_length => packet.origlen.min(snap_length),
+                };
+                let octets = packet.data.get(..captured as usize).ok_or(Damage::Malformed(at))?;
+                // It has no time of its own: it is taken to be seen when the capture's clock began.
+                Step::Packet(described.record(octets, 0, packet.origlen, frames))
+            }
+            Block::SectionHeader(section) => {
+                *self = Self::begin(&section);
+                Step::Other
+            }
+            Block::InterfaceDescription(block) => {
+                let link = LinkType::from_number(block.linktype.0 as u32)?;
+                let clock = Clock::of(&block, self.big_endian, self.interfaces.len())?;
+                let id = add(interfaces, Interface { file, name: ng::name(&block), link });
+                self.interfaces.push(Described { id, link, snap_length: block.snaplen, clock });
+                Step::Other
+            }
+            _ => Step::Other,
+        };
+        buffer.consume(length);
+        Ok(step)
+    }
+
+    /// The length of the block that comes next, `None` at the end of the file. A section header tells the byte order
+    /// itself.
+    #[inline]
+    fn block_length(&mut self, buffer: &mut Buffer) -> Result<Option<usize>, Damage> {
+        if !buffer.want(12)? {
+            return Ok(None);
+        }
+        let head = buffer.available();
+        let word = |at: usize| [head[at], head[at + 1], head[at + 2], head[at + 3]];
+        let big_endian = match (word(0), word(8)) {
+            ([0x0a, 0x0d, 0x0d, 0x0a], [0x1a, 0x2b, 0x3c, 0x4d]) => true,
+            ([0x0a, 0x0d, 0x0d, 0x0a], [0x4d, 0x3c, 0x2b, 0x1a]) => false,
+            ([0x0a, 0x0d, 0x0d, 0x0a], _) => return Err(Damage::Malformed(buffer.position())),
+            _ => self.big_endian,
+        };
+        let length = if big_endian { u32::from_be_bytes(word(4)) } else { u32::from_le_bytes(word(4)) } as usize;
+        match length {
+            12..=LONGEST if length.is_multiple_of(4) => Ok(Some(length)),
+            12.. if length > LONGEST => Err(Damage::TooLong { at: buffer.position(), length: length as u64 }),
+            _ => Err(Damage::Malformed(buffer.position())),
+        }
+    }
+
+    /// A new section: its own byte order, and no interfaces yet.
+    fn begin(section: &SectionHeaderBlock<'_>) -> Self {
+        Self { big_endian: section.big_endian(), interfaces: Vec::new() }
+    }
+
+    #[inline]
+    fn described(&self, interface: u32, at: u64) -> Result<Described, Damage> {
+        self.interfaces.get(interface as usize).copied().ok_or(Damage::Interface { at, interface })
+    }
+}
+
+impl Described {
+    #[inline]
+    fn record(self, packet: &[u8], stamp: u64, original: u32, frames: &mut Vec<u8>) -> Record {
+        let before = frames.len();
+        self.link.append_ethernet(packet, frames);
+        let captured = (frames.len() - before) as u32;
+        Record {
+            time: self.clock.time(stamp),
+            interface: self.id,
+            captured,
+            original: self.link.ethernet_len(original).max(captured),
+        }
+    }
+}

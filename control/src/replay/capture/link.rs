@@ -1,0 +1,117 @@
+//! From what a capture's link layer looks like to the Ethernet frame that the pipeline reads.
+
+use super::error::Damage;
+
+/// What precedes the IP header in a captured packet (tcpdump.org's link-layer header types).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum LinkType {
+    /// LINKTYPE_ETHERNET, 1.
+    Ethernet,
+    /// LINKTYPE_LINUX_SLL, 113: sixteen octets.
+    LinuxCooked,
+    /// LINKTYPE_LINUX_SLL2, 276: twenty octets.
+    LinuxCooked2,
+    /// LINKTYPE_RAW, 101, with LINKTYPE_IPV4, 228, and LINKTYPE_IPV6, 229: nothing.
+    RawIp,
+}
+
+/// Octets of an Ethernet header.
+const ETHERNET: usize = 14;
+
+impl LinkType {
+    /// By its number in a file. The upper half of pcap's field holds flags about the frame check sequence. Some
+    /// systems wrote raw IP as their DLT_RAW, 12 or 14.
+    pub(super) fn from_number(number: u32) -> Result<Self, Damage> {
+        match number & 0xffff {
+            1 => Ok(Self::Ethernet),
+            113 => Ok(Self::LinuxCooked),
+            276 => Ok(Self::LinuxCooked2),
+            12 | 14 | 101 | 228 | 229 => Ok(Self::RawIp),
+            other => Err(Damage::LinkType(other)),
+        }
+    }
+
+    /// Octets before the payload of the link layer.
+    pub const fn header_len(self) -> usize {
+        match self {
+            Self::Ethernet => ETHERNET,
+            Self::LinuxCooked => 16,
+            Self::LinuxCooked2 => 20,
+            Self::RawIp => 0,
+        }
+    }
+
+    /// How long a packet of this many octets is with an Ethernet header instead of its own.
+    pub(super) fn ethernet_len(self, octets: u32) -> u32 {
+        match self {
+            Self::Ethernet => octets,
+            _ => (octets + ETHERNET as u32).saturating_sub(self.header_len() as u32),
+        }
+    }
+
+    /// Appends the packet as an Ethernet frame. MACs that the capture does not have are zero; a header that is cut
+    /// leaves a frame that is cut.
+    #[inline]
+    pub(super) fn append_ethernet(self, packet: &[u8], frames: &mut Vec<u8>) {
+        match self {
+            Self::Ethernet => frames.extend_from_slice(packet),
+            Self::LinuxCooked => match packet.split_first_chunk::<16>() {
+                Some((header, payload)) => append(&header[6..12], [header[14], header[15]], payload, frames),
+                None => frames.extend_from_slice(&[0; ETHERNET][..packet.len().min(ETHERNET - 1)]),
+            },
+            Self::LinuxCooked2 => match packet.split_first_chunk::<20>() {
+                Some((header, payload)) => append(&header[12..18], [header[0], header[1]], payload, frames),
+                None => frames.extend_from_slice(&[0; ETHERNET][..packet.len().min(ETHERNET - 1)]),
+            },
+            Self::RawIp => {
+                let ethertype = match packet.first().map(|octet| octet >> 4) {
+                    Some(4) => [0x08, 0x00],
+                    Some(6) => [0x86, 0xdd],
+                    // No EtherType: what it is cannot be said.
+                    _ => [0, 0],
+                };
+                append(&[0; 6], ethertype, packet, frames);
+            }
+        }
+    }
+}
+
+fn append(source: &[u8], ethertype: [u8; 2], payload: &[u8], frames: &mut Vec<u8>) {
+    frames.extend_from_slice(&[0; 6]);
+    frames.extend_from_slice(source);
+    frames.extend_from_slice(&ethertype);
+    frames.extend_from_slice(payload);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_link_type_becomes_ethernet() {
+        let ip = [0x45, 1, 2, 3];
+        let cooked = [&[0, 4, 0, 1, 0, 6, 2, 0, 0, 0, 0, 9, 0, 0, 0x08, 0x00][..], &ip].concat();
+        let cooked2 = [&[0x08, 0x00, 0, 0, 0, 0, 0, 3, 0, 1, 4, 6, 2, 0, 0, 0, 0, 9, 0, 0][..], &ip].concat();
+        let plain = [&[1; 6][..], &[2; 6], &[0x08, 0x00], &ip].concat();
+        let synthetic = |mac: [u8; 6]| [&[0; 6][..], &mac, &[0x08, 0x00], &ip].concat();
+        for (number, packet, expected) in [
+            (1, &plain, plain.clone()),
+            (0xf400_0001, &plain, plain.clone()),
+            (113, &cooked, synthetic([2, 0, 0, 0, 0, 9])),
+            (276, &cooked2, synthetic([2, 0, 0, 0, 0, 9])),
+            (101, &ip.to_vec(), synthetic([0; 6])),
+            (228, &ip.to_vec(), synthetic([0; 6])),
+            (113, &vec![0; 15], vec![0; 13]),
+            (276, &vec![0; 5], vec![0; 5]),
+        ] {
+            let link = LinkType::from_number(number).unwrap();
+            let mut frame = Vec::new();
+            link.append_ethernet(packet, &mut frame);
+            assert_eq!(frame, expected, "link type {number}");
+            if packet.len() >= link.header_len() {
+                assert_eq!(link.ethernet_len(packet.len() as u32) as usize, frame.len(), "link type {number}");
+            }
+        }
+        assert!(matches!(LinkType::from_number(147), Err(Damage::LinkType(147))));
+    }
+}
