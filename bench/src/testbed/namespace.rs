@@ -127,9 +127,10 @@ impl Namespace {
     /// the core on which it arrives): receive packet steering, which is told through sysfs.
     pub fn set_receive_steering(&self, interface: &str, cores: u64) -> Result<()> {
         let steer = || -> Result<()> {
-            // A sysfs shows the namespace of whoever mounted it: it takes a mount of our own.
+            // A sysfs shows the network namespace of whoever mounted it: it takes a mount of our own, which is
+            // not to spread to others.
             unshare(CloneFlags::CLONE_NEWNS)?;
-            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+            mount(None::<&str>, "/sys", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
             mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>)?;
             for queue in fs::read_dir(format!("/sys/class/net/{interface}/queues"))?.flatten() {
                 let file = queue.path().join("rps_cpus");
