@@ -88,6 +88,11 @@ impl Identities {
         self.by_address.get(address).copied()
     }
 
+    /// Every pod's address, with its identity.
+    pub(super) fn addresses(&self) -> impl Iterator<Item = (IpAddr, u32)> {
+        self.by_address.iter().map(|(address, number)| (*address, *number))
+    }
+
     /// The classes of an identity, sorted; none if nobody has it.
     pub(super) fn classes(&self, number: u32) -> &[ClassId] {
         self.known.get(number).map(|(classes, _)| &**classes).unwrap_or_default()

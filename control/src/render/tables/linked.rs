@@ -60,20 +60,23 @@ impl LinkedRules {
         (row != self.every_pod).then_some(row)
     }
 
+    /// The identities that are peers of a rule by one of its lists of classes.
+    pub(super) fn peers(&self, rule: u32, identities: &Identities) -> impl Iterator<Item = u32> {
+        self.classes[rule as usize].iter().filter_map(|all| all.split_last()).flat_map(|(last, others)| {
+            // The last one is the narrowest: those that have a port.
+            let in_all = |identity: &u32| {
+                let classes = identities.classes(*identity);
+                others.iter().all(|class| classes.binary_search(class).is_ok())
+            };
+            identities.in_class(*last).filter(in_all)
+        })
+    }
+
     /// Makes the table.
     pub(super) fn build(&self, identities: &Identities) -> Arc<RuleTable> {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
-        for (number, all) in
-            (0u32..).zip(&self.classes).flat_map(|(rule, lists)| lists.iter().map(move |all| (rule, all)))
-        {
-            // The last one is the narrowest: those that have a port.
-            let Some((last, others)) = all.split_last() else { continue };
-            for identity in identities.in_class(*last) {
-                let classes = identities.classes(identity);
-                if others.iter().all(|class| classes.binary_search(class).is_ok()) {
-                    rows.entry(identity).or_default().insert(number);
-                }
-            }
+        for rule in 0..self.rules.len() as u32 {
+            self.peers(rule, identities).for_each(|identity| rows.entry(identity).or_default().insert(rule));
         }
         if !self.every_pod.is_empty() {
             identities.in_class(NAMESPACE_UNKNOWN).for_each(|identity| {

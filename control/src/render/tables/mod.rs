@@ -4,6 +4,7 @@
 //! have others, compiles those that are new, gives addresses whose classes changed their identities, patches the tables
 //! that name an identity which came or went, and hands all of it to the next [`PolicySet`] at once.
 
+mod expand;
 mod identities;
 mod linked;
 
@@ -19,6 +20,7 @@ use crate::compile::{self, EffectiveRule, Side};
 use crate::model::PortProtocol;
 use crate::state::{ClassId, Holder, Outdated, PodId, Registry, State};
 
+pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
 use linked::LinkedRules;
 
@@ -283,18 +285,22 @@ impl Tables {
 
     /// The effective rules of one direction of a pod in scope; `None` if it is open or not in scope.
     pub fn rules(&self, pod: PodId, direction: Direction) -> Option<&[EffectiveRule]> {
-        let record = &self.endpoints[self.endpoints.find(&pod)?];
-        let table = match direction {
-            Direction::Egress => record.egress,
-            Direction::Ingress => record.ingress,
-        };
-        Some(&self.tables[table?].linked.rules)
+        Some(&self.tables[self.table_of(pod, direction)?].linked.rules)
     }
 
     /// The effective rule that a judgement of this set names.
     pub fn rule(&self, rule: RuleRef) -> Option<&EffectiveRule> {
         let pod = self.endpoints.get(rule.endpoint.0)?.pod;
         self.rules(pod, rule.direction)?.get(rule.rule as usize)
+    }
+
+    /// Which table a direction of a pod in scope has, numbered from 0; `None` if it is open or not in scope.
+    pub fn table_of(&self, pod: PodId, direction: Direction) -> Option<u32> {
+        let record = &self.endpoints[self.endpoints.find(&pod)?];
+        match direction {
+            Direction::Egress => record.egress,
+            Direction::Ingress => record.ingress,
+        }
     }
 
     /// The pods in scope.

@@ -1,0 +1,48 @@
+//! Address blocks without their excepts.
+
+use ipnet::IpNet;
+
+use crate::model::Block;
+
+/// The prefixes that are left of a block without its excepts, ascending: no prefix of them lies in another.
+pub(crate) fn without_excepts(block: &Block) -> Vec<IpNet> {
+    let mut left = Vec::new();
+    subtract(block.cidr, &block.except.iter().collect::<Vec<_>>(), &mut left);
+    left
+}
+
+fn subtract(net: IpNet, excepts: &[&IpNet], left: &mut Vec<IpNet>) {
+    if excepts.iter().any(|except| except.contains(&net)) {
+        return;
+    }
+    let inside: Vec<&IpNet> = excepts.iter().copied().filter(|except| net.contains(*except)).collect();
+    if inside.is_empty() {
+        return left.push(net);
+    }
+    // An except lies strictly inside, so that there are halves.
+    if let Ok(halves) = net.subnets(net.prefix_len() + 1) {
+        halves.for_each(|half| subtract(half, &inside, left));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_is_the_block_without_its_excepts() {
+        for (cidr, except, expected) in [
+            ("10.0.0.0/8", vec![], vec!["10.0.0.0/8"]),
+            ("10.0.0.0/30", vec!["10.0.0.1/32"], vec!["10.0.0.0/32", "10.0.0.2/31"]),
+            ("10.0.0.0/30", vec!["10.0.0.0/31", "10.0.0.1/32"], vec!["10.0.0.2/31"]),
+            ("0.0.0.0/0", vec!["0.0.0.0/1", "128.0.0.0/1"], vec![]),
+            ("fd00::/126", vec!["fd00::3/128"], vec!["fd00::/127", "fd00::2/128"]),
+            ("10.0.0.0/8", vec!["fd00::/8"], vec!["10.0.0.0/8"]),
+        ] {
+            let parse = |text: &str| text.parse::<IpNet>().unwrap();
+            let block = Block { cidr: parse(cidr), except: except.into_iter().map(parse).collect() };
+            let expected: Vec<IpNet> = expected.into_iter().map(parse).collect();
+            assert_eq!(without_excepts(&block), expected, "{block:?}");
+        }
+    }
+}

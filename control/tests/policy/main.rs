@@ -1,0 +1,14 @@
+//! The meaning of NetworkPolicy: each clause by examples, and random clusters on which three evaluators must agree.
+//!
+//! The evaluators are the bitmap tables (the ones that the workers read), the flat six-tuple list, and a naive reading of
+//! the objects that shares no code with either.
+
+mod agreement;
+mod build;
+mod clauses;
+mod cluster_wide;
+mod incremental;
+mod naive;
+mod nft;
+mod random;
+mod v1beta1;
