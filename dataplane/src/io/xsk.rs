@@ -113,6 +113,11 @@ impl XskQueue {
         self.ring_size - self.missing
     }
 
+    /// Frames that the fill ring could take and does not have.
+    pub(crate) fn missing(&self) -> u32 {
+        self.missing
+    }
+
     /// Frames being sent.
     pub(crate) fn outstanding(&self) -> u32 {
         self.outstanding
@@ -283,9 +288,10 @@ impl XskQueue {
 }
 
 /// Makes and binds a socket. A queue that was closed a moment ago is free only when the kernel's deferred work is
-/// done, hence the short patience with one that is busy.
+/// done, which waits for a lock that all changes of interfaces take (`xp_release_deferred` in net/xdp/xsk_buff_pool.c):
+/// hence the patience with one that is busy.
 fn bind(umem: &Umem, interface: &str, queue: u32) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
-    const PATIENCE: Duration = Duration::from_millis(500);
+    const PATIENCE: Duration = Duration::from_secs(3);
     let name = interface.parse().map_err(|_| PortError::NoInterface { interface: interface.to_owned() })?;
     let deadline = Instant::now() + PATIENCE;
     let (tx, rx, rings) = loop {

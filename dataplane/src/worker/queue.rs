@@ -19,12 +19,16 @@ pub(super) struct PortQueue {
     ingress: Vec<PortId>,
     /// The kernel is to be woken: there is something in the TX ring that it has not taken.
     unsent: bool,
+    /// It is on the list of queues with something left to do.
+    pub(super) listed: bool,
+    /// Turns without a packet since it was put on the list of queues that are looked at every turn.
+    pub(super) quiet: Option<u16>,
 }
 
 impl PortQueue {
     pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
         let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
-        Self { port, xsk, counters, frames, ingress, unsent: false }
+        Self { port, xsk, counters, frames, ingress, unsent: false, listed: false, quiet: None }
     }
 
     /// Adds a packet to what is to be sent. `true`: it is a batch now and must be put into the ring.
@@ -67,6 +71,12 @@ impl PortQueue {
         let kick = self.xsk.kick();
         self.unsent = kick != Kick::Drained;
         Some(kick)
+    }
+
+    /// Whether something is left to be sent, freed or refilled.
+    #[inline]
+    pub(super) fn has_more_to_do(&self) -> bool {
+        self.unsent || self.xsk.outstanding() > 0 || self.xsk.missing() > 0
     }
 
     /// Gives up the queue; nothing may be left to be sent.

@@ -28,6 +28,10 @@ const STALLED_SLEEP: u16 = 1;
 const REFILL: u32 = 32;
 /// Turns between two steps of what must be done now and then, while packets come.
 const TEND: u32 = 64;
+/// Turns between two looks at queues that have had no packet for a while, while others have.
+const LOOK: u32 = 16;
+/// Turns without a packet after which a queue is no longer looked at every turn.
+const QUIET: u16 = 64;
 /// Most packets of other workers that are taken in a turn.
 const HANDED_OVER: usize = 4 * BATCH;
 
@@ -55,6 +59,11 @@ struct Desk {
     index: usize,
     shared: Arc<Shared>,
     queues: Vec<Option<PortQueue>>,
+    /// Queues that are looked at every turn, by index: those that had a packet lately. With a hundred ports, looking at
+    /// all of them would cost more than a packet does.
+    lively: Vec<usize>,
+    /// Queues with something left to be sent, freed or refilled, by index.
+    dirty: Vec<usize>,
     ports: Vec<PortEntry>,
     cache: FrameCache,
     /// What is to be handed over at the end of this turn, by worker.
@@ -106,7 +115,9 @@ impl Desk {
     fn forward(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) {
         match self.ports.get(port.index()).map_or(Route::Gone, |entry| entry.route) {
             Route::Own(index) => {
-                if self.queue(index).push(frame, ingress) {
+                let full = self.queue(index).push(frame, ingress);
+                self.list(index);
+                if full {
                     self.transmit(index);
                 }
             }
@@ -122,6 +133,16 @@ impl Desk {
 
     fn queue(&mut self, index: usize) -> &mut PortQueue {
         self.queues[index].as_mut().expect("a route leads to a queue that is there")
+    }
+
+    /// Sees to it that a queue is dealt with at the end of the turn.
+    #[inline]
+    fn list(&mut self, index: usize) {
+        let queue = self.queue(index);
+        if !queue.listed {
+            queue.listed = true;
+            self.dirty.push(index);
+        }
     }
 
     /// Puts what a queue is to send into its ring; what finds no room is dropped.
@@ -171,7 +192,8 @@ impl Desk {
 
     /// Sends, hands over, frees and refills: the second half of a turn.
     fn flush(&mut self, scratch: &mut [FrameDesc; BATCH], turn: &mut Turn) {
-        for index in 0..self.queues.len() {
+        let mut dirty = std::mem::take(&mut self.dirty);
+        for &index in &dirty {
             self.transmit(index);
         }
         for worker in 0..self.outbox.len() {
@@ -180,8 +202,9 @@ impl Desk {
             }
         }
         let least = if turn.busy { REFILL } else { 1 };
-        let pool = self.shared.umem.pool();
-        for queue in self.queues.iter_mut().flatten() {
+        dirty.retain(|&index| {
+            let pool = self.shared.umem.pool();
+            let Some(queue) = self.queues[index].as_mut() else { return false };
             match queue.kick() {
                 Some(Kick::Stalled) => turn.stalled = true,
                 Some(Kick::More) => turn.busy = true,
@@ -191,7 +214,21 @@ impl Desk {
                 turn.busy |= queue.xsk.complete(scratch, &mut self.cache, pool) > 0;
             }
             queue.xsk.refill(least, scratch, &mut self.cache, pool);
-        }
+            queue.listed = queue.has_more_to_do();
+            queue.listed
+        });
+        self.dirty = dirty;
+    }
+
+    /// Takes queues that have had no packet for a while off the list of lively ones.
+    fn forget_quiet(&mut self) {
+        self.lively.retain(|&index| {
+            let Some(queue) = self.queues[index].as_mut() else { return false };
+            if queue.quiet.is_some_and(|turns| turns >= QUIET) {
+                queue.quiet = None;
+            }
+            queue.quiet.is_some()
+        });
     }
 
     fn holdings(&self) -> Holdings {
@@ -220,6 +257,8 @@ impl<P: Processor> Worker<P> {
             index,
             shared,
             queues: Vec::new(),
+            lively: Vec::new(),
+            dirty: Vec::new(),
             ports: Vec::new(),
             cache: FrameCache::new(),
             outbox,
@@ -240,14 +279,16 @@ impl<P: Processor> Worker<P> {
     /// Moves packets until it is told to stop, and then gives up its queues.
     pub(super) fn run(mut self) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
-        let mut until_tending = TEND;
+        let (mut until_tending, mut until_look) = (TEND, 0_u32);
         loop {
             if self.desk.mailbox().take_commanded() && !self.obey() {
                 return self.give_up();
             }
             let now = Instant::now();
-            let turn = self.turn(now);
-            until_tending = until_tending.saturating_sub(1);
+            let turn = self.turn(now, until_look == 0);
+            until_tending -= 1;
+            // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
+            until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
             if !turn.busy || until_tending == 0 {
                 self.processor.tend(now, turn.busy);
                 until_tending = TEND;
@@ -264,12 +305,19 @@ impl<P: Processor> Worker<P> {
         }
     }
 
-    /// One turn over all queues.
-    fn turn(&mut self, now: Instant) -> Turn {
+    /// One turn: over all queues if `all` are to be looked at, else over the lively ones.
+    fn turn(&mut self, now: Instant, all: bool) -> Turn {
         let mut turn = Turn { busy: self.desk.take_handed_over() > 0, stalled: false };
-        for index in 0..self.desk.queues.len() {
-            turn.busy |= self.receive(index, now);
+        if all {
+            for index in 0..self.desk.queues.len() {
+                turn.busy |= self.receive(index, now);
+            }
+        } else {
+            for position in 0..self.desk.lively.len() {
+                turn.busy |= self.receive(self.desk.lively[position], now);
+            }
         }
+        self.desk.forget_quiet();
         self.desk.flush(&mut self.received, &mut turn);
         self.desk.counters().rounds.add(1);
         turn
@@ -282,7 +330,15 @@ impl<P: Processor> Worker<P> {
         let mut batch = queue.xsk.receive(&shared.umem, &mut self.received);
         let count = batch.len();
         if count == 0 {
+            queue.quiet = queue.quiet.map(|turns| turns + 1);
             return false;
+        }
+        if queue.quiet.replace(0).is_none() {
+            self.desk.lively.push(index);
+        }
+        if !queue.listed {
+            queue.listed = true;
+            self.desk.dirty.push(index);
         }
         self.processor.process(self.snapshot.load(), now, ingress, &mut batch, &mut self.verdicts);
         let octets: usize = self.received[..count].iter().map(|frame| frame.lengths().data()).sum();
@@ -366,6 +422,8 @@ impl<P: Processor> Worker<P> {
         let leaving =
             self.desk.queues.iter_mut().filter(|queue| queue.as_ref().is_some_and(|queue| queue.port == port));
         let taken: Vec<XskQueue> = leaving.filter_map(Option::take).map(PortQueue::into_xsk).collect();
+        self.desk.lively.retain(|&index| self.desk.queues[index].is_some());
+        self.desk.dirty.retain(|&index| self.desk.queues[index].is_some());
         for xsk in &taken {
             let _ = self.epoll.delete(xsk.as_fd());
         }

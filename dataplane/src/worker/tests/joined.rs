@@ -24,7 +24,7 @@ fn datagram(number: u32) -> Vec<u8> {
 }
 
 /// Two pods that no policy selects, each behind one of the ports.
-fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
+pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
     let mut forwarding = Forwarding::new([]);
     let mut update = PolicySet::default().update();
     for (index, port) in ports.into_iter().enumerate() {
