@@ -4,6 +4,7 @@
 //! parse ([`packet`]), find the connection ([`conntrack`]), else ask the policy ([`policy`]), then rewrite and
 //! forward ([`forward`]). What the workers must know of the world is one immutable [`Snapshot`].
 
+mod cause;
 pub mod conntrack;
 pub mod forward;
 pub mod io;
@@ -13,4 +14,5 @@ pub mod policy;
 mod snapshot;
 pub mod worker;
 
+pub use cause::Cause;
 pub use snapshot::{Epoch, Snapshot};

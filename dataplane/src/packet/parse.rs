@@ -4,7 +4,7 @@ use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
 use super::{Address, Flow, Protocol};
-use crate::pipeline::Cause;
+use crate::Cause;
 
 /// Octets of an Ethernet II header.
 pub const ETHERNET_LEN: usize = 14;

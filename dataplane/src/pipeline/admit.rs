@@ -1,6 +1,6 @@
 //! First stage: a frame becomes a packet, or is refused for what it is.
 
-use super::Cause;
+use crate::Cause;
 use crate::forward::{Forwarding, PortId, PortKind};
 use crate::packet::{Address, Packet, parse};
 

@@ -1,6 +1,6 @@
 //! Last stage: an allowed packet gets its way out.
 
-use super::Cause;
+use crate::Cause;
 use crate::forward::{Forwarding, PortId, PortKind};
 use crate::packet::{NextHop, Packet, rewrite};
 

@@ -5,13 +5,12 @@
 //! policy), [`dispatch`] (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop.
 
 mod admit;
-mod cause;
 mod dispatch;
 mod track;
 
 use std::sync::Arc;
 
-pub use cause::Cause;
+pub use crate::Cause;
 
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, Hashed, Timestamp};

@@ -1,10 +1,10 @@
 //! Second stage: the packet's connection lets it pass, or else the policy opens one.
 
-use super::{Cause, Observer, Occasion};
-use crate::Snapshot;
+use super::{Observer, Occasion};
 use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, NewConn, OwnerId, Refused, Timestamp, Update};
 use crate::packet::{Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
+use crate::{Cause, Snapshot};
 
 /// One packet on its way through the stage.
 pub(super) struct Tracker<'a, O> {

@@ -40,8 +40,8 @@ pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
 
 use std::sync::Arc;
 
+use crate::Cause;
 use crate::packet::{Address, Flow};
-use crate::pipeline::Cause;
 
 use addresses::{AddressMap, Entry, NONE};
 use endpoints::Endpoints;
