@@ -5,9 +5,15 @@
 //! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad.
 
 mod check;
+mod cluster;
 mod completion;
+mod describe;
+mod evaluate;
+mod explain;
 mod failure;
+mod flow;
 mod run;
+mod style;
 
 use std::process::ExitCode;
 
@@ -25,6 +31,8 @@ pub struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
+    Evaluate(evaluate::Args),
+    Explain(explain::Args),
     Check(check::Args),
     Completion(completion::Args),
     Run(run::Args),
@@ -33,6 +41,8 @@ enum Command {
 /// Reads the command line, runs the subcommand, and tells the process's exit code.
 pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
+        Command::Evaluate(args) => evaluate::run(args),
+        Command::Explain(args) => explain::run(args),
         Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
         Command::Run(args) => run::run(args),

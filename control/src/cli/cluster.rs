@@ -1,0 +1,53 @@
+//! The cluster that a command's manifests describe.
+
+use std::path::{Path, PathBuf};
+
+use penstock_dataplane::policy::Reach;
+
+use super::Failure;
+use crate::engine::{Engine, Settings};
+use crate::model::Change;
+use crate::render::tables::Scope;
+use crate::source::convert;
+use crate::source::manifest::{Manifests, Options, UnknownFields, read_manifests};
+
+/// Which manifests, and how they are read.
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct ManifestArgs {
+    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(super) manifests: Vec<PathBuf>,
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    #[arg(long)]
+    v1beta1: bool,
+    /// A flow that a rule of one side allows is allowed on the other side, too
+    #[arg(long)]
+    cluster_wide: bool,
+}
+
+impl ManifestArgs {
+    /// Reads the manifests.
+    pub(super) fn read(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
+        let settings = convert::Settings { v1beta1: self.v1beta1 };
+        read_manifests(&self.manifests, &Options { settings, unknown_fields })
+            .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))
+    }
+
+    /// The policy of the manifests, for the pods in scope.
+    pub(super) fn engine(&self, scope: Scope) -> Result<Engine, Failure> {
+        Ok(self.engine_of(&self.read(UnknownFields::Refuse)?, scope))
+    }
+
+    /// The policy of manifests that are read already.
+    pub(super) fn engine_of(&self, manifests: &Manifests, scope: Scope) -> Engine {
+        let reach = if self.cluster_wide { Reach::ClusterWide } else { Reach::BothSides };
+        let mut engine = Engine::new(Settings { scope, reach });
+        engine.apply(manifests.objects().map(Change::Set));
+        engine
+    }
+
+    /// Whether standard input is among them.
+    pub(super) fn use_standard_input(&self) -> bool {
+        self.manifests.iter().any(|path| path == Path::new("-"))
+    }
+}
