@@ -218,3 +218,69 @@ impl FrameCache {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Frames that are not of a UMEM: a pool never looks into one, but all have address zero.
+    fn one_frame() -> FramePool {
+        FramePool::new(vec![FrameDesc::default()], 2048)
+    }
+
+    #[test]
+    fn a_frame_is_in_one_place_at_a_time() {
+        let (pool, slot) = (one_frame(), Slot::new(7));
+        let free = FrameAccount { total: 1, free: 1, fill: 0, in_flight: 0 };
+        assert_eq!((pool.census(), pool.available()), (free, 1));
+        let frame = pool.take_for(slot).unwrap();
+        assert_eq!(pool.census(), FrameAccount { free: 0, fill: 1, ..free });
+        assert!(pool.take_for(slot).is_none());
+        for holder in [Holder::HandOver, Holder::Transmit(slot)] {
+            pool.mark(&frame, holder);
+            assert_eq!(pool.census(), FrameAccount { free: 0, in_flight: 1, ..free });
+        }
+        pool.release(&frame);
+        assert_eq!((pool.census(), pool.available()), (free, 1));
+    }
+
+    #[test]
+    fn a_closed_queue_gives_back_its_own_frames_only() {
+        let (pool, mine, other) = (one_frame(), Slot::new(1), Slot::new(2));
+        for (holder, found) in [
+            (Holder::Fill(mine), 1),
+            (Holder::Transmit(mine), 1),
+            (Holder::Fill(other), 0),
+            (Holder::Transmit(other), 0),
+            (Holder::HandOver, 0),
+            (Holder::Free, 0),
+        ] {
+            let frame = pool.take().unwrap();
+            pool.mark(&frame, holder);
+            assert_eq!(pool.reclaim(mine), found, "{holder:?}");
+            if found == 0 {
+                pool.release(&frame);
+            }
+            assert_eq!(pool.available(), 1);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "given back twice")]
+    fn a_frame_that_is_freed_twice_is_noticed() {
+        one_frame().release(&FrameDesc::default());
+    }
+
+    proptest! {
+        #[test]
+        fn every_holder_has_a_number_of_its_own(one in 0..Slot::COUNT, two in 0..Slot::COUNT) {
+            let holders = |slot| [Holder::Free, Holder::HandOver, Holder::Fill(slot), Holder::Transmit(slot)];
+            for a in holders(Slot::new(one)) {
+                for b in holders(Slot::new(two)) {
+                    prop_assert_eq!(a.encode() == b.encode(), a == b);
+                }
+            }
+        }
+    }
+}

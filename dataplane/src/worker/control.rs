@@ -86,9 +86,10 @@ impl Control {
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
-                // Ends what was begun; with nothing begun it only finds that the port is not there.
-                let _ = self.close(id);
-                self.ports.retire(id);
+                // Ends what was begun, if anything was.
+                if self.close(id).is_err() {
+                    self.ports.retire(id);
+                }
                 Err(error)
             }
         }

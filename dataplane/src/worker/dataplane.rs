@@ -9,7 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
-use crossbeam::channel::{Receiver, unbounded};
+use crossbeam::channel::{Receiver, Sender, unbounded};
 
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
@@ -102,11 +102,27 @@ impl Dataplane {
             threads: Vec::new(),
             cores: config.cores.clone(),
         };
+        let (pinned, all_pinned) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
             let (sender, receiver) = unbounded();
-            let thread = spawn(index, core, shared.clone(), processor(index, &this.connections), receiver, &config)?;
+            let thread = spawn(
+                index,
+                core,
+                shared.clone(),
+                processor(index, &this.connections),
+                receiver,
+                pinned.clone(),
+                &config,
+            )?;
             this.control().commands.push(sender);
             this.threads.push(thread);
+        }
+        drop(pinned);
+        // Ends when every thread has answered; those that are pinned go on meanwhile.
+        for (core, is_pinned) in all_pinned {
+            if !is_pinned {
+                return Err(StartError::NoSuchCore { core, available: available_cores() });
+            }
         }
         Ok(this)
     }
@@ -288,13 +304,15 @@ fn spawn<P: Processor>(
     shared: Arc<Shared>,
     processor: P,
     commands: Receiver<Command>,
+    pinned: Sender<(CoreId, bool)>,
     config: &Config,
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
     let failed = |source| StartError::Thread { worker: index, source };
     let worker = Worker::new(index, shared.clone(), processor, commands, config.polling)
         .map_err(|error| failed(error.into()))?;
     let body = move || {
-        core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
+        let _ = pinned.send((core, core_affinity::set_for_current(core_affinity::CoreId { id: core.0 })));
+        drop(pinned);
         match catch_unwind(AssertUnwindSafe(|| worker.run())) {
             Ok(queues) => queues,
             Err(panic) => {

@@ -20,10 +20,11 @@ use crate::forward::PortId;
 use crate::io::{FrameCache, Holder, Kick, XskQueue};
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
-/// How long a sleeper sleeps at most, so that what must be done now and then is done.
+/// How long a sleeper sleeps at most, in milliseconds, so that what must be done now and then is done.
 const LONGEST_SLEEP: u16 = 250;
-/// How long it sleeps while the kernel does not take what is to be sent, in milliseconds.
-const STALLED_SLEEP: u16 = 1;
+/// How long it sleeps at first and at most while the kernel does not take what is to be sent, in milliseconds; each time
+/// twice as long as the last.
+const STALLED_SLEEP: (u16, u16) = (1, 32);
 /// Missing frames from which a fill ring is refilled while packets come.
 const REFILL: u32 = 32;
 /// Turns between two steps of what must be done now and then, while packets come.
@@ -280,6 +281,7 @@ impl<P: Processor> Worker<P> {
     pub(super) fn run(mut self) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
         let (mut until_tending, mut until_look) = (TEND, 0_u32);
+        let mut stalled_sleep = STALLED_SLEEP.0;
         loop {
             if self.desk.mailbox().take_commanded() && !self.obey() {
                 return self.give_up();
@@ -295,11 +297,15 @@ impl<P: Processor> Worker<P> {
             }
             if turn.busy {
                 last_busy = now;
+                stalled_sleep = STALLED_SLEEP.0;
                 continue;
             }
             self.desk.counters().empty_rounds.add(1);
             match self.polling {
-                Polling::Adaptive { spin } if now.duration_since(last_busy) >= spin => self.sleep(turn.stalled),
+                Polling::Adaptive { spin } if now.duration_since(last_busy) >= spin => {
+                    self.sleep(if turn.stalled { stalled_sleep } else { LONGEST_SLEEP });
+                    stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);
+                }
                 _ => std::hint::spin_loop(),
             }
         }
@@ -355,13 +361,12 @@ impl<P: Processor> Worker<P> {
         true
     }
 
-    /// Sleeps until a packet comes, somebody rings, or it has been long enough.
-    fn sleep(&mut self, stalled: bool) {
+    /// Sleeps until a packet comes, somebody rings, or so many milliseconds have passed.
+    fn sleep(&mut self, longest: u16) {
         if !self.desk.mailbox().lie_down() {
             return;
         }
         let before = Instant::now();
-        let longest = if stalled { STALLED_SLEEP } else { LONGEST_SLEEP };
         let mut events = [EpollEvent::empty(); 16];
         // An interruption by a signal is one more reason to wake up.
         let _ = self.epoll.wait(&mut events, EpollTimeout::from(longest));

@@ -172,3 +172,39 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         assert_eq!(number(&frames[99]), 99);
     });
 }
+
+#[test]
+fn the_queues_of_a_port_are_shared_out_among_the_workers() {
+    in_namespace(|| {
+        ip("link add name a numtxqueues 2 numrxqueues 2 type veth peer name ap numtxqueues 2 numrxqueues 2");
+        ip("link set dev a up");
+        ip("link set dev ap up");
+        veth("b");
+        let bench = Bench::start(config(&[0, 1]));
+        let (a, _a) = bench.open("a");
+        let (b, _b) = bench.open("b");
+        bench.wires.connect(a, b);
+        bench.wires.connect(b, a);
+        let queues =
+            bench.dataplane.with_sockets(a, |sockets| sockets.iter().map(|(queue, _)| *queue).collect::<Vec<_>>());
+        assert_eq!(queues.unwrap(), [0, 1]);
+        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
+        // A sender's queue goes by the hash of the flow.
+        let frames: Vec<_> = (0..200)
+            .map(|index| {
+                let mut frame = frame(index, 60);
+                frame[34..36].copy_from_slice(&(1000 + index as u16).to_be_bytes());
+                frame
+            })
+            .collect();
+        at_a.send_all(&frames);
+        assert_eq!(at_b.count(200), 200);
+        at_b.send_all(&frames);
+        assert_eq!(at_a.count(200), 200);
+        let statistics = bench.dataplane.statistics();
+        let by_worker = statistics.port(a).unwrap().by_worker.clone();
+        assert_eq!(by_worker.iter().map(|worker| worker.rx_packets).sum::<u64>(), 200);
+        assert!(by_worker.iter().all(|worker| worker.rx_packets > 20), "{by_worker:?}");
+        assert_eq!(bench.account().fill, 3 * 512);
+    });
+}

@@ -70,8 +70,8 @@ fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
     });
 }
 
-/// Clock ticks (100 a second) that the worker threads of this namespace's dataplane have used.
-fn ticks_of_workers(before: &[(String, u64)]) -> Vec<(String, u64)> {
+/// Clock ticks (100 a second) that the worker threads of this namespace's dataplane with this name have used.
+fn ticks_of_workers(prefix: &str, before: &[(String, u64)]) -> Vec<(String, u64)> {
     let mut all = Vec::new();
     for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
         let Ok(stat) = std::fs::read_to_string(task.path().join("stat")) else { continue };
@@ -80,7 +80,7 @@ fn ticks_of_workers(before: &[(String, u64)]) -> Vec<(String, u64)> {
         let fields: Vec<&str> = tail.split(' ').collect();
         let used: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
         let start = before.iter().find(|(known, _)| known == id).map_or(0, |(_, ticks)| *ticks);
-        if name.starts_with("idle-") {
+        if name.rsplit_once('-').is_some_and(|(name, _)| name == prefix) {
             all.push((id.to_owned(), used - start));
         }
     }
@@ -99,10 +99,10 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
         let bench = Bench::start(quiet);
         let _ports: Vec<_> = ["a", "b", "c", "d"].map(|name| bench.open(name)).into();
         thread::sleep(Duration::from_millis(100));
-        let before = ticks_of_workers(&[]);
+        let before = ticks_of_workers("idle", &[]);
         assert_eq!(before.len(), 2);
         thread::sleep(WATCHED);
-        let used = ticks_of_workers(&before);
+        let used = ticks_of_workers("idle", &before);
         let total: u64 = used.iter().map(|(_, ticks)| ticks).sum();
         assert!(total <= 6, "3% of a core are 6 ticks in 2 s: {used:?}");
         let statistics = bench.dataplane.statistics();
@@ -181,5 +181,32 @@ fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
         bench.open("b");
         let error = bench.dataplane.open_port(&PortRequest::new("c")).unwrap_err().to_string();
         assert!(error.contains("interface c needs 512 frames") && error.contains("of 1024"), "{error}");
+    });
+}
+
+#[test]
+fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
+    const PODS: usize = 110;
+    in_namespace(|| {
+        let name = |pod: usize| format!("pod{pod}");
+        (0..PODS).for_each(|pod| veth(&name(pod)));
+        let bench = Bench::start(Config { thread_name: "many".to_owned(), ..Config::default() });
+        let ports: Vec<_> = (0..PODS).map(|pod| bench.open(&name(pod))).collect();
+        let account = bench.account();
+        assert_eq!((account.total, account.fill), (131_072, 110 * 1024));
+        // Each sends to the next.
+        for pod in 0..PODS {
+            bench.wires.connect(ports[pod].0, ports[(pod + 1) % PODS].0);
+        }
+        let raw: Vec<Raw> = (0..PODS).map(|pod| Raw::open(&format!("{}p", name(pod)))).collect();
+        let frames: Vec<_> = (0..20).map(|index| frame(index, 60)).collect();
+        raw.iter().for_each(|raw| raw.send_all(&frames));
+        assert!(raw.iter().all(|raw| raw.count(20) == 20), "all packets arrive at each");
+        let before = ticks_of_workers("many", &[]);
+        thread::sleep(Duration::from_secs(1));
+        let used = ticks_of_workers("many", &before);
+        assert!(used.iter().map(|(_, ticks)| ticks).sum::<u64>() <= 3, "3% of a core are 3 ticks in 1 s: {used:?}");
+        let account = bench.account();
+        assert_eq!((account.fill, account.in_flight), (110 * 1024, 0));
     });
 }

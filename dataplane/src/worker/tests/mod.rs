@@ -26,7 +26,7 @@ const NOWHERE: u16 = u16::MAX;
 
 impl Wires {
     fn new() -> Self {
-        Self((0..64).map(|_| AtomicU16::new(NOWHERE)).collect())
+        Self((0..128).map(|_| AtomicU16::new(NOWHERE)).collect())
     }
 
     fn connect(&self, from: PortId, to: PortId) {
