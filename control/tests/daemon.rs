@@ -177,7 +177,8 @@ fn reaches_node(pod: &Pod) -> [bool; 4] {
 #[test]
 fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
     on_a_node(|| {
-        for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+        // As a node is set, with reverse path filtering at its strictest.
+        for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv4/conf/all/rp_filter"] {
             fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
         }
         let [web, db, job] = [5, 6, 7].map(Pod::new);
@@ -208,6 +209,13 @@ fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(reaches(&job, &db), [true; 2]);
 
+        // Nor does one that claims another pod's address.
+        files.save("clash.yaml", &pod_manifest("thief", web.addresses()));
+        let told = daemon.wait_for("clash.yaml");
+        assert!(told.contains("10.1.1.5"), "{told}");
+        assert_eq!(reaches(&db, &web), [true; 2]);
+        fs::remove_file(files.path("manifests/clash.yaml")).unwrap();
+
         // A pod that comes while running, its object before its interface.
         files.save("late.yaml", &pod_manifest("late", ("10.1.1.8", "fd00:1::8")));
         daemon.wait_for("no host route to 10.1.1.8");
@@ -224,7 +232,15 @@ fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
         assert!(line.contains("ingress_denied"), "{line}");
         assert!(line.contains("redirected"), "{line}");
 
-        // And one that goes, its interface first.
+        // It is made anew: another interface, with the same name and addresses.
+        drop(late);
+        daemon.wait_for("closed");
+        let late = Pod::new(8);
+        daemon.wait_for("attached");
+        daemon.wait_for("published");
+        assert_eq!(reaches(&late, &web), [true; 2]);
+
+        // And it goes, its interface first.
         drop(late);
         daemon.wait_for("closed");
         fs::remove_file(files.path("manifests/late.yaml")).unwrap();
@@ -381,6 +397,7 @@ fn check_tells_each_thing_and_changes_nothing() {
             "ok       AF_XDP: the kernel has it",
             "ok       workers.cores: 0",
             "ok       manifests: 2 objects",
+            "ok       pod shop/web: veth5, MTU 1500",
             "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
         ] {
             assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");

@@ -5,6 +5,8 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
+use nix::sched::{CpuSet, sched_setaffinity};
+use nix::unistd::Pid;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_dataplane::{Epoch, Snapshot};
@@ -32,7 +34,7 @@ const SETTLE: Duration = Duration::from_millis(2);
 /// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
 pub(super) async fn run(config: &Config) -> Result<(), RunError> {
     let mut signals = Signals::listen().context("signals cannot be listened to")?;
-    let (netlink, events) = Netlink::open(config.host_port.table).map_err(|error| RunError::bad_input(error))?;
+    let (netlink, events) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
     refuse(preflight::network(config, &netlink).await)?;
     let (mut source, objects) = ManifestDirectory::open(&config.source.manifests, Settings::default())
         .map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
@@ -72,6 +74,15 @@ struct Daemon<'a> {
     unrouted: BTreeMap<IpAddr, String>,
 }
 
+/// What is to be looked at.
+#[derive(Clone, Copy)]
+struct Trigger {
+    /// The policy may be another.
+    policy: bool,
+    /// Pods, links, routes or addresses may be others.
+    network: bool,
+}
+
 impl<'a> Daemon<'a> {
     async fn start(config: &'a Config, netlink: Netlink, initial: Vec<Object>) -> Result<Self, RunError> {
         let started = Instant::now();
@@ -84,6 +95,7 @@ impl<'a> Daemon<'a> {
         }
         let redirect = Redirect::new().map_err(RunError::bad_input)?;
         let dataplane = start_dataplane(config)?;
+        leave_cores_to_workers(config);
         let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts)).await;
         let host_port = host_port.map_err(|error| match error {
             HostPortError::Running | HostPortError::NameTaken(_) => RunError::bad_input(error),
@@ -122,7 +134,7 @@ impl<'a> Daemon<'a> {
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.settle("first state", true, started).await?;
+        self.settle("first state", Trigger { policy: true, network: true }, started).await?;
         tracing::info!(
             target: logging::MILESTONES,
             "ready: {} pods, {} policies, epoch {}",
@@ -182,7 +194,7 @@ impl<'a> Daemon<'a> {
         if !effect.policy {
             tracing::debug!("no effect on the tables: {what}");
         }
-        self.settle(&what, effect.policy, seen).await
+        self.settle(&what, Trigger { policy: effect.policy, network: effect.pods }, seen).await
     }
 
     /// Looks at the network again.
@@ -190,8 +202,8 @@ impl<'a> Daemon<'a> {
         if !self.read_facts().await {
             return Ok(());
         }
-        let node_changed = self.objects.apply_addresses(&self.facts.addresses);
-        self.settle(why, node_changed, seen).await
+        let policy = self.objects.apply_addresses(&self.facts.addresses);
+        self.settle(why, Trigger { policy, network: true }, seen).await
     }
 
     /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
@@ -210,7 +222,7 @@ impl<'a> Daemon<'a> {
 
     /// Makes ports, snapshot and routes what objects and facts ask for, in this order: a new pod's port is open
     /// before it is published, and one that goes is closed after a snapshot without it.
-    async fn settle(&mut self, why: &str, objects_changed: bool, seen: Instant) -> Result<(), RunError> {
+    async fn settle(&mut self, why: &str, trigger: Trigger, seen: Instant) -> Result<(), RunError> {
         if !self.facts.links.contains_key(&self.host_port.workers().index) {
             return Err(RunError::failed(HostPortError::Gone(self.host_port.workers().name.clone())));
         }
@@ -223,7 +235,7 @@ impl<'a> Daemon<'a> {
         let node: BTreeSet<IpAddr> = self.objects.node_addresses().iter().copied().collect();
         let node_changed = node != self.node;
         self.node = node;
-        if objects_changed || ports_changed || node_changed {
+        if trigger.policy || ports_changed || node_changed {
             self.publish(why, seen);
         }
         for (id, interface) in gone {
@@ -232,8 +244,11 @@ impl<'a> Daemon<'a> {
                 Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
             }
         }
-        self.ports.announce();
-        self.route().await
+        if trigger.network || ports_changed {
+            self.ports.announce();
+            self.route().await?;
+        }
+        Ok(())
     }
 
     fn publish(&mut self, why: &str, seen: Instant) {
@@ -320,6 +335,18 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         StartError::Thread { .. } => RunError::failed(error),
         _ => RunError::bad_input(error),
     })
+}
+
+/// The control thread, and those it starts from now on, run elsewhere if there is another core.
+fn leave_cores_to_workers(config: &Config) {
+    let Ok(workers) = preflight::worker_cores(config) else { return };
+    let mut others = CpuSet::new();
+    for core in preflight::usable_cores().into_iter().filter(|core| !workers.contains(core)) {
+        // A core that is usable is in the set's range.
+        let _ = others.set(core.into());
+    }
+    // An empty set is refused, and all stays as it is.
+    let _ = sched_setaffinity(Pid::from_raw(0), &others);
 }
 
 /// A pod's interface whose packets no frame holds is bad input at the start; later it is told in the log.

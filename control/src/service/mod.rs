@@ -17,10 +17,12 @@ use std::fmt::Display;
 use std::io;
 
 use config::Config;
+use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::discovery::Netlink;
+use crate::model::Change;
 use crate::source::convert::Settings;
 use crate::source::directory::ManifestDirectory;
 
@@ -56,19 +58,30 @@ pub fn run(config: &Config) -> Result<(), RunError> {
 /// Looks whether this machine can run this configuration. Changes nothing.
 pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
     let mut findings = preflight::machine(config);
-    runtime()?.block_on(async {
-        match Netlink::open(config.host_port.table) {
-            Ok((netlink, _)) => findings.extend(preflight::network(config, &netlink).await),
-            Err(error) => findings.push(Finding::error(error.to_string())),
-        }
-    });
+    let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
+    // Where there is no directory, that has been told.
     if config.source.manifests.is_dir() {
         match ManifestDirectory::open(&config.source.manifests, Settings::default()) {
-            Ok((_, objects)) => findings.push(Finding::ok(format!("manifests: {} objects", objects.len()))),
+            Ok((_, read)) => {
+                findings.push(Finding::ok(format!("manifests: {} objects", read.len())));
+                objects.apply(read.into_iter().map(Change::Set), &[]);
+            }
             Err(error) => findings.extend(error.to_string().lines().map(Finding::error)),
         }
     }
-    findings.sort_by_key(|finding| finding.level == Level::Ok);
+    runtime()?.block_on(async {
+        match Netlink::open(config.host_port.table) {
+            Err(error) => findings.push(Finding::error(error.to_string())),
+            Ok((netlink, _)) => {
+                findings.extend(preflight::network(config, &netlink).await);
+                match netlink.facts().await {
+                    Ok(facts) => findings.extend(preflight::pods(config, &facts, &objects)),
+                    Err(error) => findings.push(Finding::error(error.to_string())),
+                }
+            }
+        }
+    });
+    findings.sort_by_key(|finding| finding.level != Level::Ok);
     Ok(findings)
 }
 

@@ -116,3 +116,93 @@ impl Objects {
         Some(Change::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use penstock_dataplane::packet::{Flow, Protocol};
+
+    use super::*;
+    use crate::model::{NetworkPolicy, Selector};
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn pod(name: &str, node: &str) -> Change {
+        let key = ObjectKey { namespace: "shop".into(), name: name.into() };
+        let addresses = vec![address("10.1.1.5")];
+        Change::Set(Object::Pod(Pod {
+            key,
+            labels: Default::default(),
+            node: Some(node.into()),
+            addresses,
+            host_network: false,
+            finished: false,
+            ports: Vec::new(),
+        }))
+    }
+
+    /// Nothing reaches a pod of the namespace.
+    fn closed() -> Change {
+        Change::Set(Object::NetworkPolicy(NetworkPolicy {
+            key: ObjectKey { namespace: "shop".into(), name: "closed".into() },
+            pod_selector: Selector::default(),
+            isolates: true,
+            ingress: Some(Vec::new()),
+            egress: None,
+        }))
+    }
+
+    fn reaches_pod(objects: &Objects, from: &str) -> bool {
+        let flow = Flow {
+            src: address(from).into(),
+            dst: address("10.1.1.5").into(),
+            protocol: Protocol::UDP,
+            src_port: 9,
+            dst_port: 53,
+        };
+        objects.policy_set().judge(&flow).is_allowed()
+    }
+
+    #[test]
+    fn every_address_of_the_node_reaches_its_pods_wherever_it_is_known_from() {
+        let mut objects = Objects::new("here", &[address("192.0.2.1")]);
+        let interfaces = [address("10.1.1.1")];
+        assert!(objects.apply([pod("web", "here"), closed()], &interfaces).policy);
+        let reached = |objects: &Objects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
+        assert_eq!(reached(&objects), [true, true, false]);
+        let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
+        objects.apply([Change::Set(node("elsewhere"))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, false]);
+        objects.apply([Change::Delete(ObjectRef::Node("elsewhere".into())), Change::Set(node("here"))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, true]);
+        objects.apply([Change::Delete(ObjectRef::Node("here".into()))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, false]);
+        assert!(objects.apply_addresses(&[address("192.0.2.9")]));
+        assert!(!objects.apply_addresses(&[address("192.0.2.9")]), "nothing new");
+        assert_eq!(reached(&objects), [true, false, true]);
+        assert_eq!(objects.node_addresses(), ["192.0.2.1", "192.0.2.9"].map(address));
+    }
+
+    #[test]
+    fn only_this_nodes_pods_are_kept() {
+        let mut objects = Objects::new("here", &[]);
+        for (change, touched, kept) in [
+            (pod("web", "elsewhere"), false, 0),
+            (pod("web", "here"), true, 1),
+            (closed(), false, 1),
+            (pod("web", "elsewhere"), true, 0),
+            (pod("web", "here"), true, 1),
+            (Change::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
+        ] {
+            assert_eq!(objects.apply([change], &[]).pods, touched);
+            assert_eq!(objects.pods().count(), kept);
+        }
+        assert_eq!(objects.policies(), 1);
+        objects.apply(
+            [Change::Delete(ObjectRef::NetworkPolicy(ObjectKey { namespace: "shop".into(), name: "closed".into() }))],
+            &[],
+        );
+        assert_eq!(objects.policies(), 0);
+    }
+}

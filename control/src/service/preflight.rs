@@ -10,7 +10,8 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
 use super::config::Config;
-use crate::discovery::{Link, Netlink, Sysctl};
+use super::objects::Objects;
+use crate::discovery::{Facts, Link, Netlink, Problem, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -98,6 +99,18 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     findings
 }
 
+/// Tells of each local pod whether its interface can be served.
+pub(super) fn pods(config: &Config, facts: &Facts, objects: &Objects) -> Vec<Finding> {
+    let largest = config.umem.frame_size.largest_packet();
+    let (ports, problems) = pod_ports(facts, objects.pods(), config.node.as_str(), largest);
+    let told = problems.iter().map(|problem| match problem {
+        Problem::TooLong { .. } => Finding::error(problem.to_string()),
+        _ => Finding::warning(problem.to_string()),
+    });
+    told.chain(ports.values().map(|port| Finding::ok(format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu))))
+        .collect()
+}
+
 /// The cores that workers are to run on, or the line that says why they cannot.
 pub fn worker_cores(config: &Config) -> Result<Vec<u16>, String> {
     let usable = usable_cores();
@@ -120,8 +133,10 @@ pub(super) fn usable_cores() -> Vec<u16> {
 }
 
 /// Capabilities that are needed, by their number in linux/capability.h.
-const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (39, "CAP_BPF")];
-/// Stands in for CAP_BPF.
+const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (BPF, "CAP_BPF")];
+/// CAP_BPF.
+const BPF: u32 = 39;
+/// CAP_SYS_ADMIN, which stands in for CAP_BPF.
 const SYS_ADMIN: u32 = 21;
 
 fn effective_capabilities() -> u64 {
@@ -132,8 +147,8 @@ fn effective_capabilities() -> u64 {
 
 fn capabilities(effective: u64) -> Finding {
     let has = |number: u32| effective >> number & 1 == 1;
-    let missing = |&(number, _): &(u32, &str)| !has(number) && !(number == 39 && has(SYS_ADMIN));
-    let missing: Vec<&str> = NEEDED.iter().filter(|needed| missing(needed)).map(|(_, name)| *name).collect();
+    let granted = |number: u32| has(number) || number == BPF && has(SYS_ADMIN);
+    let missing: Vec<&str> = NEEDED.iter().filter(|(number, _)| !granted(*number)).map(|(_, name)| *name).collect();
     if missing.is_empty() {
         Finding::ok("capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF")
     } else {
