@@ -8,6 +8,7 @@
 mod config;
 mod control;
 mod dataplane;
+mod desk;
 mod error;
 mod mailbox;
 mod ports;

@@ -63,7 +63,11 @@ fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
         // One that vanishes under traffic, before anybody closes it.
         ip("link del dev c");
         at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
+        let rounds = || bench.dataplane.statistics().workers.iter().map(|worker| worker.rounds).sum::<u64>();
         thread::sleep(Duration::from_millis(50));
+        let before = rounds();
+        thread::sleep(Duration::from_millis(100));
+        assert!(rounds() - before < 100, "the workers sleep in spite of it: {} rounds", rounds() - before);
         bench.dataplane.close_port(c).unwrap();
         let account = bench.account();
         assert_eq!((account.fill, account.in_flight), (512, 0), "{account:?}");
