@@ -295,6 +295,10 @@ impl<'a> Daemon<'a> {
 
     fn report(&self) {
         print!("{}", report::statistics(&self.dataplane.statistics(), &self.ports.counted()));
+        match self.dataplane.frames() {
+            Ok(frames) => print!("{}", report::frames(&frames)),
+            Err(error) => tracing::warn!(%error, "the frames could not be counted"),
+        }
     }
 
     /// Puts everything back: rules, routes and the pair first, so that the node's own traffic is the kernel's again.

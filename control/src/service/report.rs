@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use penstock_dataplane::forward::PortKind;
+use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::{KernelDrops, Statistics};
 
 use super::ports::Counted;
@@ -48,6 +49,13 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted]) -> String {
     }
     text.push_str(&layout(&rows));
     text
+}
+
+/// The account of frames, in one line.
+pub(super) fn frames(frames: &FrameAccount) -> String {
+    let FrameAccount { total, free, fill, in_flight } = frames;
+    let verdict = if frames.is_balanced() { "balanced" } else { "NOT balanced" };
+    format!("frames: total {total}, free {free}, fill {fill}, in_flight {in_flight}: {verdict}\n")
 }
 
 /// What the kernel lost at a port's sockets, under names of the same style as the causes.
