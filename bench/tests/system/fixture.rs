@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::judge::Judge;
 use penstock_bench::matrix::Matrix;
@@ -70,6 +72,14 @@ impl World {
     pub(crate) fn target(&self, name: &str, v6: bool) -> (u32, std::net::IpAddr) {
         let index = self.cluster.site(name).unwrap();
         (index as u32, self.cluster.sites[index].address(v6).unwrap())
+    }
+
+    /// The daemon's statistics as of now: its tables, and the line with the account of frames last.
+    pub(crate) fn statistics(&self) -> Vec<String> {
+        let seen = self.daemon.log().len();
+        self.daemon.signal(Signal::SIGUSR1).unwrap();
+        self.daemon.log().wait_for_after(seen, "frames: ", Duration::from_secs(5)).unwrap();
+        self.daemon.log().lines().split_off(seen)
     }
 
     /// Fails, with what the daemon wrote, unless there is no difference.

@@ -3,13 +3,10 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use penstock_bench::load::{Generator, Sink, UdpFlow};
 use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 
 use crate::fixture::{World, pod, pods};
-
-const LIMIT: Duration = Duration::from_secs(5);
 
 /// The frame account, as the daemon's statistics tell it.
 #[derive(Debug)]
@@ -39,10 +36,7 @@ impl Frames {
 
 /// Asks the running daemon.
 fn frames_now(world: &World) -> Frames {
-    let seen = world.daemon.log().len();
-    world.daemon.signal(Signal::SIGUSR1).unwrap();
-    let line = world.daemon.log().wait_for_after(seen, "in_flight", LIMIT).unwrap();
-    Frames::parse(&line)
+    Frames::parse(world.statistics().last().unwrap())
 }
 
 /// Ends the daemon and reads its last account.

@@ -99,9 +99,8 @@ fn statistics_on_a_signal_and_at_the_end_count_what_was_dropped_by_cause() {
         Patience::default(),
     );
     assert_eq!(denied.unwrap(), Outcome::Silent);
-    let seen = world.daemon.log().len();
-    world.daemon.signal(Signal::SIGUSR1).unwrap();
-    let line = world.daemon.log().wait_for_after(seen, "test/pod-0", Duration::from_secs(5)).unwrap();
+    let statistics = world.statistics();
+    let line = statistics.iter().find(|line| line.contains("test/pod-0")).expect("a line of that pod");
     assert!(line.contains("ingress_denied 3"), "{line}");
     let (_, log) = world.daemon.stop().unwrap();
     assert!(log.iter().filter(|line| line.contains("ingress_denied 3")).count() == 2, "{}", log.join("\n"));

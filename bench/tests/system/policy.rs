@@ -79,7 +79,7 @@ fn a_manifest_that_does_not_parse_keeps_the_last_good_state() {
     let target = world.target("test/pod-1", false);
     let flow = Flow::open(&client.namespace, target, 8080, SILENCE).unwrap();
     for (bad, told) in [
-        (good.clone() + "---\napiVersion: v1\nkind: [Pod\n", "all.yaml:"),
+        (good.clone() + "---\napiVersion: v1\nkind: [Pod\n", "line="),
         (good.replace("port: 8080", "port: 70000"), "port"),
         (good.replace("ingress:", "ingres:"), "ingres"),
     ] {

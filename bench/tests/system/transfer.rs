@@ -12,9 +12,13 @@ fn world() -> World {
     World::of(&(pods(2) + &policy("bulk", "pod-1", POLICY)), |_, _| {})
 }
 
-fn assert_no_storm(receipt: &Receipt) {
+fn assert_no_storm(world: &World, receipt: &Receipt) {
     assert!(receipt.segments > 1000, "{receipt:?}");
-    assert!(receipt.retransmitted_share() < 0.01, "more than 1 % of the segments were sent again: {receipt:?}");
+    assert!(
+        receipt.retransmitted_share() < 0.01,
+        "more than 1 % of the segments were sent again: {receipt:?}\n{}",
+        world.statistics().join("\n")
+    );
 }
 
 #[test]
@@ -24,7 +28,7 @@ fn a_hundred_megabytes_arrive_octet_for_octet_over_both_families() {
     for v6 in [false, true] {
         let receipt = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 100_000_000).unwrap();
         assert!(receipt.octets >= 100_000_000, "{receipt:?}");
-        assert_no_storm(&receipt);
+        assert_no_storm(&world, &receipt);
     }
 }
 
@@ -41,5 +45,5 @@ fn ten_seconds_of_bulk_tcp_see_no_retransmission_storm() {
         receipt.segments
     );
     assert!(receipt.time >= length, "{receipt:?}");
-    assert_no_storm(&receipt);
+    assert_no_storm(&world, &receipt);
 }
