@@ -305,6 +305,49 @@ fn after_a_kill_the_next_daemon_takes_over_and_puts_all_back() {
     });
 }
 
+#[test]
+fn policy_holds_for_the_world_with_and_without_an_uplink() {
+    for keys in ["", "uplinks = [\"veth9\"]"] {
+        on_a_node(|| {
+            for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+                fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+            }
+            let [web, db, world] = [5, 6, 9].map(Pod::new);
+            let before = node_state();
+            let objects =
+                [NAMESPACE.to_owned(), pod_manifest("web", web.addresses()), pod_manifest("db", db.addresses())];
+            let files = Files::new(keys, &[("all.yaml", objects.concat()), ("policies.yaml", policy("db", "web"))]);
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&world, &web), [true; 2], "{keys}");
+            assert_eq!(reaches(&web, &world), [true; 2], "{keys}");
+            assert_eq!(reaches(&db, &world), [true; 2], "{keys}");
+            assert_eq!(reaches(&world, &db), [false; 2], "{keys}");
+            assert!(reaches_node(&world).iter().all(|&reached| reached), "what is for the node passes");
+            let (status, _, said) = daemon.end(Signal::SIGTERM);
+            assert_eq!(status.code(), Some(0), "{said}");
+            // Which way what was denied had come: by the uplink, or by the kernel and the host port.
+            let denied = said.lines().find(|line| line.contains("ingress_denied")).unwrap();
+            assert!(denied.contains(if keys.is_empty() { "(node)" } else { "(uplink)" }), "{said}");
+            assert_eq!(node_state(), before);
+        });
+    }
+}
+
+#[test]
+fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_puts_all_back() {
+    on_a_node(|| {
+        let web = Pod::new(5);
+        let before = node_state();
+        let objects = NAMESPACE.to_owned() + &pod_manifest("web", web.addresses());
+        let mut daemon =
+            Daemon::start(&Files::new("log = { level = \"error\", format = \"json\" }", &[("all.yaml", objects)]));
+        ip("link del penstock-host");
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+        daemon.wait_for("penstock: host_port: interface penstock0 is gone; restart penstock");
+        assert_eq!(node_state(), before);
+    });
+}
+
 /// Takes these capabilities (numbers of linux/capability.h) from what the command starts.
 fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
     let drop = move || {
@@ -354,6 +397,7 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
                 good(),
                 "uplinks: MTU 9000 of interface long0 is more than the 1778 that a frame",
             ),
+            ("uplinks = [\"veth5\"]", good(), "uplinks: interface veth5 is pod shop/web's; take it out of the list"),
             ("host_port.workers = \"down0\"", good(), "interface down0 exists and is not penstock's; delete it, or"),
             ("", twice, "10.1.1.5"),
             ("", bad.to_owned(), "10.1.1.300"),

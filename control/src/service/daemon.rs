@@ -89,7 +89,9 @@ impl<'a> Daemon<'a> {
         let facts = netlink.facts().await.map_err(RunError::failed)?;
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
         objects.apply(initial.into_iter().map(Change::Set), &facts.addresses);
-        refuse_long_packets(config, &facts, &objects)?;
+        // What else stands in a pod's way is told, and may pass.
+        let unfit = preflight::pods(config, &facts, &objects);
+        refuse(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
@@ -351,15 +353,6 @@ fn leave_cores_to_workers(config: &Config) {
     }
     // An empty set is refused, and all stays as it is.
     let _ = sched_setaffinity(Pid::from_raw(0), &others);
-}
-
-/// A pod's interface whose packets no frame holds is bad input at the start; later it is told in the log.
-fn refuse_long_packets(config: &Config, facts: &Facts, objects: &Objects) -> Result<(), RunError> {
-    let largest = config.umem.frame_size.largest_packet();
-    let (_, problems) = pod_ports(facts, objects.pods(), config.node.as_str(), largest);
-    let long: Vec<String> =
-        problems.iter().filter(|problem| matches!(problem, Problem::TooLong { .. })).map(Problem::to_string).collect();
-    if long.is_empty() { Ok(()) } else { Err(RunError::BadInput(long)) }
 }
 
 /// The pair carries what the pods' interfaces carry: the largest MTU of those that there are, at least Ethernet's.

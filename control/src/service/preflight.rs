@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 
 use super::config::Config;
 use super::objects::Objects;
-use crate::discovery::{Facts, Link, Netlink, Problem, Sysctl, pod_ports};
+use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -107,8 +107,14 @@ pub(super) fn pods(config: &Config, facts: &Facts, objects: &Objects) -> Vec<Fin
         Problem::TooLong { .. } => Finding::error(problem.to_string()),
         _ => Finding::warning(problem.to_string()),
     });
-    told.chain(ports.values().map(|port| Finding::ok(format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu))))
-        .collect()
+    let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
+    let served = |port: &PodPort| match uplink(&port.name) {
+        true => {
+            Finding::error(format!("uplinks: interface {} is pod {}'s; take it out of the list", port.name, port.pod))
+        }
+        false => Finding::ok(format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu)),
+    };
+    told.chain(ports.values().map(served)).collect()
 }
 
 /// The cores that workers are to run on, or the line that says why they cannot.

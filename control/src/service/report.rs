@@ -23,7 +23,7 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted]) -> String {
         };
         let outcomes = counted.and_then(|counted| counted.outcomes);
         let kernel = kernel_drops(&figures.kernel);
-        let dropped = figures.traffic.dropped_packets() + kernel.iter().map(|(_, count)| count).sum::<u64>();
+        let dropped = figures.traffic.dropped_packets() + figures.kernel.packets();
         let causes = figures.traffic.drops().map(|(cause, count)| (cause.name(), count)).chain(kernel);
         rows.push(vec![
             figures.port.to_string(),
