@@ -13,6 +13,9 @@ pub enum Failure {
     /// The input was good, but doing it failed. Exit code 1.
     #[error("{0:#}")]
     Failed(#[from] anyhow::Error),
+    /// All was done, and what was compared differs; the answer says how. Exit code 3.
+    #[error("")]
+    Differs,
 }
 
 impl Failure {
@@ -37,6 +40,7 @@ impl Failure {
         match self {
             Self::BadInput(_) => ExitCode::from(2),
             Self::Failed(_) => ExitCode::FAILURE,
+            Self::Differs => ExitCode::from(3),
         }
     }
 }

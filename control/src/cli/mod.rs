@@ -2,7 +2,7 @@
 //!
 //! Every subcommand is a module with `Args` (what clap reads, with its help) and `run(Args)`. Answers go to
 //! standard output, complaints to standard error as one line each. Exit codes: 0 all was done, 1 it was tried
-//! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad.
+//! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad, 3 what was compared differs.
 
 mod check;
 mod cluster;
@@ -12,6 +12,7 @@ mod evaluate;
 mod explain;
 mod failure;
 mod flow;
+mod replay;
 mod run;
 mod style;
 
@@ -35,6 +36,7 @@ enum Command {
     Explain(explain::Args),
     Check(check::Args),
     Completion(completion::Args),
+    Replay(replay::Args),
     Run(run::Args),
 }
 
@@ -45,6 +47,7 @@ pub fn main() -> ExitCode {
         Command::Explain(args) => explain::run(args),
         Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Run(args) => run::run(args),
     };
     match outcome {

@@ -60,6 +60,11 @@ impl<W: Write> CaptureWriter<W> {
         self.output
     }
 
+    /// The output.
+    pub(in crate::replay) fn gathered(&mut self) -> &mut W {
+        &mut self.output
+    }
+
     fn number(&mut self, record: &Record, interface: &Interface) -> io::Result<u32> {
         let index = record.interface.index();
         if let Some(Some(number)) = self.numbers.get(index) {

@@ -1,0 +1,176 @@
+//! Two sets of objects over one capture: the connections whose verdict changes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+use penstock_dataplane::packet::{Flow, Packet};
+use rustc_hash::{FxHashSet, FxHasher};
+use serde::Serialize;
+
+use super::cluster::Cluster;
+use super::player::Decision;
+use super::rules::Rules;
+use super::summary::grouped;
+
+/// Connections that change alike: same ends, same port, same rules, same change.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
+pub struct Group {
+    /// The opening end: a pod, a node or an address.
+    pub src: String,
+    /// The other end.
+    pub dst: String,
+    /// Its protocol.
+    pub protocol: String,
+    /// Its destination port, where the protocol has ports.
+    pub dport: Option<u16>,
+    /// What becomes of it under the first set.
+    pub before: Fate,
+    /// What becomes of it under the second set.
+    pub after: Fate,
+}
+
+/// What becomes of a packet, and by which rule.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
+pub struct Fate {
+    /// `allow`, `deny` or `kernel`.
+    pub verdict: &'static str,
+    /// Why not `allow`.
+    pub reason: Option<&'static str>,
+    /// The rules that allow it, by name, with a space between two.
+    pub rule: Option<String>,
+}
+
+/// How much changes in a group.
+#[derive(Clone, Debug, Default)]
+struct Extent {
+    connections: FxHashSet<u64>,
+    packets: u64,
+    octets: u64,
+}
+
+/// The differences found so far. It grows with the connections that change, by eight octets each, and not with the
+/// capture.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    groups: BTreeMap<Group, Extent>,
+}
+
+/// One packet under one set of objects.
+pub(super) struct View<'a> {
+    pub(super) cluster: &'a Cluster,
+    pub(super) decision: Decision,
+    pub(super) rules: Rules,
+}
+
+impl View<'_> {
+    fn fate(&self) -> Fate {
+        let (verdict, reason) = match self.decision {
+            Decision::Allow => ("allow", None),
+            Decision::Deny(cause) => ("deny", Some(cause.name())),
+            Decision::Kernel(outcome) => ("kernel", Some(outcome.name())),
+        };
+        let mut names = Vec::new();
+        self.cluster.rules().write_names(self.rules, &mut names);
+        let rule = String::from_utf8_lossy(&names).into_owned();
+        Fate { verdict, reason, rule: (!rule.is_empty() && self.decision == Decision::Allow).then_some(rule) }
+    }
+}
+
+impl Comparison {
+    /// Notes a packet whose verdict is another under the second set. `flow` is that of its connection, as it was
+    /// opened.
+    pub(super) fn note(
+        &mut self,
+        flow: Option<Flow>,
+        packet: Option<&Packet>,
+        octets: u32,
+        before: &View<'_>,
+        after: &View<'_>,
+    ) {
+        let flow = flow.or(packet.map(|packet| packet.flow)).unwrap_or_default();
+        let name = |address| before.cluster.name(address).or(after.cluster.name(address)).map(str::to_owned);
+        let name = |address| name(address).unwrap_or_else(|| std::net::IpAddr::from(address).to_string());
+        let group = Group {
+            src: name(flow.src),
+            dst: name(flow.dst),
+            protocol: flow.protocol.to_string(),
+            dport: flow.protocol.has_ports().then_some(flow.dst_port),
+            before: before.fate(),
+            after: after.fate(),
+        };
+        let extent = self.groups.entry(group).or_default();
+        let mut hasher = FxHasher::default();
+        flow.hash(&mut hasher);
+        extent.connections.insert(hasher.finish());
+        extent.packets += 1;
+        extent.octets += u64::from(octets);
+    }
+
+    /// Whether anything changes.
+    pub fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// The changes, in the order of their groups.
+    pub fn changes(&self) -> Vec<Change> {
+        let changes = self.groups.iter().map(|(group, extent)| Change {
+            group: group.clone(),
+            connections: extent.connections.len() as u64,
+            packets: extent.packets,
+            bytes: extent.octets,
+        });
+        changes.collect()
+    }
+}
+
+/// A group of connections and how much of it changes. Serialises as the command's JSON.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Change {
+    /// Which connections.
+    #[serde(flatten)]
+    pub group: Group,
+    /// How many connections.
+    pub connections: u64,
+    /// How many of their packets.
+    pub packets: u64,
+    /// Octets of these packets' frames on the wire.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Fate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.verdict)?;
+        self.reason.or(self.rule.as_deref()).map_or(Ok(()), |why| write!(f, " {why}"))
+    }
+}
+
+impl fmt::Display for Comparison {
+    /// As a table, for reading.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_empty() {
+            return writeln!(f, "no connection's verdict changes");
+        }
+        let head = ["source", "destination", "port", "before", "after", "connections", "packets", "bytes"];
+        let rows = self.changes().into_iter().map(|Change { group, connections, packets, bytes }| {
+            let port = group.dport.map_or(group.protocol.clone(), |port| format!("{}/{port}", group.protocol));
+            let counts = [connections, packets, bytes].map(grouped);
+            let [connections, packets, bytes] = counts;
+            let (before, after) = (group.before.to_string(), group.after.to_string());
+            [group.src, group.dst, port, before, after, connections, packets, bytes]
+        });
+        let rows: Vec<[String; 8]> = std::iter::once(head.map(str::to_owned)).chain(rows).collect();
+        let widths: Vec<usize> =
+            (0..head.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
+        for row in &rows {
+            let mut line = String::new();
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                let gap = if column == 0 { "" } else { "  " };
+                let is_count = column >= 5;
+                line += &if is_count { format!("{gap}{cell:>width$}") } else { format!("{gap}{cell:<width$}") };
+            }
+            writeln!(f, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}

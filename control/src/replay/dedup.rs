@@ -1,0 +1,84 @@
+//! Packets captured at two interfaces, told from packets sent twice.
+
+use std::hash::{Hash, Hasher};
+
+use penstock_dataplane::packet::{Protocol, parse};
+use rustc_hash::{FxHashMap, FxHasher};
+
+use super::capture::{InterfaceId, Time};
+
+/// How long after its first sighting a packet may be seen again elsewhere.
+const WINDOW: u64 = 50_000_000;
+/// Packets remembered; more than that in one window, and the older are forgotten.
+const REMEMBERED: usize = 1 << 16;
+
+/// Where a packet was seen: what a router changes of it, and the capture's interface.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Sighting {
+    interface: InterfaceId,
+    macs: [u8; 12],
+    ttl: u8,
+}
+
+/// Knows the packets of the last moments.
+#[derive(Debug, Default)]
+pub(super) struct Deduplicator {
+    recent: FxHashMap<u64, (Time, Sighting)>,
+}
+
+impl Deduplicator {
+    /// Whether this packet was just seen at another place: the same IP packet, but for what a router changes and for
+    /// checksums that a stack left to its device, on another interface or with other MACs or TTL. The same packet at
+    /// the same place was sent twice.
+    pub(super) fn is_duplicate(&mut self, time: Time, interface: InterfaceId, frame: &[u8]) -> bool {
+        let Some((fingerprint, ttl)) = fingerprint(frame) else { return false };
+        let mut macs = [0; 12];
+        macs.copy_from_slice(&frame[..12]);
+        let here = Sighting { interface, macs, ttl };
+        if self.recent.len() >= REMEMBERED {
+            self.recent.retain(|_, (seen, _)| time.0.saturating_sub(seen.0) <= WINDOW);
+            if self.recent.len() >= REMEMBERED {
+                self.recent.clear();
+            }
+        }
+        match self.recent.get(&fingerprint) {
+            Some((seen, first)) if time.0.saturating_sub(seen.0) <= WINDOW && *first != here => true,
+            _ => {
+                self.recent.insert(fingerprint, (time, here));
+                false
+            }
+        }
+    }
+}
+
+/// A hash of the IP packet without TTL and checksums, and the TTL. Only packets that are understood have one.
+fn fingerprint(frame: &[u8]) -> Option<(u64, u8)> {
+    let packet = parse(frame).ok()?;
+    let (network, transport) = (usize::from(packet.layout.network), usize::from(packet.layout.transport));
+    let end = usize::from(packet.layout.end);
+    let checksum = match packet.flow.protocol {
+        Protocol::TCP => Some(transport + 16),
+        Protocol::UDP => Some(transport + 6),
+        Protocol::SCTP => Some(transport + 8),
+        _ => None,
+    };
+    let checksum = checksum.filter(|_| packet.fragment.is_none_or(|fragment| fragment.offset == 0));
+    let mut hasher = FxHasher::default();
+    if packet.flow.src.is_v4() {
+        frame[network..network + 8].hash(&mut hasher);
+        frame[network + 9..network + 10].hash(&mut hasher);
+        frame[network + 12..transport].hash(&mut hasher);
+    } else {
+        frame[network..network + 7].hash(&mut hasher);
+        frame[network + 8..transport].hash(&mut hasher);
+    }
+    match checksum {
+        Some(at) if at + 4 <= end => {
+            frame[transport..at].hash(&mut hasher);
+            let width = if packet.flow.protocol == Protocol::SCTP { 4 } else { 2 };
+            frame[at + width..end].hash(&mut hasher);
+        }
+        _ => frame[transport..end].hash(&mut hasher),
+    }
+    Some((hasher.finish(), packet.ttl))
+}

@@ -1,0 +1,223 @@
+//! A verdict as a line of JSON.
+//!
+//! Written by hand: it is the hot path of a replay with `--verdicts`. All strings but names are known to need no
+//! escape, and names are escaped when they are made.
+
+use std::fmt::Write as _;
+use std::net::IpAddr;
+
+use penstock_dataplane::packet::{Address, Flow, Packet, Protocol};
+use rustc_hash::FxHashMap;
+
+use super::capture::{SECOND, Time};
+use super::cluster::Cluster;
+use super::kernel::addresses;
+use super::player::{Decision, Standing};
+use super::rules::Rules;
+
+/// What a line tells of a packet.
+pub(super) struct Verdict<'a> {
+    /// Its number in the capture, from 1.
+    pub(super) number: u64,
+    /// When it was seen.
+    pub(super) time: Time,
+    /// Its frame.
+    pub(super) frame: &'a [u8],
+    /// It, if it was understood.
+    pub(super) packet: Option<&'a Packet>,
+    /// What became of it.
+    pub(super) decision: Decision,
+    /// What it is to a connection.
+    pub(super) standing: Option<Standing>,
+    /// The rules that allow its connection.
+    pub(super) rules: Rules,
+}
+
+/// Makes lines. Keeps what is alike from line to line: the second of the time, and the text of addresses.
+#[derive(Debug, Default)]
+pub(super) struct LineWriter {
+    second: Option<u64>,
+    second_text: String,
+    addresses: FxHashMap<Address, Box<str>>,
+}
+
+/// Addresses whose text is kept; when there are more, it begins anew.
+const ADDRESSES_KEPT: usize = 1 << 16;
+
+impl LineWriter {
+    /// Forgets what addresses are called: the cluster has changed.
+    pub(super) fn forget_names(&mut self) {
+        self.addresses.clear();
+    }
+
+    /// Appends the line, with its newline.
+    pub(super) fn write(&mut self, verdict: &Verdict<'_>, cluster: &Cluster, line: &mut Vec<u8>) {
+        line.extend_from_slice(b"{\"n\":");
+        decimal(verdict.number, line);
+        line.extend_from_slice(b",\"time\":\"");
+        self.time(verdict.time, line);
+        line.extend_from_slice(b"\",\"src\":");
+        let flow = verdict.packet.map(|packet| packet.flow);
+        let ends = flow.map(|flow| (flow.src, flow.dst)).or_else(|| addresses(verdict.frame));
+        match ends {
+            Some((src, dst)) => {
+                self.address(src, cluster, line);
+                line.extend_from_slice(b",\"dst\":");
+                self.address(dst, cluster, line);
+            }
+            None => line.extend_from_slice(b"null,\"dst\":null"),
+        }
+        line.extend_from_slice(b",\"protocol\":");
+        protocol(flow, verdict.frame, line);
+        ports(verdict.packet, line);
+        line.extend_from_slice(b",\"verdict\":");
+        let reason = match verdict.decision {
+            Decision::Allow => {
+                line.extend_from_slice(b"\"allow\"");
+                None
+            }
+            Decision::Deny(cause) => {
+                line.extend_from_slice(b"\"deny\"");
+                Some(cause.name())
+            }
+            Decision::Kernel(outcome) => {
+                line.extend_from_slice(b"\"kernel\"");
+                Some(outcome.name())
+            }
+        };
+        line.extend_from_slice(b",\"reason\":");
+        quoted(reason, line);
+        line.extend_from_slice(b",\"rule\":");
+        if verdict.rules == Rules::default() {
+            line.extend_from_slice(b"null");
+        } else {
+            line.push(b'"');
+            cluster.rules().write_names(verdict.rules, line);
+            line.push(b'"');
+        }
+        line.extend_from_slice(b",\"conn\":");
+        quoted(verdict.standing.map(Standing::name), line);
+        line.extend_from_slice(b"}\n");
+    }
+
+    /// RFC 3339 with nanoseconds.
+    fn time(&mut self, time: Time, line: &mut Vec<u8>) {
+        let (second, nanoseconds) = (time.0 / SECOND, time.0 % SECOND);
+        if self.second != Some(second) {
+            self.second = Some(second);
+            self.second_text = timestamp(second).strftime("%Y-%m-%dT%H:%M:%S.").to_string();
+        }
+        line.extend_from_slice(self.second_text.as_bytes());
+        let mut digits = [b'0'; 9];
+        let mut rest = nanoseconds as u32;
+        for digit in digits.iter_mut().rev() {
+            *digit += (rest % 10) as u8;
+            rest /= 10;
+        }
+        line.extend_from_slice(&digits);
+        line.push(b'Z');
+    }
+
+    /// The name of an address, else the address.
+    fn address(&mut self, address: Address, cluster: &Cluster, line: &mut Vec<u8>) {
+        if let Some(text) = self.addresses.get(&address) {
+            line.extend_from_slice(text.as_bytes());
+            return;
+        }
+        if self.addresses.len() >= ADDRESSES_KEPT {
+            self.addresses.clear();
+        }
+        let name = cluster.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned);
+        let text = serde_json::Value::from(name).to_string().into_boxed_str();
+        line.extend_from_slice(text.as_bytes());
+        self.addresses.insert(address, text);
+    }
+}
+
+/// A capture's second as a point in time; seconds of the type [`Time`] are all within range.
+fn timestamp(second: u64) -> jiff::Timestamp {
+    jiff::Timestamp::from_second(second as i64).unwrap_or(jiff::Timestamp::MAX)
+}
+
+impl Standing {
+    /// Its name in JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::New => "new",
+            Self::Established => "established",
+            Self::Related => "related",
+            Self::Cut => "cut",
+        }
+    }
+}
+
+#[inline]
+fn quoted(text: Option<&str>, line: &mut Vec<u8>) {
+    match text {
+        Some(text) => {
+            line.push(b'"');
+            line.extend_from_slice(text.as_bytes());
+            line.push(b'"');
+        }
+        None => line.extend_from_slice(b"null"),
+    }
+}
+
+fn ports(packet: Option<&Packet>, line: &mut Vec<u8>) {
+    match packet.filter(|packet| packet.flow.protocol.has_ports() && !is_later_fragment(packet)) {
+        Some(Packet { flow, .. }) => {
+            line.extend_from_slice(b",\"sport\":");
+            decimal(u64::from(flow.src_port), line);
+            line.extend_from_slice(b",\"dport\":");
+            decimal(u64::from(flow.dst_port), line);
+        }
+        None => line.extend_from_slice(b",\"sport\":null,\"dport\":null"),
+    }
+}
+
+fn is_later_fragment(packet: &Packet) -> bool {
+    packet.fragment.is_some_and(|fragment| fragment.offset > 0)
+}
+
+/// The protocol, as far down as the frame tells it.
+fn protocol(flow: Option<Flow>, frame: &[u8], line: &mut Vec<u8>) {
+    let protocol = flow.map(|flow| flow.protocol).or_else(|| {
+        addresses(frame)?;
+        // Of an IPv6 header this may be an extension header's number: the chain was not understood.
+        Some(Protocol(if frame[12] == 0x08 { frame[23] } else { frame[20] }))
+    });
+    let known = match protocol {
+        Some(Protocol::TCP) => "\"TCP\"",
+        Some(Protocol::UDP) => "\"UDP\"",
+        Some(Protocol::SCTP) => "\"SCTP\"",
+        Some(Protocol::ICMP) => "\"ICMP\"",
+        Some(Protocol::ICMPV6) => "\"ICMPv6\"",
+        _ => {
+            line.extend_from_slice(unusual(protocol, frame).as_bytes());
+            return;
+        }
+    };
+    line.extend_from_slice(known.as_bytes());
+}
+
+#[cold]
+fn unusual(protocol: Option<Protocol>, frame: &[u8]) -> String {
+    let mut text = String::from("\"");
+    let ethertype = frame.get(12..14).map(|octets| u16::from_be_bytes([octets[0], octets[1]]));
+    // Writing to a string does not fail.
+    let _ = match (protocol, ethertype) {
+        (Some(protocol), _) => write!(text, "{protocol}"),
+        (None, Some(0x0806)) => write!(text, "ARP"),
+        (None, Some(0x0800)) => write!(text, "IPv4"),
+        (None, Some(0x86dd)) => write!(text, "IPv6"),
+        (None, Some(ethertype)) => write!(text, "ethertype {ethertype:#06x}"),
+        (None, None) => return "null".to_owned(),
+    };
+    text.push('"');
+    text
+}
+
+#[inline]
+fn decimal(number: u64, line: &mut Vec<u8>) {
+    line.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+}

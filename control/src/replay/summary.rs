@@ -1,0 +1,170 @@
+//! What a replay comes to: counts, reasons, rules.
+
+use std::fmt::{self, Write as _};
+
+use penstock_dataplane::pipeline::Cause;
+use penstock_xdp_redirect::Outcome;
+use serde::Serialize;
+
+use super::player::Player;
+
+/// The counts of a replay. Serialises as the command's JSON.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Summary {
+    /// Packets of the captures.
+    pub packets: u64,
+    /// Of these, seen twice and counted once; see `--dedup`.
+    pub duplicates: u64,
+    /// Of these, cut by the capture's snap length, and filled up to be judged.
+    pub filled_up: u64,
+    /// By what became of them.
+    pub verdicts: Verdicts,
+    /// Connections.
+    pub connections: Connections,
+    /// Packets that were dropped or left to the kernel, by reason; most first.
+    pub reasons: Vec<Reason>,
+    /// Rules by the connections that they opened; most first.
+    pub rules: Vec<RuleHits>,
+    /// Rules that opened none.
+    pub never_hit: Vec<String>,
+}
+
+/// Packets by what became of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct Verdicts {
+    /// Passed.
+    pub allow: u64,
+    /// Dropped.
+    pub deny: u64,
+    /// Left to the kernel.
+    pub kernel: u64,
+}
+
+/// Connections by what became of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct Connections {
+    /// Opened.
+    pub opened: u64,
+    /// Cut later, because policy changed.
+    pub cut: u64,
+}
+
+/// How many packets had a reason.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Reason {
+    /// What became of them: `deny` or `kernel`.
+    pub verdict: &'static str,
+    /// Its name.
+    pub reason: &'static str,
+    /// Packets.
+    pub packets: u64,
+}
+
+/// How many connections a rule opened.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct RuleHits {
+    /// Its name.
+    pub rule: String,
+    /// Connections.
+    pub connections: u64,
+}
+
+/// What was counted while packets were read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Input {
+    /// Packets read.
+    pub packets: u64,
+    /// Packets passed over as seen before.
+    pub duplicates: u64,
+    /// Packets filled up.
+    pub filled_up: u64,
+}
+
+impl Summary {
+    /// Of a replay that is over.
+    pub fn new(input: Input, player: &Player) -> Self {
+        let tally = player.tally();
+        let denied = Cause::ALL.iter().map(|cause| (*cause, tally.denied[*cause as usize]));
+        let kernel = Outcome::ALL.iter().map(|outcome| (*outcome, tally.kernel[*outcome as usize]));
+        let denied = denied.map(|(cause, packets)| Reason { verdict: "deny", reason: cause.name(), packets });
+        let kernel = kernel.map(|(outcome, packets)| Reason { verdict: "kernel", reason: outcome.name(), packets });
+        let mut reasons: Vec<Reason> = denied.chain(kernel).filter(|reason| reason.packets > 0).collect();
+        reasons.sort_by_key(|reason| std::cmp::Reverse(reason.packets));
+        let (hit, never): (Vec<_>, Vec<_>) = player.cluster().rules().hits().into_iter().partition(|rule| rule.1 > 0);
+        Self {
+            packets: input.packets,
+            duplicates: input.duplicates,
+            filled_up: input.filled_up,
+            verdicts: Verdicts {
+                allow: tally.allowed,
+                deny: tally.denied.iter().sum(),
+                kernel: tally.kernel.iter().sum(),
+            },
+            connections: Connections { opened: tally.connections, cut: tally.cut },
+            reasons,
+            rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
+            never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
+        }
+    }
+}
+
+impl fmt::Display for Summary {
+    /// As a table, for reading.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut notes = String::new();
+        for (count, what) in [(self.duplicates, "seen twice"), (self.filled_up, "cut by the snap length")] {
+            if count > 0 {
+                write!(notes, "{}{} {what}", if notes.is_empty() { "  (" } else { ", " }, grouped(count))?;
+            }
+        }
+        if !notes.is_empty() {
+            notes.push(')');
+        }
+        writeln!(f, "packets      {:>13}{notes}", grouped(self.packets))?;
+        writeln!(f, "  allow      {:>13}", grouped(self.verdicts.allow))?;
+        writeln!(f, "  deny       {:>13}", grouped(self.verdicts.deny))?;
+        writeln!(f, "  kernel     {:>13}", grouped(self.verdicts.kernel))?;
+        let cut = match self.connections.cut {
+            0 => String::new(),
+            cut => format!("  ({} cut)", grouped(cut)),
+        };
+        writeln!(f, "connections  {:>13}{cut}", grouped(self.connections.opened))?;
+        if !self.reasons.is_empty() {
+            let rows = self.reasons.iter().map(|r| (format!("{} {}", r.verdict, r.reason), r.packets));
+            columns(f, "reason", "packets", rows)?;
+        }
+        if !self.rules.is_empty() {
+            columns(f, "rule", "connections", self.rules.iter().map(|rule| (rule.rule.clone(), rule.connections)))?;
+        }
+        if !self.never_hit.is_empty() {
+            writeln!(f, "\nrules never hit")?;
+            self.never_hit.iter().try_for_each(|rule| writeln!(f, "  {rule}"))?;
+        }
+        Ok(())
+    }
+}
+
+fn columns(
+    f: &mut fmt::Formatter<'_>,
+    left: &str,
+    right: &str,
+    rows: impl Iterator<Item = (String, u64)>,
+) -> fmt::Result {
+    let rows: Vec<_> = rows.map(|(name, count)| (name, grouped(count))).collect();
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(left.len());
+    writeln!(f, "\n{left:<width$}  {right:>13}")?;
+    rows.iter().try_for_each(|(name, count)| writeln!(f, "{name:<width$}  {count:>13}"))
+}
+
+/// A count with its thousands apart.
+pub(super) fn grouped(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (place, digit) in digits.chars().enumerate() {
+        if place > 0 && (digits.len() - place).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
