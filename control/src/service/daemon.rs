@@ -283,7 +283,11 @@ impl<'a> Daemon<'a> {
     /// Logs problems that are new, and those that are no more.
     fn tell(&mut self, problems: BTreeSet<Problem>) {
         for problem in problems.difference(&self.problems) {
-            tracing::warn!("{problem}");
+            match problem {
+                // As it is with every pod for a moment, when it comes and when it goes.
+                Problem::NoRoute { .. } | Problem::NoMac { .. } => tracing::info!("{problem}"),
+                _ => tracing::warn!("{problem}"),
+            }
         }
         for problem in self.problems.difference(&problems) {
             tracing::info!("no longer so: {problem}");
@@ -321,6 +325,7 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
     let settings = worker::Config {
         frames: config.umem.frame_count(),
         frame_size: config.umem.frame_size.octets(),
+        ring_size: config.umem.ring_size.entries(),
         huge_pages: match config.umem.huge_pages {
             HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
             HugePages::Never => penstock_dataplane::io::HugePages::Never,

@@ -14,7 +14,7 @@ use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
 pub use read::ConfigError;
-pub use values::{Cores, FrameSize, InterfaceName, Memory, NodeName, Refused, Time};
+pub use values::{Cores, FrameSize, InterfaceName, Memory, NodeName, Refused, RingSize, Time};
 
 /// All that `penstock run` is told.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -111,6 +111,8 @@ pub struct Umem {
     pub memory: Option<Memory>,
     /// Octets a frame.
     pub frame_size: FrameSize,
+    /// Entries of each ring of a queue: how long a burst may be before a worker gets to it.
+    pub ring_size: RingSize,
     /// Whether it lies on huge pages.
     pub huge_pages: HugePages,
 }

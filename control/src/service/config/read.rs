@@ -70,12 +70,14 @@ impl Config {
                 refused!("umem.memory says how many frames there are too; leave one of the two out"),
             );
         }
-        if self.umem.frame_count() < MIN_FRAMES {
+        // The host port and one pod, each with a queue's rings filled.
+        let least = 4 * self.umem.ring_size.entries();
+        if self.umem.frame_count() < least {
             let (key, least) = match self.umem.frames {
-                Some(_) => ("frames", MIN_FRAMES.to_string()),
-                None => ("memory", format!("{}KiB", MIN_FRAMES / 1024 * self.umem.frame_size.octets())),
+                Some(_) => ("frames", least.to_string()),
+                None => ("memory", format!("{}KiB", (least * self.umem.frame_size.octets()).div_ceil(1024))),
             };
-            return wrong(&["umem", key], refused!("too little for one port's rings; give at least {least}"));
+            return wrong(&["umem", key], refused!("too little for the rings of two ports; give at least {least}"));
         }
         if self.conntrack.entries < MIN_CONNECTIONS {
             return wrong(&["conntrack", "entries"], refused!("too few; give at least {MIN_CONNECTIONS}"));
@@ -107,8 +109,6 @@ impl Config {
     }
 }
 
-/// Fewest frames that a port's rings can be filled from.
-const MIN_FRAMES: u32 = 8_192;
 /// Fewest entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
 
@@ -210,12 +210,13 @@ mod tests {
             ),
             ("[workers]\nspin = \"5 parsecs\"\n", ":5: workers.spin = \"5 parsecs\": not a length of time; write"),
             ("[umem]\nframe_size = 3000\n", ":5: umem.frame_size = 3000: frames are 2048 or 4096 octets"),
+            ("[umem]\nring_size = 1000\n", ":5: umem.ring_size = 1000: not a power of two from 64 to 32768; give one"),
             ("[umem]\nmemory = \"lots\"\n", ":5: umem.memory = \"lots\": not an amount of memory; write"),
             (
                 "[umem]\nmemory = \"1MiB\"\n",
-                ":5: umem.memory = \"1MiB\": too little for one port's rings; give at least 16384KiB",
+                ":5: umem.memory = \"1MiB\": too little for the rings of two ports; give at least 8192KiB",
             ),
-            ("[umem]\nframes = 12\n", ":5: umem.frames = 12: too little for one port's rings; give at least 8192"),
+            ("[umem]\nframes = 12\n", ":5: umem.frames = 12: too little for the rings of two ports; give at least 4096"),
             ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
             ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
             (
