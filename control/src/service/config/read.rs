@@ -216,7 +216,10 @@ mod tests {
                 "[umem]\nmemory = \"1MiB\"\n",
                 ":5: umem.memory = \"1MiB\": too little for the rings of two ports; give at least 8192KiB",
             ),
-            ("[umem]\nframes = 12\n", ":5: umem.frames = 12: too little for the rings of two ports; give at least 4096"),
+            (
+                "[umem]\nframes = 12\n",
+                ":5: umem.frames = 12: too little for the rings of two ports; give at least 4096",
+            ),
             ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
             ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
             (
