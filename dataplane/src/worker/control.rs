@@ -36,8 +36,6 @@ pub(super) struct Control {
     pub(super) commands: Vec<Sender<Command>>,
     pub(super) ports: PortTable,
     pub(super) closed: Traffic,
-    /// Snapshots that a worker may still look at. They are dropped here, so that no worker has to free one.
-    pub(super) retired: Vec<Arc<Snapshot>>,
 }
 
 /// How long closing waits for packets that are being sent.

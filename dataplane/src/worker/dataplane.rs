@@ -50,6 +50,9 @@ pub struct Dataplane {
     shared: Arc<Shared>,
     connections: Arc<ConnTable>,
     control: Mutex<Control>,
+    /// Snapshots that a worker may still look at. They are dropped here, so that no worker has to free one. A lock of their
+    /// own, so that publishing never waits for a port that is being opened.
+    retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
 }
@@ -93,12 +96,12 @@ impl Dataplane {
             commands: Vec::new(),
             ports: PortTable::default(),
             closed: Traffic::default(),
-            retired: Vec::new(),
         };
         let mut this = Self {
             shared: shared.clone(),
             connections,
             control: Mutex::new(control),
+            retired: Mutex::default(),
             threads: Vec::new(),
             cores: config.cores.clone(),
         };
@@ -163,10 +166,9 @@ impl Dataplane {
 
     /// Makes this what the workers go by, each from its next turn on.
     pub fn publish(&self, snapshot: Snapshot) {
-        let mut control = self.control();
-        let old = self.shared.snapshot.swap(Arc::new(snapshot));
-        control.retired.push(old);
-        control.retired.retain(|old| Arc::strong_count(old) > 1);
+        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        retired.push(self.shared.snapshot.swap(Arc::new(snapshot)));
+        retired.retain(|old| Arc::strong_count(old) > 1);
     }
 
     /// What the workers go by.

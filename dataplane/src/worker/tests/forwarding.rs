@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use super::net::{Raw, frame, in_namespace, ip, number, veth};
+use super::net::{Raw, frame, in_namespace, ip, veth};
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -137,13 +137,9 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         let at_a = Raw::open("ap");
         let frames: Vec<_> = (0..100).map(|index| frame(index, 60)).collect();
         let dropped = |cause, wanted| {
-            at_a.send_all(&frames);
-            let deadline = Instant::now() + PATIENCE;
-            let read = || bench.dataplane.statistics().port(a).unwrap().traffic.dropped(cause);
-            while read() < wanted && Instant::now() < deadline {
-                thread::sleep(Duration::from_millis(1));
-            }
-            assert_eq!(read(), wanted, "{cause}");
+            bench.feed(a, &at_a, &frames);
+            bench.account();
+            assert_eq!(bench.dataplane.statistics().port(a).unwrap().traffic.dropped(cause), wanted, "{cause}");
         };
         dropped(Cause::NoPort, 100);
         // A port that goes while packets are forwarded to it.
@@ -155,21 +151,43 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         let (b, _attached) = bench.open("b");
         bench.wires.connect(a, b);
         ip("link set dev b down");
-        for _ in 0..10 {
-            at_a.send_all(&frames);
-            thread::sleep(Duration::from_millis(5));
-        }
+        bench.feed(a, &at_a, &(0..1000).map(|index| frame(index, 60)).collect::<Vec<_>>());
+        let account = bench.account();
+        assert_eq!(account.in_flight, 512);
         let statistics = bench.dataplane.statistics();
         let traffic = statistics.port(a).unwrap().traffic;
         assert_eq!(traffic.dropped(Cause::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
-        let account = bench.account();
-        assert_eq!(account.in_flight, 512);
         // What stuck in the ring is sent when the interface takes packets again.
         let at_b = Raw::open("bp");
         ip("link set dev b up");
         assert_eq!(at_b.count(512), 512);
         assert_eq!(bench.account().in_flight, 0);
-        assert_eq!(number(&frames[99]), 99);
+    });
+}
+
+#[test]
+fn what_a_worker_does_not_take_is_dropped_by_who_hands_it_over() {
+    in_namespace(|| {
+        veth("a");
+        veth("b");
+        let bench = Bench::start(Config { frames: 8192, ..config(&[0, 1]) });
+        let (a, _a) = bench.open("a");
+        let (b, _b) = bench.open("b");
+        bench.wires.connect(a, b);
+        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
+        // The worker that owns b dies; the other goes on, and hands over until nothing more is taken.
+        let mut deadly = frame(0, 60);
+        deadly[0] = 0xde;
+        at_b.send_all(&[deadly]);
+        let deadline = Instant::now() + PATIENCE;
+        while bench.dataplane.failed().is_none() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(bench.dataplane.failed().map(|died| died.worker), Some(1));
+        bench.feed(a, &at_a, &(0..5000).map(|index| frame(index, 60)).collect::<Vec<_>>());
+        thread::sleep(Duration::from_millis(20));
+        let traffic = bench.dataplane.statistics().port(a).unwrap().traffic;
+        assert_eq!(traffic.dropped(Cause::HandOffFull), 5000 - 4096, "{:?}", traffic.drops().collect::<Vec<_>>());
     });
 }
 

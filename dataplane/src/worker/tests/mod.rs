@@ -7,7 +7,8 @@ mod net;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use penstock_xdp_redirect::{AttachOptions, Attached, Interface, Redirect, Role};
 
@@ -94,7 +95,22 @@ impl Bench {
         (port, attached)
     }
 
-    /// The account, once it is as it should be at rest; panics when it does not come to rest.
+    /// Sends frames into a port in portions that its rings hold, each once the last was received.
+    fn feed(&self, port: PortId, sender: &net::Raw, frames: &[Vec<u8>]) {
+        let received = || self.dataplane.statistics().port(port).unwrap().traffic.rx_packets;
+        let mut wanted = received();
+        for portion in frames.chunks(100) {
+            sender.send_all(portion);
+            wanted += portion.len() as u64;
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while received() < wanted {
+                assert!(Instant::now() < deadline, "{} of {wanted} packets were received", received());
+                thread::sleep(Duration::from_micros(200));
+            }
+        }
+    }
+
+    /// The account at rest: balanced, and the same by the rings as by the frames' holders.
     fn account(&self) -> FrameAccount {
         let account = self.dataplane.frames().unwrap();
         assert!(account.is_balanced(), "{account:?}");

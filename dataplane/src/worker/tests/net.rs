@@ -133,7 +133,7 @@ impl Raw {
     }
 }
 
-/// An IPv4 UDP frame of this length (at least 42) whose payload starts with a number, as far as it goes.
+/// An IPv4 UDP frame of this length (at least 42) whose payload starts with a number.
 pub(crate) fn frame(number: u32, length: usize) -> Vec<u8> {
     let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 8, 0];
     frame.extend([0x45, 0]);
@@ -145,9 +145,4 @@ pub(crate) fn frame(number: u32, length: usize) -> Vec<u8> {
     frame.extend(number.to_be_bytes());
     frame.resize(length.max(46), (number % 251) as u8);
     frame
-}
-
-/// The number in a frame that [`frame`] made.
-pub(crate) fn number(frame: &[u8]) -> u32 {
-    u32::from_be_bytes(frame[42..46].try_into().unwrap())
 }
