@@ -156,8 +156,8 @@ fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &
     let classes = match peers {
         Peers::Every => vec![vec![with_port]],
         Peers::AnyOf(peers) => {
-            let both = |peer| match peer {
-                &Peer::Block(ref block) => vec![Class::Block(block.clone()), with_port.clone()],
+            let both = |peer: &Peer| match peer {
+                Peer::Block(block) => vec![Class::Block(block.clone()), with_port.clone()],
                 peer => vec![class(namespace, peer), with_port.clone()],
             };
             peers.iter().map(both).collect()

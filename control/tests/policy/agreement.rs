@@ -59,7 +59,9 @@ fn tables_six_tuples_and_naive_reading_agree_on_every_query() {
         }
         let deal = changes.len();
         cluster.apply(changes);
-        queries(deal).for_each(|flow| drop(cluster.judge(&flow)));
+        for flow in queries(deal) {
+            cluster.judge(&flow);
+        }
         seen.borrow_mut().append(&mut cluster.seen);
         Ok(())
     });

@@ -106,8 +106,7 @@ impl Default for AddressMap {
 #[inline]
 fn hash(address: Address) -> u64 {
     let bits = address.bits();
-    let high = ((bits >> 64) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (bits as u64 ^ high ^ (high >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    (bits as u64 ^ ((bits >> 64) as u64).rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 #[inline]

@@ -1,5 +1,7 @@
 //! From an address to the row of the rules whose address blocks hold it.
 
+use std::sync::Arc;
+
 use ipnet::IpNet;
 
 use crate::packet::Address;
@@ -28,6 +30,13 @@ const MAX_STRIDE: u32 = 8;
 #[derive(Clone, Debug)]
 pub(super) struct Blocks {
     root: u32,
+    nodes: Arc<[Node]>,
+    entries: Arc<[u32]>,
+}
+
+/// A trie under construction.
+#[derive(Default)]
+struct Builder {
     nodes: Vec<Node>,
     entries: Vec<u32>,
 }
@@ -67,13 +76,18 @@ impl Blocks {
     /// Resolves blocks to rows: `any` are the rules that hold every address, `blocks` the others' blocks.
     pub(super) fn build(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> Self {
         let (first, points) = changes(any, blocks, rows);
-        let mut trie = Self { root: 0, nodes: Vec::new(), entries: Vec::new() };
-        trie.root = trie.subtree(first, &points);
-        trie.nodes.shrink_to_fit();
-        trie.entries.shrink_to_fit();
-        trie
+        let mut trie = Builder::default();
+        let root = trie.subtree(first, &points);
+        Self { root, nodes: trie.nodes.into(), entries: trie.entries.into() }
     }
 
+    /// How many octets the trie takes.
+    pub(super) fn size(&self) -> usize {
+        size_of_val(&*self.nodes) + size_of_val(&*self.entries)
+    }
+}
+
+impl Builder {
     /// The entry for addresses that have the row `first` up to the first of `points`, and from each point its row.
     fn subtree(&mut self, first: Row, points: &[(u128, Row)]) -> u32 {
         let (Some((lowest, _)), Some((highest, above))) = (points.first(), points.last()) else { return first };
@@ -111,11 +125,6 @@ impl Blocks {
             rest = later;
         }
         NODE | number as u32
-    }
-
-    /// How many octets the trie takes.
-    pub(super) fn size(&self) -> usize {
-        size_of_val(&*self.nodes) + size_of_val(&*self.entries)
     }
 }
 

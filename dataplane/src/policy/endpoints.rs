@@ -29,9 +29,15 @@ const CHUNK: usize = 32;
 type Chunk = [Option<Endpoint>; CHUNK];
 
 /// Chunks of endpoints; a changed copy shares all chunks but one.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Endpoints {
-    chunks: Arc<Vec<Arc<Chunk>>>,
+    chunks: Arc<[Arc<Chunk>]>,
+}
+
+impl Default for Endpoints {
+    fn default() -> Self {
+        Self { chunks: Arc::new([]) }
+    }
 }
 
 impl Endpoints {
@@ -44,11 +50,14 @@ impl Endpoints {
     /// Sets an endpoint, or forgets it.
     pub(super) fn set(&mut self, id: EndpointId, endpoint: Option<Endpoint>) {
         let (chunk, slot) = (id.0 as usize / CHUNK, id.0 as usize % CHUNK);
-        let chunks = Arc::make_mut(&mut self.chunks);
-        while chunks.len() <= chunk {
-            chunks.push(Arc::new([const { None }; CHUNK]));
+        if self.chunks.len() <= chunk {
+            // Doubled, so that filling it one by one copies each pointer a few times only.
+            let length = (chunk + 1).next_power_of_two();
+            let empty = Arc::new([const { None }; CHUNK]);
+            let fresh = std::iter::repeat_n(empty, length - self.chunks.len());
+            self.chunks = self.chunks.iter().cloned().chain(fresh).collect();
         }
-        Arc::make_mut(&mut chunks[chunk])[slot] = endpoint;
+        Arc::make_mut(&mut Arc::make_mut(&mut self.chunks)[chunk])[slot] = endpoint;
     }
 
     /// How many endpoints there are.

@@ -1,5 +1,7 @@
 //! From protocol and destination port to the row of the rules whose ports match.
 
+use std::sync::Arc;
+
 use crate::packet::Protocol;
 
 use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
@@ -40,22 +42,17 @@ pub struct PortRange {
 
 /// Entries of a level.
 const FAN: usize = 256;
-/// Marks an entry of the upper level as the number of a page rather than the row of all its ports.
+/// Marks an entry of the upper level as the place of a page rather than the row of all its ports.
 const PAGE: u32 = 1 << 31;
 
 /// A page table for each protocol that any rule names: upper octet, then lower octet. An upper octet whose ports all
 /// have one row needs no page.
 #[derive(Clone, Debug)]
 pub(super) struct Ports {
-    tables: [Option<Box<PageTable>>; 3],
+    /// The upper level, then the pages, in one piece.
+    tables: [Option<Arc<[u32]>>; 3],
     /// The row of the rules without ports.
     any: Row,
-}
-
-#[derive(Clone, Debug)]
-struct PageTable {
-    upper: [u32; FAN],
-    pages: Vec<[Row; FAN]>,
 }
 
 impl Ports {
@@ -69,8 +66,8 @@ impl Ports {
             _ => return self.any,
         };
         let Some(table) = table else { return self.any };
-        let entry = table.upper[port as usize / FAN];
-        if entry & PAGE == 0 { entry } else { table.pages[(entry & !PAGE) as usize][port as usize % FAN] }
+        let entry = table[port as usize / FAN];
+        if entry & PAGE == 0 { entry } else { table[(entry & !PAGE) as usize + port as usize % FAN] }
     }
 
     /// Resolves the ports of rules to rows: `any` are the rules without ports, `ranges` the others' ports.
@@ -81,36 +78,39 @@ impl Ports {
                 .filter(|(range, _)| range.protocol == protocol && range.first <= range.last)
                 .map(|(range, rule)| (range.first, range.last, *rule))
                 .collect();
-            (!of_protocol.is_empty()).then(|| Box::new(PageTable::build(any, &of_protocol, rows)))
+            (!of_protocol.is_empty()).then(|| page_table(any, &of_protocol, rows))
         };
         let tables = [table(PortProtocol::Tcp, rows), table(PortProtocol::Udp, rows), table(PortProtocol::Sctp, rows)];
         Self { tables, any: rows.row(any) }
     }
 
-    /// How many octets the pages take.
+    /// How many octets the tables take.
     pub(super) fn size(&self) -> usize {
-        let pages = |table: &PageTable| size_of::<PageTable>() + size_of_val(&*table.pages);
-        self.tables.iter().flatten().map(|table| pages(table)).sum()
+        self.tables.iter().flatten().map(|table| size_of_val(&**table)).sum()
     }
 }
 
-impl PageTable {
-    fn build(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) -> Self {
-        let mut line = vec![0; FAN * FAN];
-        for (start, end, row) in intervals(any, ranges, rows) {
-            line[start..end].fill(row);
-        }
-        let mut table = Self { upper: [0; FAN], pages: Vec::new() };
-        for (entry, ports) in table.upper.iter_mut().zip(line.as_chunks::<FAN>().0) {
-            *entry = if ports.iter().all(|row| *row == ports[0]) {
-                ports[0]
-            } else {
-                table.pages.push(*ports);
-                PAGE | (table.pages.len() - 1) as u32
-            };
-        }
-        table
+fn page_table(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) -> Arc<[u32]> {
+    let intervals = intervals(any, ranges, rows);
+    let mut rest = intervals.as_slice();
+    let mut table: Vec<u32> = vec![0; FAN];
+    for upper in 0..FAN {
+        let (first, end) = (upper * FAN, (upper + 1) * FAN);
+        let inside = rest.partition_point(|interval| interval.0 < end);
+        table[upper] = match &rest[..inside] {
+            [(_, _, row)] => *row,
+            several => {
+                let place = table.len();
+                for (_, stop, row) in several {
+                    table.resize(place + (*stop).min(end) - first, *row);
+                }
+                PAGE | place as u32
+            }
+        };
+        let whole = rest.partition_point(|interval| interval.1 <= end);
+        rest = &rest[whole..];
     }
+    table.into()
 }
 
 /// Cuts all ports into intervals `start..end` in which the same rules match.

@@ -62,9 +62,9 @@ pub struct RuleTable {
     rows: Rows,
     peers: Peers,
     /// With the rules of every address in each row.
-    blocks: Arc<Blocks>,
+    blocks: Blocks,
     /// With the rules without ports in each row.
-    ports: Arc<Ports>,
+    ports: Ports,
     names: Arc<[RuleName]>,
 }
 
@@ -89,8 +89,8 @@ impl RuleTable {
             })
             .flat_map(|(number, blocks)| blocks.iter().map(move |block| (block, number)))
             .collect();
-        let blocks = Arc::new(Blocks::build(&every, &blocks, &mut rows));
-        let ports = Arc::new(build_ports(rules, &mut rows));
+        let blocks = Blocks::build(&every, &blocks, &mut rows);
+        let ports = build_ports(rules, &mut rows);
         Self { rows: rows.finish(), peers, blocks, ports, names: rules.iter().map(|rule| rule.name.clone()).collect() }
     }
 

@@ -8,11 +8,19 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::state::{ClassId, Registry};
 
+/// An identity.
+#[derive(Debug)]
+struct Record {
+    /// Sorted.
+    classes: Box<[ClassId]>,
+    /// How many addresses have it.
+    addresses: usize,
+}
+
 /// An identity for each set of classes that some pod's address is in.
 #[derive(Default, Debug)]
 pub(super) struct Identities {
-    /// By the sorted classes, with how many addresses have it.
-    known: Registry<Box<[ClassId]>, (Box<[ClassId]>, usize)>,
+    known: Registry<Box<[ClassId]>, Record>,
     by_address: FxHashMap<IpAddr, u32>,
     by_class: FxHashMap<ClassId, FxHashSet<u32>>,
     /// The identities that came or went, with the classes of those that went.
@@ -40,11 +48,11 @@ impl Identities {
 
     fn acquire(&mut self, classes: Vec<ClassId>) -> u32 {
         if let Some(number) = self.known.find(classes.as_slice()) {
-            self.known[number].1 += 1;
+            self.known[number].addresses += 1;
             return number;
         }
         let classes: Box<[ClassId]> = classes.into();
-        let number = self.known.insert(classes.clone(), (classes.clone(), 1));
+        let number = self.known.insert(classes.clone(), Record { classes: classes.clone(), addresses: 1 });
         for class in &classes {
             self.by_class.entry(*class).or_default().insert(number);
         }
@@ -53,12 +61,12 @@ impl Identities {
     }
 
     fn release(&mut self, number: u32) {
-        let (classes, addresses) = &mut self.known[number];
-        *addresses -= 1;
-        if *addresses > 0 {
+        let record = &mut self.known[number];
+        record.addresses -= 1;
+        if record.addresses > 0 {
             return;
         }
-        let classes = std::mem::take(classes);
+        let classes = std::mem::take(&mut record.classes);
         self.known.remove(&classes);
         for class in &classes {
             let members = self.by_class.entry(*class).or_default();
@@ -77,8 +85,7 @@ impl Identities {
         let left = left.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
         let mut changed: Vec<_> = left.collect();
         for number in std::mem::take(&mut self.changed) {
-            let classes = self.known.get(number).map(|(classes, _)| &**classes).unwrap_or_default();
-            changed.extend(classes.iter().map(|class| (number, *class)));
+            changed.extend(self.classes(number).iter().map(|class| (number, *class)));
         }
         changed
     }
@@ -95,7 +102,7 @@ impl Identities {
 
     /// The classes of an identity, sorted; none if nobody has it.
     pub(super) fn classes(&self, number: u32) -> &[ClassId] {
-        self.known.get(number).map(|(classes, _)| &**classes).unwrap_or_default()
+        self.known.get(number).map(|record| &*record.classes).unwrap_or_default()
     }
 
     /// The identities in a class.

@@ -1,0 +1,125 @@
+//! Clusters of any size, made of numbers.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use penstock_control::model::*;
+
+pub fn labels(pairs: &[(&str, String)]) -> Labels {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect()
+}
+
+pub fn key(namespace: usize, name: String) -> ObjectKey {
+    ObjectKey { namespace: format!("ns-{namespace}"), name }
+}
+
+pub fn namespace(number: usize) -> Object {
+    let name = format!("ns-{number}");
+    let labels = labels(&[
+        ("kubernetes.io/metadata.name", name.clone()),
+        ("team", format!("team-{}", number % 50)),
+        ("env", ["prod", "test", "dev"][number % 3].to_owned()),
+    ]);
+    Object::Namespace(Namespace { name, labels, default_deny_ingress: false })
+}
+
+pub fn node(number: usize) -> Object {
+    let address = Ipv4Addr::from_bits(0xc0a8_0000 + number as u32).into();
+    Object::Node(Node { name: format!("node-{number}"), addresses: vec![address] })
+}
+
+/// The address of a pod: a /24 for each hundred.
+pub fn address(pod: usize) -> IpAddr {
+    Ipv4Addr::from_bits(0x0a00_0000 | ((pod / 100) << 8 | (pod % 100)) as u32).into()
+}
+
+pub fn pod(number: usize, namespace: usize, node: usize, app: usize) -> Pod {
+    let labels = labels(&[
+        ("app", format!("app-{app}")),
+        ("version", format!("v{}", number % 2)),
+        ("pod-template-hash", format!("{:x}", namespace * 31 + app)),
+    ]);
+    Pod {
+        key: key(namespace, format!("pod-{number}")),
+        labels,
+        node: Some(format!("node-{node}")),
+        addresses: vec![address(number)],
+        host_network: false,
+        finished: false,
+        ports: vec![NamedPort {
+            name: "http".to_owned(),
+            protocol: PortProtocol::Tcp,
+            number: 8080 + (app % 3) as u16,
+        }],
+    }
+}
+
+pub fn selector(pairs: &[(&str, String)]) -> Selector {
+    let requirement =
+        |(key, value): &(&str, String)| Requirement { key: (*key).to_owned(), test: Test::In(vec![value.clone()]) };
+    Selector { requirements: pairs.iter().map(requirement).collect() }
+}
+
+pub fn tcp(first: u16, last: u16) -> Port {
+    Port { protocol: PortProtocol::Tcp, which: PortMatch::Range { first, last } }
+}
+
+pub fn block(cidr: &str, except: &[&str]) -> Peer {
+    let parse = |text: &str| text.parse().expect("a prefix");
+    Peer::Block(Block { cidr: parse(cidr), except: except.iter().map(|text| parse(text)).collect() })
+}
+
+pub fn policy(
+    namespace: usize,
+    name: String,
+    pod_selector: Selector,
+    ingress: Option<Vec<Rule>>,
+    egress: Option<Vec<Rule>>,
+) -> Object {
+    let key = key(namespace, name);
+    Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
+}
+
+/// The `variant`th policy of the kinds that clusters have; `turn` changes its rules.
+pub fn typical_policy(number: usize, namespace: usize, turn: usize) -> Object {
+    let any = |peers: Vec<Peer>, ports: Vec<Port>| Rule { peers: Peers::AnyOf(peers), ports: Ports::AnyOf(ports) };
+    let app = |app: usize| selector(&[("app", format!("app-{}", app % 5))]);
+    let port = 1000 + (turn % 50) as u16;
+    let (pods, ingress, egress) = match number % 5 {
+        0 => (
+            app(number),
+            Some(vec![any(vec![Peer::Pods(app(number + 1))], vec![tcp(port, port), tcp(9000, 9100)])]),
+            None,
+        ),
+        1 => {
+            let team = selector(&[("team", format!("team-{}", (number + turn) % 50))]);
+            let from_team = Peer::PodsInNamespaces { namespaces: team, pods: app(number) };
+            (Selector::default(), Some(vec![any(vec![from_team], vec![tcp(80, 80), tcp(port, port)])]), None)
+        }
+        2 => {
+            let outside = block("0.0.0.0/0", &["10.0.0.0/8", "192.168.0.0/16"]);
+            let dns = Port { protocol: PortProtocol::Udp, which: PortMatch::Range { first: 53, last: 53 } };
+            let system = Peer::Namespaces(selector(&[("kubernetes.io/metadata.name", "ns-0".to_owned())]));
+            (
+                Selector::default(),
+                None,
+                Some(vec![any(vec![system], vec![dns]), any(vec![outside], vec![tcp(443, 443), tcp(port, port)])]),
+            )
+        }
+        3 => {
+            let http = Port { protocol: PortProtocol::Tcp, which: PortMatch::Name("http".to_owned()) };
+            (app(number), None, Some(vec![any(vec![Peer::Pods(Selector::default())], vec![http, tcp(port, port)])]))
+        }
+        _ => {
+            let monitoring = Peer::Namespaces(selector(&[("env", "prod".to_owned())]));
+            (
+                app(number),
+                Some(vec![Rule {
+                    peers: Peers::AnyOf(vec![monitoring, block("172.16.0.0/12", &["172.16.1.0/24"])]),
+                    ports: Ports::AnyOf(vec![tcp(port, port + 10)]),
+                }]),
+                None,
+            )
+        }
+    };
+    policy(namespace, format!("policy-{number}"), pods, ingress, egress)
+}

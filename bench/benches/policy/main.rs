@@ -1,0 +1,37 @@
+//! What policy costs: the lookup a new connection pays, and a change from event to published tables.
+//!
+//! Everything runs on one CPU in one process; what is compared is measured in turns, and of each the best round counts,
+//! so that another process's disturbance is not taken for a difference. Each row ends in `meets` or `falls short`.
+
+mod cluster;
+mod lookup;
+mod rivals;
+mod scale;
+
+use std::process::ExitCode;
+
+/// Prints one row. Whether it meets its bound.
+fn row(measure: &str, figure: String, bound: &str, meets: bool) -> bool {
+    println!("{measure:<78} {figure:>22}  {bound:<10} {}", if meets { "meets" } else { "falls short" });
+    meets
+}
+
+fn main() -> ExitCode {
+    // Asked for by `cargo test --benches`, which only wants to know whether it runs.
+    let smoke = std::env::args().any(|argument| argument == "--test");
+    if let Some(cores) = core_affinity::get_core_ids().filter(|cores| !cores.is_empty()) {
+        core_affinity::set_for_current(cores[cores.len() - 1]);
+    }
+    let size = if smoke { scale::Size::SMOKE } else { scale::Size::FULL };
+    let rounds = if smoke { 2 } else { 200 };
+    // First, while the process has touched no other memory.
+    let scale = scale::run(size);
+    let lookup = lookup::run(rounds);
+    // A row that falls short is a result; only a run that breaks off is a failure.
+    println!(
+        "{} of {} rows meet their bounds",
+        scale.iter().chain(&lookup).filter(|meets| **meets).count(),
+        scale.len() + lookup.len()
+    );
+    ExitCode::SUCCESS
+}
