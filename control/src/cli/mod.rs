@@ -13,6 +13,7 @@ mod explain;
 mod failure;
 mod flow;
 mod replay;
+mod matrix;
 mod run;
 mod style;
 
@@ -34,6 +35,7 @@ pub struct Cli {
 enum Command {
     Evaluate(evaluate::Args),
     Explain(explain::Args),
+    Matrix(matrix::Args),
     Check(check::Args),
     Completion(completion::Args),
     Replay(replay::Args),
@@ -45,6 +47,7 @@ pub fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Evaluate(args) => evaluate::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Matrix(args) => matrix::run(args),
         Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
         Command::Replay(args) => replay::run(args),
