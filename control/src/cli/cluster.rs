@@ -46,6 +46,16 @@ impl ManifestArgs {
         engine
     }
 
+    /// Whether v1beta1's objects have their meaning.
+    pub(super) fn reads_v1beta1(&self) -> bool {
+        self.v1beta1
+    }
+
+    /// Whether a rule's action is honoured cluster-wide.
+    pub(super) fn is_cluster_wide(&self) -> bool {
+        self.cluster_wide
+    }
+
     /// Whether standard input is among them.
     pub(super) fn use_standard_input(&self) -> bool {
         self.manifests.iter().any(|path| path == Path::new("-"))

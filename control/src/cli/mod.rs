@@ -12,8 +12,10 @@ mod evaluate;
 mod explain;
 mod failure;
 mod flow;
-mod replay;
+mod lint;
 mod matrix;
+mod render;
+mod replay;
 mod run;
 mod style;
 
@@ -36,6 +38,8 @@ enum Command {
     Evaluate(evaluate::Args),
     Explain(explain::Args),
     Matrix(matrix::Args),
+    Render(render::Args),
+    Lint(lint::Args),
     Check(check::Args),
     Completion(completion::Args),
     Replay(replay::Args),
@@ -48,6 +52,8 @@ pub fn main() -> ExitCode {
         Command::Evaluate(args) => evaluate::run(args),
         Command::Explain(args) => explain::run(args),
         Command::Matrix(args) => matrix::run(args),
+        Command::Render(args) => render::run(args),
+        Command::Lint(args) => lint::run(args),
         Command::Check(args) => check::run(args),
         Command::Completion(args) => completion::run(args),
         Command::Replay(args) => replay::run(args),

@@ -11,7 +11,7 @@ use crate::model::{self, NamedPort};
 /// The label that the API server gives to every namespace, its name.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// The annotation that stood for a namespace's isolation in v1beta1.
-const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
+pub(crate) const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
 /// Converts a Namespace. The name label is added where it is absent, as the API server does.
 pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {

@@ -15,7 +15,7 @@ mod problem;
 mod selector;
 mod v1beta1;
 
-pub(crate) use cluster::NAME_LABEL;
+pub(crate) use cluster::{ISOLATION_ANNOTATION, NAME_LABEL};
 pub use cluster::{namespace, node, pod};
 pub(crate) use path::At;
 pub use path::{FieldPath, Step};

@@ -78,6 +78,11 @@ impl Document {
     pub fn origin_of(&self, field: &FieldPath) -> Origin {
         Origin::new(&self.origin.file, self.tree.line_of(field))
     }
+
+    /// A field as it is written; `None` where it is not.
+    pub(crate) fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
+        self.tree.at(field).map(Node::to_value)
+    }
 }
 
 /// An object of a kind that is not read.

@@ -158,6 +158,15 @@ impl Node {
         line
     }
 
+    /// The value that a path leads to.
+    pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
+        path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
+            (Step::Field(name), Kind::Mapping(_)) => node.get(name),
+            (Step::Index(index), Kind::Sequence(items)) => items.get(*index),
+            _ => None,
+        })
+    }
+
     /// The value without its lines.
     pub(crate) fn to_value(&self) -> Value {
         match &self.kind {
