@@ -53,7 +53,7 @@ pub(crate) struct XskQueue {
 impl XskQueue {
     /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and fills its
     /// fill ring.
-    pub(crate) fn open(umem: &Umem, interface: &str, queue: u32, slot: Slot) -> Result<Self, PortError> {
+    pub(crate) fn open(umem: &Umem, interface: &str, queue: u32, slot: Slot, budget: u32) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
         if pool.available() < ring_size {
@@ -69,7 +69,7 @@ impl XskQueue {
             Self { slot, rx, tx, fill, completion, ring_size, missing: ring_size, outstanding: 0, dead: false };
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
-        this.raise_budget();
+        this.raise_budget(budget);
         let mut frames: Vec<FrameDesc> = Vec::with_capacity(ring_size as usize);
         frames.extend(std::iter::from_fn(|| pool.take_for(slot)).take(ring_size as usize));
         // SAFETY: the frames are of this UMEM and were free until now.
@@ -81,13 +81,13 @@ impl XskQueue {
         Ok(this)
     }
 
-    /// Lets one wake-up send a whole ring instead of 32 packets, where the kernel has the option (Linux 6.17), and
-    /// makes the send buffer large enough for it. Without it all is sent too, by more wake-ups.
-    fn raise_budget(&self) {
+    /// Lets one wake-up send more than 32 packets, where the kernel has the option (Linux 6.17), and makes the send buffer
+    /// large enough for it. Without it all is sent too, by more wake-ups.
+    fn raise_budget(&self, budget: u32) {
         const XDP_MAX_TX_SKB_BUDGET: i32 = 9;
         let sndbuf = self.ring_size.saturating_mul(4096).min(i32::MAX as u32);
         let _ = self.set_option(libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, sndbuf);
-        let _ = self.set_option(libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, self.ring_size);
+        let _ = self.set_option(libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, budget.clamp(32, self.ring_size));
     }
 
     fn set_option(&self, level: i32, option: i32, value: u32) -> io::Result<()> {

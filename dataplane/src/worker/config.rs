@@ -37,6 +37,9 @@ pub struct Config {
     pub frame_size: u32,
     /// Entries of each ring of a queue: a power of two.
     pub ring_size: u32,
+    /// How many packets of a queue the kernel sends at one wake-up, where it can be told (Linux 6.17); 32 elsewhere, and when
+    /// this is no more than that. All is sent in any case, by as many wake-ups as it takes.
+    pub tx_budget: u32,
     /// Whether the UMEM lies on huge pages.
     pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
@@ -58,6 +61,7 @@ impl Default for Config {
             frames: 131_072,
             frame_size: 2048,
             ring_size: 1024,
+            tx_budget: 1024,
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),

@@ -18,6 +18,7 @@ use crate::io::{FrameAccount, InterfaceFacts, PortError, Umem, XskQueue};
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) umem: Umem,
+    pub(super) tx_budget: u32,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
     /// By worker.
     pub(super) mailboxes: Vec<Mailbox>,
@@ -121,14 +122,15 @@ impl Control {
         queue: u32,
         slot: crate::io::Slot,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
-        let opened = XskQueue::open(&self.shared.umem, interface, queue, slot).and_then(|socket| {
-            let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
-                interface: interface.to_owned(),
-                step: "duplicating a socket's descriptor",
-                source,
+        let opened =
+            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|socket| {
+                let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
+                    interface: interface.to_owned(),
+                    step: "duplicating a socket's descriptor",
+                    source,
+                });
+                again.map(|again| (socket, again))
             });
-            again.map(|again| (socket, again))
-        });
         match opened {
             Ok((socket, again)) => {
                 let worker = self.least_loaded(queue);

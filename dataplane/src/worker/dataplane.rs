@@ -90,7 +90,7 @@ impl Dataplane {
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
-        let shared = Arc::new(share(umem, config.cores.len())?);
+        let shared = Arc::new(share(umem, &config)?);
         let control = Control {
             shared: shared.clone(),
             commands: Vec::new(),
@@ -287,10 +287,12 @@ fn check_cores(cores: &[CoreId]) -> Result<(), StartError> {
     Ok(())
 }
 
-fn share(umem: Umem, workers: usize) -> Result<Shared, UmemError> {
+fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
+    let workers = config.cores.len();
     let mailboxes: Result<Vec<Mailbox>, _> = (0..workers).map(|_| Mailbox::new()).collect();
     Ok(Shared {
         umem,
+        tx_budget: config.tx_budget,
         snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
         mailboxes: mailboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
         counters: (0..workers).map(|_| WorkerCounters::default()).collect(),

@@ -42,7 +42,7 @@ pub(super) struct PortTable {
 }
 
 impl PortTable {
-    /// A number for a new port: the lowest that is free and that `published` does not speak of.
+    /// A number for a new port: one that is free and that `published` does not speak of.
     ///
     /// A number that was used before must not come to stand for another port while a worker may still forward by a
     /// table in which it stands for the old one. Workers take the table anew after they were told of a port, so that it
