@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -51,6 +51,10 @@ impl Files {
     fn command(&self, subcommand: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
         command.args([subcommand, "--config"]).arg(self.path("penstock.toml")).env("NO_COLOR", "1");
+        let follow = || nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).map_err(std::io::Error::from);
+        // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
+        // It ends the process with the thread that started it, so that none outlives a test that fails.
+        unsafe { command.pre_exec(follow) };
         command
     }
 }
@@ -290,7 +294,7 @@ fn after_a_kill_the_next_daemon_takes_over_and_puts_all_back() {
         let objects = [NAMESPACE.to_owned(), pod_manifest("web", web.addresses()), pod_manifest("db", db.addresses())];
         let files = Files::new("", &[("all.yaml", objects.concat())]);
         let daemon = Daemon::start(&files);
-        let second = files.command("run").output().unwrap();
+        let second = output(files.command("run"));
         assert_eq!(second.status.code(), Some(2));
         assert!(String::from_utf8_lossy(&second.stderr).contains("another penstock runs in this network namespace"));
         assert_eq!(reaches(&web, &db), [true; 2], "the first one goes on");
@@ -348,6 +352,22 @@ fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_puts_all_back() {
     });
 }
 
+#[test]
+fn a_reader_of_the_log_that_goes_away_is_no_reason_to_leave_anything_behind() {
+    on_a_node(|| {
+        let web = Pod::new(5);
+        let before = node_state();
+        let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", web.addresses()))]);
+        let mut child = files.command("run").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        assert!(lines.any(|line| line.contains("ready: ")));
+        drop((lines, child.stdout.take()));
+        kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+        assert_eq!(node_state(), before);
+    });
+}
+
 /// Takes these capabilities (numbers of linux/capability.h) from what the command starts.
 fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
     let drop = move || {
@@ -363,8 +383,21 @@ fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
     unsafe { command.pre_exec(drop) };
 }
 
-fn refused(mut command: Command, line: &str) {
-    let output = command.output().unwrap();
+/// What a command that is to end by itself says. It gets 20 seconds.
+fn output(mut command: Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn refused(command: Command, line: &str) {
+    let output = output(command);
     let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(2), "{line}: {told}");
     assert!(told.lines().any(|told| told.contains(line)), "not said: {line}\n{told}");
@@ -433,7 +466,7 @@ fn check_tells_each_thing_and_changes_nothing() {
         let pod = Pod::new(5);
         let before = node_state();
         let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
-        let output = files.command("check").output().unwrap();
+        let output = output(files.command("check"));
         let told = String::from_utf8_lossy(&output.stdout);
         assert_eq!(output.status.code(), Some(0), "{told}");
         for line in [

@@ -116,6 +116,21 @@ fn the_nodes_routes_to_pods_lead_into_the_pair_with_the_same_source_address_and_
 }
 
 #[test]
+fn a_gateway_that_is_link_local_is_no_hindrance() {
+    on_a_node_async(async || {
+        let pod = Pod::new(5);
+        ip("addr del fd00:1::1/128 dev veth5");
+        ip("addr add fe80::1/64 dev veth5 nodad");
+        let (netlink, _) = Netlink::open(names().table).unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let refused = port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
+        assert!(refused.is_empty(), "{refused:?}");
+        assert!(ip("-6 route show table 11200").contains("fd00:1::5 dev penstock-host"));
+        port.remove().await.unwrap();
+    });
+}
+
+#[test]
 fn a_pods_smaller_mtu_is_told_by_its_route() {
     on_a_node_async(async || {
         let pod = Pod::new(5);

@@ -152,10 +152,12 @@ impl Netlink {
             }
         };
         let replies = collect("cannot look up a route", self.handle.route().get(request).execute()).await.ok()?;
-        replies.first()?.attributes.iter().find_map(|attribute| match attribute {
+        let source = replies.first()?.attributes.iter().find_map(|attribute| match attribute {
             RouteAttribute::PrefSource(address) => ip(address),
             _ => None,
-        })
+        });
+        // A link-local address is good on its own link only.
+        source.filter(|source| !matches!(source, IpAddr::V6(v6) if v6.is_unicast_link_local()))
     }
 
     async fn host_routes(&self) -> Result<Vec<HostRoute>, NetlinkError> {

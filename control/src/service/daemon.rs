@@ -1,6 +1,7 @@
 //! The daemon: starts the parts, keeps them in step, ends them in order.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
@@ -248,7 +249,7 @@ impl<'a> Daemon<'a> {
         }
         if trigger.network || ports_changed {
             self.ports.announce();
-            self.route().await?;
+            self.route().await;
         }
         Ok(())
     }
@@ -269,15 +270,17 @@ impl<'a> Daemon<'a> {
         );
     }
 
-    async fn route(&mut self) -> Result<(), RunError> {
-        let refused = self.host_port.set_routes(&self.ports.pod_routes()).await.map_err(RunError::failed)?;
+    async fn route(&mut self) {
+        let refused = match self.host_port.set_routes(&self.ports.pod_routes()).await {
+            Ok(refused) => refused,
+            Err(error) => return tracing::warn!(%error, "the node's routes could not be looked at; trying again"),
+        };
         let refused: BTreeMap<IpAddr, String> =
             refused.into_iter().map(|(address, error)| (address, error.to_string())).collect();
         for (address, reason) in refused.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason)) {
             tracing::error!(%address, reason, "the node reaches this pod past its policies; trying again");
         }
         self.unrouted = refused;
-        Ok(())
     }
 
     /// Logs problems that are new, and those that are no more.
@@ -300,10 +303,14 @@ impl<'a> Daemon<'a> {
     }
 
     fn report(&self) {
-        print!("{}", report::statistics(&self.dataplane.statistics(), &self.ports.counted()));
+        let mut text = report::statistics(&self.dataplane.statistics(), &self.ports.counted());
         match self.dataplane.frames() {
-            Ok(frames) => print!("{}", report::frames(&frames)),
+            Ok(frames) => text.push_str(&report::frames(&frames)),
             Err(error) => tracing::warn!(%error, "the frames could not be counted"),
+        }
+        // Whoever read it may be gone: no reason to stop.
+        if let Err(error) = io::stdout().write_all(text.as_bytes()) {
+            tracing::debug!(%error, "the statistics could not be written");
         }
     }
 

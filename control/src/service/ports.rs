@@ -129,6 +129,10 @@ impl Ports {
                     self.pods.insert(index, side);
                     changed = true;
                 }
+                // It went away meanwhile: that is an event of its own.
+                Err(
+                    OpenError::Port(PortError::NoInterface { .. }) | OpenError::Attach(AttachError::NoInterface { .. }),
+                ) => {}
                 Err(error) => self.tell(index, &error.to_string()),
             }
         }
