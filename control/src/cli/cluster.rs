@@ -26,10 +26,19 @@ pub(super) struct ManifestArgs {
 }
 
 impl ManifestArgs {
+    /// How they are read.
+    pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
+        Options { settings: convert::Settings { v1beta1: self.v1beta1 }, unknown_fields }
+    }
+
+    /// Whether a rule's action is honoured cluster-wide.
+    pub(super) fn reach(&self) -> Reach {
+        if self.cluster_wide { Reach::ClusterWide } else { Reach::BothSides }
+    }
+
     /// Reads the manifests.
     pub(super) fn read(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
-        let settings = convert::Settings { v1beta1: self.v1beta1 };
-        read_manifests(&self.manifests, &Options { settings, unknown_fields })
+        read_manifests(&self.manifests, &self.options(unknown_fields))
             .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))
     }
 
@@ -40,8 +49,7 @@ impl ManifestArgs {
 
     /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: Scope) -> Engine {
-        let reach = if self.cluster_wide { Reach::ClusterWide } else { Reach::BothSides };
-        let mut engine = Engine::new(Settings { scope, reach });
+        let mut engine = Engine::new(Settings { scope, reach: self.reach() });
         engine.apply(manifests.objects().map(Change::Set));
         engine
     }

@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::Failure;
+use super::cluster::ManifestArgs;
 use crate::replay::compare::Change;
 use crate::replay::summary::Summary;
 use crate::replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
+use crate::source::manifest::UnknownFields;
 
 /// Run a capture's packets through the workers' pipeline, and tell what policy does with them
 #[derive(clap::Args, Debug)]
@@ -24,9 +26,8 @@ Examples:
   penstock replay --manifests cluster/ --pcap node.pcap --node worker-1 --denied denied.pcapng
   penstock replay --manifests main/ --compare pull-request/ --pcap yesterday.pcap.gz")]
 pub(super) struct Args {
-    /// Manifests of the cluster: files, directories, or - for standard input
-    #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
-    manifests: Vec<PathBuf>,
+    #[command(flatten)]
+    cluster: ManifestArgs,
     /// Captures, merged by time: pcap or pcapng, also compressed by gzip
     #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
     pcap: Vec<PathBuf>,
@@ -78,7 +79,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let ports = args.ports.iter().map(|text| text.parse::<Mapping>());
     let options = Options {
         captures: args.pcap,
-        manifests: args.manifests,
+        reading: args.cluster.options(UnknownFields::Refuse),
+        reach: args.cluster.reach(),
+        manifests: args.cluster.manifests,
         node: args.node,
         ports: ports.collect::<Result<_, _>>().map_err(Failure::bad_input)?,
         dedup: args.dedup,

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::packet::Address;
+use penstock_dataplane::policy::Reach;
 use penstock_dataplane::{Epoch, Snapshot};
 use rustc_hash::FxHashMap;
 
@@ -51,9 +52,13 @@ impl Cluster {
     ///
     /// # Errors
     /// The node is unknown, or there are too many pods.
-    pub fn new(objects: impl IntoIterator<Item = Object>, node: Option<&str>) -> Result<Self, ClusterError> {
-        let settings = node.map_or_else(Settings::for_all_pods, Settings::for_node);
-        let scope = settings.scope.clone();
+    pub fn new(
+        objects: impl IntoIterator<Item = Object>,
+        node: Option<&str>,
+        reach: Reach,
+    ) -> Result<Self, ClusterError> {
+        let scope = node.map_or(Scope::AllPods, |node| Scope::Node(node.to_owned()));
+        let settings = Settings { scope: scope.clone(), reach };
         let mut engine = Engine::new(settings);
         engine.apply(objects.into_iter().map(Change::Set));
         if let Some(name) = node {
@@ -115,8 +120,9 @@ impl Cluster {
         };
         insert(HOST, PortKind::Host, Vec::new());
         insert(UPLINK, PortKind::Uplink, Vec::new());
-        let pods: Vec<PodId> = self.engine.tables().pods().collect();
-        let mut keys: Vec<_> = pods.iter().filter_map(|pod| Some((state.pod(*pod)?, *pod))).collect();
+        let local = self.engine.tables().pods().filter_map(|pod| Some((state.pod(pod)?, pod)));
+        // With cluster-wide reach the tables have the sides of all pods.
+        let mut keys: Vec<(_, PodId)> = local.filter(|(pod, _)| is_local(pod.node.as_deref())).collect();
         keys.sort_unstable_by(|(a, _), (b, _)| a.key.cmp(&b.key));
         if keys.len() > usize::from(u16::MAX) - FIRST_POD {
             return Err(ClusterError::TooManyPods(keys.len()));

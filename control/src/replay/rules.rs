@@ -56,10 +56,10 @@ impl RuleBook {
     /// The rules of a judgement by the current tables.
     #[inline]
     pub(super) fn of(&mut self, policy: &PolicySet, judgement: &Judgement) -> Rules {
-        Rules {
-            egress: judgement.egress.rule().map(|rule| self.resolve(policy, rule)),
-            ingress: judgement.ingress.rule().map(|rule| self.resolve(policy, rule)),
-        }
+        let egress = judgement.egress.rule().map(|rule| self.resolve(policy, rule));
+        let ingress = judgement.ingress.rule().map(|rule| self.resolve(policy, rule));
+        // Where one side's rule allows on both, it is one rule.
+        Rules { egress, ingress: ingress.filter(|_| ingress != egress) }
     }
 
     #[inline]

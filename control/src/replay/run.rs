@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use penstock_dataplane::conntrack;
 use penstock_dataplane::packet::parse;
+use penstock_dataplane::policy::Reach;
 
 use crate::model::Object;
 use crate::source::manifest::{self, ManifestErrors, read_manifests};
@@ -32,6 +33,8 @@ pub struct Options {
     pub manifests: Vec<PathBuf>,
     /// How manifests are read.
     pub reading: manifest::Options,
+    /// Whether a rule's action is honoured cluster-wide.
+    pub reach: Reach,
     /// Whose pods are local; all pods are, if not given.
     pub node: Option<String>,
     /// Which interfaces of the captures are known to be which ports.
@@ -129,7 +132,7 @@ struct Side {
 
 impl Side {
     fn new(objects: Vec<Object>, options: &Options) -> Result<Self, ReplayError> {
-        let cluster = Cluster::new(objects, options.node.as_deref())?;
+        let cluster = Cluster::new(objects, options.node.as_deref(), options.reach)?;
         let ports = PortMap::new(&options.ports, &cluster)?;
         Ok(Self { player: Player::new(cluster, &options.connections)?, ports })
     }

@@ -1,0 +1,283 @@
+//! The replay command as its users meet it: answers, files, exit codes, and one line where the input is bad.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const CLUSTER: &str = r#"
+apiVersion: v1
+kind: Namespace
+metadata: { name: shop }
+---
+apiVersion: v1
+kind: Pod
+metadata: { namespace: shop, name: web, labels: { app: web } }
+spec: { nodeName: n1, containers: [{ name: main, image: example.invalid/web }] }
+status: { phase: Running, podIP: 10.0.0.1, podIPs: [{ ip: 10.0.0.1 }] }
+---
+apiVersion: v1
+kind: Pod
+metadata: { namespace: shop, name: db, labels: { app: db } }
+spec: { nodeName: n1, containers: [{ name: main, image: example.invalid/db }] }
+status: { phase: Running, podIP: 10.0.0.2, podIPs: [{ ip: 10.0.0.2 }] }
+"#;
+
+const POLICY: &str = r#"
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: { namespace: shop, name: db }
+spec:
+  podSelector: { matchLabels: { app: db } }
+  ingress:
+    - from: [{ podSelector: { matchLabels: { app: web } } }]
+      ports: [{ protocol: UDP, port: 53 }]
+    - from: [{ podSelector: { matchLabels: { app: cron } } }]
+"#;
+
+struct Place {
+    directory: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let place = Self { directory: tempfile::tempdir().unwrap() };
+        place.write("cluster/pods.yaml", CLUSTER.as_bytes());
+        place.write("cluster/policy.yaml", POLICY.as_bytes());
+        place.write("other/pods.yaml", CLUSTER.as_bytes());
+        place.write("other/policy.yaml", POLICY.replace("port: 53", "port: 54").as_bytes());
+        place.write("a.pcap", &pcap(&[(0, 40000, 53), (1, 40000, 53), (2, 40001, 54), (70, 40002, 53)]));
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn write(&self, name: &str, octets: &[u8]) {
+        fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
+        fs::write(self.path(name), octets).unwrap();
+    }
+
+    /// Runs the command in the directory.
+    fn replay(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
+        command.arg("replay").args(arguments).current_dir(self.directory.path()).output().unwrap()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.directory.path()).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+/// A capture of datagrams from web to db: seconds, source port, destination port.
+fn pcap(datagrams: &[(u32, u16, u16)]) -> Vec<u8> {
+    let mut file =
+        [&0xa1b2_c3d4u32.to_le_bytes()[..], &[2, 0, 4, 0], &[0; 8], &[0xff, 0xff, 0, 0, 1, 0, 0, 0]].concat();
+    for (seconds, from, to) in datagrams {
+        let mut frame = Vec::new();
+        etherparse::PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64)
+            .udp(*from, *to)
+            .write(&mut frame, b"question")
+            .unwrap();
+        let length = frame.len() as u32;
+        for word in [1_700_000_000 + seconds, 250, length, length] {
+            file.extend(word.to_le_bytes());
+        }
+        file.extend(frame);
+    }
+    file
+}
+
+fn text(octets: &[u8]) -> &str {
+    std::str::from_utf8(octets).unwrap()
+}
+
+#[test]
+fn verdicts_captures_and_summary_tell_the_same_story() {
+    let place = Place::new();
+    let output = place.replay(&[
+        "--manifests",
+        "cluster",
+        "--pcap",
+        "a.pcap",
+        "--node",
+        "n1",
+        "--verdicts",
+        "v.jsonl",
+        "--allowed",
+        "yes.pcapng",
+        "--denied",
+        "no.pcapng",
+        "--summary",
+        "json",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let verdicts = fs::read_to_string(place.path("v.jsonl")).unwrap();
+    assert_eq!(
+        verdicts.lines().next().unwrap(),
+        r#"{"n":1,"time":"2023-11-14T22:13:20.000250000Z","src":"shop/web","dst":"shop/db","protocol":"UDP","sport":40000,"dport":53,"verdict":"allow","reason":null,"rule":"shop-ingress-db-0","conn":"new"}"#
+    );
+    let story: Vec<_> = verdicts
+        .lines()
+        .map(|line| {
+            let value: serde_json::Value = serde_json::from_str(line).unwrap();
+            format!("{} {} {}", value["verdict"], value["reason"], value["conn"])
+        })
+        .collect();
+    assert_eq!(
+        story,
+        [
+            r#""allow" null "new""#,
+            r#""allow" null "established""#,
+            r#""deny" "ingress_denied" null"#,
+            r#""allow" null "new""#
+        ]
+    );
+    let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(summary["packets"], 4);
+    assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 1, "kernel": 0 }));
+    assert_eq!(summary["connections"]["opened"], 2);
+    assert_eq!(summary["rules"], serde_json::json!([{ "rule": "shop-ingress-db-0", "connections": 2 }]));
+    assert_eq!(summary["never_hit"], serde_json::json!(["shop-ingress-db-1"]));
+    // What passed is, replayed, what passes; and the comment names the rule.
+    let allowed = place.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
+    let summary: serde_json::Value = serde_json::from_slice(&allowed.stdout).unwrap();
+    assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 0, "kernel": 0 }));
+    let octets = fs::read(place.path("yes.pcapng")).unwrap();
+    assert_eq!(octets.windows(17).filter(|window| window == b"shop-ingress-db-0").count(), 3);
+    let octets = fs::read(place.path("no.pcapng")).unwrap();
+    assert_eq!(octets.windows(14).filter(|window| window == b"ingress_denied").count(), 1);
+}
+
+#[test]
+fn verdicts_go_to_standard_output_and_the_summary_then_does_not() {
+    let place = Place::new();
+    let output = place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(text(&output.stdout).lines().filter(|line| line.starts_with("{\"n\":")).count(), 4);
+    assert!(text(&output.stderr).contains("rules never hit"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_comparison_ends_with_3_where_a_verdict_changes_and_with_0_where_none_does() {
+    let place = Place::new();
+    let same = place.replay(&["--manifests", "cluster", "--compare", "cluster", "--pcap", "a.pcap"]);
+    assert_eq!(same.status.code(), Some(0));
+    assert!(text(&same.stdout).contains("no connection's verdict changes"));
+    let differs =
+        place.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap", "--summary", "json"]);
+    assert_eq!((differs.status.code(), text(&differs.stderr)), (Some(3), ""));
+    let summary: serde_json::Value = serde_json::from_slice(&differs.stdout).unwrap();
+    let changes = summary["changes"].as_array().unwrap();
+    let row = |change: &serde_json::Value| {
+        let fate = |side: &str| change[side]["verdict"].as_str().unwrap().to_owned();
+        let counts = (change["connections"].as_u64().unwrap(), change["packets"].as_u64().unwrap());
+        (change["dport"].as_u64().unwrap(), fate("before"), fate("after"), counts, change["bytes"].as_u64().unwrap())
+    };
+    let rows: Vec<_> = changes.iter().map(row).collect();
+    let (allow, deny) = ("allow".to_owned(), "deny".to_owned());
+    assert_eq!(rows, [(53, allow.clone(), deny.clone(), (2, 3), 3 * 50), (54, deny, allow, (1, 1), 50)]);
+    let table = place.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap"]);
+    assert!(
+        text(&table.stdout).contains("shop/web  shop/db      UDP/53  allow shop-ingress-db-0  deny ingress_denied")
+    );
+}
+
+#[test]
+fn a_timeline_changes_what_later_packets_meet() {
+    let place = Place::new();
+    place.write("closed.yaml", POLICY.split("  ingress:").next().unwrap().as_bytes());
+    place.write(
+        "timeline.toml",
+        b"[[step]]\nat = \"+500ms\"\napply = [\"closed.yaml\"]\n[[step]]\nat = \"2023-11-14T22:14:00Z\"\ndelete = [\"NetworkPolicy shop/db\"]\n",
+    );
+    let output =
+        place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "timeline.toml", "--verdicts", "-"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let reasons: Vec<_> = text(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["reason"].clone())
+        .collect();
+    assert_eq!(
+        reasons,
+        ["null", "\"connection_cut\"", "\"ingress_denied\"", "null"]
+            .map(|text| { serde_json::from_str::<serde_json::Value>(text).unwrap() })
+    );
+}
+
+#[test]
+fn bad_input_is_told_in_one_line_with_exit_code_2_and_leaves_no_file() {
+    let place = Place::new();
+    place.write("text.pcap", b"no capture at all, but a text");
+    let mut bluetooth = pcap(&[]);
+    bluetooth[20] = 187;
+    place.write("bluetooth.pcap", &bluetooth);
+    let mut damaged = pcap(&[(0, 1, 53), (1, 1, 53)]);
+    damaged[24 + 16 + 50 + 8..24 + 16 + 50 + 12].fill(0xff);
+    place.write("damaged.pcap", &damaged);
+    place.write("bad/policy.yaml", POLICY.replace("ports:", "prots:").as_bytes());
+    place.write(
+        "order.toml",
+        b"[[step]]\nat = \"+2s\"\ndelete = [\"Pod shop/web\"]\n[[step]]\nat = \"+1s\"\ndelete = [\"Pod shop/db\"]\n",
+    );
+    place.write("nothing.toml", b"[[step]]\nat = \"+2s\"\ndelete = [\"Pod shop/nobody\"]\n");
+    place.write("form.toml", b"[[step]]\nwhen = \"+2s\"\n");
+    let before = place.names();
+    for (says, arguments) in [
+        ("absent.pcap: cannot be read", &["--manifests", "cluster", "--pcap", "absent.pcap"][..]),
+        ("text.pcap: is not a capture", &["--manifests", "cluster", "--pcap", "text.pcap"]),
+        ("link type 187", &["--manifests", "cluster", "--pcap", "bluetooth.pcap"]),
+        ("octet 90 is 4294967295", &["--manifests", "cluster", "--pcap", "damaged.pcap"]),
+        ("prots", &["--manifests", "bad", "--pcap", "a.pcap"]),
+        ("absent: cannot be read", &["--manifests", "absent", "--pcap", "a.pcap"]),
+        ("--node n9", &["--manifests", "cluster", "--pcap", "a.pcap", "--node", "n9"]),
+        ("--ports eth0", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0"]),
+        ("no pod of this name", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0=shop/nobody"]),
+        ("step 2", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "order.toml"]),
+        ("there is no Pod shop/nobody", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "nothing.toml"]),
+        (
+            "form.toml: is no timeline: line 2",
+            &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "form.toml"],
+        ),
+        (
+            "absent/v.jsonl: cannot be written",
+            &["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "absent/v.jsonl"],
+        ),
+    ] {
+        let outputs: &[&str] =
+            if says.contains("written") { &[] } else { &["--verdicts", "v.jsonl", "--denied", "no.pcapng"] };
+        let output = place.replay(&[arguments, outputs].concat());
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(says) && stderr.lines().count() == 1, "{arguments:?}: {stderr}");
+        assert_eq!(place.names(), before, "{arguments:?} left a file");
+    }
+}
+
+#[test]
+fn a_capture_that_ends_in_a_packet_is_replayed_to_there_and_that_is_said() {
+    let place = Place::new();
+    let whole = pcap(&[(0, 1, 53), (1, 1, 53)]);
+    place.write("cut.pcap", &whole[..whole.len() - 5]);
+    let output = place.replay(&["--manifests", "cluster", "--pcap", "cut.pcap", "--summary", "json"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(text(&output.stderr).contains("cut.pcap: ends in the middle of a packet, at octet 90: read to there"));
+    let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(summary["packets"], 1);
+}
+
+#[test]
+fn a_verdict_file_replaces_the_one_before_only_when_it_is_complete() {
+    let place = Place::new();
+    place.write("v.jsonl", b"before");
+    let absent = place.replay(&["--manifests", "cluster", "--pcap", "absent.pcap", "--verdicts", "v.jsonl"]);
+    assert_eq!(absent.status.code(), Some(2));
+    assert_eq!(fs::read(place.path("v.jsonl")).unwrap(), b"before");
+    assert!(place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "v.jsonl"]).status.success());
+    assert!(fs::read(place.path("v.jsonl")).unwrap().starts_with(b"{\"n\":1,"));
+    assert!(Path::new(&place.path("v.jsonl")).metadata().unwrap().len() > 100);
+}

@@ -1,0 +1,129 @@
+//! The cases of the corpus: where they lie, and how one is replayed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use penstock_control::replay::{Options, Paths, Report, run};
+use penstock_control::source::convert::Settings;
+use penstock_control::source::manifest;
+use penstock_dataplane::policy::Reach;
+
+use crate::capture::pcapng;
+use crate::packet::{Built, build};
+use crate::script::Script;
+
+/// A case of the corpus: `cases/<group>/<name>.case`, beside it `.pcapng` with the capture and `.expected` with the
+/// verdicts.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// The `.case` file.
+    pub file: PathBuf,
+    /// `<group>/<name>`.
+    pub name: String,
+    /// What it says.
+    pub script: Script,
+}
+
+/// The directory of this crate.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// All cases, by name.
+///
+/// # Panics
+/// A case cannot be read: the corpus is wrong.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for group in entries(&root().join("cases")) {
+        for file in entries(&group).into_iter().filter(|file| file.extension().is_some_and(|end| end == "case")) {
+            let name = file.strip_prefix(root().join("cases")).expect("it lies there").with_extension("");
+            let name = name.display().to_string();
+            let text = fs::read_to_string(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let script = Script::parse(&name, &text).unwrap_or_else(|problem| panic!("{problem}"));
+            cases.push(Case { file, name, script });
+        }
+    }
+    cases
+}
+
+fn entries(directory: &Path) -> Vec<PathBuf> {
+    let read = fs::read_dir(directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
+    let mut entries: Vec<PathBuf> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    entries.sort();
+    entries
+}
+
+impl Case {
+    /// Its packets, built.
+    pub fn packets(&self) -> Vec<(u64, Built)> {
+        let mut built: Vec<Built> = Vec::new();
+        for line in &self.script.packets {
+            let packet = build(line, &built);
+            built.push(packet);
+        }
+        self.script.packets.iter().map(|line| line.time).zip(built).collect()
+    }
+
+    /// The octets of its capture, built.
+    pub fn capture(&self) -> Vec<u8> {
+        pcapng(self.script.link, &self.packets())
+    }
+
+    /// Where its capture is kept.
+    pub fn capture_file(&self) -> PathBuf {
+        self.file.with_extension("pcapng")
+    }
+
+    /// Where its expected verdicts are kept.
+    pub fn expected_file(&self) -> PathBuf {
+        self.file.with_extension("expected")
+    }
+
+    /// Where its manifests are.
+    pub fn manifests(&self) -> PathBuf {
+        root().join("clusters").join(&self.script.cluster)
+    }
+
+    /// What the command would be given.
+    ///
+    /// # Panics
+    /// The timeline cannot be written to `scratch`, or the case's ports are wrong.
+    pub fn options(&self, capture: &Path, scratch: &Path) -> Options {
+        let timeline = (!self.script.timeline.is_empty()).then(|| {
+            let file = scratch.join("timeline.toml");
+            let clusters = root().join("clusters").display().to_string();
+            fs::write(&file, self.script.timeline.replace("CLUSTERS", &clusters))
+                .expect("a scratch file can be written");
+            file
+        });
+        let ports = self.script.ports.iter().map(|text| text.parse().expect("a case's ports are right"));
+        Options {
+            captures: vec![capture.to_owned()],
+            manifests: vec![self.manifests()],
+            node: self.script.node.clone(),
+            ports: ports.collect(),
+            dedup: self.script.dedup,
+            reading: manifest::Options {
+                settings: Settings { v1beta1: self.script.v1beta1 },
+                ..manifest::Options::default()
+            },
+            reach: if self.script.cluster_wide { Reach::ClusterWide } else { Reach::BothSides },
+            timeline,
+            ..Options::default()
+        }
+    }
+
+    /// Replays its capture; the verdicts' lines, and the report.
+    ///
+    /// # Panics
+    /// The replay is refused.
+    pub fn replay(&self, capture: &Path, scratch: &Path) -> (Vec<String>, Report) {
+        let verdicts = scratch.join("verdicts.jsonl");
+        let outputs = Paths { verdicts: Some(verdicts.clone()), ..Paths::default() };
+        let options = Options { outputs, ..self.options(capture, scratch) };
+        let report = run(&options).unwrap_or_else(|error| panic!("{}: {error}", self.name));
+        let text = fs::read_to_string(&verdicts).expect("the verdicts were written");
+        (text.lines().map(str::to_owned).collect(), report)
+    }
+}

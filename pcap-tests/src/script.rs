@@ -1,0 +1,224 @@
+//! A case as it is written: a purpose, a cluster, and packets one a line.
+//!
+//! ```text
+//! purpose: A datagram and its answer: the answer passes, although nothing else may leave db.
+//! cluster: shop
+//!
+//! 0.000 web:40000 > db:53 udp len=20
+//! 0.001 db:53 > web:40000 udp len=90
+//! ```
+//!
+//! A packet is `TIME SOURCE > DESTINATION KIND WORDS…`. Times are seconds after 2026-01-01T00:00:00Z. Ends are names of
+//! `hosts` below or addresses, with a port where the kind has ports (`[fd00::1]:80`). Kinds and words are listed at
+//! [`super::packet::build`].
+
+use std::net::{IpAddr, SocketAddr};
+
+/// A case as it is written.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    /// Why it is there: one sentence.
+    pub purpose: String,
+    /// Directory of manifests under `clusters/`.
+    pub cluster: String,
+    /// Whose pods are local; all, if not given.
+    pub node: Option<String>,
+    /// Which interface is which port, as the command's `--ports` has it.
+    pub ports: Vec<String>,
+    /// Whether packets seen twice are counted once.
+    pub dedup: bool,
+    /// Whether objects of the first API, and its annotation, are read.
+    pub v1beta1: bool,
+    /// Whether a rule's action holds cluster-wide.
+    pub cluster_wide: bool,
+    /// Link layer of the capture.
+    pub link: Link,
+    /// Lines of the timeline, TOML.
+    pub timeline: String,
+    /// The packets.
+    pub packets: Vec<Line>,
+}
+
+/// Link layer of a case's capture.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Link {
+    /// Ethernet.
+    #[default]
+    Ethernet,
+    /// Linux cooked.
+    Cooked,
+    /// Linux cooked, version 2.
+    Cooked2,
+    /// None.
+    Raw,
+}
+
+/// A packet as it is written.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// Nanoseconds after the case's beginning.
+    pub time: u64,
+    /// Who sends it, and from which port.
+    pub src: End,
+    /// For whom it is, and for which port.
+    pub dst: End,
+    /// What it is.
+    pub kind: String,
+    /// What is particular about it: `word` or `word=value`.
+    pub words: Vec<(String, String)>,
+    /// Where it stands, for messages.
+    pub place: String,
+}
+
+/// An end of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct End {
+    /// Its address.
+    pub address: IpAddr,
+    /// Its port; 0 if none is given.
+    pub port: u16,
+}
+
+/// What cases call the addresses of the clusters under `clusters/`.
+const HOSTS: &[(&str, &str)] = &[
+    ("web", "10.0.1.1"),
+    ("db", "10.0.1.2"),
+    ("api", "10.0.1.3"),
+    ("open", "10.0.1.4"),
+    ("shut", "10.0.1.5"),
+    ("guest", "10.0.1.9"),
+    ("far", "10.0.2.1"),
+    ("node", "192.168.0.1"),
+    ("node2", "192.168.0.2"),
+    ("world", "203.0.113.7"),
+    ("banned", "203.0.113.66"),
+    ("elsewhere", "198.51.100.1"),
+    ("web6", "fd00:1::1"),
+    ("db6", "fd00:1::2"),
+    ("api6", "fd00:1::3"),
+    ("open6", "fd00:1::4"),
+    ("shut6", "fd00:1::5"),
+    ("guest6", "fd00:1::9"),
+    ("far6", "fd00:2::1"),
+    ("node6", "fd00:ffff::1"),
+    ("world6", "2001:db8::7"),
+    ("banned6", "2001:db8::66"),
+];
+
+impl Script {
+    /// Reads a case.
+    ///
+    /// # Errors
+    /// What is wrong, with file and line.
+    pub fn parse(name: &str, text: &str) -> Result<Self, String> {
+        let mut script = Self::default();
+        for (number, line) in text.lines().enumerate() {
+            let place = format!("{name}:{}", number + 1);
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            match line.split_once(": ").filter(|(key, _)| key.chars().all(char::is_alphanumeric)) {
+                Some((key, value)) => {
+                    script.header(key, value.trim()).map_err(|problem| format!("{place}: {problem}"))?
+                }
+                None => script.packets.push(Line::parse(line, place)?),
+            }
+        }
+        for (value, what) in [(&script.purpose, "purpose"), (&script.cluster, "cluster")] {
+            if value.is_empty() {
+                return Err(format!("{name}: has no {what}"));
+            }
+        }
+        Ok(script)
+    }
+
+    fn header(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "purpose" => self.purpose = value.to_owned(),
+            "cluster" => self.cluster = value.to_owned(),
+            "node" => self.node = Some(value.to_owned()),
+            "ports" => self.ports = value.split_whitespace().map(str::to_owned).collect(),
+            "dedup" => self.dedup = value == "yes",
+            "v1beta1" => self.v1beta1 = value == "yes",
+            "clusterwide" => self.cluster_wide = value == "yes",
+            "link" => {
+                self.link = match value {
+                    "ethernet" => Link::Ethernet,
+                    "cooked" => Link::Cooked,
+                    "cooked2" => Link::Cooked2,
+                    "raw" => Link::Raw,
+                    other => return Err(format!("{other} is no link layer")),
+                }
+            }
+            "timeline" => {
+                self.timeline.push_str(value);
+                self.timeline.push('\n');
+            }
+            other => return Err(format!("{other} is no header of a case")),
+        }
+        Ok(())
+    }
+}
+
+impl Line {
+    fn parse(line: &str, place: String) -> Result<Self, String> {
+        let mut words = line.split_whitespace();
+        let mut next = |what: &str| words.next().ok_or_else(|| format!("{place}: {what} is missing"));
+        let time = nanoseconds(next("time")?).ok_or_else(|| format!("{place}: the time is no number"))?;
+        let src = End::parse(next("source")?).map_err(|problem| format!("{place}: {problem}"))?;
+        if next(">")? != ">" {
+            return Err(format!("{place}: write SOURCE > DESTINATION"));
+        }
+        let dst = End::parse(next("destination")?).map_err(|problem| format!("{place}: {problem}"))?;
+        let kind = next("kind")?.to_owned();
+        let words = words.map(|word| match word.split_once('=') {
+            Some((word, value)) => (word.to_owned(), value.to_owned()),
+            None => (word.to_owned(), String::new()),
+        });
+        let words = words.collect();
+        Ok(Self { time, src, dst, kind, words, place })
+    }
+
+    /// The value of a word, if it is there.
+    pub fn word(&self, word: &str) -> Option<&str> {
+        self.words.iter().find(|(key, _)| key == word).map(|(_, value)| value.as_str())
+    }
+
+    /// The number that a word has, if it is there.
+    ///
+    /// # Panics
+    /// It is no number of this size: the case is wrong.
+    pub fn number<T: TryFrom<u64>>(&self, word: &str) -> Option<T> {
+        let value = self.word(word)?;
+        let number = value.strip_prefix("0x").map_or_else(|| value.parse(), |hex| u64::from_str_radix(hex, 16));
+        let number = number.ok().and_then(|number| T::try_from(number).ok());
+        Some(number.unwrap_or_else(|| panic!("{}: {word}={value} is no number that fits", self.place)))
+    }
+}
+
+impl End {
+    fn parse(text: &str) -> Result<Self, String> {
+        if let Ok(end) = text.parse::<SocketAddr>() {
+            return Ok(Self { address: end.ip(), port: end.port() });
+        }
+        if let Ok(address) = text.parse::<IpAddr>() {
+            return Ok(Self { address, port: 0 });
+        }
+        let (host, port) = text.split_once(':').unwrap_or((text, "0"));
+        let (_, address) = HOSTS
+            .iter()
+            .find(|(name, _)| *name == host)
+            .ok_or_else(|| format!("{host} is neither a host nor an address"))?;
+        let port = port.parse().map_err(|_| format!("{port} is no port"))?;
+        let address = address.parse().map_err(|_| format!("{address} is no address"))?;
+        Ok(Self { address, port })
+    }
+}
+
+/// Decimal seconds in nanoseconds.
+fn nanoseconds(text: &str) -> Option<u64> {
+    let (seconds, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    let digits = format!("{fraction:0<9}");
+    Some(seconds.parse::<u64>().ok()? * 1_000_000_000 + digits.get(..9)?.parse::<u64>().ok()?)
+}

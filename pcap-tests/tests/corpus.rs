@@ -1,0 +1,185 @@
+//! Every case of the corpus: the capture is the one that its description makes, and the verdicts are the expected ones.
+//!
+//! `PENSTOCK_BLESS=1 cargo test -p penstock-pcap-tests` writes captures and expected verdicts anew.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use penstock_pcap_tests::capture::{EPOCH, pcapng};
+use penstock_pcap_tests::script::Link;
+use penstock_pcap_tests::{Case, cases};
+use serde_json::Value;
+
+fn is_blessing() -> bool {
+    std::env::var_os("PENSTOCK_BLESS").is_some_and(|value| value == "1")
+}
+
+/// The verdicts as they are kept: a line a packet, for people who read a diff.
+fn readable(case: &Case, lines: &[String]) -> String {
+    let mut text = format!("# {}\n", case.script.purpose);
+    let rows: Vec<[String; 8]> = lines.iter().map(|line| row(line)).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..8).map(width).collect();
+    for row in &rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(&widths) {
+            write!(line, "{cell:<width$}  ").expect("writing to a string does not fail");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn row(line: &str) -> [String; 8] {
+    let value: Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+    let text = |field: &str| value[field].as_str().unwrap_or("-").to_owned();
+    let end = |name: &str, port: &str| match value[port].as_u64() {
+        Some(port) => format!("{}:{port}", text(name)),
+        None => text(name),
+    };
+    let verdict = match value["reason"].as_str() {
+        Some(reason) => format!("{} {reason}", text("verdict")),
+        None => text("verdict"),
+    };
+    let time = text("time").replace("2026-01-01T00:00:", "").replace("000000Z", "").replace("000Z", "");
+    let time = time.trim_start_matches("2026-").to_owned();
+    let (src, dst) = (end("src", "sport"), format!("> {}", end("dst", "dport")));
+    [value["n"].to_string(), time, src, dst, text("protocol"), verdict, text("conn"), text("rule")]
+}
+
+fn bless_or_compare(file: &Path, made: &[u8], what: &str, failures: &mut Vec<String>) {
+    if is_blessing() {
+        fs::write(file, made).expect("the corpus can be written");
+        return;
+    }
+    let kept = fs::read(file).unwrap_or_default();
+    if kept == made {
+        return;
+    }
+    let mut failure = format!("{}: {what}", file.display());
+    if let (Ok(kept), Ok(made)) = (std::str::from_utf8(&kept), std::str::from_utf8(made)) {
+        for (kept, made) in kept.lines().zip(made.lines()).filter(|(kept, made)| kept != made) {
+            write!(failure, "\n  - {kept}\n  + {made}").expect("writing to a string does not fail");
+        }
+    }
+    failures.push(failure);
+}
+
+fn fail(failures: &[String]) {
+    assert!(failures.is_empty(), "{}\nPENSTOCK_BLESS=1 writes them anew", failures.join("\n"));
+}
+
+#[test]
+fn a_description_makes_the_capture_that_is_kept() {
+    let mut failures = Vec::new();
+    for case in cases() {
+        bless_or_compare(&case.capture_file(), &case.capture(), "is not what its description makes", &mut failures);
+    }
+    fail(&failures);
+}
+
+#[test]
+fn every_packet_has_the_expected_verdict() {
+    let mut failures = Vec::new();
+    for case in cases() {
+        let scratch = tempfile::tempdir().unwrap();
+        let capture = scratch.path().join("case.pcapng");
+        fs::write(&capture, case.capture()).unwrap();
+        let (lines, report) = case.replay(&capture, scratch.path());
+        let verdicts = report.summary.verdicts;
+        assert_eq!(verdicts.allow + verdicts.deny + verdicts.kernel, lines.len() as u64, "{}", case.name);
+        assert_eq!(report.summary.packets, lines.len() as u64 + report.summary.duplicates, "{}", case.name);
+        let text = readable(&case, &lines);
+        bless_or_compare(&case.expected_file(), text.as_bytes(), "verdicts differ", &mut failures);
+    }
+    fail(&failures);
+}
+
+#[test]
+fn the_corpus_is_large_and_each_case_has_a_purpose_of_its_own() {
+    let cases = cases();
+    assert!(cases.len() >= 60, "{} cases", cases.len());
+    let purposes: BTreeSet<&str> = cases.iter().map(|case| case.script.purpose.as_str()).collect();
+    assert_eq!(purposes.len(), cases.len());
+    for case in &cases {
+        assert!(case.script.purpose.ends_with('.') && case.script.packets.len() > 0, "{}", case.name);
+    }
+}
+
+#[test]
+fn the_corpus_meets_verdicts_reasons_and_standings_of_every_kind() {
+    let mut met = BTreeSet::new();
+    for case in cases() {
+        let expected = fs::read_to_string(case.expected_file()).unwrap_or_default();
+        met.extend(expected.split_whitespace().map(str::to_owned));
+    }
+    let causes = [
+        "truncated",
+        "malformed",
+        "not_ip",
+        "extension_headers",
+        "source_route",
+        "redirect",
+        "neighbour_discovery",
+        "header_checksum",
+        "spoofed_source",
+        "multicast",
+        "not_routable",
+        "ttl_expired",
+        "egress_denied",
+        "ingress_denied",
+        "connection_cut",
+        "no_connection",
+        "invalid_state",
+        "fragment",
+        "arp",
+        "not_local",
+        "allow",
+        "deny",
+        "kernel",
+        "new",
+        "established",
+        "related",
+        "cut",
+    ];
+    let missing: Vec<_> = causes.iter().filter(|name| !met.contains(**name)).collect();
+    assert!(missing.is_empty(), "no case meets {missing:?}");
+}
+
+#[test]
+fn the_same_capture_gives_the_same_octets() {
+    for case in cases().into_iter().step_by(7) {
+        let scratch = tempfile::tempdir().unwrap();
+        let first = case.replay(&case.capture_file(), scratch.path()).0;
+        assert_eq!(first, case.replay(&case.capture_file(), scratch.path()).0, "{}", case.name);
+        assert!(first.iter().all(|line| line.contains("\"time\":\"2026-01-0")), "{} {EPOCH}", case.name);
+    }
+}
+
+#[test]
+fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
+    let scratch = tempfile::tempdir().unwrap();
+    let is_ip = |frame: &[u8]| matches!(frame.get(12..14), Some([0x08, 0x00] | [0x86, 0xdd]));
+    let mut compared = 0;
+    for case in cases().into_iter().filter(|case| case.script.link == Link::Ethernet && !case.script.dedup) {
+        let packets: Vec<_> = case.packets().into_iter().filter(|(_, packet)| is_ip(&packet.frame)).collect();
+        // Raw IP tells the family by the packet's first octet, which these cases get wrong.
+        if packets.is_empty() || case.name == "ip/bad-lengths" || case.name == "ip/truncated" {
+            continue;
+        }
+        let verdicts = |link| {
+            let capture = scratch.path().join("case.pcapng");
+            fs::write(&capture, pcapng(link, &packets)).unwrap();
+            case.replay(&capture, scratch.path()).0
+        };
+        let ethernet = verdicts(Link::Ethernet);
+        for link in [Link::Cooked, Link::Cooked2, Link::Raw] {
+            assert_eq!(verdicts(link), ethernet, "{} as {link:?}", case.name);
+            compared += 1;
+        }
+    }
+    assert!(compared > 150, "{compared} captures compared");
+}
