@@ -258,7 +258,7 @@ fn is_before(a: Moment, b: Moment) -> bool {
 }
 
 fn in_one_line(error: &toml::de::Error, text: &str) -> String {
-    let line = error.span().map(|span| text[..span.start.min(text.len())].lines().count().max(1));
+    let line = error.span().map(|span| text[..span.start.min(text.len())].matches('\n').count() + 1);
     let message = error.message().replace('\n', " ");
     line.map_or(message.clone(), |line| format!("line {line}: {message}"))
 }
