@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use super::net::{Raw, frame, in_namespace, ip, veth};
+use super::net::{Raw, frame, in_namespace, ip, veth, veths};
 use super::*;
 use crate::io::PortError;
 
@@ -193,7 +193,7 @@ fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
     const PODS: usize = 110;
     in_namespace(|| {
         let name = |pod: usize| format!("pod{pod}");
-        (0..PODS).for_each(|pod| veth(&name(pod)));
+        veths(&(0..PODS).map(name).collect::<Vec<_>>());
         let bench = Bench::start(Config { thread_name: "many".to_owned(), ..Config::default() });
         let ports: Vec<_> = (0..PODS).map(|pod| bench.open(&name(pod))).collect();
         let account = bench.account();
