@@ -50,8 +50,8 @@ pub enum EffectivePeers {
     AnyOf {
         /// Whether every pod of every known namespace is a peer.
         every_pod: bool,
-        /// Addresses that are in all classes of at least one of these lists.
-        classes: Vec<Vec<Class>>,
+        /// Addresses of pods in these classes.
+        classes: Vec<Class>,
         /// Addresses in blocks, pods' or not.
         blocks: Vec<Block>,
     },
@@ -152,15 +152,14 @@ fn one_rule(state: &State, side: &Side, source: &RuleSource, rule: &Rule, into: 
 /// among every peer.
 fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &Peers) -> EffectiveRule {
     let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
-    let with_port = Class::Port(port);
     let classes = match peers {
-        Peers::Every => vec![vec![with_port]],
+        Peers::Every => vec![Class::Port(port)],
         Peers::AnyOf(peers) => {
-            let both = |peer: &Peer| match peer {
-                Peer::Block(block) => vec![Class::Block(block.clone()), with_port.clone()],
-                peer => vec![class(namespace, peer), with_port.clone()],
+            let with_port = |peer: &Peer| match peer {
+                Peer::Block(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
+                pods => class(namespace, pods, Some(port.clone())),
             };
-            peers.iter().map(both).collect()
+            peers.iter().filter_map(with_port).collect()
         }
     };
     let peers = EffectivePeers::AnyOf { every_pod: false, classes, blocks: Vec::new() };
@@ -178,7 +177,7 @@ fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
         match peer {
             Peer::Block(block) => blocks.push(block.clone()),
             peer if finds_every_pod(peer) => every_pod = true,
-            peer => classes.push(vec![class(namespace, peer)]),
+            pods => classes.extend(class(namespace, pods, None)),
         }
     }
     Some(EffectivePeers::AnyOf { every_pod, classes, blocks })
@@ -193,17 +192,17 @@ fn finds_every_pod(peer: &Peer) -> bool {
     }
 }
 
-/// The class of pods, or of addresses, that are a peer.
-fn class(namespace: &str, peer: &Peer) -> Class {
+/// The class of the pods that a selector peer finds, and that have the port, if one is given; `None` for a block.
+fn class(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<Class> {
     match peer {
-        Peer::Pods(pods) => Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone() },
+        Peer::Pods(pods) => Some(Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),
         Peer::Namespaces(namespaces) => {
-            Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default() }
+            Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default(), port })
         }
         Peer::PodsInNamespaces { namespaces, pods } => {
-            Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone() }
+            Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
-        Peer::Block(block) => Class::Block(block.clone()),
+        Peer::Block(_) => None,
     }
 }
 

@@ -25,6 +25,8 @@ pub enum Class {
         namespace: String,
         /// Finds the pods.
         pods: Selector,
+        /// Which must have this port, too.
+        port: Option<NamedPort>,
     },
     /// Pods that a selector finds in the namespaces that another finds.
     InNamespaces {
@@ -32,11 +34,18 @@ pub enum Class {
         namespaces: Selector,
         /// Finds the pods.
         pods: Selector,
+        /// Which must have this port, too.
+        port: Option<NamedPort>,
     },
-    /// Pods that have this named port.
+    /// All pods that have this named port.
     Port(NamedPort),
-    /// Pods' addresses in this block.
-    Block(Block),
+    /// The addresses in a block of pods that have a named port.
+    Block {
+        /// The block.
+        block: Block,
+        /// The port.
+        port: NamedPort,
+    },
     /// See [`NAMESPACE_UNKNOWN`].
     NamespaceUnknown,
 }
@@ -47,7 +56,7 @@ pub(super) struct ClassRecord {
     pub(super) class: Class,
     /// How many rules ask for it.
     pub(super) references: u32,
-    /// Its pods; not kept for [`Class::Block`], which is about addresses.
+    /// Its pods; not kept for a [`Class::Block`], which is about addresses.
     pub(super) members: FxHashSet<PodId>,
 }
 
@@ -209,7 +218,7 @@ pub(super) struct Classes {
     pub(super) registry: Registry<Class, ClassRecord>,
     pub(super) scopes: Registry<Selector, Scope>,
     /// The classes of addresses.
-    pub(super) blocks: Vec<(ClassId, Block)>,
+    pub(super) blocks: Vec<(ClassId, Block, NamedPort)>,
 }
 
 impl Default for Classes {

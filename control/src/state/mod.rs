@@ -200,9 +200,11 @@ impl State {
 
     /// The classes of a pod's address, sorted.
     pub fn classes_at(&self, pod: PodId, address: &IpAddr) -> Vec<ClassId> {
-        let mut classes = self.pods[pod].classes.clone();
-        let blocks = self.classes.blocks.iter().filter(|(_, block)| block.contains(address));
-        classes.extend(blocks.map(|(class, _)| *class));
+        let record = &self.pods[pod];
+        let mut classes = record.classes.clone();
+        let blocks = self.classes.blocks.iter();
+        let holding = blocks.filter(|(_, block, port)| block.contains(address) && record.pod.ports.contains(port));
+        classes.extend(holding.map(|(class, ..)| *class));
         classes.sort_unstable();
         classes
     }
@@ -222,20 +224,20 @@ impl State {
         let record = ClassRecord { class: class.clone(), references: 1, members: FxHashSet::default() };
         let number = self.classes.registry.insert(class.clone(), record);
         let members = match class {
-            Class::InNamespace { namespace, pods } => {
+            Class::InNamespace { namespace, pods, port } => {
                 let namespace = self.namespace(namespace);
                 self.namespaces[namespace].classes.insert(number, pods);
-                self.found_in(&self.namespaces[namespace].pods, pods)
+                self.found_in(&self.namespaces[namespace].pods, pods, port.as_ref())
             }
-            Class::InNamespaces { namespaces, pods } => {
+            Class::InNamespaces { namespaces, pods, port } => {
                 let scope = self.acquire_scope(namespaces);
                 self.classes.scopes[scope].classes.insert(number, pods);
-                self.found_in_scope(scope, pods)
+                self.found_in_scope(scope, pods, port.as_ref())
             }
             Class::Port(port) => self.index.with_port(port).collect(),
-            Class::Block(block) => {
-                self.classes.blocks.push((number, block.clone()));
-                self.outdate_block(block.clone());
+            Class::Block { block, port } => {
+                self.classes.blocks.push((number, block.clone(), port.clone()));
+                self.outdate_block(block);
                 Vec::new()
             }
             Class::NamespaceUnknown => unreachable!("the class is always there"),
@@ -265,19 +267,19 @@ impl State {
             self.outdated.addresses.extend(&record.pod.addresses);
         }
         match &class {
-            Class::InNamespace { namespace, pods } => {
+            Class::InNamespace { namespace, pods, .. } => {
                 let id = self.namespace(namespace);
                 self.namespaces[id].classes.remove(number, pods);
                 self.forget_if_empty(namespace);
             }
-            Class::InNamespaces { namespaces, pods } => {
+            Class::InNamespaces { namespaces, pods, .. } => {
                 let scope = self.acquire_scope(namespaces);
                 self.classes.scopes[scope].classes.remove(number, pods);
                 self.forget_scope_if_empty(scope);
             }
-            Class::Block(block) => {
-                self.classes.blocks.retain(|(class, _)| *class != number);
-                self.outdate_block(block.clone());
+            Class::Block { block, .. } => {
+                self.classes.blocks.retain(|(class, ..)| *class != number);
+                self.outdate_block(block);
             }
             Class::Port(_) | Class::NamespaceUnknown => {}
         }
@@ -341,7 +343,7 @@ impl State {
         }
     }
 
-    fn outdate_block(&mut self, block: crate::model::Block) {
+    fn outdate_block(&mut self, block: &crate::model::Block) {
         let inside = self.claims.iter().filter(|(address, claim)| !claim.pods.is_empty() && block.contains(address));
         self.outdated.addresses.extend(inside.map(|(address, _)| *address));
     }

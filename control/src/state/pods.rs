@@ -146,8 +146,10 @@ impl State {
         let candidates = candidates.flat_map(|classes| classes.candidates(&record.pod.labels));
         let mut classes: Vec<ClassId> = candidates
             .filter(|class| match &self.classes.registry[*class].class {
-                Class::InNamespace { pods, .. } | Class::InNamespaces { pods, .. } => pods.matches(&record.pod.labels),
-                Class::Port(_) | Class::Block(_) | Class::NamespaceUnknown => false,
+                Class::InNamespace { pods, port, .. } | Class::InNamespaces { pods, port, .. } => {
+                    is_member(&record.pod, pods, port.as_ref())
+                }
+                Class::Port(_) | Class::Block { .. } | Class::NamespaceUnknown => false,
             })
             .collect();
         let ports = record.pod.ports.iter().filter_map(|port| self.classes.registry.find(&Class::Port(port.clone())));
@@ -160,28 +162,29 @@ impl State {
         classes
     }
 
-    /// The pods among these that a selector finds.
-    pub(super) fn found_in(&self, pods: &FxHashSet<PodId>, selector: &Selector) -> Vec<PodId> {
-        pods.iter().copied().filter(|pod| self.is_found(*pod, selector)).collect()
+    /// The pods among these that a selector finds and that have the port, if one is given.
+    pub(super) fn found_in(
+        &self,
+        pods: &FxHashSet<PodId>,
+        selector: &Selector,
+        port: Option<&NamedPort>,
+    ) -> Vec<PodId> {
+        pods.iter().copied().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect()
     }
 
-    /// The pods that a selector finds in the namespaces of a scope: either all that carry a label which it asks for are
+    /// The pods that a selector finds in the namespaces of a scope, and that have the port, if one is given: either all that carry a label which it asks for are
     /// looked at, or all in these namespaces, whichever are fewer.
-    pub(super) fn found_in_scope(&self, scope: u32, selector: &Selector) -> Vec<PodId> {
+    pub(super) fn found_in_scope(&self, scope: u32, selector: &Selector, port: Option<&NamedPort>) -> Vec<PodId> {
         let namespaces = &self.classes.scopes[scope].namespaces;
         let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
         let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
         match self.index.candidates(selector) {
             Some((labelled, pods)) if labelled < all => pods
-                .filter(|pod| namespaces.contains(&self.pods[*pod].namespace) && self.is_found(*pod, selector))
+                .filter(|pod| namespaces.contains(&self.pods[*pod].namespace))
+                .filter(|pod| is_member(&self.pods[*pod].pod, selector, port))
                 .collect(),
-            _ => inside().filter(|pod| self.is_found(*pod, selector)).collect(),
+            _ => inside().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(),
         }
-    }
-
-    fn is_found(&self, pod: PodId, selector: &Selector) -> bool {
-        let pod = &self.pods[pod].pod;
-        is_present(pod) && selector.matches(&pod.labels)
     }
 
     /// Replaces the claims of one claimant; those that stay keep their place.
@@ -206,6 +209,11 @@ impl State {
             }
         }
     }
+}
+
+/// Whether a selector finds a pod, and it has the port, if one is given.
+fn is_member(pod: &Pod, selector: &Selector, port: Option<&NamedPort>) -> bool {
+    is_present(pod) && selector.matches(&pod.labels) && port.is_none_or(|port| pod.ports.contains(port))
 }
 
 /// What is in the one sorted list and not in the other.

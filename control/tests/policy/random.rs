@@ -49,7 +49,9 @@ const BLOCKS: [&str; 12] = [
 pub fn destinations() -> Vec<(u8, u16)> {
     let ports = [0u16, 1, 79, 80, 81, 82, 254, 255, 256, 65534, 65535];
     let with_ports = [6u8, 17, 132].into_iter().flat_map(|protocol| ports.map(|port| (protocol, port)));
-    with_ports.chain([(1, 0), (58, 0), (50, 80)]).collect()
+    // Those that pods have names for come up more often.
+    let named = [6u8, 17].into_iter().flat_map(|protocol| [80, 81, 255].map(|port| (protocol, port)));
+    with_ports.chain(named).chain([(1, 0), (58, 0), (50, 80)]).collect()
 }
 
 fn some_labels() -> impl Strategy<Value = Labels> {
@@ -103,7 +105,7 @@ fn some_ports() -> impl Strategy<Value = Ports> {
         1 => Just(PortMatch::Every),
         2 => select(&PORTS[..]).prop_map(|port| PortMatch::Range { first: port, last: port }),
         2 => range,
-        3 => select(&NAMES[..]).prop_map(|name| PortMatch::Name(name.to_owned())),
+        6 => select(&NAMES[..]).prop_map(|name| PortMatch::Name(name.to_owned())),
     ];
     let port = (some_protocol(), which).prop_map(|(protocol, which)| Port { protocol, which });
     prop_oneof![
@@ -125,7 +127,7 @@ fn some_key(names: &'static [&'static str]) -> impl Strategy<Value = ObjectKey> 
 fn some_pod() -> impl Strategy<Value = Object> {
     let port = (select(&NAMES[..]), some_protocol(), select(&[80u16, 81, 255][..]))
         .prop_map(|(name, protocol, number)| NamedPort { name: name.to_owned(), protocol, number });
-    let ports = prop::collection::vec(port, 0..3).prop_map(|ports| {
+    let ports = prop::collection::vec(port, 0..5).prop_map(|ports| {
         // One number a name and protocol, as an object of the API converts.
         let mut distinct: Vec<NamedPort> = Vec::new();
         for port in ports {

@@ -15,21 +15,19 @@ use super::identities::{Identities, identity};
 #[derive(Default, Debug)]
 pub(super) struct LinkedRules {
     pub(super) rules: Vec<EffectiveRule>,
-    /// For each rule the lists of classes; a peer is in all of one list.
-    classes: Vec<Vec<Vec<ClassId>>>,
+    /// For each rule the classes of pods that are peers.
+    classes: Vec<Vec<ClassId>>,
     every_pod: RuleSet,
 }
 
 impl LinkedRules {
     /// Acquires the classes of rules.
     pub(super) fn new(rules: Vec<EffectiveRule>, state: &mut State) -> Self {
-        let mut link = |rule: &EffectiveRule| match &rule.peers {
+        let link = |rule: &EffectiveRule| match &rule.peers {
             EffectivePeers::Every => Vec::new(),
-            EffectivePeers::AnyOf { classes, .. } => {
-                classes.iter().map(|all| all.iter().map(|class| state.acquire(class)).collect()).collect()
-            }
+            EffectivePeers::AnyOf { classes, .. } => classes.iter().map(|class| state.acquire(class)).collect(),
         };
-        let classes = rules.iter().map(&mut link).collect();
+        let classes = rules.iter().map(link).collect();
         let with_every_pod = (0u32..)
             .zip(&rules)
             .filter(|(_, rule)| matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. }));
@@ -39,20 +37,19 @@ impl LinkedRules {
 
     /// Releases the classes.
     pub(super) fn unlink(self, state: &mut State) {
-        self.classes.into_iter().flatten().flatten().for_each(|class| state.release(class));
+        self.classes.into_iter().flatten().for_each(|class| state.release(class));
     }
 
     /// Every class on which rows depend, some more than once.
     pub(super) fn uses(&self) -> impl Iterator<Item = ClassId> {
         let unknown = (!self.every_pod.is_empty()).then_some(NAMESPACE_UNKNOWN);
-        self.classes.iter().flatten().flatten().copied().chain(unknown)
+        self.classes.iter().flatten().copied().chain(unknown)
     }
 
     /// The rules of which an identity with these classes is a peer, if they are others than every pod's.
     pub(super) fn row(&self, classes: &[ClassId]) -> Option<RuleSet> {
         let has = |class: &ClassId| classes.binary_search(class).is_ok();
-        let peer_of = |lists: &Vec<Vec<ClassId>>| lists.iter().any(|all| all.iter().all(has));
-        let by_class = (0u32..).zip(&self.classes).filter(|(_, lists)| peer_of(lists));
+        let by_class = (0u32..).zip(&self.classes).filter(|(_, peers)| peers.iter().any(has));
         let mut row: RuleSet = by_class.map(|(number, _)| number).collect();
         if !has(&NAMESPACE_UNKNOWN) {
             row.union_with(&self.every_pod);
@@ -60,16 +57,9 @@ impl LinkedRules {
         (row != self.every_pod).then_some(row)
     }
 
-    /// The identities that are peers of a rule by one of its lists of classes.
+    /// The identities that are peers of a rule by its classes, some more than once.
     pub(super) fn peers(&self, rule: u32, identities: &Identities) -> impl Iterator<Item = u32> {
-        self.classes[rule as usize].iter().filter_map(|all| all.split_last()).flat_map(|(last, others)| {
-            // The last one is the narrowest: those that have a port.
-            let in_all = |identity: &u32| {
-                let classes = identities.classes(*identity);
-                others.iter().all(|class| classes.binary_search(class).is_ok())
-            };
-            identities.in_class(*last).filter(in_all)
-        })
+        self.classes[rule as usize].iter().flat_map(|class| identities.in_class(*class))
     }
 
     /// Makes the table.
