@@ -194,6 +194,12 @@ fn files_come_go_and_change_their_names() {
     assert_eq!(told(&watched.next()), ["+y 10.0.0.2"]);
     watched.write("notes.txt", "nothing to read");
     watched.assert_quiet();
+    // A link that leads nowhere any more is a file that cannot be read; without the link, its objects go.
+    fs::remove_file(watched.path("c.off")).unwrap();
+    let batch = watched.next_within(SOON).expect("found by the look once a second at the latest");
+    assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
+    fs::remove_file(watched.path("d.yaml")).unwrap();
+    assert_eq!(told(&watched.next()), ["-y"]);
 }
 
 #[test]

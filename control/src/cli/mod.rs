@@ -27,7 +27,7 @@ pub use failure::Failure;
 
 /// NetworkPolicy in userspace, at packet rate.
 #[derive(Parser, Debug)]
-#[command(name = "penstock", version, about, max_term_width = 110, arg_required_else_help = true)]
+#[command(name = "penstock", version, max_term_width = 110, arg_required_else_help = true)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -120,7 +120,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 fn find(manifests: &Manifests, v1beta1: bool) -> Vec<Finding> {
     let world = cluster::World::new(manifests);
     let mut findings = Vec::new();
-    cluster::check(manifests, &world, v1beta1, &mut findings);
+    cluster::check(manifests, v1beta1, &mut findings);
     for document in &manifests.documents {
         policy::check(document, &world, &mut findings);
     }

@@ -49,15 +49,18 @@ pub(super) struct Files {
     gone: Vec<Objects>,
     /// Namespaces that are used and in none of the files.
     implied: Vec<Object>,
+    /// Whether a file is other than when it was last settled what holds.
+    is_outdated: bool,
 }
 
 impl Files {
     pub(super) fn new(options: Options) -> Self {
-        Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new() }
+        Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new(), is_outdated: false }
     }
 
     /// A file has these contents now, or cannot be read.
     pub(super) fn set(&mut self, path: &Path, contents: Result<String, ManifestErrors>) {
+        self.is_outdated = true;
         let name: Arc<Path> = Arc::from(path);
         let latest = contents.and_then(|text| manifest::parse_file(&name, &text, &self.options)).map(located);
         match self.files.get_mut(path) {
@@ -69,15 +72,24 @@ impl Files {
         }
     }
 
+    /// The files that there are.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
+        self.files.keys()
+    }
+
     /// A file is gone, and its objects with it.
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
+            self.is_outdated = true;
             self.gone.push(file.good);
         }
     }
 
     /// Settles what holds now, and tells what changed by that.
     pub(super) fn settle(&mut self) -> Batch {
+        if !std::mem::take(&mut self.is_outdated) {
+            return Batch::default();
+        }
         let (held, mut errors) = self.hold();
         let mut batch = Batch::default();
         let mut before: Vec<Objects> = std::mem::take(&mut self.gone);

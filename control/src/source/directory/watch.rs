@@ -5,7 +5,7 @@
 //! rename, and events are gathered until they pause. Should the system lose an event, or the directory be made
 //! anew where no event tells, a look once a second finds it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::io;
@@ -62,7 +62,7 @@ pub(super) struct Watch {
     missing: Option<String>,
     stamps: BTreeMap<PathBuf, Stamp>,
     /// Files with an event that have not been read since.
-    changed: Vec<PathBuf>,
+    changed: BTreeSet<PathBuf>,
     /// Files that are being written, and since when.
     writing: BTreeMap<PathBuf, Instant>,
     /// First and last event since the files were last read.
@@ -81,7 +81,7 @@ impl Watch {
             parent_watched: false,
             missing: None,
             stamps: BTreeMap::new(),
-            changed: Vec::new(),
+            changed: BTreeSet::new(),
             writing: BTreeMap::new(),
             events: None,
         };
@@ -177,9 +177,7 @@ impl Watch {
         } else if ends_write {
             self.writing.remove(path);
         }
-        if !self.changed.iter().any(|changed| changed == path) {
-            self.changed.push(path.to_owned());
-        }
+        self.changed.insert(path.to_owned());
     }
 
     /// Looks at the directory, and settles what holds.
@@ -226,7 +224,7 @@ impl Watch {
                 };
             }
         }
-        let gone: Vec<PathBuf> = self.stamps.keys().filter(|path| !present.contains(path)).cloned().collect();
+        let gone: Vec<PathBuf> = files.paths().filter(|path| present.binary_search(path).is_err()).cloned().collect();
         for path in gone {
             self.stamps.remove(&path);
             files.remove(&path);
