@@ -154,10 +154,10 @@ pub(super) struct Entry {
     tracking: [AtomicU64; 2],
 }
 
-const _: () = assert!(cfg!(loom) || size_of::<Entry>() == 64);
+const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<Entry>() == 64);
 
 impl Entry {
-    #[cfg(loom)]
+    #[cfg(all(test, feature = "loom"))]
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
         Self { control: zero(), addresses: [zero(), zero(), zero(), zero()], name: zero(), tracking: [zero(), zero()] }
@@ -299,7 +299,7 @@ fn stored_epoch(epoch: Epoch, control: Control) -> u64 {
     u64::from((epoch.0 ^ seal) & 0x00ff_ffff)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
 

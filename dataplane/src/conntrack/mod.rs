@@ -19,9 +19,12 @@ mod counters;
 mod entry;
 mod evict;
 mod hash;
+#[cfg(not(all(test, feature = "loom")))]
+mod mapping;
+mod opened;
+mod recover;
 mod sctp;
 mod state;
-mod storage;
 mod sweep;
 mod sync;
 mod table;
@@ -35,11 +38,16 @@ pub use conn::{Conn, Update};
 pub use counters::Statistics;
 pub use entry::OwnerId;
 pub use hash::Hashed;
+pub use opened::{OpenError, Opened, Unusable};
 pub use state::{SctpState, State, TcpState, Worth};
-pub use storage::{OpenError, Opened};
 pub use sweep::{Connection, SweepCursor, Swept};
 pub use table::{ConnTable, Insertion, NewConn, Refused};
 pub use time::Timestamp;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
+mod model;
+#[cfg(all(test, not(feature = "loom")))]
 mod tests;
+
+#[cfg(all(test, feature = "loom"))]
+mod interleavings;

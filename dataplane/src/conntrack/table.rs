@@ -7,7 +7,11 @@ use super::conn::Conn;
 use super::counters::{Counters, Event, Statistics};
 use super::entry::{Control, Entry, OwnerId, Tracking};
 use super::hash::{Hashed, NO_HINT, Seed, alternate, home, prefetch};
-use super::storage::{OpenError, Opened, Storage};
+#[cfg(all(test, feature = "loom"))]
+use super::interleavings::storage::Storage;
+#[cfg(not(all(test, feature = "loom")))]
+use super::mapping::Storage;
+use super::opened::{OpenError, Opened};
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
@@ -70,7 +74,7 @@ pub enum Refused {
 pub(super) type Held = (u32, Control);
 
 /// Owners that are counted.
-pub(super) const OWNERS: usize = if cfg!(loom) { 4 } else { 1 << 16 };
+pub(super) const OWNERS: usize = if cfg!(all(test, feature = "loom")) { 4 } else { 1 << 16 };
 
 /// A home group with more entries than this sends new ones to its alternate, if that has fewer. Below it an entry
 /// is where it is looked for first.
@@ -86,7 +90,7 @@ impl ConnTable {
         config.check()?;
         let groups = group_count(config.entries);
         let (storage, seed, opened) = Storage::open(groups, config.mapping.as_deref())?;
-        let table = Self {
+        let mut table = Self {
             storage,
             seed,
             groups,
@@ -97,6 +101,9 @@ impl ConnTable {
             quota: config.quota(),
             pick_up: config.pick_up,
         };
+        if opened == Opened::Found {
+            table.recover();
+        }
         Ok(table)
     }
 
@@ -394,7 +401,7 @@ impl ConnTable {
 /// Groups for this many connections: a tenth more room than they need, so that two groups to choose from are enough
 /// until all are in.
 fn group_count(entries: usize) -> u32 {
-    if cfg!(loom) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
+    if cfg!(all(test, feature = "loom")) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
 }
 
 impl std::fmt::Debug for ConnTable {

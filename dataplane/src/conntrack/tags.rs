@@ -3,10 +3,10 @@
 use super::sync::{AtomicU64, Ordering};
 
 /// Entries in a group, each with a tag of 16 bits.
-#[cfg(not(loom))]
+#[cfg(not(all(test, feature = "loom")))]
 pub(super) const LANES: u32 = 32;
 /// Few, so that all interleavings can be explored.
-#[cfg(loom)]
+#[cfg(all(test, feature = "loom"))]
 pub(super) const LANES: u32 = 2;
 
 const WORDS: usize = LANES.div_ceil(4) as usize;
@@ -19,7 +19,7 @@ pub(super) const ALL: u32 = u32::MAX >> (32 - LANES);
 pub(super) struct Tags([AtomicU64; WORDS]);
 
 impl Tags {
-    #[cfg(loom)]
+    #[cfg(all(test, feature = "loom"))]
     pub(super) fn new() -> Self {
         Self(std::array::from_fn(|_| AtomicU64::new(0)))
     }
@@ -28,11 +28,11 @@ impl Tags {
     #[inline]
     pub(super) fn lanes_with(&self, tag: u16) -> u32 {
         let words: [u64; WORDS] = std::array::from_fn(|word| self.0[word].load(Ordering::Relaxed));
-        #[cfg(all(target_arch = "x86_64", not(loom)))]
+        #[cfg(all(target_arch = "x86_64", not(all(test, feature = "loom"))))]
         {
             equal_sse2(&words, tag)
         }
-        #[cfg(not(all(target_arch = "x86_64", not(loom))))]
+        #[cfg(not(all(target_arch = "x86_64", not(all(test, feature = "loom")))))]
         {
             equal_portable(&words, tag) & ALL
         }
@@ -68,7 +68,7 @@ impl Tags {
 }
 
 /// The lanes of `words` that equal `tag`, four to a word.
-#[cfg(any(test, loom, not(target_arch = "x86_64")))]
+#[cfg(any(test, not(target_arch = "x86_64")))]
 fn equal_portable(words: &[u64; WORDS], tag: u16) -> u32 {
     /// 1 in each lane of a word.
     const ONES: u64 = 0x0001_0001_0001_0001;
@@ -85,7 +85,7 @@ fn equal_portable(words: &[u64; WORDS], tag: u16) -> u32 {
 }
 
 /// The lanes of `words` that equal `tag`, eight to a comparison.
-#[cfg(all(target_arch = "x86_64", not(loom)))]
+#[cfg(all(target_arch = "x86_64", not(all(test, feature = "loom"))))]
 #[inline]
 fn equal_sse2(words: &[u64; WORDS], tag: u16) -> u32 {
     use std::arch::x86_64::{_mm_cmpeq_epi16, _mm_movemask_epi8, _mm_packs_epi16, _mm_set_epi64x, _mm_set1_epi16};
@@ -108,7 +108,7 @@ pub(super) fn bits(mut lanes: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -315,5 +315,5 @@ fn fits(sender: &Window, receiver: &Window, seq: u32, end: u32, ack: u32) -> boo
     sent && acknowledged
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests;

@@ -1,0 +1,31 @@
+//! Entries and tags of loom's atomics: each run makes its own few.
+
+use std::path::Path;
+
+use crate::conntrack::entry::Entry;
+use crate::conntrack::hash::Seed;
+use crate::conntrack::opened::{OpenError, Opened};
+use crate::conntrack::tags::{LANES, Tags};
+
+pub(in crate::conntrack) struct Storage {
+    entries: Box<[Entry]>,
+    tags: Box<[Tags]>,
+}
+
+impl Storage {
+    pub(in crate::conntrack) fn open(groups: u32, _: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
+        let entries = (0..groups * LANES).map(|_| Entry::new()).collect();
+        let tags = (0..groups).map(|_| Tags::new()).collect();
+        // Every run must be the same run.
+        let seed = Seed([3, 5, 7, 11, 13, 17].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
+        Ok((Self { entries, tags }, seed, Opened::New))
+    }
+
+    pub(in crate::conntrack) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    pub(in crate::conntrack) fn tags(&self) -> &[Tags] {
+        &self.tags
+    }
+}

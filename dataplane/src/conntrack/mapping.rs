@@ -1,0 +1,227 @@
+//! The mapping that a table lives in: memory of its own, or a file that outlasts the process.
+//!
+//! A file is a page of [`Header`], the tags, then the entries. It is made under another name and moved into place
+//! when it is whole. Every change to the table is one atomic word, and what an entry says of itself decides, so the
+//! file is usable after a process died at any point; [`super::recover`] clears what was under way.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::ptr::NonNull;
+
+use memmap2::{MmapMut, MmapOptions};
+
+use super::entry::Entry;
+use super::hash::Seed;
+use super::opened::{OpenError, Opened, Unusable};
+use super::tags::{LANES, Tags};
+
+/// Entries and tags, in a mapping that begins all zero: free.
+pub(super) struct Storage {
+    entries: NonNull<Entry>,
+    tags: NonNull<Tags>,
+    groups: usize,
+    /// What the two point into.
+    _map: MmapMut,
+    /// Held under lock as long as the table lives.
+    _file: Option<File>,
+}
+
+// SAFETY: the pointers are into the mapping that the value owns, and all that lies there is atomics.
+unsafe impl Send for Storage {}
+// SAFETY: as above.
+unsafe impl Sync for Storage {}
+
+impl Storage {
+    /// Memory for this many groups: what is in the file if it can be used, else free entries.
+    pub(super) fn open(groups: u32, mapping: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
+        let Some(path) = mapping else {
+            let bytes = table_len(groups);
+            let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
+            // Fewer translations to look up; if the kernel has none to give, small pages do.
+            let _ = map.advise(memmap2::Advice::HugePage);
+            return Ok((Self::new(map, None, 0, groups), Seed::random(), Opened::New));
+        };
+        Self::open_file(groups, path).map_err(|error| match error {
+            FileError::InUse => OpenError::InUse { path: path.to_owned() },
+            FileError::Io(source) => OpenError::File { path: path.to_owned(), source },
+        })
+    }
+
+    fn open_file(groups: u32, path: &Path) -> Result<(Self, Seed, Opened), FileError> {
+        let opened = match OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Opened::New,
+            Err(error) => return Err(error.into()),
+            Ok(file) => {
+                lock(&file)?;
+                let map = map(&file)?;
+                match Header::check(&map, groups) {
+                    Ok(seed) => return Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, Opened::Found)),
+                    Err(reason) => Opened::Remade(reason),
+                }
+            }
+        };
+        let (file, map, seed) = make(groups, path)?;
+        Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, opened))
+    }
+
+    fn new(map: MmapMut, file: Option<File>, tags_at: usize, groups: u32) -> Self {
+        let groups = groups as usize;
+        assert!(map.len() >= tags_at + table_len(groups as u32), "the mapping holds the table");
+        let base = NonNull::from(&map[..]).cast::<u8>();
+        // SAFETY: both parts lie within the mapping (asserted), one behind the other. A mapping begins on a page, and
+        // header and tags are multiples of 64 octets long, so that both begin at multiples of 64.
+        let (tags, entries) =
+            unsafe { (base.add(tags_at).cast(), base.add(tags_at + groups * size_of::<Tags>()).cast()) };
+        Self { entries, tags, groups, _map: map, _file: file }
+    }
+
+    #[inline]
+    pub(super) fn entries(&self) -> &[Entry] {
+        // SAFETY: the mapping holds so many, aligned, and any bits are valid atomics.
+        unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.groups * LANES as usize) }
+    }
+
+    #[inline]
+    pub(super) fn tags(&self) -> &[Tags] {
+        // SAFETY: as for the entries.
+        unsafe { std::slice::from_raw_parts(self.tags.as_ptr(), self.groups) }
+    }
+}
+
+/// Octets of tags and entries.
+fn table_len(groups: u32) -> usize {
+    groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<Entry>())
+}
+
+enum FileError {
+    InUse,
+    Io(io::Error),
+}
+
+impl From<io::Error> for FileError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+fn lock(file: &File) -> Result<(), FileError> {
+    file.try_lock().map_err(|error| match error {
+        TryLockError::WouldBlock => FileError::InUse,
+        TryLockError::Error(error) => FileError::Io(error),
+    })
+}
+
+fn map(file: &File) -> io::Result<MmapMut> {
+    // SAFETY: other processes that keep to the lock leave the file alone; all that is read from the mapping while it
+    // is shared is atomics, for which any bits are valid, and the header, which is checked before it is used.
+    let map = unsafe { MmapOptions::new().map_mut(file)? };
+    // As above: a wish.
+    let _ = map.advise(memmap2::Advice::HugePage);
+    Ok(map)
+}
+
+/// Makes an empty table and moves it to `path`.
+fn make(groups: u32, path: &Path) -> Result<(File, MmapMut, Seed), FileError> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    let new = Path::new(&name);
+    let made = fill(groups, new).and_then(|made| Ok(std::fs::rename(new, path).map(|()| made)?));
+    if made.is_err() {
+        let _ = std::fs::remove_file(new);
+    }
+    made
+}
+
+/// Makes the file of an empty table.
+fn fill(groups: u32, new: &Path) -> Result<(File, MmapMut, Seed), FileError> {
+    let _ = std::fs::remove_file(new);
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(new)?;
+    lock(&file)?;
+    let len = HEADER_LEN + table_len(groups);
+    // Now, not at the first write into a hole: a full file system then is an error here, and no SIGBUS later.
+    nix::fcntl::posix_fallocate(&file, 0, len as i64).map_err(io::Error::from)?;
+    let mut map = map(&file)?;
+    let seed = Seed::random();
+    map[..size_of::<Header>()].copy_from_slice(&Header::new(groups, &seed)?.to_bytes());
+    Ok((file, map, seed))
+}
+
+/// Octets before the tags: a page.
+const HEADER_LEN: usize = 4096;
+
+/// What says whether a file is a table that this program can use. Words are in the machine's own byte order: the file
+/// never leaves the machine.
+struct Header {
+    words: [u64; Self::WORDS],
+}
+
+impl Header {
+    /// Magic, version, groups, identity of the boot (2), seed (6), checksum.
+    const WORDS: usize = 12;
+    /// "penstock" in ASCII.
+    const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
+    /// Of all that lies in the file: to be raised whenever the meaning of any bit changes.
+    const VERSION: u64 = 1;
+
+    fn new(groups: u32, seed: &Seed) -> io::Result<Self> {
+        let mut words = [0; Self::WORDS];
+        words[..3].copy_from_slice(&[Self::MAGIC, Self::VERSION, u64::from(groups)]);
+        words[3..5].copy_from_slice(&boot()?);
+        words[5..11].copy_from_slice(&seed.0);
+        words[11] = Self::checksum(&words[..11]);
+        Ok(Self { words })
+    }
+
+    fn to_bytes(&self) -> [u8; size_of::<Self>()] {
+        let mut bytes = [0; size_of::<Self>()];
+        for (chunk, word) in bytes.chunks_exact_mut(8).zip(self.words) {
+            chunk.copy_from_slice(&word.to_ne_bytes());
+        }
+        bytes
+    }
+
+    /// The seed of a table of this many groups, if that is what `file` holds.
+    fn check(file: &[u8], groups: u32) -> Result<Seed, Unusable> {
+        let bytes = file.get(..size_of::<Self>()).ok_or(Unusable::Torn)?;
+        let mut words = [0u64; Self::WORDS];
+        for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_ne_bytes(chunk.try_into().expect("chunks of eight"));
+        }
+        if words[0] != Self::MAGIC {
+            return Err(Unusable::Foreign);
+        }
+        if words[1] != Self::VERSION {
+            return Err(Unusable::Version { found: words[1], wanted: Self::VERSION });
+        }
+        if words[11] != Self::checksum(&words[..11]) {
+            return Err(Unusable::Torn);
+        }
+        if words[2] != u64::from(groups) {
+            return Err(Unusable::Size);
+        }
+        if file.len() != HEADER_LEN + table_len(groups) {
+            return Err(Unusable::Torn);
+        }
+        if boot().ok().is_none_or(|boot| words[3..5] != boot) {
+            return Err(Unusable::OtherBoot);
+        }
+        Ok(Seed(words[5..11].try_into().expect("six words")))
+    }
+
+    fn checksum(words: &[u64]) -> u64 {
+        Seed([0x1234_5678_9abc_def1; 6]).hash_all(words)
+    }
+}
+
+/// Which start of the machine this is: its clock, and its pods, begin anew with each.
+fn boot() -> io::Result<[u64; 2]> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    let id = u128::from_str_radix(&digits, 16).map_err(io::Error::other)?;
+    Ok([(id >> 64) as u64, id as u64])
+}
+
+#[cfg(test)]
+mod tests;

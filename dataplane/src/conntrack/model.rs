@@ -1,0 +1,352 @@
+//! The table against a plain map with a clock: random sequences of what the pipeline does with it.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::hash::{alternate, home};
+use super::tags::LANES;
+use super::tests::NOW;
+use super::*;
+use crate::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
+use crate::snapshot::Epoch;
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    /// A packet of connection `n`, from its client or its server.
+    Packet { n: u8, reply: bool },
+    /// The server refuses TCP connection `n`.
+    Refusal { n: u8 },
+    /// Connection `n` is judged again.
+    Judge { n: u8, epoch: u32 },
+    /// Connection `n` is cut.
+    Cut { n: u8 },
+    /// Time passes.
+    Advance { seconds: u64 },
+    /// A sweep goes on by some entries.
+    Sweep { steps: usize },
+    /// The pod of this owner goes.
+    PodGone { owner: u16 },
+    /// This client's address goes.
+    AddressGone { client: u8 },
+}
+
+const CONNECTIONS: u8 = 60;
+const OWNERS: u8 = 4;
+
+fn any_op() -> impl Strategy<Value = Op> {
+    let n = 0..CONNECTIONS;
+    prop_oneof![
+        12 => (n.clone(), any::<bool>()).prop_map(|(n, reply)| Op::Packet { n, reply }),
+        1 => n.clone().prop_map(|n| Op::Refusal { n }),
+        2 => (n.clone(), 0..3u32).prop_map(|(n, epoch)| Op::Judge { n, epoch }),
+        1 => n.prop_map(|n| Op::Cut { n }),
+        1 => prop_oneof![Just(0u64), Just(1), Just(7), Just(20), Just(100)].prop_map(|seconds| Op::Advance { seconds }),
+        1 => (0..200usize).prop_map(|steps| Op::Sweep { steps }),
+        1 => (0..u16::from(OWNERS)).prop_map(|owner| Op::PodGone { owner }).boxed(),
+        1 => (0..8u8).prop_map(|client| Op::AddressGone { client }).boxed(),
+    ]
+}
+
+fn address(last: u8) -> Address {
+    Address::from_v4_octets([10, 0, 0, last])
+}
+
+/// The flow of connection `n` from its client; protocols take turns, and some clients have a higher address than the
+/// server and some a lower one.
+fn flow(n: u8) -> Flow {
+    let protocol = [Protocol::UDP, Protocol::TCP, Protocol::ICMP, Protocol::UDP][usize::from(n % 4)];
+    let (src_port, dst_port) = if protocol == Protocol::ICMP { (n.into(), 0) } else { (1000 + u16::from(n), 80) };
+    Flow { src: address(n / 4 % 8 * 10), dst: address(35), protocol, src_port, dst_port }
+}
+
+fn segment(flags: TcpFlags, seq: u32, ack: u32) -> Transport {
+    Transport::Tcp(TcpSegment { seq, ack, window: 100, flags, ..TcpSegment::default() })
+}
+
+fn transport(protocol: Protocol, reply: bool) -> Transport {
+    match protocol {
+        Protocol::UDP => Transport::Udp,
+        Protocol::ICMP if reply => Transport::EchoReply,
+        Protocol::ICMP => Transport::EchoRequest,
+        // Without pick-up an acknowledgement opens nothing, and a SYN is all that the client says.
+        _ if reply => segment(TcpFlags::ACK, 7, 7),
+        _ => segment(TcpFlags::SYN, 100, 0),
+    }
+}
+
+/// What the map keeps of a connection.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Known {
+    original: Flow,
+    state: State,
+    owner: OwnerId,
+    epoch: Epoch,
+    last: u64,
+}
+
+#[derive(Default)]
+struct Model {
+    known: HashMap<FlowKey, Known>,
+    millis: u64,
+    epoch: u32,
+    created: u64,
+    quota: usize,
+}
+
+/// Half seconds, as the table counts.
+fn ticks(millis: u64) -> u64 {
+    millis / 512
+}
+
+impl Known {
+    fn lifetime(&self) -> u64 {
+        let seconds: u64 = match (self.original.protocol, self.state) {
+            (Protocol::UDP, State::Replied) => 120,
+            (Protocol::UDP | Protocol::ICMP, _) => 30,
+            (_, State::Tcp(TcpState::SynSent)) => 120,
+            (_, State::Tcp(TcpState::Close)) => 10,
+            other => panic!("the model does not reach {other:?}"),
+        };
+        (seconds * 1000).div_ceil(512)
+    }
+    fn is_expired(&self, now: u64) -> bool {
+        ticks(now) - ticks(self.last) > self.lifetime()
+    }
+    /// What goes first when room is needed, as issue and documents promise it; `None`: never.
+    fn rank(&self, now: u64) -> Option<(u8, u64)> {
+        let class = match self.state {
+            _ if self.is_expired(now) => 0,
+            State::Tcp(_) => 1,
+            State::Unreplied => 2,
+            _ => return None,
+        };
+        Some((class, ticks(self.last)))
+    }
+}
+
+/// Runs one packet as the pipeline does, and checks what becomes of it.
+fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport) {
+    let now = Timestamp::from_millis(model.millis);
+    let hashed = table.prepare(&flow);
+    let key = flow.key().0;
+    let owner = OwnerId(key.low_port.max(key.high_port) % u16::from(OWNERS));
+    let known = model.known.get(&key).copied().filter(|known| !known.is_expired(model.millis));
+    let found = table.find(&hashed, now);
+    assert_eq!(
+        found.map(|conn| (conn.original_flow(), conn.state(), conn.owner())),
+        known.map(|k| (k.original, k.state, k.owner))
+    );
+    match (found, known) {
+        (Some(mut conn), Some(mut known)) => {
+            assert!(conn.is_of_epoch(known.epoch) && !conn.is_of_epoch(Epoch(known.epoch.0 + 1)));
+            let reply = flow != known.original;
+            let update = conn.update(hashed.orientation(), transport, now);
+            let expected = expected_state(&known, reply, transport);
+            match expected {
+                Expected::State(state) => {
+                    assert_eq!(update, Update::Accepted(state));
+                    (known.state, known.last) = (state, model.millis);
+                    model.known.insert(key, known);
+                }
+                Expected::Unchanged => assert_eq!(update, Update::Accepted(known.state)),
+                Expected::Invalid => assert_eq!(update, Update::Invalid),
+                Expected::Ended => {
+                    assert_eq!(update, Update::Ended);
+                    model.known.remove(&key);
+                    enter(table, model, flow, transport, owner);
+                }
+            }
+        }
+        (None, None) => enter(table, model, flow, transport, owner),
+        _ => unreachable!("they were equal"),
+    }
+}
+
+enum Expected {
+    State(State),
+    Unchanged,
+    Invalid,
+    Ended,
+}
+
+fn expected_state(known: &Known, reply: bool, transport: &Transport) -> Expected {
+    let Transport::Tcp(segment) = transport else {
+        return match transport {
+            Transport::EchoReply if !reply => Expected::Invalid,
+            Transport::EchoRequest if reply => Expected::Invalid,
+            _ if reply => Expected::State(State::Replied),
+            _ => Expected::State(known.state),
+        };
+    };
+    let closed = known.state == State::Tcp(TcpState::Close);
+    if segment.flags.contains(TcpFlags::RST) {
+        // Of a refused connection nothing but the SYN was seen of the client, and nothing of the server's numbers.
+        Expected::State(State::Tcp(TcpState::Close))
+    } else if segment.flags.contains(TcpFlags::SYN) {
+        if closed { Expected::Ended } else { Expected::State(known.state) }
+    } else if closed {
+        Expected::State(known.state)
+    } else {
+        Expected::Unchanged
+    }
+}
+
+/// Enters a connection, and checks it against what there is room for.
+fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport, owner: OwnerId) {
+    let (now, key) = (Timestamp::from_millis(model.millis), flow.key().0);
+    // The insert clears an expired entry of its own key.
+    let expired = model.known.remove(&key);
+    let hashed = table.prepare(&flow);
+    let groups = [home(hashed.hash, table.groups), alternate(hashed.hash, table.groups)];
+    let group_of = |key: &FlowKey| {
+        let hashed = table.prepare(&key.flow(crate::packet::Orientation::LowToHigh));
+        table.lookup(&hashed).map(|(slot, _)| slot / LANES)
+    };
+    let candidates: HashMap<FlowKey, (u32, (u8, u64))> = model
+        .known
+        .iter()
+        .filter(|(_, known)| known.owner == owner)
+        .filter_map(|(key, known)| Some((*key, (group_of(key)?, known.rank(model.millis)?))))
+        .filter(|(_, (group, _))| groups.contains(group))
+        .collect();
+    let owned = model.known.values().filter(|known| known.owner == owner).count();
+    let new = NewConn { hashed: &hashed, transport, owner, epoch: Epoch(model.epoch), now };
+    let opens = !matches!(transport, Transport::EchoReply)
+        && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
+    match table.insert(&new) {
+        Ok(Insertion::Created(conn)) => {
+            assert!(opens);
+            assert_eq!(conn.original_flow(), flow);
+            if owned >= model.quota {
+                evicted(table, model, &candidates);
+            }
+            let known = Known { original: flow, state: conn.state(), owner, epoch: new.epoch, last: model.millis };
+            model.known.insert(key, known);
+            model.created += 1;
+        }
+        Ok(Insertion::Found(_)) => panic!("nobody else enters connections"),
+        Err(Refused::CannotOpen) => {
+            assert!(!opens);
+            model.known.extend(expired.map(|known| (key, known)));
+        }
+        Err(Refused::Quota) => assert!(opens && owned >= model.quota && candidates.is_empty()),
+        Err(Refused::Full) => panic!("the table is larger than the model ever is"),
+    }
+}
+
+/// One of the candidates made room; none in its own group would have gone before it.
+fn evicted(table: &ConnTable, model: &mut Model, candidates: &HashMap<FlowKey, (u32, (u8, u64))>) {
+    let is_there =
+        |key: &FlowKey| table.lookup(&table.prepare(&key.flow(crate::packet::Orientation::LowToHigh))).is_some();
+    let gone: Vec<FlowKey> = model.known.keys().filter(|key| !is_there(key)).copied().collect();
+    let [victim] = gone[..] else { panic!("one connection makes room for one: {gone:?}") };
+    let (group, rank) = candidates[&victim];
+    assert!(
+        candidates.values().all(|(other, better)| *other != group || rank <= *better),
+        "{rank:?} of {candidates:?}"
+    );
+    assert!(
+        candidates.values().all(|(_, better)| rank.0 < 2 || better.0 >= 2),
+        "an unreplied one before a transient one"
+    );
+    model.known.remove(&victim);
+}
+
+fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op) {
+    match op {
+        Op::Packet { n, reply } => {
+            let flow = if reply { flow(n).reversed() } else { flow(n) };
+            packet(table, model, flow, &transport(flow.protocol, reply));
+        }
+        Op::Refusal { n } if flow(n).protocol == Protocol::TCP => {
+            packet(table, model, flow(n).reversed(), &segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 101));
+        }
+        Op::Refusal { .. } => {}
+        Op::Judge { n, epoch } => {
+            model.epoch = epoch;
+            let now = Timestamp::from_millis(model.millis);
+            if let Some(conn) = table.find(&table.prepare(&flow(n)), now) {
+                assert!(conn.set_epoch(Epoch(epoch)));
+                model.known.get_mut(&flow(n).key().0).unwrap().epoch = Epoch(epoch);
+            }
+        }
+        Op::Cut { n } => {
+            let now = Timestamp::from_millis(model.millis);
+            if let Some(conn) = table.find(&table.prepare(&flow(n).reversed()), now) {
+                assert!(conn.remove());
+                model.known.remove(&flow(n).key().0).unwrap();
+            }
+        }
+        Op::Advance { seconds } => model.millis += seconds * 1000 + 77,
+        Op::Sweep { steps } => {
+            let swept = table.sweep(cursor, steps, Timestamp::from_millis(model.millis));
+            let before = model.known.len();
+            let now = model.millis;
+            model.known.retain(|key, known| {
+                !known.is_expired(now)
+                    || table.lookup(&table.prepare(&key.flow(crate::packet::Orientation::LowToHigh))).is_some()
+            });
+            assert_eq!(swept.expired, before - model.known.len());
+        }
+        Op::PodGone { owner } => {
+            let before = model.known.len();
+            model.known.retain(|_, known| known.owner != OwnerId(owner));
+            assert_eq!(table.remove_owner(OwnerId(owner)), before - model.known.len());
+        }
+        Op::AddressGone { client } => {
+            let (before, gone) = (model.known.len(), address(client * 10));
+            model.known.retain(|_, known| known.original.src != gone && known.original.dst != gone);
+            assert_eq!(table.remove_address(gone), before - model.known.len());
+        }
+    }
+}
+
+/// All that can be seen of the table is what the map holds.
+fn compare(table: &ConnTable, model: &Model) {
+    assert_eq!(table.len(), model.known.len());
+    let listed: HashMap<FlowKey, Connection> = table
+        .iter(Timestamp::from_millis(model.millis))
+        .map(|connection| (connection.original.key().0, connection))
+        .collect();
+    let live: HashMap<_, _> = model.known.iter().filter(|(_, known)| !known.is_expired(model.millis)).collect();
+    assert_eq!(listed.len(), live.len());
+    for (key, known) in live {
+        let connection = listed[key];
+        assert_eq!(
+            (connection.original, connection.state, connection.owner),
+            (known.original, known.state, known.owner)
+        );
+        assert_eq!(connection.idle.as_millis() as u64 / 512, ticks(model.millis) - ticks(known.last));
+    }
+    for owner in 0..OWNERS {
+        let owner = OwnerId(owner.into());
+        assert_eq!(table.len_of(owner) as usize, model.known.values().filter(|known| known.owner == owner).count());
+    }
+    assert_eq!(table.statistics().created, model.created);
+}
+
+/// 2,000 sequences, or more if `PROPTEST_CASES` says so.
+fn cases() -> ProptestConfig {
+    let config = ProptestConfig::default();
+    ProptestConfig { cases: config.cases.max(2000), failure_persistence: None, ..config }
+}
+
+proptest! {
+    #![proptest_config(cases())]
+
+    #[test]
+    fn the_table_does_what_a_map_with_a_clock_would(
+        ops in prop::collection::vec(any_op(), 1..150),
+        quota in prop_oneof![Just(4u32), Just(8), Just(100)],
+    ) {
+        let config = Config { entries: 64, quota: Some(quota), pick_up: false, ..Config::default() };
+        let table = ConnTable::new(&config).unwrap();
+        let mut model = Model { millis: NOW.as_millis(), quota: quota as usize, ..Model::default() };
+        let mut cursor = SweepCursor::default();
+        for op in ops {
+            apply(&table, &mut model, &mut cursor, op);
+            compare(&table, &model);
+        }
+    }
+}

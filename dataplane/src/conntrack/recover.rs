@@ -1,0 +1,80 @@
+//! Taking over a table that another process left in its file.
+
+use super::entry::{Control, OwnerId};
+use super::hash::{KeyWords, alternate, home, key_of, tag};
+use super::state::State;
+use super::table::ConnTable;
+use super::tags::LANES;
+use super::tcp::Window;
+use crate::packet::{Flow, Protocol};
+use crate::snapshot::Epoch;
+
+/// The epoch of a connection that no snapshot of this process has judged. Publishers count up from zero and, by the
+/// time that 24 bits have passed, have judged every connection again.
+const NOT_JUDGED: Epoch = Epoch(u32::MAX);
+
+impl ConnTable {
+    /// Makes a table that was found fit for use, before any other thread has it: what was under way is cleared, what is
+    /// damaged removed, every connection left is to be judged again, and its windows begin with its next segments.
+    pub(super) fn recover(&mut self) {
+        for slot in 0..self.capacity() as u32 {
+            let (group, lane) = (slot / LANES, slot % LANES);
+            match self.sound(slot) {
+                Some((control, key)) => {
+                    let hash = self.seed.hash(&key);
+                    self.tags(group).clear(lane);
+                    self.tags(group).set(lane, tag(hash));
+                    self.take_over(slot, control, &key);
+                }
+                None => {
+                    self.tags(group).clear(lane);
+                    self.entry(slot).free(self.entry(slot).control());
+                }
+            }
+        }
+    }
+
+    /// The connection in an entry, if one is there whole and where it belongs.
+    fn sound(&self, slot: u32) -> Option<(Control, KeyWords)> {
+        let (control, key, _) = self.entry(slot).load()?;
+        let hash = self.seed.hash(&key);
+        let is_home = [home(hash, self.groups), alternate(hash, self.groups)].contains(&(slot / LANES));
+        let protocol = key_of(&key).protocol;
+        (control.is_live() && is_home && State::from_code(protocol, control.state()).is_some())
+            .then_some((control, key))
+    }
+
+    fn take_over(&self, slot: u32, control: Control, key: &KeyWords) {
+        let entry = self.entry(slot);
+        entry.set_epoch(control, NOT_JUDGED);
+        if let (Protocol::TCP, Some((_, tracking))) = (key_of(key).protocol, entry.tracking(control)) {
+            entry.set_tracking(tracking.map(Window::unsynchronised));
+        }
+        self.owner(control.owner()).fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// Gives every connection to the owner that `owner` names for the flow that opened it, and removes those for which
+    /// it names none; how many those were.
+    ///
+    /// To be called once after a table was [found](super::Opened::Found), before any worker has it: owners are numbered
+    /// anew by every process, and a pod may have gone in between. Quotas do not remove what is there.
+    pub fn assign_owners(&mut self, mut owner: impl FnMut(&Flow) -> Option<OwnerId>) -> usize {
+        let mut removed = 0;
+        for slot in 0..self.capacity() as u32 {
+            let Some((control, key, _)) = self.entry(slot).load() else { continue };
+            match owner(&key_of(&key).flow(control.original())) {
+                Some(owner) => {
+                    self.unreserve(control.owner());
+                    self.owner(owner).fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    let owned = self.entry(slot).exchange(control, control.with_owner(owner));
+                    assert!(owned.is_ok(), "no other thread has the table");
+                }
+                None => {
+                    self.release(slot, control);
+                    removed += 1;
+                }
+            }
+        }
+        removed
+    }
+}
