@@ -1,7 +1,7 @@
 //! One connection: a cache line of eight words, each of them atomic.
 
 use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
-use super::sync::{AtomicU64, Ordering, fence};
+use super::sync::{AtomicU64, EXCHANGE, Ordering, fence, overwrite};
 use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
 use crate::snapshot::Epoch;
@@ -139,6 +139,9 @@ impl Control {
 /// What tracking keeps of each direction: the window of TCP, the tag of SCTP. Indexed by [`Orientation`].
 pub(super) type Tracking = [u64; 2];
 
+/// Words of a key before the last. Loom makes do with the first, or it would never come to an end.
+const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
+
 /// One entry of the table. All zero is a free entry.
 ///
 /// Reading without a lock: an entry's key is written only while its control word says *claimed*, so a reader that
@@ -148,7 +151,7 @@ pub(super) type Tracking = [u64; 2];
 pub(super) struct Entry {
     control: AtomicU64,
     /// Both addresses.
-    addresses: [AtomicU64; 4],
+    addresses: [AtomicU64; ADDRESS_WORDS],
     /// Ports and protocol in the low 40 bits, the epoch in the high 24.
     name: AtomicU64,
     tracking: [AtomicU64; 2],
@@ -160,7 +163,7 @@ impl Entry {
     #[cfg(all(test, feature = "loom"))]
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
-        Self { control: zero(), addresses: [zero(), zero(), zero(), zero()], name: zero(), tracking: [zero(), zero()] }
+        Self { control: zero(), addresses: std::array::from_fn(|_| zero()), name: zero(), tracking: [zero(), zero()] }
     }
 
     /// The control word; what another thread wrote before it set the word is seen.
@@ -192,9 +195,9 @@ impl Entry {
         for (word, value) in self.addresses.iter().zip(key) {
             word.store(*value, Ordering::Relaxed);
         }
-        self.name.store(key[4] | stored_epoch(epoch, control) << NAME_BITS, Ordering::Relaxed);
+        overwrite(&self.name, key[4] | stored_epoch(epoch, control) << NAME_BITS);
         for (word, value) in self.tracking.iter().zip(tracking) {
-            word.store(value, Ordering::Relaxed);
+            overwrite(word, value);
         }
         self.control.store(control.0, Ordering::Release);
     }
@@ -209,19 +212,20 @@ impl Entry {
     pub(super) fn matches(&self, key: &KeyWords) -> Option<Control> {
         let before = self.control();
         // No early exit between the words: the comparison is one branch, and it is nearly always taken.
-        let differs = (self.addresses[0].load(Ordering::Relaxed) ^ key[0])
-            | (self.addresses[1].load(Ordering::Relaxed) ^ key[1])
-            | (self.addresses[2].load(Ordering::Relaxed) ^ key[2])
-            | (self.addresses[3].load(Ordering::Relaxed) ^ key[3])
-            | ((self.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK);
+        let name = (self.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
+        let words = self.addresses.iter().zip(key);
+        let differs = words.fold(name, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
         (differs == 0 && self.still(before)).then_some(before)
     }
 
     /// A connection's words as of one moment of its stay, or `None` if there is none or it changed hands meanwhile.
     pub(super) fn load(&self) -> Option<(Control, KeyWords, Tracking)> {
         let before = self.control();
-        let word = |index: usize| self.addresses[index].load(Ordering::Relaxed);
-        let key = [word(0), word(1), word(2), word(3), self.name.load(Ordering::Relaxed) & NAME_MASK];
+        let mut key = [0; 5];
+        for (value, word) in key.iter_mut().zip(&self.addresses) {
+            *value = word.load(Ordering::Relaxed);
+        }
+        key[4] = self.name.load(Ordering::Relaxed) & NAME_MASK;
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
         self.still(before).then_some((before, key, tracking))
     }
@@ -249,9 +253,7 @@ impl Entry {
     #[inline]
     pub(super) fn exchange_tracking(&self, orientation: Orientation, from: u64, to: u64) -> bool {
         from == to
-            || self.tracking[orientation as usize]
-                .compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
+            || self.tracking[orientation as usize].compare_exchange(from, to, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
     /// Forgets what tracking knows; only while no other thread uses the table.
@@ -277,7 +279,7 @@ impl Entry {
             let wanted = name & NAME_MASK | stored_epoch(epoch, control) << NAME_BITS;
             // `name` was read during the connection's stay. Were the entry re-used between here and the swap, ports,
             // protocol and the epoch sealed with the generation would all have to repeat for it to succeed.
-            match self.name.compare_exchange(name, wanted, Ordering::Relaxed, Ordering::Relaxed) {
+            match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return true,
                 Err(found) => name = found,
             }

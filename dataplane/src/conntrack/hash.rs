@@ -47,11 +47,6 @@ impl Seed {
         let both = fold(low.rotate_left(23) ^ high ^ key[4], s4);
         fold(both ^ low, s5 | 1)
     }
-
-    /// A hash of any number of words.
-    pub(super) fn hash_all(&self, words: &[u64]) -> u64 {
-        words.iter().fold(words.len() as u64, |hash, word| fold(hash ^ word ^ self.0[0], self.0[1] | 1))
-    }
 }
 
 #[inline]

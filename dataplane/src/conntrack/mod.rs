@@ -18,6 +18,7 @@ mod conn;
 mod counters;
 mod entry;
 mod evict;
+mod fragments;
 mod hash;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
@@ -37,6 +38,7 @@ pub use config::{Config, ConfigError, Timeouts};
 pub use conn::{Conn, Update};
 pub use counters::Statistics;
 pub use entry::OwnerId;
+pub use fragments::Fragments;
 pub use hash::Hashed;
 pub use opened::{OpenError, Opened, Unusable};
 pub use state::{SctpState, State, TcpState, Worth};

@@ -6,6 +6,7 @@ use super::config::{Config, Lifetimes};
 use super::conn::Conn;
 use super::counters::{Counters, Event, Statistics};
 use super::entry::{Control, Entry, OwnerId, Tracking};
+use super::fragments::Fragments;
 use super::hash::{Hashed, NO_HINT, Seed, alternate, home, prefetch};
 #[cfg(all(test, feature = "loom"))]
 use super::interleavings::storage::Storage;
@@ -29,6 +30,7 @@ pub struct ConnTable {
     pub(super) opened: Opened,
     /// Connections by owner.
     pub(super) owners: Box<[AtomicU32]>,
+    fragments: Fragments,
     quota: u32,
     pick_up: bool,
 }
@@ -98,6 +100,7 @@ impl ConnTable {
             counters: Counters::new(),
             opened,
             owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
+            fragments: Fragments::new(),
             quota: config.quota(),
             pick_up: config.pick_up,
         };
@@ -115,6 +118,11 @@ impl ConnTable {
     /// Entries that the table has room for; somewhat more than were asked for.
     pub fn capacity(&self) -> usize {
         self.storage.entries().len()
+    }
+
+    /// Octets that the table takes: entries and tags.
+    pub fn memory(&self) -> usize {
+        size_of_val(self.storage.entries()) + size_of_val(self.storage.tags())
     }
 
     /// Connections in the table. Counted as they come and go, so that it may be off by the few under way.
@@ -135,6 +143,11 @@ impl ConnTable {
     /// What the table has done so far.
     pub fn statistics(&self) -> Statistics {
         self.counters.statistics()
+    }
+
+    /// Datagrams in fragments.
+    pub fn fragments(&self) -> &Fragments {
+        &self.fragments
     }
 
     /// Makes a flow ready: hashes it, and asks for the tags of its group to be fetched. With a batch, prepare all
@@ -185,10 +198,12 @@ impl ConnTable {
         };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
-                if !self.expire(slot, control, new.now.tick()) {
+                if !self.is_expired(hashed.protocol(), control, new.now.tick()) {
                     self.counters.count(Event::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
                 }
+                // Look again, whether it is gone now, was touched, or another thread removes it.
+                self.expire(slot, control, new.now.tick());
                 continue;
             }
             let (slot, claimed) = self.make_room(new)?;
@@ -196,7 +211,6 @@ impl ConnTable {
             self.publish((slot, control), hashed, new.epoch, tracking);
             match self.settle(hashed, (slot, control)) {
                 Some((winner, now)) if winner == slot && now.is_same_stay(control) => {
-                    self.counters.count(Event::Created);
                     return Ok(Insertion::Created(Conn::new(self, hashed, slot, now)));
                 }
                 Some((winner, now)) => {
@@ -303,7 +317,11 @@ impl ConnTable {
                 }
             }
             return match self.entry(slot).exchange(control, control.confirmed()) {
-                Ok(()) => Some((slot, control.confirmed())),
+                Ok(()) => {
+                    // Counted here, not by who made the candidate: it may be gone again before that one looks.
+                    self.counters.count(Event::Created);
+                    Some((slot, control.confirmed()))
+                }
                 Err(found) if found.is_same_stay(control) => Some((slot, found)),
                 Err(_) => None,
             };

@@ -1,6 +1,6 @@
 //! The tags of one group: a cache line that says which of its entries may be the one looked for.
 
-use super::sync::{AtomicU64, Ordering};
+use super::sync::{AtomicU64, EXCHANGE, Ordering};
 
 /// Entries in a group, each with a tag of 16 bits.
 #[cfg(not(all(test, feature = "loom")))]
@@ -58,12 +58,12 @@ impl Tags {
 
     /// Sets the tag of a lane whose tag is 0. Only the owner of the lane's entry may.
     pub(super) fn set(&self, lane: u32, tag: u16) {
-        self.0[lane as usize / 4].fetch_or(u64::from(tag) << (lane % 4 * 16), Ordering::Relaxed);
+        self.0[lane as usize / 4].fetch_or(u64::from(tag) << (lane % 4 * 16), EXCHANGE);
     }
 
     /// Takes the tag from a lane. Only the owner of the lane's entry may.
     pub(super) fn clear(&self, lane: u32) {
-        self.0[lane as usize / 4].fetch_and(!(0xffff << (lane % 4 * 16)), Ordering::Relaxed);
+        self.0[lane as usize / 4].fetch_and(!(0xffff << (lane % 4 * 16)), EXCHANGE);
     }
 }
 

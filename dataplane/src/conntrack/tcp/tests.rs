@@ -57,9 +57,6 @@ impl Row {
     fn win(self, window: u16) -> Self {
         Self { window, ..self }
     }
-    fn scaled(self, shift: u8) -> Self {
-        Self { scale: Some(shift), ..self }
-    }
     fn expect(self, outcome: Outcome, state: TcpState) -> Self {
         Self { outcome, state: Some(state), ..self }
     }
