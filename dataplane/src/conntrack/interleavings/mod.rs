@@ -1,12 +1,14 @@
 //! All interleavings (up to a bound on preemptions) of the races that matter, on a table of two groups of two.
 //!
-//! Run with `cargo test -p penstock-dataplane --features loom --lib conntrack::interleavings`. Not covered: more than
+//! Run with `cargo test -p penstock-dataplane --features loom --lib conntrack::interleavings`, all in some
+//! seconds; `LOOM_MAX_PREEMPTIONS=3` takes minutes. Not covered: more than
 //! three threads, the wrap of the generation, quotas and counters (plain read-modify-write of one word each), the file
 //! mapping, and that the hardware's SIMD loads see what word loads would. Loom takes sequentially consistent accesses
 //! for weaker ones; the table uses none, only fences, which loom does model.
 
 pub(super) mod storage;
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use loom::sync::Arc;
@@ -19,11 +21,19 @@ use crate::snapshot::Epoch;
 const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 const LATER: Timestamp = NOW.plus(Duration::from_secs(100));
 
-fn explore(preemptions: usize, test: impl Fn() + Sync + Send + 'static) {
+/// Runs `test` in every interleaving with at most two preemptions, or as many as `LOOM_MAX_PREEMPTIONS` says. It
+/// returns which outcome it met, and all of `0..outcomes` must have been.
+fn explore(outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
+    let reached: std::sync::Arc<Vec<AtomicU32>> =
+        std::sync::Arc::new((0..outcomes).map(|_| AtomicU32::new(0)).collect());
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(preemptions);
+    model.preemption_bound = model.preemption_bound.or(Some(2));
     model.max_branches = 10_000;
-    model.check(test);
+    let counts = reached.clone();
+    model.check(move || _ = counts[test()].fetch_add(1, Ordering::Relaxed));
+    let counts: Vec<u32> = reached.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+    assert!(counts.iter().all(|count| *count > 0), "runs by outcome: {counts:?}");
+    println!("runs by outcome: {counts:?}");
 }
 
 fn table() -> Arc<ConnTable> {
@@ -64,8 +74,8 @@ fn entries(table: &ConnTable, flow: &Flow) -> usize {
 }
 
 /// Both directions' first packets at once: one entry, entered by one of them.
-fn insert_against_insert(crowd: usize, threads: usize, preemptions: usize) {
-    explore(preemptions, move || {
+fn insert_against_insert(crowd: usize, threads: usize) {
+    explore(threads, move || {
         let table = table();
         let wanted = flow(&table, 0, 2);
         for n in 0..crowd {
@@ -78,39 +88,43 @@ fn insert_against_insert(crowd: usize, threads: usize, preemptions: usize) {
                 Insertion::Found(conn) => (0, conn.original_flow().key().0 == flow.key().0),
             })
         };
+        let mut winner = 0;
         let others: Vec<_> = (1..threads).map(|n| run(if n % 2 == 0 { wanted } else { wanted.reversed() })).collect();
         let mut created = match insert(&table, &wanted, 1, NOW).unwrap() {
             Insertion::Created(_) => 1,
             Insertion::Found(_) => 0,
         };
-        for other in others {
+        for (number, other) in others.into_iter().enumerate() {
             let (also, is_right) = other.join().unwrap();
             assert!(is_right);
             created += also;
+            winner += also * (number + 1);
         }
         assert_eq!((created, entries(&table, &wanted)), (1, 1));
         assert_eq!(table.len(), crowd + 1, "what lost was given back");
+        winner
     });
 }
 
 #[test]
 fn inserts_of_one_connection_end_in_one_entry_in_one_group() {
-    insert_against_insert(0, 2, 3);
+    insert_against_insert(0, 2);
 }
 
 #[test]
 fn inserts_of_one_connection_end_in_one_entry_across_groups() {
-    insert_against_insert(1, 2, 3);
+    insert_against_insert(1, 2);
 }
 
 #[test]
+#[ignore = "takes long: run it with LOOM_MAX_PREEMPTIONS=1"]
 fn inserts_of_one_connection_by_three_end_in_one_entry() {
-    insert_against_insert(0, 3, 1);
+    insert_against_insert(0, 3);
 }
 
 #[test]
 fn expiry_takes_no_connection_that_was_just_touched() {
-    explore(3, || {
+    explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
         insert(&table, &wanted, 1, NOW).unwrap();
@@ -126,12 +140,13 @@ fn expiry_takes_no_connection_that_was_just_touched() {
             Update::Accepted(_) => assert_eq!((expired, there), (0, true)),
             other => assert_eq!((other, expired, there), (Update::Ended, 1, false)),
         }
+        expired
     });
 }
 
 #[test]
 fn expiry_takes_no_connection_that_was_entered_anew() {
-    explore(3, || {
+    explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
         insert(&table, &wanted, 1, NOW).unwrap();
@@ -141,9 +156,10 @@ fn expiry_takes_no_connection_that_was_entered_anew() {
         };
         // Either the sweep or the insert removes the old one; the new one stays.
         assert!(matches!(insert(&table, &wanted, 2, LATER), Ok(Insertion::Created(_))));
-        assert!(sweeper.join().unwrap() <= 1);
+        let swept = sweeper.join().unwrap();
         assert!(find(&table, &wanted, LATER).unwrap().is_of_epoch(Epoch(2)));
         assert_eq!((table.len(), table.statistics().expired), (1, 1));
+        swept
     });
 }
 
@@ -153,36 +169,59 @@ fn a_lookup_never_meets_the_connection_that_took_the_entry() {
         let table = table();
         let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
         insert(&table, &old, 1, NOW).unwrap();
-        let other = {
+        let doomed = find(&table, &old, NOW).unwrap();
+        // The reader is the second thread: loom forgets a load once another thread loads the same word.
+        let reader = {
             let table = table.clone();
             thread::spawn(move || {
-                assert!(find(&table, &old, NOW).unwrap().remove());
-                insert(&table, &new, 2, NOW).unwrap();
+                let Some(mut conn) = find(&table, &old, NOW) else { return 0 };
+                assert_eq!(conn.original_flow(), old);
+                conn.set_epoch(Epoch(3));
+                match conn.update(old.key().1.opposite(), &Transport::Udp, NOW) {
+                    Update::Ended => 1,
+                    Update::Accepted(State::Replied) => 2,
+                    other => panic!("{other:?}"),
+                }
             })
         };
-        if let Some(mut conn) = find(&table, &old, NOW) {
-            assert_eq!(conn.original_flow(), old);
-            conn.set_epoch(Epoch(3));
-            let reply = old.key().1.opposite();
-            assert!(matches!(
-                conn.update(reply, &Transport::Udp, NOW),
-                Update::Ended | Update::Accepted(State::Replied)
-            ));
-        }
-        // Read while it changes hands: one connection or the other, never parts of both.
-        for connection in table.iter(NOW) {
-            assert!([old, new].iter().any(|flow| is_of(&connection.original, flow)), "{connection:?}");
-        }
-        other.join().unwrap();
+        assert!(doomed.remove());
+        insert(&table, &new, 2, NOW).unwrap();
+        let outcome = reader.join().unwrap();
         let conn = find(&table, &new, NOW).unwrap();
         assert!(conn.is_of_epoch(Epoch(2)) && conn.state() == State::Unreplied, "late writes do not reach it");
         assert_eq!((entries(&table, &old), table.len()), (0, 1));
+        outcome
+    });
+}
+
+#[test]
+fn a_listing_never_shows_parts_of_two_connections() {
+    explore(3, || {
+        let table = table();
+        let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
+        insert(&table, &old, 1, NOW).unwrap();
+        let doomed = find(&table, &old, NOW).unwrap();
+        let reader = {
+            let table = table.clone();
+            thread::spawn(move || {
+                let listed: Vec<Flow> = table.iter(NOW).map(|connection| connection.original).collect();
+                match listed[..] {
+                    [] => 0,
+                    [flow] if is_of(&flow, &old) => 1,
+                    [flow] if is_of(&flow, &new) => 2,
+                    _ => panic!("{listed:?}"),
+                }
+            })
+        };
+        assert!(doomed.remove());
+        insert(&table, &new, 2, NOW).unwrap();
+        reader.join().unwrap()
     });
 }
 
 #[test]
 fn eviction_takes_no_connection_that_was_just_answered() {
-    explore(3, || {
+    explore(2, || {
         let table = table();
         let answered = flow(&table, 0, 0);
         insert(&table, &answered, 1, NOW).unwrap();
@@ -204,12 +243,13 @@ fn eviction_takes_no_connection_that_was_just_answered() {
             other => assert_eq!((other, found), (Update::Ended, None)),
         }
         assert_eq!((table.len(), table.statistics().evicted_unreplied), (4, 1));
+        usize::from(update == Update::Ended)
     });
 }
 
 #[test]
 fn updates_from_both_directions_are_both_kept() {
-    explore(3, || {
+    explore(2, || {
         let table = table();
         let flow = Flow { protocol: Protocol::TCP, ..flow(&table, 0, 0) };
         let (out, back) = (flow.key().1, flow.key().1.opposite());
@@ -224,6 +264,7 @@ fn updates_from_both_directions_are_both_kept() {
         let update = move |table: &ConnTable, way: Orientation, transport: Transport| {
             let updated = table.find(&table.prepare(&flow), NOW).unwrap().update(way, &transport, NOW);
             assert!(matches!(updated, Update::Accepted(_)), "{updated:?} for {transport:?}");
+            updated
         };
         update(&table, back, segment(TcpFlags::SYN.with(TcpFlags::ACK), 500, 101, 0));
         update(&table, out, segment(TcpFlags::ACK, 101, 501, 0));
@@ -231,11 +272,12 @@ fn updates_from_both_directions_are_both_kept() {
             let table = table.clone();
             thread::spawn(move || update(&table, back, segment(TcpFlags::ACK.with(TcpFlags::FIN), 501, 101, 50)))
         };
-        update(&table, out, segment(TcpFlags::ACK.with(TcpFlags::FIN), 101, 501, 70));
+        let updated = update(&table, out, segment(TcpFlags::ACK.with(TcpFlags::FIN), 101, 501, 70));
         other.join().unwrap();
         // Had one side's end been lost, the other's acknowledgement of it would be out of window.
         update(&table, out, segment(TcpFlags::ACK, 172, 552, 0));
         update(&table, back, segment(TcpFlags::ACK, 552, 172, 0));
         assert_eq!(find(&table, &flow, NOW).unwrap().state(), State::Tcp(TcpState::TimeWait));
+        usize::from(updated == Update::Accepted(State::Tcp(TcpState::FinWait)))
     });
 }

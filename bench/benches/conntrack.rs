@@ -1,0 +1,531 @@
+//! The connection table against the concurrent maps that one could take instead.
+//!
+//! `cargo bench -p penstock-bench --bench conntrack`, or `make bench-conntrack`. It prints what was measured beside
+//! what must be reached. All sides of a ratio take turns in one run, pinned to the same cores, and the ratio is the
+//! median of the rounds' ratios.
+//!
+//! The maps keep what an entry of the table keeps, in the same number of octets, and are touched in the same way: the
+//! time is written when it has changed. They hash with their own default, which is keyed as ours is: a node hashes what
+//! strangers send it. Beside it the same map with FxHash is shown, which is fast and has no key.
+//!
+//! Environment: `ROUNDS` (11), `ROUND_MS` (200), `FLOOD_SECONDS` (60), `CLOCK` (`wall`; `cpu` counts each thread's own
+//! processor time, for a machine that others use at the same time: it does not see waiting), `LARGE` (16777216).
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use dashmap::DashMap;
+use hdrhistogram::Histogram;
+use nix::time::{ClockId, clock_gettime};
+use penstock_dataplane::Epoch;
+use penstock_dataplane::conntrack::{Config, ConnTable, Insertion, NewConn, OwnerId, SweepCursor, Timestamp, Update};
+use penstock_dataplane::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
+use rustc_hash::FxBuildHasher;
+
+/// Counts what the maps allocate.
+struct Counting;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: hands everything on to the system's allocator and only counts.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATED.fetch_add(layout.size(), Relaxed);
+        // SAFETY: the caller keeps the contract, which is the same.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        ALLOCATED.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: as above.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const BATCH: usize = 64;
+const CONNECTIONS: u32 = 1_000_000;
+const SMALL: u32 = 65_536;
+/// Connections that come and go in the mixed measure, for each thread.
+const CHURN: u32 = 65_536;
+
+/// The flow of number `n`, from its client.
+fn flow(n: u32) -> Flow {
+    Flow {
+        src: Address::from_v4_octets((0x0a00_0000 | n >> 14).to_be_bytes()),
+        dst: Address::from_v4_octets([10, 200, 0, 1 + (n & 3) as u8]),
+        protocol: Protocol::UDP,
+        src_port: 1024 + (n & 0x3fff) as u16,
+        dst_port: 53,
+    }
+}
+
+/// A table or map under measurement.
+trait Connections: Sync {
+    fn insert(&self, n: u32);
+    /// Finds the connections of a batch of packets and touches them; how many were found.
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize;
+    /// Removes the connection if it is there, enters it if not.
+    fn toggle(&self, n: u32, now: u64);
+}
+
+impl Connections for ConnTable {
+    fn insert(&self, n: u32) {
+        enter(self, &flow(n), 0);
+    }
+
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
+        let now = Timestamp::from_millis(now);
+        let mut hashed: [_; BATCH] = std::array::from_fn(|index| self.prepare(&flows[index]));
+        hashed.iter_mut().for_each(|hashed| self.locate(hashed));
+        let found = hashed.iter().filter(|hashed| {
+            self.find(hashed, now).is_some_and(|mut conn| {
+                matches!(conn.update(hashed.orientation(), &Transport::Udp, now), Update::Accepted(_))
+            })
+        });
+        found.count()
+    }
+
+    fn toggle(&self, n: u32, now: u64) {
+        let hashed = self.prepare(&flow(n));
+        match self.find(&hashed, Timestamp::from_millis(now)) {
+            Some(conn) => _ = conn.remove(),
+            None => enter(self, &flow(n), now),
+        }
+    }
+}
+
+fn enter(table: &ConnTable, flow: &Flow, now: u64) {
+    let hashed = table.prepare(flow);
+    let now = Timestamp::from_millis(now);
+    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(0), epoch: Epoch(1), now };
+    assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
+}
+
+fn table(connections: u32) -> ConnTable {
+    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..Config::default() }).unwrap()
+}
+
+/// What a map keeps of a connection: what an entry does besides its key.
+#[derive(Default)]
+struct Value {
+    control: AtomicU64,
+    last: AtomicU32,
+    _epoch: AtomicU32,
+    _tracking: [AtomicU64; 2],
+}
+
+impl Value {
+    fn touch(&self, now: u64) -> bool {
+        let now = (now >> 9) as u32;
+        if self.last.load(Relaxed) != now {
+            self.last.store(now, Relaxed);
+        }
+        black_box(self.control.load(Relaxed)) == 0
+    }
+}
+
+impl<S: BuildHasher + Clone + Send + Sync> Connections for DashMap<FlowKey, Value, S> {
+    fn insert(&self, n: u32) {
+        DashMap::insert(self, flow(n).key().0, Value::default());
+    }
+
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
+        flows.iter().filter(|flow| self.get(&flow.key().0).is_some_and(|value| value.touch(now))).count()
+    }
+
+    fn toggle(&self, n: u32, _: u64) {
+        if self.remove(&flow(n).key().0).is_none() {
+            Connections::insert(self, n);
+        }
+    }
+}
+
+impl<S: BuildHasher + Send + Sync> Connections for papaya::HashMap<FlowKey, Value, S> {
+    fn insert(&self, n: u32) {
+        self.pin().insert(flow(n).key().0, Value::default());
+    }
+
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
+        let map = self.pin();
+        flows.iter().filter(|flow| map.get(&flow.key().0).is_some_and(|value| value.touch(now))).count()
+    }
+
+    fn toggle(&self, n: u32, _: u64) {
+        if self.pin().remove(&flow(n).key().0).is_none() {
+            Connections::insert(self, n);
+        }
+    }
+}
+
+impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, S> {
+    fn insert(&self, n: u32) {
+        assert!(self.insert_sync(flow(n).key().0, Value::default()).is_ok());
+    }
+
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
+        let touch = |flow: &&Flow| self.read_sync(&flow.key().0, |_, value| value.touch(now)) == Some(true);
+        flows.iter().filter(touch).count()
+    }
+
+    fn toggle(&self, n: u32, _: u64) {
+        if self.remove_sync(&flow(n).key().0).is_none() {
+            Connections::insert(self, n);
+        }
+    }
+}
+
+struct Settings {
+    rounds: usize,
+    round: Duration,
+    flood: Duration,
+    cpu_clock: bool,
+    large: u32,
+}
+
+impl Settings {
+    fn from_environment() -> Self {
+        let number = |name: &str, default: u64| match std::env::var(name) {
+            Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text}: give a number")),
+            Err(_) => default,
+        };
+        Self {
+            rounds: number("ROUNDS", 11) as usize,
+            round: Duration::from_millis(number("ROUND_MS", 200)),
+            flood: Duration::from_secs(number("FLOOD_SECONDS", 60)),
+            cpu_clock: std::env::var("CLOCK").is_ok_and(|clock| clock == "cpu"),
+            large: number("LARGE", 1 << 24) as u32,
+        }
+    }
+
+    /// Seconds on the clock that is set.
+    fn now(&self) -> f64 {
+        let clock = if self.cpu_clock { ClockId::CLOCK_THREAD_CPUTIME_ID } else { ClockId::CLOCK_MONOTONIC };
+        let now = clock_gettime(clock).expect("Linux has these clocks");
+        now.tv_sec() as f64 + now.tv_nsec() as f64 / 1e9
+    }
+}
+
+fn pin(thread: usize) {
+    let cores = core_affinity::get_core_ids().unwrap_or_default();
+    if !cores.is_empty() {
+        core_affinity::set_for_current(cores[thread % cores.len()]);
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) as u32
+    }
+}
+
+/// A workload of one measure.
+#[derive(Clone, Copy)]
+struct Load {
+    threads: usize,
+    connections: u32,
+    /// Of the 64 packets of a batch, how many enter or remove a connection instead.
+    churn: usize,
+}
+
+/// Packets a second, all threads together, in one round.
+fn run(settings: &Settings, connections: &dyn Connections, load: Load) -> f64 {
+    let (barrier, stop) = (Barrier::new(load.threads + 1), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let work = |thread: usize| {
+            pin(thread);
+            let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ (thread as u64 + 1) << 32);
+            let mut packets = 0u64;
+            barrier.wait();
+            let begun = settings.now();
+            let mut now = Timestamp::now().as_millis();
+            while !stop.load(Relaxed) {
+                // As a worker: the clock once in a while, not for every packet.
+                if packets % (BATCH as u64 * 16) == 0 {
+                    now = Timestamp::now().as_millis();
+                }
+                let flows: [Flow; BATCH] = std::array::from_fn(|_| {
+                    let number = random.next();
+                    let flow = flow((u64::from(number) * u64::from(load.connections) >> 32) as u32);
+                    if number & 1 == 0 { flow } else { flow.reversed() }
+                });
+                assert_eq!(connections.touch(&flows, now), BATCH, "all are there");
+                for _ in 0..load.churn {
+                    connections.toggle(load.connections + thread as u32 * CHURN + random.next() % CHURN, now);
+                }
+                packets += (BATCH + load.churn) as u64;
+            }
+            packets as f64 / (settings.now() - begun)
+        };
+        let threads: Vec<_> = (0..load.threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        barrier.wait();
+        std::thread::sleep(settings.round);
+        stop.store(true, Relaxed);
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    })
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// One measurement among those that take turns.
+type Side<'a> = (&'a dyn Connections, Load);
+
+/// Rounds in which the sides take turns: each one's packets a second, by round.
+fn rounds(settings: &Settings, sides: &[Side<'_>]) -> Vec<Vec<f64>> {
+    let mut results = vec![Vec::new(); sides.len()];
+    for round in 0..settings.rounds + 1 {
+        for (result, (connections, load)) in results.iter_mut().zip(sides) {
+            let packets = run(settings, *connections, *load);
+            // The first round warms up.
+            if round > 0 {
+                result.push(packets);
+            }
+        }
+    }
+    results
+}
+
+/// The median over rounds of the first side's rate over the other's.
+fn ratio(of: &[f64], to: &[f64]) -> f64 {
+    median(of.iter().zip(to).map(|(of, to)| of / to).collect())
+}
+
+/// A line of the table that is printed.
+struct Row {
+    measure: String,
+    measured: f64,
+    must_reach: Option<(f64, bool)>,
+    detail: String,
+}
+
+impl Row {
+    /// `measured` must be at least `bound`.
+    fn at_least(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, true)), detail }
+    }
+
+    /// `measured` must be at most `bound`.
+    fn at_most(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, false)), detail }
+    }
+
+    /// For comparison only.
+    fn beside(measure: &str, measured: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: None, detail }
+    }
+
+    fn print(&self) {
+        let (bound, verdict) = match self.must_reach {
+            Some((bound, true)) if self.measured >= bound => (format!("≥ {bound:.2}"), "meets"),
+            Some((bound, true)) => (format!("≥ {bound:.2}"), "falls short"),
+            Some((bound, false)) if self.measured <= bound => (format!("≤ {bound:.2}"), "meets"),
+            Some((bound, false)) => (format!("≤ {bound:.2}"), "falls short"),
+            None => (String::new(), "for comparison"),
+        };
+        println!("| {:<62} | {:>8.2} | {bound:>6} | {:<44} | {verdict} |", self.measure, self.measured, self.detail);
+    }
+}
+
+/// Millions a second.
+fn millions(rates: &[f64]) -> String {
+    format!("{:.1} M/s", median(rates.to_vec()) / 1e6)
+}
+
+fn against(of: &[f64], to: &[f64]) -> String {
+    format!("{} against {}", millions(of), millions(to))
+}
+
+/// Read-only and mixed measures with a million connections, and what each takes in memory.
+fn against_maps(settings: &Settings) -> Vec<Row> {
+    let fill = |connections: &dyn Connections| (0..CONNECTIONS).for_each(|n| connections.insert(n));
+    let ours = table(CONNECTIONS + 2 * CHURN);
+    fill(&ours);
+    let exact = table(CONNECTIONS);
+    let before = ALLOCATED.load(Relaxed);
+    let dashmap = DashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    fill(&dashmap);
+    let dashmap_octets = (ALLOCATED.load(Relaxed) - before) as f64 / f64::from(CONNECTIONS);
+    let dashmap_fx = DashMap::<FlowKey, Value, FxBuildHasher>::with_hasher(FxBuildHasher);
+    fill(&dashmap_fx);
+    let papaya = papaya::HashMap::<FlowKey, Value, RandomState>::builder().hasher(RandomState::new()).build();
+    fill(&papaya);
+    let scc = scc::HashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    fill(&scc);
+
+    let read = Load { threads: 2, connections: CONNECTIONS, churn: 0 };
+    let mixed = Load { churn: BATCH / 9, ..read };
+    let single = Load { threads: 1, ..read };
+    let sides: [Side<'_>; 9] = [
+        (&ours, read),
+        (&dashmap, read),
+        (&dashmap_fx, read),
+        (&papaya, read),
+        (&scc, read),
+        (&ours, single),
+        (&ours, mixed),
+        (&dashmap, mixed),
+        (&dashmap_fx, mixed),
+    ];
+    let [ours_read, dash, dash_fx, papaya, scc, ours_single, ours_mixed, dash_mixed, dash_fx_mixed] =
+        rounds(settings, &sides).try_into().expect("one result a side");
+    let octets = exact.memory() as f64 / f64::from(CONNECTIONS);
+    vec![
+        Row::at_least(
+            "find + touch, 2 threads, 1 M: against DashMap",
+            ratio(&ours_read, &dash),
+            5.0,
+            against(&ours_read, &dash),
+        ),
+        Row::beside("  against DashMap with FxHash", ratio(&ours_read, &dash_fx), against(&ours_read, &dash_fx)),
+        Row::at_least(
+            "  with 10% insert/remove: against DashMap",
+            ratio(&ours_mixed, &dash_mixed),
+            3.0,
+            against(&ours_mixed, &dash_mixed),
+        ),
+        Row::beside(
+            "  with 10% insert/remove: against DashMap with FxHash",
+            ratio(&ours_mixed, &dash_fx_mixed),
+            against(&ours_mixed, &dash_fx_mixed),
+        ),
+        Row::at_least("  against papaya", ratio(&ours_read, &papaya), 2.0, against(&ours_read, &papaya)),
+        Row::at_least("  against scc", ratio(&ours_read, &scc), 2.0, against(&ours_read, &scc)),
+        Row::at_least("2 threads against 1", ratio(&ours_read, &ours_single), 1.85, against(&ours_read, &ours_single)),
+        Row::at_most(
+            "memory per connection against DashMap, 1 M",
+            octets / dashmap_octets,
+            0.6,
+            format!("{octets:.0} against {dashmap_octets:.0} octets"),
+        ),
+    ]
+}
+
+fn large_against_small(settings: &Settings) -> Row {
+    let (large, small) = (table(settings.large), table(SMALL));
+    (0..settings.large).for_each(|n| Connections::insert(&large, n));
+    (0..SMALL).for_each(|n| Connections::insert(&small, n));
+    let load = |connections| Load { threads: 1, connections, churn: 0 };
+    let results = rounds(settings, &[(&large, load(settings.large)), (&small, load(SMALL))]);
+    let name = format!("{} M connections against 64 k, one thread", settings.large >> 20);
+    Row::at_least(&name, ratio(&results[0], &results[1]), 0.5, against(&results[0], &results[1]))
+}
+
+/// Nanoseconds a packet of batches of established connections, while `running` lasts.
+fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histogram<u64> {
+    let mut histogram = Histogram::new(3).expect("three digits");
+    let mut random = Random(0xdead_beef_cafe_f00d);
+    while running.load(Relaxed) {
+        let flows: [Flow; BATCH] =
+            std::array::from_fn(|_| flow((u64::from(random.next()) * u64::from(connections) >> 32) as u32));
+        let now = Timestamp::now().as_millis();
+        let begun = Instant::now();
+        assert_eq!(table.touch(&flows, now), BATCH, "an established connection is never lost to a flood");
+        histogram.saturating_record((begun.elapsed().as_nanos() as u64).max(1));
+    }
+    histogram
+}
+
+/// A pod floods with SYNs of ever new connections on one core while another core serves established ones.
+fn flood(settings: &Settings) -> Row {
+    const ESTABLISHED: u32 = 500_000;
+    let table = Arc::new(table_with_default_quota());
+    let now = Timestamp::now().as_millis();
+    for n in 0..ESTABLISHED {
+        // Four pods, so that none is at its quota.
+        let (request, owner) = (flow(n), OwnerId(1 + (n % 4) as u16));
+        let hashed = table.prepare(&request);
+        let at = Timestamp::from_millis(now);
+        let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, epoch: Epoch(1), now: at };
+        let Ok(Insertion::Created(mut conn)) = table.insert(&new) else { panic!("there is room") };
+        conn.update(hashed.orientation().opposite(), &Transport::Udp, at);
+    }
+    let measure = |seconds: Duration, is_flooded: bool| {
+        let running = AtomicBool::new(true);
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                pin(0);
+                latencies(&table, ESTABLISHED, &running)
+            });
+            let sender = scope.spawn(|| {
+                pin(1);
+                if is_flooded { send_flood(&table, &running) } else { 0 }
+            });
+            std::thread::sleep(seconds);
+            running.store(false, Relaxed);
+            (reader.join().unwrap(), sender.join().unwrap())
+        })
+    };
+    let idle = measure(settings.flood / 6, false).0;
+    let (flooded, sent) = measure(settings.flood, true);
+    let p99 = |histogram: &Histogram<u64>| histogram.value_at_quantile(0.99) as f64 / BATCH as f64;
+    let detail = format!(
+        "{:.0} against {:.0} ns, {:.1} M SYN/s, {} kept",
+        p99(&flooded),
+        p99(&idle),
+        sent as f64 / settings.flood.as_secs_f64() / 1e6,
+        table.len()
+    );
+    let name = format!("SYN flood for {} s: p99 of established lookups against idle", settings.flood.as_secs());
+    Row::at_most(&name, p99(&flooded) / p99(&idle), 1.5, detail)
+}
+
+fn table_with_default_quota() -> ConnTable {
+    ConnTable::new(&Config { entries: CONNECTIONS as usize, ..Config::default() }).expect("a table of default size")
+}
+
+/// Takes SYNs of new connections through the table as a worker does, and sweeps now and then; how many.
+fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
+    let syn = Transport::Tcp(TcpSegment { seq: 1, window: 1000, flags: TcpFlags::SYN, ..TcpSegment::default() });
+    let (mut sent, mut cursor) = (0u64, SweepCursor::default());
+    while running.load(Relaxed) {
+        let now = Timestamp::now();
+        let flows: [Flow; BATCH] = std::array::from_fn(|index| Flow {
+            src: Address::from_v4_octets([10, 100, 0, 1]),
+            dst: Address::from_v4_octets(((sent + index as u64) as u32).to_be_bytes()),
+            protocol: Protocol::TCP,
+            src_port: 4000,
+            dst_port: 80,
+        });
+        let mut hashed = flows.map(|flow| table.prepare(&flow));
+        hashed.iter_mut().for_each(|hashed| table.locate(hashed));
+        for hashed in &hashed {
+            if table.find(hashed, now).is_none() {
+                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), epoch: Epoch(1), now };
+                // Entered, or refused because the pod is at its quota: both are the flood's business.
+                let _ = black_box(table.insert(&new).is_ok());
+            }
+        }
+        sent += BATCH as u64;
+        table.sweep(&mut cursor, 64, now);
+    }
+    sent
+}
+
+fn main() {
+    let settings = Settings::from_environment();
+    println!(
+        "{} rounds of {} ms, {} clock, load average {}",
+        settings.rounds,
+        settings.round.as_millis(),
+        if settings.cpu_clock { "thread CPU" } else { "wall" },
+        std::fs::read_to_string("/proc/loadavg").unwrap_or_default().trim()
+    );
+    println!("| {:<62} | measured | must   | {:<44} | |", "measure", "medians");
+    against_maps(&settings).iter().for_each(Row::print);
+    large_against_small(&settings).print();
+    flood(&settings).print();
+}
