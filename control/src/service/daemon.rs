@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
+use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_dataplane::{Epoch, Snapshot};
@@ -21,7 +22,7 @@ use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, pod_ports};
-use crate::model::{Change, Object};
+use crate::model::{Change, Object, ObjectKey};
 use crate::source::convert::Settings;
 use crate::source::directory::ManifestDirectory;
 
@@ -70,6 +71,8 @@ struct Daemon<'a> {
     epoch: Epoch,
     /// Addresses of the node in the last snapshot.
     node: BTreeSet<IpAddr>,
+    /// Who had each address in the last snapshot.
+    tenants: BTreeMap<IpAddr, (ObjectKey, u32)>,
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
@@ -114,6 +117,7 @@ impl<'a> Daemon<'a> {
             host_port,
             epoch: Epoch::default(),
             node: BTreeSet::new(),
+            tenants: BTreeMap::new(),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
         };
@@ -240,6 +244,7 @@ impl<'a> Daemon<'a> {
         self.node = node;
         if trigger.policy || ports_changed || node_changed {
             self.publish(why, seen);
+            self.forget_connections();
         }
         for (id, interface) in gone {
             match self.dataplane.close_port(id) {
@@ -252,6 +257,21 @@ impl<'a> Daemon<'a> {
             self.route().await;
         }
         Ok(())
+    }
+
+    /// Removes the connections of addresses that their pods have given up: the next pod inherits none. To be called
+    /// once a snapshot is published in which they are gone; one that a worker was just entering is of an older epoch.
+    fn forget_connections(&mut self) {
+        let tenants = self.ports.tenants();
+        let left: Vec<Address> = (self.tenants.iter())
+            .filter(|(address, tenant)| tenants.get(address) != Some(tenant))
+            .map(|(&address, _)| address.into())
+            .collect();
+        self.tenants = tenants;
+        if !left.is_empty() {
+            let removed = self.dataplane.connections().remove_addresses(&left);
+            tracing::debug!(addresses = ?left, connections = removed, "connections of pods that are gone removed");
+        }
     }
 
     fn publish(&mut self, why: &str, seen: Instant) {

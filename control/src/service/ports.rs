@@ -183,6 +183,13 @@ impl Ports {
         routes
     }
 
+    /// Who has each address: the pod and its interface. A pod that is made again under its name has another interface.
+    pub(super) fn tenants(&self) -> BTreeMap<IpAddr, (ObjectKey, u32)> {
+        let served = self.pods.values().filter(|side| side.served);
+        let addresses = |side: &PodSide| side.last.addresses.clone();
+        served.flat_map(|side| addresses(side).into_iter().map(|address| (address, side.tenant()))).collect()
+    }
+
     /// The forwarding table of the ports that are open.
     pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>) -> Forwarding {
         let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from));
@@ -273,6 +280,10 @@ impl PodSide {
         tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
         self.served = false;
         self.open.port.addresses.clear();
+    }
+
+    fn tenant(&self) -> (ObjectKey, u32) {
+        (self.last.pod.clone(), self.last.link)
     }
 
     fn take(&mut self, port: PodPort) {

@@ -95,7 +95,12 @@ impl ConnTable {
     /// Removes all connections that have this address on either end; how many there were. For an address that may
     /// come back as another pod's. What is said of [`ConnTable::remove_owner`] holds here too.
     pub fn remove_address(&self, address: Address) -> usize {
-        self.remove_where(|flow, _| flow.src == address || flow.dst == address)
+        self.remove_addresses(&[address])
+    }
+
+    /// [`ConnTable::remove_address`] for several addresses, in one pass.
+    pub fn remove_addresses(&self, addresses: &[Address]) -> usize {
+        self.remove_where(|flow, _| addresses.contains(&flow.src) || addresses.contains(&flow.dst))
     }
 
     fn remove_where(&self, mut unwanted: impl FnMut(&Flow, Control) -> bool) -> usize {

@@ -157,7 +157,7 @@ pub struct Conntrack {
 
 impl Default for Conntrack {
     fn default() -> Self {
-        Self { entries: 1 << 18, quota: None, pick_up: true, timeouts: BTreeMap::new() }
+        Self { entries: 1 << 20, quota: None, pick_up: true, timeouts: BTreeMap::new() }
     }
 }
 
