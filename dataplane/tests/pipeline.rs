@@ -438,3 +438,27 @@ fn the_quota_of_one_pod_leaves_room_for_the_others() {
     assert_eq!(refused, 1000 - 256, "a quarter of the table");
     assert_eq!(node.verdict(DB, &udp(DB4, WEB4, (1, 2))), Verdict::Forward(WEB));
 }
+
+#[test]
+fn later_fragments_follow_their_first() {
+    let fragment = |units: u16, more: bool, id: u16| {
+        let frame = udp(WEB4, DB4, (40000, 5432));
+        let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
+        header.identification = id;
+        header.dont_fragment = false;
+        header.more_fragments = more;
+        header.fragment_offset = units.try_into().unwrap();
+        header.header_checksum = header.calc_header_checksum();
+        [&frame[..14], &header.to_bytes(), &frame[34..]].concat()
+    };
+    let mut node = Node::new();
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(Cause::Fragment), "before the first");
+    assert_eq!(node.verdict(WEB, &fragment(0, true, 7)), Verdict::Forward(DB));
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Forward(DB));
+    assert_eq!(node.verdict(WEB, &fragment(1, true, 7)), Verdict::Drop(Cause::Fragment), "over the ports of the first");
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 8)), Verdict::Drop(Cause::Fragment), "another datagram's");
+    node.publish(Ingress::Nothing);
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(Cause::ConnectionCut), "of one that is cut");
+    assert_eq!(node.verdict(WEB, &fragment(0, true, 9)), Verdict::Drop(Cause::ConnectionCut));
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 9)), Verdict::Drop(Cause::Fragment), "its first did not pass");
+}

@@ -125,7 +125,7 @@ impl Pipeline {
         for entry in admitted.drain(..) {
             let frame = frames.bytes(entry.index);
             verdicts[entry.index] = self
-                .allow(snapshot, now, frame, &entry, observer)
+                .allow(snapshot, now, ingress, frame, &entry, observer)
                 .and_then(|()| dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet))
                 .map_or_else(Verdict::Drop, Verdict::Forward);
         }
@@ -158,17 +158,15 @@ impl Pipeline {
         &self,
         snapshot: &Snapshot,
         now: Timestamp,
+        ingress: PortId,
         frame: &[u8],
         entry: &Admitted,
         observer: &mut O,
     ) -> Result<(), Cause> {
         match self.mode {
             Mode::Full => {
-                track::Tracker { connections: &self.connections, snapshot, now, index: entry.index, observer }.track(
-                    frame,
-                    &entry.packet,
-                    &entry.hashed,
-                )
+                track::Tracker { connections: &self.connections, snapshot, now, ingress, index: entry.index, observer }
+                    .track(frame, &entry.packet, &entry.hashed)
             }
             Mode::ForwardOnly => Ok(()),
         }

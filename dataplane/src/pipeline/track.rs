@@ -2,6 +2,7 @@
 
 use super::{Observer, Occasion};
 use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, NewConn, OwnerId, Refused, Timestamp, Update};
+use crate::forward::PortId;
 use crate::packet::{Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
 use crate::{Cause, Snapshot};
@@ -11,6 +12,7 @@ pub(super) struct Tracker<'a, O> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
     pub(super) now: Timestamp,
+    pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
 }
@@ -20,13 +22,27 @@ impl<O: Observer> Tracker<'_, O> {
     #[inline]
     pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         match packet.transport {
-            Transport::IcmpError { quoted_at } => self.related(frame, packet, quoted_at),
-            Transport::LaterFragment => Err(Cause::Fragment),
-            _ => match self.connections.find(hashed, self.now) {
-                Some(connection) => self.follow(connection, packet, hashed),
-                None => self.open(packet, hashed),
-            },
+            Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
+            Transport::LaterFragment => return self.later_fragment(packet),
+            _ => {}
         }
+        match self.connections.find(hashed, self.now) {
+            Some(connection) => self.follow(connection, packet, hashed)?,
+            None => self.open(packet, hashed)?,
+        }
+        if packet.fragment.is_some() {
+            self.connections.fragments().remember(packet, self.ingress, self.now);
+        }
+        Ok(())
+    }
+
+    /// A later fragment belongs to the connection of its first one, which has the ports.
+    #[cold]
+    fn later_fragment(&mut self, packet: &Packet) -> Result<(), Cause> {
+        let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(Cause::Fragment)?;
+        let hashed = self.connections.prepare(&flow);
+        let connection = self.connections.find(&hashed, self.now).ok_or(Cause::Fragment)?;
+        self.follow(connection, packet, &hashed)
     }
 
     /// A packet of a known connection.
