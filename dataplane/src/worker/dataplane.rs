@@ -317,6 +317,7 @@ fn spawn<P: Processor>(
     let body = move || {
         let _ = pinned.send((core, core_affinity::set_for_current(core_affinity::CoreId { id: core.0 })));
         drop(pinned);
+        go_first();
         match catch_unwind(AssertUnwindSafe(|| worker.run())) {
             Ok(queues) => queues,
             Err(panic) => {
@@ -326,6 +327,15 @@ fn spawn<P: Processor>(
         }
     };
     thread::Builder::new().name(format!("{}-{index}", config.thread_name)).spawn(body).map_err(failed)
+}
+
+/// Puts the calling thread before the ordinary processes of its core. While a worker waits for them its queues
+/// overflow, which TCP answers by sending again: with a sender and a receiver on the same two cores, 3 % of all
+/// segments, and 0.3 % like this.
+fn go_first() {
+    // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences"). It fails
+    // without CAP_SYS_NICE, and then the worker is a thread like any other.
+    unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, -20) };
 }
 
 fn reason(panic: &(dyn Any + Send)) -> String {
