@@ -65,7 +65,7 @@ fn frames_balance_after_a_million_forwarded_packets() {
     let before = frames_now(&world);
     before.assert_balanced();
     let start = sink.arrived().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(15);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while sink.arrived().unwrap() - start < GOAL {
         assert!(Instant::now() < deadline, "only {} packets arrived", sink.arrived().unwrap() - start);
         generator.run_for(&frame, Duration::from_millis(200)).unwrap();
