@@ -7,6 +7,7 @@
 pub mod capture;
 pub mod case;
 pub mod frame;
+pub mod fuzz;
 pub mod packet;
 pub mod script;
 

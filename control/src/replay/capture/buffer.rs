@@ -47,10 +47,11 @@ impl Buffer {
         self.octets.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
-        if self.octets.len() < count {
-            self.octets.resize(count.next_multiple_of(CHUNK), 0);
-        }
         while self.end < count && !self.ended {
+            // It grows with what is there, not with what a damaged file says that there will be.
+            if self.end == self.octets.len() {
+                self.octets.resize((2 * self.end).min(count.next_multiple_of(CHUNK)), 0);
+            }
             match self.input.read(&mut self.octets[self.end..]) {
                 Ok(0) => self.ended = true,
                 Ok(read) => self.end += read,

@@ -76,9 +76,24 @@ impl CaptureFile {
     /// # Errors
     /// The file cannot be read, or is no capture, or is of a link type that is not read.
     pub fn open(path: &Path, number: usize, interfaces: &mut Vec<Interface>) -> Result<Self, CaptureError> {
+        let file = File::open(path).map_err(|error| CaptureError::new(path, error.into()))?;
+        Self::read(path, file, number, interfaces)
+    }
+
+    /// Reads a capture from anything; `path` is what errors call it.
+    ///
+    /// # Errors
+    /// As those of [`CaptureFile::open`].
+    pub fn read(
+        path: &Path,
+        input: impl Read + 'static,
+        number: usize,
+        interfaces: &mut Vec<Interface>,
+    ) -> Result<Self, CaptureError> {
         let read = Arc::new(AtomicU64::new(0));
         let error = |damage| CaptureError::new(path, damage);
-        let mut buffer = Buffer::new(input(path, &read).map_err(|unreadable| error(unreadable.into()))?);
+        let input = uncompressed(Counted { input, read: Arc::clone(&read) });
+        let mut buffer = Buffer::new(input.map_err(|unreadable| error(unreadable.into()))?);
         let format = format(&mut buffer, number, interfaces).map_err(error)?;
         Ok(Self { path: path.to_owned(), number, buffer, format, cut_at: None, read })
     }
@@ -128,8 +143,7 @@ impl CaptureFile {
 }
 
 /// The file's octets, uncompressed.
-fn input(path: &Path, read: &Arc<AtomicU64>) -> io::Result<Box<dyn Read>> {
-    let mut file = Counted { input: File::open(path)?, read: Arc::clone(read) };
+fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
     let mut magic = [0; 2];
     let mut filled = 0;
     while filled < magic.len() {

@@ -1,0 +1,288 @@
+//! How fast a capture is replayed, against the bars that the project set itself and against tcpdump on the same file.
+//!
+//! `cargo bench -p penstock-bench --bench replay`. A capture of a million packets of ten thousand TCP connections between
+//! two hundred pods under a thousand policies, on one core; best of three. The capture is made anew each time, with a
+//! fixed seed.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use etherparse::{PacketBuilder, TcpHeader};
+use penstock_control::replay::cluster::Cluster;
+use penstock_control::replay::{Options, Paths, run};
+use penstock_control::source::manifest::{self, read_manifests};
+use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_dataplane::packet::Address;
+use penstock_dataplane::pipeline::{BATCH, Cause, Frames, Mode, Pipeline, Verdict};
+use penstock_dataplane::policy::Reach;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+const PACKETS: usize = 1_000_000;
+const CONNECTIONS: usize = 10_000;
+const POLICIES: usize = 1000;
+const PODS: usize = 200;
+/// Flows of the pipeline alone.
+const FLOWS: usize = 64 << 10;
+/// Payload of a data segment in octets.
+const PAYLOAD: usize = 64;
+
+type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> Fallible<()> {
+    if let Some(core) = core_affinity::get_core_ids().and_then(|cores| cores.last().copied()) {
+        core_affinity::set_for_current(core);
+    }
+    let directory = tempfile::tempdir()?;
+    let manifests = directory.path().join("cluster.yaml");
+    fs::write(&manifests, cluster())?;
+    let (capture, empty) = (directory.path().join("million.pcap"), directory.path().join("empty.pcap"));
+    write_capture(&capture, PACKETS)?;
+    write_capture(&empty, 0)?;
+    let options = |capture: &Path, verdicts: Option<PathBuf>| Options {
+        captures: vec![capture.to_owned()],
+        manifests: vec![manifests.clone()],
+        outputs: Paths { verdicts, ..Paths::default() },
+        ..Options::default()
+    };
+    let report = run(&options(&capture, None))?;
+    assert_eq!(report.summary.packets as usize, PACKETS);
+    assert!(report.summary.verdicts.allow as usize == PACKETS, "the capture is all allowed: {:?}", report.summary.reasons);
+    let loading = best(|| run(&options(&empty, None)).map(drop))?;
+    let plain = best(|| run(&options(&capture, None)).map(drop))?.saturating_sub(loading);
+    let verdicts = directory.path().join("verdicts.jsonl");
+    let told = best(|| run(&options(&capture, Some(verdicts.clone()))).map(drop))?.saturating_sub(loading);
+    let tcpdump = best(|| tcpdump(&capture))?;
+    let size = fs::metadata(&capture)?.len();
+    println!("{PACKETS} packets, {} MB, {CONNECTIONS} connections, {POLICIES} policies, one core, best of three", size >> 20);
+    println!("manifests read and compiled in {loading:.0?}, not counted below\n");
+    let rate = |time: Duration| PACKETS as f64 / time.as_secs_f64() / 1e6;
+    println!("{:<44} {:>12} {:>12}", "", "measured", "bar");
+    row("replay, M packets/s", rate(plain), 3.0, Wanted::AtLeast);
+    row("replay with verdict file, M packets/s", rate(told), 0.7, Wanted::AtLeast);
+    row("pipeline alone, established, ns/packet", pipeline(&manifests)?, 60.0, Wanted::AtMost);
+    row("replay / tcpdump -r -w /dev/null", rate(plain) / rate(tcpdump), 0.5, Wanted::AtLeast);
+    println!("{:<44} {:>12.2}", "tcpdump -r -w /dev/null, M packets/s", rate(tcpdump));
+    Ok(())
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Wanted {
+    AtLeast,
+    AtMost,
+}
+
+fn row(name: &str, measured: f64, bar: f64, wanted: Wanted) {
+    let (sign, meets) = match wanted {
+        Wanted::AtLeast => ("≥", measured >= bar),
+        Wanted::AtMost => ("≤", measured <= bar),
+    };
+    let word = if meets { "meets" } else { "falls short" };
+    println!("{name:<44} {measured:>12.2} {:>12}  {word}", format!("{sign} {bar}"));
+}
+
+fn best<E>(mut work: impl FnMut() -> Result<(), E>) -> Result<Duration, E> {
+    let mut best = Duration::MAX;
+    for _ in 0..3 {
+        let started = Instant::now();
+        work()?;
+        best = best.min(started.elapsed());
+    }
+    Ok(best)
+}
+
+/// On the same core: a child inherits the affinity.
+fn tcpdump(capture: &Path) -> io::Result<()> {
+    let mut command = Command::new("tcpdump");
+    command.arg("-r").arg(capture).args(["-w", "/dev/null"]).stderr(Stdio::null());
+    let status = command.status()?;
+    if status.success() { Ok(()) } else { Err(io::Error::other("tcpdump failed")) }
+}
+
+fn pod_address(pod: usize) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, (pod / 200) as u8, (pod % 200 + 1) as u8)
+}
+
+/// Pods in one namespace, each with a label of its own and one of ten that it shares; policies that each let one of the
+/// ten in at one port of one pod.
+fn cluster() -> String {
+    let mut text = String::from("apiVersion: v1\nkind: Namespace\nmetadata: { name: bench }\n");
+    for pod in 0..PODS {
+        let address = pod_address(pod);
+        write!(
+            text,
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: p{pod}, labels: {{ pod: p{pod}, team: t{} }} }}\n\
+             spec: {{ nodeName: n, containers: [{{ name: c, image: example.invalid/c }}] }}\n\
+             status: {{ phase: Running, podIP: {address}, podIPs: [{{ ip: {address} }}] }}\n",
+            pod % 10
+        )
+        .expect("writing to a string does not fail");
+    }
+    for policy in 0..POLICIES {
+        let (pod, team) = (policy % PODS, policy / PODS);
+        write!(
+            text,
+            "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: n{policy} }}\n\
+             spec:\n  podSelector: {{ matchLabels: {{ pod: p{pod} }} }}\n  ingress:\n  - from: [{{ podSelector: {{ matchLabels: {{ team: t{team} }} }} }}]\n    ports: [{{ port: {} }}]\n",
+            8000 + policy
+        )
+        .expect("writing to a string does not fail");
+    }
+    text
+}
+
+/// A connection of the capture and where its two ends are.
+#[derive(Clone, Copy)]
+struct Connection {
+    ends: [(Ipv4Addr, u16); 2],
+    /// What each end sends next.
+    next: [u32; 2],
+    /// Steps of the handshake that are done.
+    step: u8,
+}
+
+/// A client of the policy's team, and the policy's pod and port.
+fn connection(number: usize) -> Connection {
+    let policy = number % POLICIES;
+    let (server, team) = (policy % PODS, policy / PODS);
+    let client = (number / POLICIES * 10 + team + 10 * (server % 7)) % PODS;
+    let client = if client == server { (client + 10) % PODS } else { client };
+    let port = 20_000 + (number / POLICIES * 64 + number % 64) as u16;
+    Connection {
+        ends: [(pod_address(client), port), (pod_address(server), 8000 + policy as u16)],
+        next: [1000, 5000],
+        step: 0,
+    }
+}
+
+impl Connection {
+    /// The next segment from one of the ends.
+    fn segment(&mut self, from: usize) -> Vec<u8> {
+        let ((src, src_port), (dst, dst_port)) = (self.ends[from], self.ends[1 - from]);
+        let mut header = TcpHeader::new(src_port, dst_port, self.next[from], 60_000);
+        header.syn = self.step < 2;
+        header.ack = self.step > 0;
+        header.acknowledgment_number = if header.ack { self.next[1 - from] } else { 0 };
+        let payload = if self.step > 2 { PAYLOAD } else { 0 };
+        self.next[from] += payload as u32 + u32::from(header.syn);
+        self.step = (self.step + 1).min(3);
+        let mut frame = Vec::new();
+        PacketBuilder::ethernet2([2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2])
+            .ipv4(src.octets(), dst.octets(), 64)
+            .tcp_header(header)
+            .write(&mut frame, &[b'd'; PAYLOAD][..payload])
+            .expect("a segment of this size can be built");
+        frame
+    }
+}
+
+/// Ten microseconds from packet to packet. Each connection begins with a handshake; then one of all connections sends
+/// one to eight segments in one direction, and so on.
+fn write_capture(path: &Path, packets: usize) -> io::Result<()> {
+    let mut random = SmallRng::seed_from_u64(7);
+    let mut connections: Vec<Connection> = (0..CONNECTIONS).map(connection).collect();
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    for word in [0xa1b2_c3d4u32, 0x0004_0002, 0, 0, 65535, 1] {
+        file.write_all(&word.to_le_bytes())?;
+    }
+    let mut written = 0;
+    let mut opened = 0;
+    while written < packets {
+        let (which, burst) = if opened < CONNECTIONS && random.random_ratio(1, 20) || opened == 0 {
+            opened += 1;
+            (opened - 1, 3)
+        } else {
+            (random.random_range(0..opened), random.random_range(1..=8))
+        };
+        let from = random.random_range(0..2);
+        for _ in 0..burst.min(packets - written) {
+            let connection = &mut connections[which];
+            let from = if connection.step < 3 { usize::from(connection.step == 1) } else { from };
+            let frame = connection.segment(from);
+            let micros = written as u64 * 10;
+            let words = [1_700_000_000 + (micros / 1_000_000) as u32, (micros % 1_000_000) as u32];
+            for word in words.into_iter().chain([frame.len() as u32; 2]) {
+                file.write_all(&word.to_le_bytes())?;
+            }
+            file.write_all(&frame)?;
+            written += 1;
+        }
+    }
+    assert!(packets == 0 || opened == CONNECTIONS, "{opened} connections opened");
+    file.flush()
+}
+
+/// Frames of one port, put back as they were after each round: a hop is spent each time.
+struct Round {
+    frames: Vec<Vec<u8>>,
+    first: usize,
+}
+
+impl Frames for Round {
+    fn len(&self) -> usize {
+        BATCH.min(self.frames.len() - self.first)
+    }
+
+    fn bytes(&mut self, index: usize) -> &mut [u8] {
+        let frame = &mut self.frames[self.first + index];
+        if frame[22] < 64 {
+            let sum = u16::from_be_bytes([frame[24], frame[25]]);
+            frame[24..26].copy_from_slice(&sum.wrapping_sub(0x100).to_be_bytes());
+            frame[22] = 64;
+        }
+        frame
+    }
+}
+
+/// Nanoseconds a packet: parse, connection, verdict and rewrite, of established connections in full batches.
+fn pipeline(manifests: &Path) -> Fallible<f64> {
+    let read = read_manifests(&[manifests], &manifest::Options::default())?;
+    let objects = read.documents.into_iter().map(|document| document.object);
+    let cluster = Cluster::new(objects, None, Reach::BothSides)?;
+    let snapshot = cluster.snapshot();
+    let config = Config { quota: Some(1 << 20), ..Config::default() };
+    let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), Mode::Full);
+    let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+    let now = Timestamp::from_millis(5_000_000);
+    let mut rounds: BTreeMap<u16, Round> = BTreeMap::new();
+    let mut process = |ingress, round: &mut Round| -> usize {
+        let length = round.len();
+        pipeline.process_batch(snapshot, now, ingress, round, &mut verdicts, &mut ());
+        assert!(verdicts[..length].iter().all(|verdict| matches!(verdict, Verdict::Forward(_))));
+        length
+    };
+    for number in 0..FLOWS {
+        let mut connection = connection(number);
+        connection.ends[0].1 = 20_000 + (number / POLICIES) as u16;
+        let frames = [0, 1, 0, 0].map(|from| (from, connection.segment(from)));
+        for (place, (from, frame)) in frames.into_iter().enumerate() {
+            let address = Address::from_v4_octets(connection.ends[from].0.octets());
+            let ingress = snapshot.forwarding.pod_port(address).ok_or("a pod has no port")?;
+            if place < 3 {
+                process(ingress, &mut Round { frames: vec![frame], first: 0 });
+            } else {
+                rounds.entry(ingress.0).or_insert(Round { frames: Vec::new(), first: 0 }).frames.push(frame);
+            }
+        }
+    }
+    let mut best = f64::MAX;
+    for _ in 0..10 {
+        let (started, mut packets) = (Instant::now(), 0);
+        for (port, round) in &mut rounds {
+            for first in (0..round.frames.len()).step_by(BATCH) {
+                round.first = first;
+                packets += process(penstock_dataplane::forward::PortId(*port), round);
+            }
+            round.first = 0;
+        }
+        best = best.min(started.elapsed().as_nanos() as f64 / packets as f64);
+    }
+    Ok(best)
+}

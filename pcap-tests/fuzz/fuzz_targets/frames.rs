@@ -1,0 +1,14 @@
+//! Frames of any octets through the pipeline: `cargo +nightly fuzz run frames` in `pcap-tests/`.
+#![no_main]
+
+use std::cell::RefCell;
+
+use libfuzzer_sys::fuzz_target;
+use penstock_pcap_tests::fuzz::{Subject, frames};
+
+thread_local! {
+    /// Kept from input to input: making tables takes longer than using them.
+    static SUBJECT: RefCell<Subject> = RefCell::default();
+}
+
+fuzz_target!(|octets: &[u8]| SUBJECT.with_borrow_mut(|subject| frames(subject, octets)));

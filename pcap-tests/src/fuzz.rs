@@ -1,0 +1,155 @@
+//! What the fuzzer does with octets, as functions that tests call too.
+
+use std::io::Cursor;
+use std::path::Path;
+use std::sync::Arc;
+
+use penstock_control::model::{Change, Object};
+use penstock_control::replay::batch::Batch;
+use penstock_control::replay::capture::{CaptureFile, InterfaceId, Record, Time};
+use penstock_control::replay::cluster::{Cluster, HOST, UPLINK};
+use penstock_control::replay::player::{Decision, Place, Player, fill_up};
+use penstock_control::source::manifest::{self, read_manifests};
+use penstock_dataplane::conntrack::Config;
+use penstock_dataplane::forward::PortId;
+use penstock_dataplane::packet::parse;
+use penstock_dataplane::policy::Reach;
+
+use crate::case::root;
+
+/// A node that takes frames on every port, and holds what it does with them to what must always hold.
+pub struct Subject {
+    player: Player,
+    batch: Batch,
+    before: Batch,
+    time: Time,
+    changes: [Arc<[Change]>; 2],
+    changed: usize,
+    frames: u64,
+}
+
+/// The ports that frames are given to: host, uplink and the first pods.
+const PORTS: u16 = 8;
+
+impl Default for Subject {
+    /// The node of the cases' cluster.
+    fn default() -> Self {
+        let objects = |directory: &str| -> Vec<Object> {
+            let paths = [root().join("clusters").join(directory)];
+            let manifests =
+                read_manifests(&paths, &manifest::Options::default()).expect("the corpus' manifests are good");
+            manifests.documents.into_iter().map(|document| document.object).collect()
+        };
+        let shop = objects("shop");
+        let closed = objects("changes/db-closed.yaml").into_iter().map(Change::Set).collect();
+        let back = shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(Change::Set);
+        let changes = [closed, back.collect()];
+        let cluster = Cluster::new(shop, Some("n1"), Reach::BothSides).expect("the corpus' cluster can be replayed");
+        // Small, so that it fills up.
+        let config = Config { entries: 4096, ..Config::default() };
+        let player = Player::new(cluster, &config).expect("a small table can be made");
+        let (batch, before) = (Batch::default(), Batch::default());
+        Self { player, batch, before, time: Time(1_000_000_000_000), changes, changed: 0, frames: 0 }
+    }
+}
+
+impl Subject {
+    /// How many frames passed so far, and how many were judged.
+    pub fn passed(&self) -> (u64, u64) {
+        (self.player.tally().allowed, self.frames)
+    }
+
+    /// Adds a frame to the next batch; judges that when it is full.
+    pub fn give(&mut self, frame: &[u8]) {
+        let start = self.batch.octets().len();
+        self.batch.space().extend_from_slice(frame);
+        let length = frame.len() as u32;
+        let record = Record { time: self.time, interface: InterfaceId(0), captured: length, original: length };
+        self.batch.push(self.frames, record, start);
+        if self.batch.is_full() {
+            self.judge(0);
+        }
+    }
+
+    /// Judges what was given, on the port that `choice` says, and lets some time go by.
+    ///
+    /// # Panics
+    /// Something does not hold that must.
+    pub fn judge(&mut self, choice: u8) {
+        let port = match u16::from(choice) % PORTS {
+            0 => HOST,
+            1 => UPLINK,
+            pod => PortId(pod),
+        };
+        self.before.copy_from(&self.batch);
+        let tally = |player: &Player| player.tally().allowed + player.tally().denied.iter().sum::<u64>();
+        let judged = tally(&self.player);
+        self.player.play(Place::Port(port), self.time, &mut self.batch);
+        let count = self.batch.members().len() as u64;
+        assert_eq!(tally(&self.player) - judged, count, "every frame has one verdict");
+        for (index, (after, before)) in self.batch.members().iter().zip(self.before.members()).enumerate() {
+            let (after, before) = (self.batch.frame(after), self.before.frame(before));
+            match self.player.decision(Place::Port(port), index) {
+                Decision::Allow => check_forwarded(before, after),
+                Decision::Deny(_) => assert_eq!(before, after, "what is dropped is left as it was"),
+                Decision::Kernel(outcome) => panic!("a worker's frame was left to the kernel: {outcome}"),
+            }
+            if let Ok(packet) = parse(after) {
+                self.player.standing(Place::Port(port), index, &packet, after);
+            }
+            self.player.place(None, before);
+        }
+        self.frames += count;
+        self.batch.clear();
+        self.time.0 += u64::from(choice) * 7_000_000;
+    }
+
+    /// Changes the policies of one pod, and at the next call back.
+    pub fn change(&mut self) {
+        let changes = Arc::clone(&self.changes[self.changed]);
+        self.changed = 1 - self.changed;
+        self.player.apply(changes.iter().cloned()).expect("no pod was added");
+    }
+}
+
+/// A forwarded frame is the one that came but for MACs, one hop and checksums.
+fn check_forwarded(before: &[u8], after: &[u8]) {
+    assert_eq!(before.len(), after.len());
+    let (sent, forwarded) = (parse(before).expect("it was judged"), parse(after).expect("it is still a packet"));
+    assert_eq!((sent.flow, sent.layout), (forwarded.flow, forwarded.layout));
+    assert!(forwarded.ttl == sent.ttl || forwarded.ttl + 1 == sent.ttl);
+    assert_eq!(before[12..14], after[12..14]);
+    assert_eq!(before[usize::from(sent.layout.end)..], after[usize::from(sent.layout.end)..]);
+}
+
+/// The frames target: octets as a list of frames, each led by its port and its length in two octets.
+pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
+    while let [port, high, low, rest @ ..] = octets {
+        let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
+        let (frame, behind) = rest.split_at(length);
+        subject.give(frame);
+        if port & 0x40 == 0 {
+            subject.judge(port & 0x3f);
+        }
+        if port & 0x80 != 0 {
+            subject.change();
+        }
+        octets = behind;
+    }
+    subject.judge(1);
+}
+
+/// The capture target: octets as a capture file, read to its end or to its damage. How many packets it had.
+pub fn capture(octets: &[u8]) -> usize {
+    let (mut interfaces, mut frames, mut packets) = (Vec::new(), Vec::new(), 0);
+    let input = Cursor::new(octets.to_vec());
+    let Ok(mut file) = CaptureFile::read(Path::new("fuzz"), input, 0, &mut interfaces) else { return 0 };
+    while let Ok(Some(record)) = file.next(&mut frames, &mut interfaces) {
+        assert_eq!(frames.len(), record.captured as usize);
+        assert!(record.interface.index() < interfaces.len() && record.captured <= record.original);
+        fill_up(0, record.captured, record.original, &mut frames);
+        frames.clear();
+        packets += 1;
+    }
+    packets
+}

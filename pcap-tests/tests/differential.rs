@@ -1,0 +1,143 @@
+//! Every capture of the corpus against an oracle that shares nothing with the pipeline but the objects: policy as the API
+//! words it, a parser that is not ours, and a map of connections.
+
+mod oracle;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+
+use oracle::connections::{Entry, Oracle};
+use oracle::policy::World;
+use penstock_control::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_control::source::convert::Settings;
+use penstock_control::source::manifest::{Options, read_manifests};
+use penstock_pcap_tests::{Case, cases, root};
+use serde::Deserialize;
+use serde_json::Value;
+
+#[derive(Deserialize)]
+struct Timeline {
+    step: Vec<Step>,
+}
+
+#[derive(Deserialize)]
+struct Step {
+    at: String,
+    #[serde(default)]
+    apply: Vec<String>,
+    #[serde(default)]
+    delete: Vec<String>,
+    replace: Option<Vec<String>>,
+}
+
+fn objects(case: &Case, paths: &[PathBuf]) -> Vec<Object> {
+    let options = Options { settings: Settings { v1beta1: case.script.v1beta1 }, ..Options::default() };
+    let manifests = read_manifests(paths, &options).unwrap_or_else(|errors| panic!("{}: {errors}", case.name));
+    manifests.documents.into_iter().map(|document| document.object).collect()
+}
+
+/// The changes of a case's timeline, each with its time in nanoseconds.
+fn steps(case: &Case) -> Vec<(u64, Step)> {
+    if case.script.timeline.is_empty() {
+        return Vec::new();
+    }
+    let timeline: Timeline = toml::from_str(&case.script.timeline).unwrap();
+    let after = |step: &Step| step.at.trim_matches(['+', 's']).parse::<u64>().unwrap() * 1_000_000_000;
+    timeline.step.into_iter().map(|step| (case.script.packets[0].time + after(&step), step)).collect()
+}
+
+fn changes(case: &Case, step: &Step, world: &World) -> Vec<Change> {
+    let path = |text: &String| PathBuf::from(text.replace("CLUSTERS", &root().join("clusters").display().to_string()));
+    if let Some(paths) = &step.replace {
+        let gone = world.references().into_iter().map(Change::Delete);
+        let there = objects(case, &paths.iter().map(path).collect::<Vec<_>>()).into_iter().map(Change::Set);
+        return gone.chain(there).collect();
+    }
+    let deleted = step.delete.iter().map(|text| {
+        let (kind, name) = text.split_once(' ').unwrap();
+        let (namespace, name) = name.split_once('/').unwrap();
+        let key = ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() };
+        Change::Delete(if kind == "Pod" { ObjectRef::Pod(key) } else { ObjectRef::NetworkPolicy(key) })
+    });
+    let paths: Vec<PathBuf> = step.apply.iter().map(path).collect();
+    let applied = if paths.is_empty() { Vec::new() } else { objects(case, &paths) };
+    deleted.chain(applied.into_iter().map(Change::Set)).collect()
+}
+
+/// Applies a step; pods' addresses that have another holder then are forgotten.
+fn take(case: &Case, step: &Step, oracle: &mut Oracle) {
+    let holders = |world: &World| -> BTreeSet<_> {
+        let pods = world.objects.iter().filter_map(|object| match object {
+            Object::Pod(pod) => Some(pod),
+            _ => None,
+        });
+        pods.flat_map(|pod| pod.addresses.iter().map(|address| (*address, pod.key.clone()))).collect()
+    };
+    let before = holders(&oracle.world);
+    let changes = changes(case, step, &oracle.world);
+    oracle.world.apply(changes);
+    let after = holders(&oracle.world);
+    let moved: Vec<_> = before.difference(&after).map(|(address, _)| *address).collect();
+    oracle.forget(&moved);
+    oracle.judge_again();
+}
+
+fn entry(case: &Case, interface: Option<&str>) -> Entry {
+    let port = case.script.ports.iter().find_map(|mapping| {
+        let (name, port) = mapping.split_once('=')?;
+        (Some(name) == interface).then_some(port)
+    });
+    match port {
+        None => Entry::Unknown,
+        Some("host") => Entry::Host,
+        Some("uplink") => Entry::Uplink,
+        Some(pod) => Entry::Pod(pod.to_owned()),
+    }
+}
+
+#[test]
+fn the_pipeline_and_the_oracle_agree_on_every_capture() {
+    let (mut compared, mut silent, mut differences) = (0, 0, Vec::new());
+    for case in cases() {
+        // The oracle sees what was captured: it neither fills up what a snap length cut nor knows packets seen twice.
+        if case.script.dedup || case.name == "ip/snap-length" {
+            continue;
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        let (lines, _) = case.replay(&case.capture_file(), scratch.path());
+        let mut oracle = Oracle::default();
+        oracle.world.node = case.script.node.clone();
+        oracle.world.cluster_wide = case.script.cluster_wide;
+        oracle.world.objects = objects(&case, &[case.manifests()]);
+        let mut steps = steps(&case).into_iter().peekable();
+        let mut now = 0;
+        for ((time, packet), line) in case.packets().iter().zip(&lines) {
+            while let Some((_, step)) = steps.next_if(|(at, _)| at <= time) {
+                take(&case, &step, &mut oracle);
+            }
+            now = now.max(*time);
+            let opinion = oracle.judge(now / 1_000_000_000, &entry(&case, packet.interface.as_deref()), &packet.frame);
+            let value: Value = serde_json::from_str(line).unwrap();
+            match opinion {
+                None => silent += 1,
+                Some(verdict) if value["verdict"] == verdict => compared += 1,
+                Some(verdict) => differences.push(format!("{}: the oracle says {verdict}: {line}", case.name)),
+            }
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    assert!(compared > 400 && silent * 20 < compared, "{compared} compared, {silent} without an opinion");
+}
+
+#[test]
+fn every_expected_file_belongs_to_a_case() {
+    let known: BTreeSet<PathBuf> =
+        cases().iter().flat_map(|case| [case.file.clone(), case.capture_file(), case.expected_file()]).collect();
+    for group in fs::read_dir(root().join("cases")).unwrap() {
+        for file in fs::read_dir(group.unwrap().path()).unwrap() {
+            let path = file.unwrap().path();
+            assert!(known.contains(&path), "{} belongs to no case", path.display());
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! What becomes of packets, by a parser that is not ours and a map of connections.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+
+use etherparse::{Ipv6ExtensionSlice, NetSlice, SlicedPacket};
+
+use super::policy::{Flow, World};
+
+/// What the oracle says of a packet; `None` where it has no opinion.
+pub(crate) type Opinion = Option<&'static str>;
+
+/// Where a capture says that a packet entered.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Entry {
+    /// Nothing.
+    Unknown,
+    /// A pod's interface.
+    Pod(String),
+    /// The node's own.
+    Host,
+    /// From outside.
+    Uplink,
+}
+
+#[derive(Clone, Debug)]
+struct Connection {
+    opened: Flow,
+    allowed: bool,
+    answered: bool,
+    last: u64,
+    /// What each side of a TCP connection sends next, as far as it was seen; the opener's first.
+    next: [Option<u32>; 2],
+    tags: [Option<u32>; 2],
+    ends: u8,
+    reset: bool,
+}
+
+/// A node.
+#[derive(Default)]
+pub(crate) struct Oracle {
+    pub(crate) world: World,
+    connections: HashMap<Flow, Connection>,
+}
+
+/// What of a packet matters.
+struct Seen {
+    flow: Flow,
+    ttl: u8,
+    kind: Kind,
+}
+
+enum Kind {
+    Tcp { flags: u8, seq: u32, len: u32 },
+    Udp,
+    Sctp { chunk: u8, tag: u32, initiate: u32 },
+    Ask,
+    Answer,
+    Error(Option<Flow>),
+    Wrong,
+    Fragment,
+    Other,
+}
+
+impl Oracle {
+    /// Judges a packet seen `now`, in seconds.
+    pub(crate) fn judge(&mut self, now: u64, entry: &Entry, frame: &[u8]) -> Opinion {
+        if let Some(opinion) = self.before_workers(entry, frame) {
+            return opinion;
+        }
+        let seen = match look(frame) {
+            Ok(seen) => seen,
+            Err(opinion) => return opinion,
+        };
+        let (src, dst) = (seen.flow.src, seen.flow.dst);
+        let own = match self.entry(entry, src) {
+            Entry::Pod(pod) => self.world.local_pod(src).is_some_and(|own| own.key.to_string() == pod),
+            Entry::Uplink => self.world.local_pod(src).is_none() && !self.world.is_own_node(src),
+            Entry::Host | Entry::Unknown => true,
+        };
+        let routable = |address: IpAddr| match address {
+            IpAddr::V4(v4) => {
+                !(v4.is_loopback()
+                    || v4.is_link_local()
+                    || v4.is_multicast()
+                    || v4.is_broadcast()
+                    || v4.octets()[0] == 0)
+            }
+            IpAddr::V6(v6) => {
+                !(v6.is_loopback() || v6.is_unspecified() || v6.is_multicast() || v6.is_unicast_link_local())
+            }
+        };
+        if !own || !routable(src) || !routable(dst) {
+            return Some("deny");
+        }
+        let passes = self.passes(now, &seen)?;
+        let to_pod = self.world.local_pod(dst).is_some();
+        let from_host = self.entry(entry, src) == Entry::Host;
+        let spent = to_pod && !from_host && seen.ttl <= 1;
+        Some(if passes && !spent { "allow" } else { "deny" })
+    }
+
+    /// The policy has changed, and these addresses have another holder.
+    pub(crate) fn forget(&mut self, addresses: &[IpAddr]) {
+        self.connections.retain(|_, connection| {
+            !addresses.iter().any(|gone| [connection.opened.src, connection.opened.dst].contains(gone))
+        });
+    }
+
+    /// Every connection is judged again: those that are not allowed any more are cut.
+    pub(crate) fn judge_again(&mut self) {
+        for connection in self.connections.values_mut() {
+            connection.allowed = self.world.allows(&connection.opened);
+        }
+    }
+
+    fn entry(&self, entry: &Entry, src: IpAddr) -> Entry {
+        match entry {
+            Entry::Unknown => match self.world.local_pod(src) {
+                Some(pod) => Entry::Pod(pod.key.to_string()),
+                None if self.world.is_own_node(src) => Entry::Host,
+                None => Entry::Uplink,
+            },
+            known => known.clone(),
+        }
+    }
+
+    /// What no worker sees.
+    fn before_workers(&self, entry: &Entry, frame: &[u8]) -> Option<Opinion> {
+        let kernel = Some(Some("kernel"));
+        let ethertype = match frame.get(12..14) {
+            Some(ethertype) => u16::from_be_bytes([ethertype[0], ethertype[1]]),
+            None => return kernel,
+        };
+        let ends = addresses(ethertype, frame);
+        let entry = match ends {
+            Some((src, _)) => self.entry(entry, src),
+            None if *entry == Entry::Unknown => Entry::Uplink,
+            None => entry.clone(),
+        };
+        match ethertype {
+            0x8100 if entry != Entry::Uplink => return Some(Some("deny")),
+            0x0800 | 0x86dd => {}
+            _ => return kernel,
+        }
+        let Some((_, dst)) = ends else { return if entry == Entry::Uplink { kernel } else { Some(Some("deny")) } };
+        if ethertype == 0x86dd && frame[20] == 58 && frame[21] == 255 && (133..=137).contains(frame.get(54)?) {
+            let IpAddr::V6(to) = dst else { return None };
+            let link_scope = to.is_unicast_link_local() || (to.is_multicast() && to.octets()[1] & 0xf == 2);
+            if link_scope || self.world.is_own_node(dst) {
+                return kernel;
+            }
+        }
+        let for_pod = self.world.local_pod(dst).is_some();
+        (!for_pod && matches!(entry, Entry::Uplink | Entry::Host)).then_some(Some("kernel"))
+    }
+
+    /// Whether connection or policy lets it pass; `None` without an opinion.
+    fn passes(&mut self, now: u64, seen: &Seen) -> Option<bool> {
+        match &seen.kind {
+            Kind::Fragment => return None,
+            Kind::Wrong => return Some(false),
+            Kind::Error(quoted) => {
+                let Some(quoted) = quoted.filter(|quoted| quoted.src == seen.flow.dst) else { return Some(false) };
+                let found = self.find(now, &quoted).or_else(|| self.find(now, &reversed(quoted)));
+                return Some(found.is_some_and(|found| self.connections[&found].allowed));
+            }
+            _ => {}
+        }
+        if let Some(key) = self.find(now, &seen.flow)
+            && let Some(verdict) = self.connections.get_mut(&key).and_then(|found| found.take(now, seen))
+        {
+            return Some(verdict);
+        }
+        let opens = match seen.kind {
+            // RFC 9293: a connection opens with SYN alone; one that was missed may be picked up by what has ACK alone.
+            Kind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10 | 0x12),
+            Kind::Answer => false,
+            _ => true,
+        };
+        let allowed = self.world.allows(&seen.flow);
+        if allowed && opens {
+            let connection = Connection {
+                opened: seen.flow,
+                allowed,
+                answered: false,
+                last: now,
+                next: [None; 2],
+                tags: [None; 2],
+                ends: 0,
+                reset: false,
+            };
+            let connection = self.connections.entry(seen.flow).insert_entry(connection);
+            connection.into_mut().take(now, seen);
+        }
+        Some(allowed && opens)
+    }
+
+    /// The flow that opened the live connection of a packet.
+    fn find(&self, now: u64, flow: &Flow) -> Option<Flow> {
+        let keys = [*flow, reversed(*flow)];
+        // Of echoes each side's identifier is its own: only the asker's flow has it as its port.
+        let found = keys.into_iter().find(|key| self.connections.contains_key(key))?;
+        let connection = &self.connections[&found];
+        (now.saturating_sub(connection.last) <= connection.timeout()).then_some(found)
+    }
+}
+
+impl Connection {
+    /// In seconds, as the kernel's defaults.
+    fn timeout(&self) -> u64 {
+        match (self.opened.protocol, self.answered) {
+            (6, _) if self.reset => 10,
+            (6, _) if self.ends >= 2 => 120,
+            (6, false) => 120,
+            (6, true) => 432_000,
+            (17, false) => 30,
+            (17, true) => 120,
+            (1 | 58, _) => 30,
+            (132, _) => 210,
+            _ => 600,
+        }
+    }
+
+    /// Whether a packet of it passes; `None` if it opens another.
+    fn take(&mut self, now: u64, seen: &Seen) -> Option<bool> {
+        let side = usize::from(seen.flow != self.opened);
+        if let Kind::Tcp { flags, seq, .. } = seen.kind {
+            let is_syn = flags & 0x17 == 0x02;
+            let over = self.reset || self.ends >= 2 || !self.allowed;
+            if is_syn && over && self.next[side].is_none_or(|next| seq.wrapping_sub(next) as i32 > 0 || !self.allowed) {
+                return None;
+            }
+        }
+        if !self.allowed {
+            self.last = now;
+            return Some(false);
+        }
+        match seen.kind {
+            Kind::Tcp { flags, seq, len } => {
+                let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
+                if far && !(flags & 0x04 != 0 && seq == 0) {
+                    return Some(false);
+                }
+                let after = seq.wrapping_add(len + u32::from(flags & 0x02 != 0) + u32::from(flags & 0x01 != 0));
+                if self.next[side].is_none_or(|next| after.wrapping_sub(next) as i32 > 0) {
+                    self.next[side] = Some(after);
+                }
+                self.ends += u8::from(flags & 0x01 != 0);
+                self.reset |= flags & 0x04 != 0;
+            }
+            Kind::Sctp { chunk, tag, initiate } => {
+                if matches!(chunk, 1 | 2) {
+                    self.tags[side] = Some(initiate);
+                }
+                // What is sent to a side carries the tag that this side asked for.
+                if self.tags[1 - side].is_some_and(|wanted| wanted != tag) {
+                    return Some(false);
+                }
+            }
+            Kind::Answer if side == 0 => return Some(false),
+            Kind::Ask if side == 1 => return Some(false),
+            _ => {}
+        }
+        self.answered |= side == 1;
+        self.last = now.max(self.last);
+        Some(true)
+    }
+}
+
+fn reversed(flow: Flow) -> Flow {
+    Flow { src: flow.dst, dst: flow.src, sport: flow.dport, dport: flow.sport, ..flow }
+}
+
+fn addresses(ethertype: u16, frame: &[u8]) -> Option<(IpAddr, IpAddr)> {
+    if ethertype == 0x0800 {
+        let v4 = |at| Some(IpAddr::from(*frame.get(at..)?.first_chunk::<4>()?));
+        Some((v4(26)?, v4(30)?))
+    } else {
+        let v6 = |at| Some(IpAddr::from(*frame.get(at..)?.first_chunk::<16>()?));
+        Some((v6(22)?, v6(38)?))
+    }
+}
+
+/// The IP layer of a frame.
+struct Network<'a> {
+    src: IpAddr,
+    dst: IpAddr,
+    protocol: u8,
+    ttl: u8,
+    is_fragment: bool,
+    payload: &'a [u8],
+}
+
+/// What etherparse makes of the IP layer; `None` where it, or a look at what it does not judge, finds fault.
+fn network(frame: &[u8]) -> Option<Network<'_>> {
+    let sliced = SlicedPacket::from_ethernet(frame).ok()?;
+    match sliced.net? {
+        NetSlice::Ipv4(v4) => {
+            let header = v4.header();
+            let is_right = header.to_header().calc_header_checksum() == header.header_checksum();
+            (is_right && options_are_good(header.options())).then_some(())?;
+            Some(Network {
+                src: header.source_addr().into(),
+                dst: header.destination_addr().into(),
+                protocol: v4.payload_ip_number().0,
+                ttl: header.ttl(),
+                is_fragment: v4.is_payload_fragmented(),
+                payload: v4.payload().payload,
+            })
+        }
+        NetSlice::Ipv6(v6) => {
+            let header = v6.header();
+            let extensions: Vec<_> = v6.extensions().clone().into_iter().collect();
+            let routes = extensions.iter().any(|extension| match extension {
+                Ipv6ExtensionSlice::Routing(routing) => routing.payload()[1] > 0,
+                _ => false,
+            });
+            (!routes && extensions.len() <= 6 && header.payload_length() > 0).then_some(())?;
+            Some(Network {
+                src: header.source_addr().into(),
+                dst: header.destination_addr().into(),
+                protocol: v6.payload().ip_number.0,
+                ttl: header.hop_limit(),
+                is_fragment: v6.is_payload_fragmented(),
+                payload: v6.payload().payload,
+            })
+        }
+        NetSlice::Arp(_) => None,
+    }
+}
+
+/// IPv4 options fit, and none is a source route.
+fn options_are_good(mut options: &[u8]) -> bool {
+    loop {
+        options = match options {
+            [] | [0, ..] => return true,
+            [1, rest @ ..] => rest,
+            [131 | 137, ..] => return false,
+            [_, length, ..] if *length >= 2 && usize::from(*length) <= options.len() => {
+                &options[usize::from(*length)..]
+            }
+            _ => return false,
+        };
+    }
+}
+
+/// Looks at a frame.
+///
+/// # Errors
+/// The opinion on one that is wrong as it is.
+fn look(frame: &[u8]) -> Result<Seen, Opinion> {
+    const WRONG: Opinion = Some("deny");
+    let Network { src, dst, protocol, ttl, is_fragment, payload } = network(frame).ok_or(WRONG)?;
+    let mut flow = Flow { src, dst, protocol, sport: 0, dport: 0 };
+    if is_fragment {
+        return Ok(Seen { flow, ttl, kind: Kind::Fragment });
+    }
+    let word = |at: usize| u16::from_be_bytes([payload[at], payload[at + 1]]);
+    let long = |at: usize| u32::from(word(at)) << 16 | u32::from(word(at + 2));
+    let least = match protocol {
+        6 => 20,
+        132 => 16,
+        17 | 1 | 58 => 8,
+        _ => 0,
+    };
+    if payload.len() < least {
+        return Err(WRONG);
+    }
+    if matches!(protocol, 6 | 17 | 132) {
+        (flow.sport, flow.dport) = (word(0), word(2));
+    }
+    let kind = match protocol {
+        6 => {
+            let header = usize::from(payload[12] >> 4) * 4;
+            if header < 20 || header > payload.len() {
+                return Err(WRONG);
+            }
+            Kind::Tcp { flags: payload[13], seq: long(4), len: (payload.len() - header) as u32 }
+        }
+        17 if word(4) < 8 || usize::from(word(4)) > payload.len() => return Err(WRONG),
+        17 => Kind::Udp,
+        132 => {
+            let initiate = if matches!(payload[12], 1 | 2) && payload.len() >= 20 { long(16) } else { 0 };
+            Kind::Sctp { chunk: payload[12], tag: long(4), initiate }
+        }
+        1 | 58 => match (protocol, payload[0]) {
+            (1, 8) | (58, 128) => {
+                flow.sport = word(4);
+                Kind::Ask
+            }
+            (1, 0) | (58, 129) => {
+                flow.dport = word(4);
+                Kind::Answer
+            }
+            (1, 3 | 11 | 12) | (58, 1..=4) => Kind::Error(quoted(&payload[8..], src.is_ipv6())),
+            (1, 5) | (58, 133..=137) => Kind::Wrong,
+            _ => Kind::Other,
+        },
+        _ => Kind::Other,
+    };
+    Ok(Seen { flow, ttl, kind })
+}
+
+/// The flow of a packet that an error quotes, if enough of it is there.
+fn quoted(octets: &[u8], is_v6: bool) -> Option<Flow> {
+    let (ethertype, header, protocol) = match is_v6 {
+        false => (0x0800, usize::from(octets.first()? & 0xf) * 4, *octets.get(9)?),
+        true => (0x86dd, 40, *octets.get(6)?),
+    };
+    let (src, dst) = addresses(ethertype, &[&[0; 14], octets].concat())?;
+    let transport = octets.get(header..)?.first_chunk::<8>()?;
+    let word = |at: usize| u16::from_be_bytes([transport[at], transport[at + 1]]);
+    let (sport, dport) = match (protocol, transport[0]) {
+        (6 | 17 | 132, _) => (word(0), word(2)),
+        (1, 8) | (58, 128) => (word(4), 0),
+        (1, 0) | (58, 129) => (0, word(4)),
+        _ => (0, 0),
+    };
+    Some(Flow { src, dst, protocol, sport, dport })
+}

@@ -1,0 +1,4 @@
+//! An oracle beside the pipeline: the simplest thing that could say what becomes of a packet.
+
+pub(crate) mod connections;
+pub(crate) mod policy;
