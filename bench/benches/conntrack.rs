@@ -15,15 +15,17 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::hint::black_box;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use dashmap::DashMap;
 use hdrhistogram::Histogram;
 use nix::time::{ClockId, clock_gettime};
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::{Config, ConnTable, Insertion, NewConn, OwnerId, SweepCursor, Timestamp, Update};
+use penstock_dataplane::conntrack::{
+    Config, ConnTable, Insertion, NewConn, OwnerId, SweepCursor, Timeouts, Timestamp, Update,
+};
 use penstock_dataplane::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
 use rustc_hash::FxBuildHasher;
 
@@ -77,7 +79,7 @@ trait Connections: Sync {
 
 impl Connections for ConnTable {
     fn insert(&self, n: u32) {
-        enter(self, &flow(n), 0);
+        enter(self, &flow(n), Timestamp::now().as_millis());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -109,7 +111,16 @@ fn enter(table: &ConnTable, flow: &Flow, now: u64) {
 }
 
 fn table(connections: u32) -> ConnTable {
-    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..Config::default() }).unwrap()
+    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..patient() }).expect("memory")
+}
+
+/// Nothing expires while measurements take turns.
+fn patient() -> Config {
+    let day = Duration::from_secs(86_400);
+    Config {
+        timeouts: Timeouts { udp_timeout: day, udp_timeout_stream: day, ..Timeouts::default() },
+        ..Config::default()
+    }
 }
 
 /// What a map keeps of a connection: what an entry does besides its key.
@@ -442,7 +453,7 @@ fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histo
 /// A pod floods with SYNs of ever new connections on one core while another core serves established ones.
 fn flood(settings: &Settings) -> Row {
     const ESTABLISHED: u32 = 500_000;
-    let table = Arc::new(table_with_default_quota());
+    let table = ConnTable::new(&Config { entries: CONNECTIONS as usize, ..patient() }).expect("memory");
     let now = Timestamp::now().as_millis();
     for n in 0..ESTABLISHED {
         // Four pods, so that none is at its quota.
@@ -481,10 +492,6 @@ fn flood(settings: &Settings) -> Row {
     );
     let name = format!("SYN flood for {} s: p99 of established lookups against idle", settings.flood.as_secs());
     Row::at_most(&name, p99(&flooded) / p99(&idle), 1.5, detail)
-}
-
-fn table_with_default_quota() -> ConnTable {
-    ConnTable::new(&Config { entries: CONNECTIONS as usize, ..Config::default() }).expect("a table of default size")
 }
 
 /// Takes SYNs of new connections through the table as a worker does, and sweeps now and then; how many.

@@ -39,8 +39,7 @@ impl Storage {
         let Some(path) = mapping else {
             let bytes = table_len(groups);
             let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
-            // Fewer translations to look up; if the kernel has none to give, small pages do.
-            let _ = map.advise(memmap2::Advice::HugePage);
+            settle_in(&map);
             return Ok((Self::new(map, None, 0, groups), Seed::random(), Opened::New));
         };
         Self::open_file(groups, path).map_err(|error| match error {
@@ -117,9 +116,16 @@ fn map(file: &File) -> io::Result<MmapMut> {
     // SAFETY: other processes that keep to the lock leave the file alone; all that is read from the mapping while it
     // is shared is atomics, for which any bits are valid, and the header, which is checked before it is used.
     let map = unsafe { MmapOptions::new().map_mut(file)? };
-    // As above: a wish.
-    let _ = map.advise(memmap2::Advice::HugePage);
+    settle_in(&map);
     Ok(map)
+}
+
+/// Asks for huge pages, so that there are fewer translations to look up, and for all pages now, so that no worker waits
+/// for one to be cleared. If the kernel has none of the first kind or does not know the second wish (before 5.14), the
+/// table works all the same.
+fn settle_in(map: &MmapMut) {
+    let _ = map.advise(memmap2::Advice::HugePage);
+    let _ = map.advise(memmap2::Advice::PopulateWrite);
 }
 
 /// Makes an empty table and moves it to `path`.
