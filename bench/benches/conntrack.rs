@@ -60,7 +60,7 @@ const CHURN: u32 = 65_536;
 /// The flow of number `n`, from its client.
 fn flow(n: u32) -> Flow {
     Flow {
-        src: Address::from_v4_octets((0x0a00_0000 | n >> 14).to_be_bytes()),
+        src: Address::from_v4_octets((0x0a00_0000 | (n >> 14)).to_be_bytes()),
         dst: Address::from_v4_octets([10, 200, 0, 1 + (n & 3) as u8]),
         protocol: Protocol::UDP,
         src_port: 1024 + (n & 0x3fff) as u16,
@@ -256,19 +256,19 @@ fn run(settings: &Settings, connections: &dyn Connections, load: Load) -> f64 {
     std::thread::scope(|scope| {
         let work = |thread: usize| {
             pin(thread);
-            let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ (thread as u64 + 1) << 32);
+            let mut random = Random(0x9e37_79b9_7f4a_7c15 ^ ((thread as u64 + 1) << 32));
             let mut packets = 0u64;
             barrier.wait();
             let begun = settings.now();
             let mut now = Timestamp::now().as_millis();
             while !stop.load(Relaxed) {
                 // As a worker: the clock once in a while, not for every packet.
-                if packets % (BATCH as u64 * 16) == 0 {
+                if packets.is_multiple_of(BATCH as u64 * 16) {
                     now = Timestamp::now().as_millis();
                 }
                 let flows: [Flow; BATCH] = std::array::from_fn(|_| {
                     let number = random.next();
-                    let flow = flow((u64::from(number) * u64::from(load.connections) >> 32) as u32);
+                    let flow = flow(((u64::from(number) * u64::from(load.connections)) >> 32) as u32);
                     if number & 1 == 0 { flow } else { flow.reversed() }
                 });
                 assert_eq!(connections.touch(&flows, now), BATCH, "all are there");
@@ -441,7 +441,7 @@ fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histo
     let mut random = Random(0xdead_beef_cafe_f00d);
     while running.load(Relaxed) {
         let flows: [Flow; BATCH] =
-            std::array::from_fn(|_| flow((u64::from(random.next()) * u64::from(connections) >> 32) as u32));
+            std::array::from_fn(|_| flow(((u64::from(random.next()) * u64::from(connections)) >> 32) as u32));
         let now = Timestamp::now().as_millis();
         let begun = Instant::now();
         assert_eq!(table.touch(&flows, now), BATCH, "an established connection is never lost to a flood");

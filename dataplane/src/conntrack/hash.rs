@@ -112,7 +112,7 @@ pub(super) const fn tag(hash: u64) -> u16 {
 /// The group that a connection of this hash belongs into first, of `groups`.
 #[inline]
 pub(super) const fn home(hash: u64, groups: u32) -> u32 {
-    ((hash >> 32) * groups as u64 >> 32) as u32
+    (((hash >> 32) * groups as u64) >> 32) as u32
 }
 
 /// The group that takes it when its home is crowded: another one than its home, of `groups`, which are at least 2.

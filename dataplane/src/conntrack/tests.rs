@@ -292,7 +292,7 @@ fn threads_that_meet_leave_a_sound_table() {
         let mut random = thread.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let mut cursor = SweepCursor::default();
         let mut operations = 0u64;
-        while operations % 512 != 0 || std::time::Instant::now() < deadline {
+        while !operations.is_multiple_of(512) || std::time::Instant::now() < deadline {
             operations += 1;
             random ^= random << 13;
             random ^= random >> 7;

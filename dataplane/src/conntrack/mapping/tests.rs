@@ -69,8 +69,8 @@ fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
 
 #[test]
 fn a_file_that_is_no_use_is_made_anew_and_says_why() {
-    type Damage = fn(&Path);
-    let damages: [(&str, Damage, fn(&Unusable) -> bool); 6] = [
+    type Damage = (&'static str, fn(&Path), fn(&Unusable) -> bool);
+    let damages: [Damage; 6] = [
         ("foreign", |path| std::fs::write(path, vec![b'x'; 10_000]).unwrap(), |why| *why == Unusable::Foreign),
         ("empty", |path| std::fs::write(path, b"").unwrap(), |why| *why == Unusable::Torn),
         ("cut", |path| cut(path, 50_000), |why| *why == Unusable::Torn),
