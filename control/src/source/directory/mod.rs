@@ -67,13 +67,16 @@ impl ManifestDirectory {
         // Watched first, then read: a save in between is seen twice rather than never.
         let mut watch = Watch::new(path, messages.clone(), inbox)
             .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;
-        let mut files = Files::new(Options { settings, ..Options::default() });
+        let options = Options { settings, ..Options::default() };
+        let mut files = Files::new(options);
         watch
             .read_all(&mut files)
             .map_err(|error| OpenError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
         let batch = files.settle();
         if !batch.problems.is_empty() {
-            return Err(OpenError::Manifests(ManifestErrors(batch.problems)));
+            // Read at once, two objects that contradict each other are one error, told at the later of them.
+            let errors = manifest::read_manifests(&[path], &options).err();
+            return Err(OpenError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
         }
         let objects = files.objects().cloned().collect();
         let (sender, receiver) = batches::channel(WAITING_BATCHES);
