@@ -78,6 +78,19 @@ fn frames_balance_after_a_million_forwarded_packets() {
     frames_at_end(world).assert_balanced();
 }
 
+/// Waits until the daemon has written this many lines with `text` in them since line `seen`.
+fn wait_for_lines(world: &World, seen: usize, text: &str, count: u8) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let lines = world.daemon.log().lines().split_off(seen);
+        if lines.iter().filter(|line| line.contains(text)).count() >= usize::from(count) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "not {count} lines with \"{text}\":\n{}", lines.join("\n"));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 #[test]
 fn frames_balance_after_a_hundred_ports_came_and_went() {
     const ROUNDS: usize = 10;
@@ -98,23 +111,17 @@ fn frames_balance_after_a_hundred_ports_came_and_went() {
             let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
             world.cluster.node.add_pod(&format!("test/{name}"), &addresses).unwrap();
         }
+        wait_for_lines(&world, seen, "attached", PODS);
         let added: Vec<Site> = world.cluster.node.pods().iter().skip(1).map(Site::from).collect();
         for site in &added {
-            // Nothing listens there: a refusal is proof that the packet went all the way.
-            let patience = Patience { timeout: Duration::from_millis(300), attempts: 15 };
-            let outcome =
-                probe::run_one(site, world.target("test/pod-0", false), Protocol::Tcp(8080), patience).unwrap();
+            let there = world.target("test/pod-0", false);
+            let outcome = probe::run_one(site, there, Protocol::Tcp(8080), Patience::default()).unwrap();
             assert_eq!(outcome, Outcome::Reached, "{} in round {round}", site.name);
         }
         for (name, _, _) in &more {
             world.cluster.node.remove_pod(&format!("test/{name}")).unwrap();
         }
-        let deadline = Instant::now() + Duration::from_secs(10);
-        let closed = || world.daemon.log().lines()[seen..].iter().filter(|line| line.contains("closed")).count();
-        while closed() < usize::from(PODS) {
-            assert!(Instant::now() < deadline, "only {} ports were closed in round {round}", closed());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for_lines(&world, seen, "closed", PODS);
     }
     std::thread::sleep(Duration::from_millis(100));
     let after = frames_now(&world);
