@@ -193,9 +193,12 @@ struct Bench {
     root: PathBuf,
 }
 
+/// Of packets, policy knows addresses and flows.
+const PACKET: &str = "mod address;\nmod flow;\npub use address::Address;\n\
+    pub use flow::{Flow, FlowKey, Orientation, Protocol};\n";
 const DATAPLANE: &str = "[package]\nname = \"penstock-dataplane\"\nversion = \"0.1.0\"\nedition.workspace = true\n\
-    [dependencies]\ncrc32c.workspace = true\netherparse.workspace = true\nipnet.workspace = true\n\
-    rustc-hash.workspace = true\n";
+    [dependencies]\nipnet.workspace = true\nrustc-hash.workspace = true\n\
+    [dev-dependencies]\nproptest.workspace = true\n";
 const CONTROL: &str = "[package]\nname = \"penstock-control\"\nversion = \"0.1.0\"\nedition.workspace = true\n\
     [dependencies]\nipnet.workspace = true\nrustc-hash.workspace = true\n\
     penstock-dataplane = { path = \"../dataplane\" }\n[dev-dependencies]\nproptest.workspace = true\n";
@@ -205,15 +208,16 @@ impl Bench {
         let original = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate of the workspace");
         let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutation");
         let bench = Self { root };
-        for part in ["dataplane/src/packet", "dataplane/src/policy", "control/tests/policy"].into_iter().chain(
-            ["compile", "engine", "model", "render", "state"].map(|part| match part {
-                "compile" => "control/src/compile",
-                "engine" => "control/src/engine",
-                "model" => "control/src/model",
-                "render" => "control/src/render",
-                _ => "control/src/state",
-            }),
-        ) {
+        for part in [
+            "dataplane/src/packet",
+            "dataplane/src/policy",
+            "control/src/compile",
+            "control/src/engine",
+            "control/src/model",
+            "control/src/render",
+            "control/src/state",
+            "control/tests/policy",
+        ] {
             let _ = fs::remove_dir_all(bench.root.join(part));
             copy(&original.join(part), &bench.root.join(part));
         }
@@ -221,6 +225,7 @@ impl Bench {
             |file: &str, text: &str| fs::write(bench.root.join(file), text).expect("below the target directory");
         let read = |file: &str| fs::read_to_string(original.join(file)).expect("a file of the project");
         write("dataplane/src/cause.rs", &read("dataplane/src/cause.rs"));
+        write("dataplane/src/packet/mod.rs", PACKET);
         write("dataplane/src/lib.rs", "mod cause;\npub mod packet;\npub mod policy;\npub use cause::Cause;\n");
         let modules = ["compile", "engine", "model", "render", "state"].map(|module| format!("pub mod {module};\n"));
         write("control/src/lib.rs", &modules.concat());

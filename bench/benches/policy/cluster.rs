@@ -4,15 +4,15 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use penstock_control::model::*;
 
-pub fn labels(pairs: &[(&str, String)]) -> Labels {
+pub(crate) fn labels(pairs: &[(&str, String)]) -> Labels {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect()
 }
 
-pub fn key(namespace: usize, name: String) -> ObjectKey {
+pub(crate) fn key(namespace: usize, name: String) -> ObjectKey {
     ObjectKey { namespace: format!("ns-{namespace}"), name }
 }
 
-pub fn namespace(number: usize) -> Object {
+pub(crate) fn namespace(number: usize) -> Object {
     let name = format!("ns-{number}");
     let labels = labels(&[
         ("kubernetes.io/metadata.name", name.clone()),
@@ -22,17 +22,17 @@ pub fn namespace(number: usize) -> Object {
     Object::Namespace(Namespace { name, labels, default_deny_ingress: false })
 }
 
-pub fn node(number: usize) -> Object {
+pub(crate) fn node(number: usize) -> Object {
     let address = Ipv4Addr::from_bits(0xc0a8_0000 + number as u32).into();
     Object::Node(Node { name: format!("node-{number}"), addresses: vec![address] })
 }
 
 /// The address of a pod: a /24 for each hundred.
-pub fn address(pod: usize) -> IpAddr {
+pub(crate) fn address(pod: usize) -> IpAddr {
     Ipv4Addr::from_bits(0x0a00_0000 | ((pod / 100) << 8 | (pod % 100)) as u32).into()
 }
 
-pub fn pod(number: usize, namespace: usize, node: usize, app: usize) -> Pod {
+pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> Pod {
     let labels = labels(&[
         ("app", format!("app-{app}")),
         ("version", format!("v{}", number % 2)),
@@ -53,22 +53,22 @@ pub fn pod(number: usize, namespace: usize, node: usize, app: usize) -> Pod {
     }
 }
 
-pub fn selector(pairs: &[(&str, String)]) -> Selector {
+pub(crate) fn selector(pairs: &[(&str, String)]) -> Selector {
     let requirement =
         |(key, value): &(&str, String)| Requirement { key: (*key).to_owned(), test: Test::In(vec![value.clone()]) };
     Selector { requirements: pairs.iter().map(requirement).collect() }
 }
 
-pub fn tcp(first: u16, last: u16) -> Port {
+pub(crate) fn tcp(first: u16, last: u16) -> Port {
     Port { protocol: PortProtocol::Tcp, which: PortMatch::Range { first, last } }
 }
 
-pub fn block(cidr: &str, except: &[&str]) -> Peer {
+pub(crate) fn block(cidr: &str, except: &[&str]) -> Peer {
     let parse = |text: &str| text.parse().expect("a prefix");
     Peer::Block(Block { cidr: parse(cidr), except: except.iter().map(|text| parse(text)).collect() })
 }
 
-pub fn policy(
+pub(crate) fn policy(
     namespace: usize,
     name: String,
     pod_selector: Selector,
@@ -80,7 +80,7 @@ pub fn policy(
 }
 
 /// The `variant`th policy of the kinds that clusters have; `turn` changes its rules.
-pub fn typical_policy(number: usize, namespace: usize, turn: usize) -> Object {
+pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Object {
     let any = |peers: Vec<Peer>, ports: Vec<Port>| Rule { peers: Peers::AnyOf(peers), ports: Ports::AnyOf(ports) };
     let app = |app: usize| selector(&[("app", format!("app-{}", app % 5))]);
     let port = 1000 + (turn % 50) as u16;

@@ -69,7 +69,7 @@ fn the_policy() -> Object {
     policy(0, "the-policy".to_owned(), Selector::default(), Some(rules), None)
 }
 
-pub fn run(rounds: usize) -> Vec<bool> {
+pub(crate) fn run(rounds: usize) -> Vec<bool> {
     let mut results = Vec::new();
     let mut number = numbers();
     let among_100: Vec<Flow> = (0..FLOWS)

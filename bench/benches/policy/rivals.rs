@@ -9,7 +9,7 @@ use penstock_dataplane::packet::{Address, Flow, Protocol};
 
 /// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: no field that is the same in
 /// all entries is compared.
-pub struct LinearList {
+pub(crate) struct LinearList {
     entries: Vec<Entry>,
 }
 
@@ -24,7 +24,7 @@ struct Entry {
 
 impl LinearList {
     /// From the entries of an ingress list.
-    pub fn new(entries: &[SixTuple]) -> Self {
+    pub(crate) fn new(entries: &[SixTuple]) -> Self {
         let entry = |tuple: &SixTuple| {
             let (peer, mask) = tuple.src.map_or((0, 0), prefix);
             let ports = tuple
@@ -42,11 +42,11 @@ impl LinearList {
         Self { entries: entries.iter().map(entry).collect() }
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    pub fn judge_all(&self, flows: &[Flow]) -> u64 {
+    pub(crate) fn judge_all(&self, flows: &[Flow]) -> u64 {
         flows.iter().map(|flow| u64::from(self.permits(flow))).sum()
     }
 
@@ -69,7 +69,7 @@ fn prefix(net: IpNet) -> (u128, u128) {
 /// Ingress in the form of Mizar's design: an enforcement map, a map of blocks, one of blocks that have excepts, one of
 /// excepts (longest prefix each) and one of ports, a bit a policy. IPv4 as there; one network, so that the network's
 /// number is left out of every key.
-pub struct MizarTables {
+pub(crate) struct MizarTables {
     enforce: HashMap<u32, bool, multiply::Fast>,
     primary: PrefixTrie,
     supplementary: PrefixTrie,
@@ -79,7 +79,7 @@ pub struct MizarTables {
 
 impl MizarTables {
     /// For one endpoint; of each policy the block, its except and the TCP port.
-    pub fn new(endpoint: IpAddr, policies: &[(String, String, u16)]) -> Self {
+    pub(crate) fn new(endpoint: IpAddr, policies: &[(String, String, u16)]) -> Self {
         let endpoint = v4(endpoint);
         let mut tables = Self {
             enforce: HashMap::from_iter([(endpoint, true)]),
@@ -100,7 +100,7 @@ impl MizarTables {
         tables
     }
 
-    pub fn judge_all(&self, flows: &[Flow]) -> u64 {
+    pub(crate) fn judge_all(&self, flows: &[Flow]) -> u64 {
         flows.iter().map(|flow| u64::from(self.allows(flow))).sum()
     }
 
@@ -198,10 +198,10 @@ fn bit(key: u64, place: u32) -> usize {
 mod multiply {
     use std::hash::{BuildHasherDefault, Hasher};
 
-    pub type Fast = BuildHasherDefault<Multiply>;
+    pub(crate) type Fast = BuildHasherDefault<Multiply>;
 
     #[derive(Default)]
-    pub struct Multiply(u64);
+    pub(crate) struct Multiply(u64);
 
     impl Hasher for Multiply {
         fn finish(&self) -> u64 {

@@ -11,7 +11,7 @@ use super::row;
 
 /// How large the cluster is.
 #[derive(Clone, Copy)]
-pub struct Size {
+pub(crate) struct Size {
     pods: usize,
     namespaces: usize,
     policies: usize,
@@ -20,8 +20,9 @@ pub struct Size {
 }
 
 impl Size {
-    pub const FULL: Self = Self { pods: 100_000, namespaces: 5_000, policies: 10_000, nodes: 400, changes: 2_000 };
-    pub const SMOKE: Self = Self { pods: 1_000, namespaces: 50, policies: 100, nodes: 4, changes: 20 };
+    pub(crate) const FULL: Self =
+        Self { pods: 100_000, namespaces: 5_000, policies: 10_000, nodes: 400, changes: 2_000 };
+    pub(crate) const SMOKE: Self = Self { pods: 1_000, namespaces: 50, policies: 100, nodes: 4, changes: 20 };
 
     fn namespace_of(&self, pod: usize) -> usize {
         pod % self.namespaces
@@ -46,7 +47,7 @@ impl Size {
     }
 }
 
-pub fn run(size: Size) -> Vec<bool> {
+pub(crate) fn run(size: Size) -> Vec<bool> {
     let mut engine = Engine::new(Settings::for_node("node-0"));
     let start = Instant::now();
     engine.apply(size.objects());

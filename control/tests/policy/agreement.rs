@@ -13,7 +13,7 @@ use super::naive::{Seen, World};
 use super::random::{ADDRESSES, OTHERS, destinations, history};
 
 /// Takes from a pod that is to be set the addresses that another live pod has: two at a time are not a valid state.
-pub fn without_conflict(world: &World, change: Change) -> Change {
+pub(crate) fn without_conflict(world: &World, change: Change) -> Change {
     let Change::Set(Object::Pod(mut pod)) = change else { return change };
     let taken = |address: &IpAddr| {
         let mut others = world.pods.values().filter(|other| other.key != pod.key && !other.finished);
@@ -24,7 +24,7 @@ pub fn without_conflict(world: &World, change: Change) -> Change {
 }
 
 /// Every pair of ends of a family, with the destinations dealt out among the pairs from a moving start.
-pub fn queries(deal: usize) -> impl Iterator<Item = Flow> {
+pub(crate) fn queries(deal: usize) -> impl Iterator<Item = Flow> {
     let ends: Vec<IpAddr> = ADDRESSES.iter().chain(&OTHERS).map(|end| end.parse().unwrap()).collect();
     let destinations = destinations();
     let pairs: Vec<(IpAddr, IpAddr)> = ends

@@ -11,19 +11,19 @@ use penstock_dataplane::policy::{self, Direction, Judgement, Reach};
 
 use super::naive::{self, Seen, World};
 
-pub fn key(text: &str) -> ObjectKey {
+pub(crate) fn key(text: &str) -> ObjectKey {
     let (namespace, name) = text.split_once('/').expect("namespace/name");
     ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }
 }
 
 /// `a=b c=d`.
-pub fn labels(text: &str) -> Labels {
+pub(crate) fn labels(text: &str) -> Labels {
     let pairs = text.split_whitespace().map(|pair| pair.split_once('=').expect("key=value"));
     pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
 }
 
 /// `a=b|c` In, `a!=b|c` NotIn, `a` Exists, `!a` DoesNotExist; all must hold.
-pub fn selector(text: &str) -> Selector {
+pub(crate) fn selector(text: &str) -> Selector {
     let values = |text: &str| text.split('|').map(str::to_owned).collect();
     let requirement = |text: &str| match (text.split_once("!="), text.split_once('='), text.strip_prefix('!')) {
         (Some((key, list)), _, _) => Requirement { key: key.to_owned(), test: Test::NotIn(values(list)) },
@@ -34,22 +34,22 @@ pub fn selector(text: &str) -> Selector {
     Selector { requirements: text.split_whitespace().map(requirement).collect() }
 }
 
-pub fn namespace(name: &str, text: &str) -> Object {
+pub(crate) fn namespace(name: &str, text: &str) -> Object {
     let mut labels = labels(text);
     labels.insert("kubernetes.io/metadata.name".to_owned(), name.to_owned());
     Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false })
 }
 
-pub fn node(name: &str, addresses: &[&str]) -> Object {
+pub(crate) fn node(name: &str, addresses: &[&str]) -> Object {
     Object::Node(Node { name: name.to_owned(), addresses: ips(addresses) })
 }
 
-pub fn ips(texts: &[&str]) -> Vec<IpAddr> {
+pub(crate) fn ips(texts: &[&str]) -> Vec<IpAddr> {
     texts.iter().map(|text| text.parse().expect("an address")).collect()
 }
 
 /// A pod on node `n1`. Its ports are `name:tcp/80`.
-pub fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) -> Pod {
+pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) -> Pod {
     let port = |text: &&str| {
         let (name, rest) = text.split_once(':').expect("name:protocol/number");
         let (protocol, number) = rest.split_once('/').expect("name:protocol/number");
@@ -76,7 +76,7 @@ fn protocol_of(word: &str) -> PortProtocol {
 }
 
 /// `tcp` every port, `tcp/80`, `tcp/80-90`, `tcp/http` by name.
-pub fn port(text: &str) -> Port {
+pub(crate) fn port(text: &str) -> Port {
     let Some((protocol, which)) = text.split_once('/') else {
         return Port { protocol: protocol_of(text), which: PortMatch::Every };
     };
@@ -91,7 +91,7 @@ pub fn port(text: &str) -> Port {
 }
 
 /// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`.
-pub fn peer(text: &str) -> Peer {
+pub(crate) fn peer(text: &str) -> Peer {
     if let Some(pods) = text.strip_prefix("pods") {
         return Peer::Pods(selector(pods));
     }
@@ -108,7 +108,7 @@ pub fn peer(text: &str) -> Peer {
 }
 
 /// Peers and ports; an empty list of either means every one.
-pub fn rule(peers: &[&str], ports: &[&str]) -> Rule {
+pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
     let given = |texts: &[&str]| !texts.is_empty();
     Rule {
         peers: if given(peers) { Peers::AnyOf(peers.iter().map(|text| peer(text)).collect()) } else { Peers::Every },
@@ -116,13 +116,13 @@ pub fn rule(peers: &[&str], ports: &[&str]) -> Rule {
     }
 }
 
-pub fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
+pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
     let (key, pod_selector) = (key(name), selector(pods));
     Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
 }
 
 /// `tcp/80`, or a protocol without ports: `icmp`, `icmpv6`, `esp`.
-pub fn destination(text: &str) -> (Protocol, u16) {
+pub(crate) fn destination(text: &str) -> (Protocol, u16) {
     let (protocol, port) = text.split_once('/').unwrap_or((text, "0"));
     let protocol = match protocol {
         "tcp" => Protocol::TCP,
@@ -137,7 +137,7 @@ pub fn destination(text: &str) -> (Protocol, u16) {
 }
 
 /// A cluster as objects and as an engine for all pods; every query is put to all evaluators.
-pub struct Cluster {
+pub(crate) struct Cluster {
     pub world: World,
     pub engine: Engine,
     lists: Vec<AccessList>,
@@ -145,35 +145,35 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    pub fn new(objects: impl IntoIterator<Item = Object>) -> Self {
+    pub(crate) fn new(objects: impl IntoIterator<Item = Object>) -> Self {
         let engine = Engine::new(Settings::for_all_pods());
         let mut cluster = Self { world: World::default(), engine, lists: Vec::new(), seen: BTreeSet::new() };
         cluster.apply(objects.into_iter().map(Change::Set).collect());
         cluster
     }
 
-    pub fn apply(&mut self, changes: Vec<Change>) {
+    pub(crate) fn apply(&mut self, changes: Vec<Change>) {
         changes.iter().for_each(|change| self.world.apply(change));
         self.engine.apply(changes);
         self.lists = acl::render(self.engine.state(), self.engine.tables());
     }
 
-    pub fn set(&mut self, object: Object) {
+    pub(crate) fn set(&mut self, object: Object) {
         self.apply(vec![Change::Set(object)]);
     }
 
     /// An end is `namespace/pod` (its first address) or an address.
-    pub fn address(&self, end: &str) -> IpAddr {
+    pub(crate) fn address(&self, end: &str) -> IpAddr {
         end.parse().unwrap_or_else(|_| self.world.pods[&key(end)].addresses[0])
     }
 
-    pub fn flow(&self, from: &str, to: &str, to_port: &str) -> Flow {
+    pub(crate) fn flow(&self, from: &str, to: &str, to_port: &str) -> Flow {
         let (protocol, dst_port) = destination(to_port);
         Flow { src: self.address(from).into(), dst: self.address(to).into(), protocol, src_port: 40000, dst_port }
     }
 
     /// Judges by the tables, after asserting that the others say the same of both sides.
-    pub fn judge(&mut self, flow: &Flow) -> Judgement {
+    pub(crate) fn judge(&mut self, flow: &Flow) -> Judgement {
         let judgement = self.engine.judge(flow);
         let expected = self.world.judge(flow, &mut self.seen);
         let tables = (side(judgement.egress), side(judgement.ingress));
@@ -208,7 +208,7 @@ impl Cluster {
     }
 
     /// Asserts verdicts: `from`, `to`, `port`, whether it is allowed.
-    pub fn check(&mut self, queries: &[(&str, &str, &str, bool)]) {
+    pub(crate) fn check(&mut self, queries: &[(&str, &str, &str, bool)]) {
         for (from, to, port, allowed) in queries {
             let judgement = self.judge(&self.flow(from, to, port));
             let got = judgement.egress.is_allowed() && judgement.ingress.is_allowed();
@@ -217,7 +217,7 @@ impl Cluster {
     }
 
     /// The name of the rule that allowed on a side.
-    pub fn rule(&mut self, from: &str, to: &str, port: &str, direction: Direction) -> String {
+    pub(crate) fn rule(&mut self, from: &str, to: &str, port: &str, direction: Direction) -> String {
         let flow = self.flow(from, to, port);
         let explanation = self.engine.explain(&flow);
         let side = match direction {
@@ -240,7 +240,7 @@ fn side(side: policy::Side) -> naive::Side {
 }
 
 /// An engine under which a rule's action is honoured cluster-wide.
-pub fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
+pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
     let mut engine = Engine::new(Settings { reach: Reach::ClusterWide, ..Settings::for_all_pods() });
     engine.apply(objects.into_iter().map(Change::Set));
     engine

@@ -8,7 +8,7 @@ use penstock_dataplane::packet::{Flow, Protocol};
 
 /// The last state of a cluster.
 #[derive(Clone, Default, Debug)]
-pub struct World {
+pub(crate) struct World {
     pub namespaces: BTreeMap<String, Namespace>,
     pub nodes: BTreeMap<String, Node>,
     pub pods: BTreeMap<ObjectKey, Pod>,
@@ -17,7 +17,7 @@ pub struct World {
 
 /// What one side says.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Side {
+pub(crate) enum Side {
     NoPod,
     Exempt,
     Open,
@@ -27,7 +27,7 @@ pub enum Side {
 
 /// What was seen on the way to a verdict: tests assert that they have met each.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Seen {
+pub(crate) enum Seen {
     NoPod,
     Open,
     SamePod,
@@ -54,7 +54,7 @@ pub enum Seen {
 }
 
 impl World {
-    pub fn apply(&mut self, change: &Change) {
+    pub(crate) fn apply(&mut self, change: &Change) {
         match change.clone() {
             Change::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
             Change::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
@@ -67,7 +67,7 @@ impl World {
         }
     }
 
-    pub fn objects(&self) -> Vec<Object> {
+    pub(crate) fn objects(&self) -> Vec<Object> {
         let namespaces = self.namespaces.values().cloned().map(Object::Namespace);
         let nodes = self.nodes.values().cloned().map(Object::Node);
         let pods = self.pods.values().cloned().map(Object::Pod);
@@ -76,7 +76,7 @@ impl World {
     }
 
     /// The pod that has an address: not its node's, and not any more if it is finished.
-    pub fn pod_at(&self, address: IpAddr) -> Option<&Pod> {
+    pub(crate) fn pod_at(&self, address: IpAddr) -> Option<&Pod> {
         self.pods.values().find(|pod| !pod.host_network && !pod.finished && pod.addresses.contains(&address))
     }
 
@@ -86,7 +86,7 @@ impl World {
             || self.pods.values().filter(in_host_network).any(|pod| pod.addresses.contains(&address))
     }
 
-    pub fn judge(&self, flow: &Flow, seen: &mut BTreeSet<Seen>) -> (Side, Side) {
+    pub(crate) fn judge(&self, flow: &Flow, seen: &mut BTreeSet<Seen>) -> (Side, Side) {
         let (src, dst): (IpAddr, IpAddr) = (flow.src.into(), flow.dst.into());
         let (from, to) = (self.pod_at(src), self.pod_at(dst));
         if src.is_ipv6() {

@@ -14,7 +14,7 @@ const VALUES: [&str; 3] = ["x", "y", "z"];
 const PORTS: [u16; 5] = [0, 80, 81, 255, 65535];
 const NAMES: [&str; 2] = ["http", "dns"];
 /// Of pods; some of one pod's are another's at another time.
-pub const ADDRESSES: [&str; 12] = [
+pub(crate) const ADDRESSES: [&str; 12] = [
     "10.0.0.1",
     "10.0.0.2",
     "10.0.0.3",
@@ -29,7 +29,7 @@ pub const ADDRESSES: [&str; 12] = [
     "fd01::1",
 ];
 /// Of nodes and of nobody.
-pub const OTHERS: [&str; 7] =
+pub(crate) const OTHERS: [&str; 7] =
     ["192.168.0.1", "192.168.0.2", "fd00:ffff::1", "10.0.0.99", "10.1.0.99", "172.16.0.1", "fd00::9999"];
 const BLOCKS: [&str; 12] = [
     "0.0.0.0/0",
@@ -46,7 +46,7 @@ const BLOCKS: [&str; 12] = [
     "fd00::2/128",
 ];
 
-pub fn destinations() -> Vec<(u8, u16)> {
+pub(crate) fn destinations() -> Vec<(u8, u16)> {
     let ports = [0u16, 1, 79, 80, 81, 82, 254, 255, 256, 65534, 65535];
     let with_ports = [6u8, 17, 132].into_iter().flat_map(|protocol| ports.map(|port| (protocol, port)));
     // Those that pods have names for come up more often.
@@ -180,7 +180,7 @@ fn some_change() -> impl Strategy<Value = Change> {
 }
 
 /// A history: the objects that are there at first, then changes one by one or a few at a time.
-pub fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<Change>>)> {
+pub(crate) fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<Change>>)> {
     let start = prop::collection::vec(some_object(), 10..30).prop_map(|objects| {
         let namespaces = NAMESPACES.map(|name| namespace(name, if name == "a" { "k=x" } else { "l=y" }));
         namespaces.into_iter().chain(objects).collect()
