@@ -47,6 +47,22 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
+/// The captures of real tools under `real/`, as cases without a description; `make.sh` beside them made them.
+///
+/// # Panics
+/// The directory cannot be read.
+pub fn real() -> Vec<Case> {
+    let files =
+        entries(&root().join("real")).into_iter().filter(|file| file.extension().is_some_and(|end| end == "pcap"));
+    files
+        .map(|file| {
+            let name = file.with_extension("").file_name().unwrap_or_default().display().to_string();
+            let purpose = format!("{name}: a capture of real tools.");
+            Case { file, name, script: Script { purpose, cluster: "shop".to_owned(), ..Script::default() } }
+        })
+        .collect()
+}
+
 fn entries(directory: &Path) -> Vec<PathBuf> {
     let read = fs::read_dir(directory).unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
     let mut entries: Vec<PathBuf> = read.filter_map(|entry| Some(entry.ok()?.path())).collect();

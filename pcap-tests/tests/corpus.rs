@@ -9,7 +9,7 @@ use std::path::Path;
 
 use penstock_pcap_tests::capture::{EPOCH, pcapng};
 use penstock_pcap_tests::script::Link;
-use penstock_pcap_tests::{Case, cases};
+use penstock_pcap_tests::{Case, cases, real};
 use serde_json::Value;
 
 fn is_blessing() -> bool {
@@ -92,6 +92,20 @@ fn every_packet_has_the_expected_verdict() {
         let verdicts = report.summary.verdicts;
         assert_eq!(verdicts.allow + verdicts.deny + verdicts.kernel, lines.len() as u64, "{}", case.name);
         assert_eq!(report.summary.packets, lines.len() as u64 + report.summary.duplicates, "{}", case.name);
+        let text = readable(&case, &lines);
+        bless_or_compare(&case.expected_file(), text.as_bytes(), "verdicts differ", &mut failures);
+    }
+    fail(&failures);
+}
+
+#[test]
+fn captures_of_real_tools_have_the_expected_verdicts() {
+    let mut failures = Vec::new();
+    let cases = real();
+    assert!(cases.len() >= 7, "{} captures", cases.len());
+    for case in cases {
+        let scratch = tempfile::tempdir().unwrap();
+        let (lines, _) = case.replay(&case.file, scratch.path());
         let text = readable(&case, &lines);
         bless_or_compare(&case.expected_file(), text.as_bytes(), "verdicts differ", &mut failures);
     }

@@ -10,9 +10,10 @@ use std::path::PathBuf;
 use oracle::connections::{Entry, Oracle};
 use oracle::policy::World;
 use penstock_control::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_control::replay::capture::Captures;
 use penstock_control::source::convert::Settings;
 use penstock_control::source::manifest::{Options, read_manifests};
-use penstock_pcap_tests::{Case, cases, root};
+use penstock_pcap_tests::{Case, cases, real, root};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -128,6 +129,31 @@ fn the_pipeline_and_the_oracle_agree_on_every_capture() {
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));
     assert!(compared > 400 && silent * 20 < compared, "{compared} compared, {silent} without an opinion");
+}
+
+#[test]
+fn the_pipeline_and_the_oracle_agree_on_captures_of_real_tools() {
+    let (mut compared, mut differences) = (0, Vec::new());
+    for case in real() {
+        let scratch = tempfile::tempdir().unwrap();
+        let (lines, _) = case.replay(&case.file, scratch.path());
+        let mut oracle = Oracle::default();
+        oracle.world.objects = objects(&case, &[case.manifests()]);
+        let mut captures = Captures::open(&[&case.file]).unwrap();
+        let mut frame = Vec::new();
+        for line in &lines {
+            frame.clear();
+            let record = captures.next(&mut frame).unwrap().expect("a line a packet");
+            let opinion = oracle.judge(record.time.0 / 1_000_000_000, &Entry::Unknown, &frame);
+            let value: Value = serde_json::from_str(line).unwrap();
+            match opinion {
+                Some(verdict) if value["verdict"] == verdict => compared += 1,
+                opinion => differences.push(format!("{}: the oracle says {opinion:?}: {line}", case.name)),
+            }
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    assert!(compared > 150, "{compared} compared");
 }
 
 #[test]
