@@ -54,14 +54,21 @@ fn main() -> Fallible<()> {
     };
     let report = run(&options(&capture, None))?;
     assert_eq!(report.summary.packets as usize, PACKETS);
-    assert!(report.summary.verdicts.allow as usize == PACKETS, "the capture is all allowed: {:?}", report.summary.reasons);
+    assert!(
+        report.summary.verdicts.allow as usize == PACKETS,
+        "the capture is all allowed: {:?}",
+        report.summary.reasons
+    );
     let loading = best(|| run(&options(&empty, None)).map(drop))?;
     let plain = best(|| run(&options(&capture, None)).map(drop))?.saturating_sub(loading);
     let verdicts = directory.path().join("verdicts.jsonl");
     let told = best(|| run(&options(&capture, Some(verdicts.clone()))).map(drop))?.saturating_sub(loading);
     let tcpdump = best(|| tcpdump(&capture))?;
     let size = fs::metadata(&capture)?.len();
-    println!("{PACKETS} packets, {} MB, {CONNECTIONS} connections, {POLICIES} policies, one core, best of three", size >> 20);
+    println!(
+        "{PACKETS} packets, {} MB, {CONNECTIONS} connections, {POLICIES} policies, one core, best of three",
+        size >> 20
+    );
     println!("manifests read and compiled in {loading:.0?}, not counted below\n");
     let rate = |time: Duration| PACKETS as f64 / time.as_secs_f64() / 1e6;
     println!("{:<44} {:>12} {:>12}", "", "measured", "bar");

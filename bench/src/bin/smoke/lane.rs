@@ -2,13 +2,17 @@
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use penstock_bench::cluster::read_objects;
 use penstock_bench::load::{Generator, Sink, UdpFlow, pin};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Node, Pod, Scratch};
+use penstock_control::engine::{Engine, Settings};
+use penstock_control::model::Change;
+use penstock_control::render;
 
 /// The port that the policy allows.
 const ALLOWED: u16 = 9000;
@@ -18,10 +22,10 @@ const DENIED: u16 = 9001;
 const SOURCE: u16 = 40000;
 /// Octets of a frame, without the frame check sequence.
 const FRAME: usize = 64;
+/// The node's name in the manifests.
+const NODE: &str = "smoke";
 /// The policy's objects.
 const MANIFESTS: &str = include_str!("manifests.yaml");
-/// The same policy as `MANIFESTS` for the kernel.
-const RULESET: &str = include_str!("ruleset.nft");
 
 /// The generator's core, and the one that forwards.
 #[derive(Clone, Copy, Debug)]
@@ -60,11 +64,14 @@ impl Lane {
         Self::build("kernel", |_, _| Ok(Forwarder::Kernel))
     }
 
-    pub(crate) fn nftables() -> Result<Self> {
+    /// The policy as `penstock render --format nft` has it.
+    pub(crate) fn nftables(nft: &Path) -> Result<Self> {
         Self::build("nftables", |node, scratch| {
+            let mut engine = Engine::new(Settings::for_node(NODE));
+            engine.apply(read_objects(&manifests(scratch)?)?.into_iter().map(Change::Set));
             let file = scratch.path().join("ruleset.nft");
-            fs::write(&file, RULESET)?;
-            let output = node.namespace().command("nft").arg("-f").arg(&file).output().context("cannot run nft")?;
+            fs::write(&file, render::nft::render(engine.state(), engine.tables()))?;
+            let output = node.namespace().command(nft).arg("-f").arg(&file).output().context("cannot run nft")?;
             ensure!(output.status.success(), "nft refuses the ruleset: {}", complaint(&output));
             Ok(Forwarder::Nftables)
         })
@@ -72,10 +79,7 @@ impl Lane {
 
     pub(crate) fn penstock(mode: &str, cores: Cores) -> Result<Self> {
         Self::build(mode, |node, scratch| {
-            let manifests = scratch.path().join("manifests");
-            fs::create_dir(&manifests)?;
-            fs::write(manifests.join("smoke.yaml"), MANIFESTS)?;
-            let mut config = DaemonConfig::new("smoke", &manifests);
+            let mut config = DaemonConfig::new(NODE, &manifests(scratch)?);
             config.sections += &format!("[workers]\ncores = [{}]\n[dataplane]\nmode = \"{mode}\"\n", cores.worker);
             Ok(Forwarder::Penstock(Daemon::start(node.namespace(), &config)?))
         })
@@ -173,6 +177,14 @@ impl Lane {
     }
 }
 
+/// The policy's objects as a directory.
+fn manifests(scratch: &Scratch) -> Result<PathBuf> {
+    let directory = scratch.path().join("manifests");
+    fs::create_dir(&directory)?;
+    fs::write(directory.join("smoke.yaml"), MANIFESTS)?;
+    Ok(directory)
+}
+
 fn v4(pod: &Pod) -> Result<IpAddr> {
     pod.address(false).with_context(|| format!("pod {} has no IPv4 address", pod.name()))
 }
@@ -181,9 +193,10 @@ fn complaint(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")
 }
 
-/// Whether there is an `nft` command.
-pub(crate) fn has_nft() -> bool {
+/// The `nft` command, where there is one.
+pub(crate) fn nft_command() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let usual = ["/usr/sbin", "/sbin"].map(Path::new).map(Path::to_path_buf);
-    std::env::split_paths(&path).chain(usual).any(|directory| directory.join("nft").is_file())
+    let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    let mut places = std::env::split_paths(&path).chain(usual).map(|directory| directory.join("nft"));
+    places.find(|file| file.is_file())
 }

@@ -44,8 +44,8 @@ fn run(arguments: &Arguments) -> Result<()> {
         (Lane::penstock("forward", cores)?, vec![Case::Forward]),
         (Lane::kernel()?, vec![Case::Kernel { steered: false }, Case::Kernel { steered: true }]),
     ];
-    if lane::has_nft() {
-        lanes.push((Lane::nftables()?, vec![Case::Nftables { steered: false }, Case::Nftables { steered: true }]));
+    if let Some(nft) = lane::nft_command() {
+        lanes.push((Lane::nftables(&nft)?, vec![Case::Nftables { steered: false }, Case::Nftables { steered: true }]));
     } else {
         println!("no nft command: (d) is left out; install it with: apt-get install nftables\n");
     }

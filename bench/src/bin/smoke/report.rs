@@ -38,7 +38,9 @@ pub(crate) fn introduce(cores: Cores) {
     println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP socket", cores.worker);
     println!("  kernel cases: with everything on the generator's core, and with RPS on the sender's veth steering");
     println!("  the forwarding to core {}; the better one is used below", cores.worker);
-    println!("  (d) is a hand-written ruleset of the same meaning as the policy of (a), with sets and verdict maps");
+    println!(
+        "  (d) enforces the policy of (a) as penstock render --format nft writes it: conntrack, sets, verdict maps"
+    );
     println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
 }
 
