@@ -1,8 +1,8 @@
 //! From a batch of frames to a verdict for each: the one path that workers, replay, benchmarks and the
 //! fuzzer share. It needs no socket and no privilege.
 //!
-//! A packet's way is the order of the modules: [`admit`] (parse, spoofing, scope), [`track`] (connection, else
-//! policy), [`dispatch`] (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop.
+//! A packet's way is the order of the modules: `admit` (parse, spoofing, scope), `track` (connection, else
+//! policy), `dispatch` (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop.
 
 mod admit;
 mod dispatch;
