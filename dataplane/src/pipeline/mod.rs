@@ -141,13 +141,13 @@ impl Pipeline {
         frames: &mut F,
         verdicts: &mut [Verdict; BATCH],
     ) {
-        for index in 0..frames.len().min(BATCH) {
+        for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
             match admit::admit(&snapshot.forwarding, ingress, frames.bytes(index)) {
                 Ok(packet) => {
                     let hashed = self.connections.prepare(&packet.flow);
                     self.admitted.push(Admitted { index, packet, hashed });
                 }
-                Err(cause) => verdicts[index] = Verdict::Drop(cause),
+                Err(cause) => *verdict = Verdict::Drop(cause),
             }
         }
     }
