@@ -37,6 +37,13 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 .PHONY: test
 test: build ## Every test, those on real veths included; they run the optimised daemon
 	$(CARGO) test --workspace --locked
+	@# The connection table's interleavings: the same code over loom's atomics.
+	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
+
+.PHONY: test-long
+test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
+	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
+	$(CARGO) test --locked -p penstock-control --test mutation -- --ignored --nocapture
 
 .PHONY: lint
 lint: setup ## Format, clippy and documentation, all without warnings   (licences: make test)
@@ -55,3 +62,11 @@ bench-pipeline: setup ## Nanoseconds a packet of the pipeline and of its stages,
 .PHONY: bench-policy
 bench-policy: setup ## Policy lookup and compilation at scale, against what must be reached
 	$(CARGO) bench --locked -p penstock-bench --bench policy
+
+.PHONY: bench-conntrack
+bench-conntrack: setup ## The connection table against the maps one could take instead, against what must be reached
+	$(CARGO) bench --locked -p penstock-bench --bench conntrack
+
+.PHONY: bench-replay
+bench-replay: build ## Packets per second of replay, and nanoseconds a packet of the pipeline
+	$(CARGO) bench --locked -p penstock-bench --bench replay
