@@ -178,6 +178,11 @@ fn clause_4_a_block_matches_outside_its_own_excepts_alone() {
         ("172.16.1.129", "shop/db", "tcp/1", false),
         ("172.16.2.1", "shop/db", "tcp/1", true),
     ]);
+    cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.0.0/16 except 172.16.2.0/24 172.16.3.0/24"]).check(&[
+        ("172.16.1.1", "shop/db", "tcp/1", true),
+        ("172.16.2.1", "shop/db", "tcp/1", true),
+        ("172.17.3.1", "shop/db", "tcp/1", true),
+    ]);
     cluster(&["0.0.0.0/0 except 10.0.0.0/8"]).check(&[
         ("8.8.8.8", "shop/db", "tcp/1", true),
         ("shop/web", "shop/db", "tcp/1", false),
