@@ -131,8 +131,9 @@ impl Player {
     /// # Errors
     /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Result<(), ClusterError> {
-        for address in self.cluster.apply(changes)? {
-            self.table.remove_address(address);
+        let moved = self.cluster.apply(changes)?;
+        if !moved.is_empty() {
+            self.table.remove_addresses(&moved);
         }
         Ok(())
     }
