@@ -8,8 +8,10 @@ mod screen;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::judge::Judge;
 use penstock_bench::matrix::{self, Legend, Matrix};
@@ -97,9 +99,10 @@ fn run() -> Result<()> {
     let result = show(&cluster, &judge, &scratch, &manifests);
     if let Err(error) = &result {
         println!("\n{}", bad(&format!("demo: {error:#}")));
-        println!("The daemon's last lines:");
-        let lines = daemon.log().lines();
-        lines.iter().rev().take(15).rev().for_each(|line| println!("  {line}"));
+        println!("The daemon's last lines, with its statistics:");
+        daemon.signal(Signal::SIGUSR1)?;
+        let _ = daemon.log().wait_for_after(0, "frames: total", Duration::from_secs(2));
+        daemon.log().lines().iter().rev().take(30).rev().for_each(|line| println!("  {line}"));
     }
     if std::env::var_os("KEEP").is_some_and(|keep| !keep.is_empty() && keep != "0") {
         keep::until_told(&cluster, &daemon, &manifests)?;
