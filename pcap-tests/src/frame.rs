@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 /// The Internet checksum (RFC 1071) of octets, folded but not inverted.
 pub fn sum(octets: &[u8], start: u32) -> u32 {
-    let words = octets.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0)));
+    let words = octets.chunks(2).map(|pair| (u32::from(pair[0]) << 8) | u32::from(*pair.get(1).unwrap_or(&0)));
     let mut total = words.fold(start, |total, word| total.wrapping_add(word));
     while total > 0xffff {
         total = (total & 0xffff) + (total >> 16);
@@ -102,8 +102,8 @@ impl Ip {
         let words = self.header_words.unwrap_or((20 + self.options.len()) as u8 / 4);
         let length = self.length.unwrap_or((20 + self.options.len() + payload.len()) as u16);
         let (offset, more) = self.fragment.unwrap_or_default();
-        let fragment = offset / 8 | u16::from(more) << 13;
-        let mut header = vec![self.version.unwrap_or(4) << 4 | words, 0];
+        let fragment = (offset / 8) | (u16::from(more) << 13);
+        let mut header = vec![(self.version.unwrap_or(4) << 4) | words, 0];
         header.extend(length.to_be_bytes());
         header.extend((self.id as u16).to_be_bytes());
         header.extend(fragment.to_be_bytes());
@@ -124,7 +124,7 @@ impl Ip {
     fn v6(&self, src: [u8; 16], dst: [u8; 16], payload: &[u8]) -> Vec<u8> {
         let mut extensions = self.extensions.clone();
         if let Some((offset, more)) = self.fragment {
-            let word = offset & !7 | u16::from(more);
+            let word = (offset & !7) | u16::from(more);
             extensions.push((44, [&[0][..], &word.to_be_bytes(), &self.id.to_be_bytes()].concat()));
         }
         let numbers: Vec<u8> = extensions.iter().map(|extension| extension.0).chain([self.protocol]).collect();

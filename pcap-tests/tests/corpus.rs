@@ -119,7 +119,7 @@ fn the_corpus_is_large_and_each_case_has_a_purpose_of_its_own() {
     let purposes: BTreeSet<&str> = cases.iter().map(|case| case.script.purpose.as_str()).collect();
     assert_eq!(purposes.len(), cases.len());
     for case in &cases {
-        assert!(case.script.purpose.ends_with('.') && case.script.packets.len() > 0, "{}", case.name);
+        assert!(case.script.purpose.ends_with('.') && !case.script.packets.is_empty(), "{}", case.name);
     }
 }
 
@@ -196,4 +196,23 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
         }
     }
     assert!(compared > 150, "{compared} captures compared");
+}
+
+#[test]
+fn the_pull_request_of_the_readme_changes_verdicts() {
+    let clusters = penstock_pcap_tests::root().join("clusters");
+    let captures = cases().into_iter().filter(|case| case.name.starts_with("udp/")).map(|case| case.capture_file());
+    let options = penstock_control::replay::Options {
+        captures: captures.collect(),
+        manifests: vec![clusters.join("shop")],
+        compare: ["shop/cluster.yaml", "shop/pods.yaml", "pull-request"].map(|path| clusters.join(path)).to_vec(),
+        ..Default::default()
+    };
+    let changes = penstock_control::replay::run(&options).unwrap().comparison.unwrap().changes();
+    assert!(!changes.is_empty());
+    for change in changes {
+        let ends = (change.group.src.as_str(), change.group.dst.as_str(), change.group.dport);
+        assert_eq!(ends, ("shop/web", "shop/db", Some(53)));
+        assert_eq!((change.group.before.verdict, change.group.after.verdict), ("allow", "deny"));
+    }
 }

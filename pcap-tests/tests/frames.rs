@@ -34,12 +34,10 @@ fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
                 }
             }
         }
-        7..=9 => {
+        7..=9 if frame.len() > 34 => {
             // A field behind the IPv4 header's checksum, so that the packet goes further.
-            if frame.len() > 34 {
-                let at = random.random_range(34..frame.len());
-                frame[at] = random.random();
-            }
+            let at = random.random_range(34..frame.len());
+            frame[at] = random.random();
         }
         _ => {}
     }

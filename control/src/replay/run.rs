@@ -116,7 +116,7 @@ pub fn run(options: &Options) -> Result<Report, ReplayError> {
         originals: Batch::default(),
         key: None,
     };
-    run.to_end(options)
+    run.play_all(options)
 }
 
 fn read_objects(paths: &[PathBuf], options: &Options) -> Result<Vec<Object>, ManifestErrors> {
@@ -169,7 +169,7 @@ struct Run {
 }
 
 impl Run {
-    fn to_end(mut self, options: &Options) -> Result<Report, ReplayError> {
+    fn play_all(mut self, options: &Options) -> Result<Report, ReplayError> {
         let mut start = 0;
         while let Some(record) = self.captures.next(self.batch.space())? {
             self.input.packets += 1;
