@@ -1,6 +1,7 @@
 //! Expected against observed: which pairs of sites may talk, and which do.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use owo_colors::{OwoColorize, Stream, Style};
@@ -42,7 +43,7 @@ impl Matrix {
     pub fn measure(cluster: &Cluster, judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
         let probes = probe::all_pairs(&cluster.sites, protocols);
         let outcomes = probe::run(&cluster.sites, &probes, Patience::default())?;
-        let entries = probes
+        let mut entries: Vec<Entry> = probes
             .into_iter()
             .zip(outcomes)
             .map(|(probe, outcome)| {
@@ -53,6 +54,7 @@ impl Matrix {
                 Ok(Entry { probe, expected: judge.expect(source, &probe), outcome })
             })
             .collect::<Result<_>>()?;
+        ask_again(cluster, &mut entries)?;
         let sites = cluster.sites.iter().map(|site| site.name.clone()).collect();
         Ok(Self { sites, protocols: protocols.to_vec(), entries })
     }
@@ -153,6 +155,18 @@ impl Matrix {
         }
         lines
     }
+}
+
+/// Asks once more, with more patience, where an answer was expected and none came: on a machine that is busy with
+/// something else a packet may take a second, which is no denial.
+fn ask_again(cluster: &Cluster, entries: &mut [Entry]) -> Result<()> {
+    let late = |entry: &&mut Entry| entry.expected == Expectation::Allowed && entry.outcome == Outcome::Silent;
+    let mut late: Vec<&mut Entry> = entries.iter_mut().filter(late).collect();
+    let probes: Vec<Probe> = late.iter().map(|entry| entry.probe).collect();
+    let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+    let outcomes = probe::run(&cluster.sites, &probes, patience)?;
+    late.iter_mut().zip(outcomes).for_each(|(entry, outcome)| entry.outcome = outcome);
+    Ok(())
 }
 
 /// The reasons for which cells are denied, numbered in the order in which they came up.

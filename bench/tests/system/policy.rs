@@ -8,7 +8,7 @@ use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, time_until_
 use crate::fixture::{World, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(5);
-const SILENCE: Duration = Duration::from_millis(500);
+const SILENCE: Duration = Duration::from_secs(1);
 
 /// Allows TCP to one port of `test/pod-1`, from everyone.
 fn only_port(port: u16) -> String {

@@ -24,7 +24,7 @@ const NEW_PORT: u16 = 9090;
 const CLIENT: &str = "shop/web";
 const SERVER: &str = "shop/api";
 /// Without an answer for so long, a connection counts as cut.
-const SILENCE: Duration = Duration::from_millis(500);
+const SILENCE: Duration = Duration::from_secs(1);
 /// Nothing here may take longer.
 const LIMIT: Duration = Duration::from_secs(5);
 
