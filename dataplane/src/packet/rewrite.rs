@@ -16,7 +16,7 @@ pub struct NextHop {
     pub spend_ttl: bool,
 }
 
-/// Makes a frame that [`super::parse`] gave `packet` for ready to leave towards `hop`.
+/// Makes a frame that [`parse`](fn@super::parse) gave `packet` for ready to leave towards `hop`.
 ///
 /// Where the hop spends TTL, it must be at least 2; whether it is was decided before.
 #[inline]
