@@ -16,7 +16,7 @@ use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::judge::Judge;
 use penstock_bench::matrix::{self, Legend, Matrix};
 use penstock_bench::probe::{Protocol, Servers, Service};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch, penstock_binary};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch};
 
 use screen::{bad, good, heading, step};
 
@@ -38,7 +38,6 @@ fn main() -> ExitCode {
         move || *outcome.lock().expect("nobody panics with it") = Some(report_leftovers(&before))
     });
     let result = run();
-    println!();
     drop(last);
     let clean = outcome.lock().expect("nobody panics with it").unwrap_or(false);
     match result {
@@ -58,6 +57,8 @@ fn failed(error: &anyhow::Error) -> ExitCode {
 
 /// Compares the machine with what it was; says what it finds, and whether that is nothing.
 fn report_leftovers(before: &Inventory) -> bool {
+    // It may be that a step was interrupted, which leaves its line open.
+    println!();
     match Inventory::take().map(|after| after.difference(before)) {
         Ok(difference) if difference.is_empty() => {
             println!("Nothing is left behind: no namespace, link, address, route, pinned object or process.");
@@ -93,7 +94,7 @@ fn run() -> Result<()> {
     let daemon = step("Starting the daemon", || {
         let config = DaemonConfig::new(&cluster.name, &manifests);
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
-        let command = format!("{} run --config {}", penstock_binary()?.display(), daemon.config().display());
+        let command = format!("penstock run --config {}", daemon.config().display());
         Ok((daemon, command))
     })?;
     let result = show(&cluster, &judge, &scratch, &manifests);

@@ -42,6 +42,17 @@ pub(crate) fn introduce(cores: Cores) {
         "  (d) enforces the policy of (a) as penstock render --format nft writes it: conntrack, sets, verdict maps"
     );
     println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
+    if let Some(load) = load().filter(|load| *load > BUSY) {
+        println!("  This machine is busy (load average {load:.1}): the figures below are not to be relied on.\n");
+    }
+}
+
+/// From which load on a machine of two cores or more has not both of them for the benchmark.
+const BUSY: f64 = 0.7;
+
+/// The load average of the last minute.
+fn load() -> Option<f64> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
 /// All measurements.
