@@ -1,9 +1,8 @@
 //! All interleavings (up to a bound on preemptions) of the races that matter, on a table of two groups of two.
 //!
 //! Run with `cargo test -p penstock-dataplane --features loom --lib conntrack::interleavings`, all in some
-//! seconds; `LOOM_MAX_PREEMPTIONS=3` takes minutes. Not covered: three threads that enter one connection (there are more
-//! interleavings than can be gone through), more than
-//! three threads, the wrap of the generation, quotas and counters (plain read-modify-write of one word each), the file
+//! seconds; `LOOM_MAX_PREEMPTIONS=3` takes minutes. Not covered: three threads that enter one connection
+//! (there are more interleavings than can be gone through), more than three threads at anything, the wrap of the generation, quotas and counters (plain read-modify-write of one word each), the file
 //! mapping, and that the hardware's SIMD loads see what word loads would. Loom takes sequentially consistent accesses
 //! for weaker ones; the table uses none, only fences, which loom does model.
 
