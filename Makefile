@@ -36,7 +36,7 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 
 .PHONY: test
 test: build ## Every test, those on real veths included; they run the optimised daemon
-	$(CARGO) test --workspace --locked
+	$(CARGO) test --workspace --locked --no-fail-fast
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 

@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_not_there_is_told() {
-        let found = memory(&config("umem.memory = \"2GiB\""), Some(1 << 30));
+        let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
         assert_eq!(found.level, Level::Error);
         assert!(found.line.starts_with("umem and conntrack: 2066 MiB are needed and 1024 MiB available;"), "{found:?}");
         assert_eq!(memory(&config(""), None).level, Level::Ok);
