@@ -88,7 +88,7 @@ const MUTATIONS: &[Mutation] = &[
         "self.blocks.row(peer), self.ports.row(protocol, port))",
         "if identity == 0 { self.blocks.row(peer) } else { 0 }, self.ports.row(protocol, port))",
     ),
-    mutation("4: ::/0 holds IPv4, too", BLOCKS, "chain([&MAPPED])", "chain([])"),
+    mutation("4: ::/0 holds IPv4, too", BLOCKS, "chain([&MAPPED]).filter", "chain([]).filter"),
     mutation("4: NotIn asks for the key", MODEL, "value.is_none_or(|value|", "value.is_some_and(|value|"),
     mutation(
         "4: DoesNotExist is Exists",
