@@ -37,9 +37,13 @@ pub(crate) fn run(command: &str) -> String {
     output
 }
 
-/// Runs `ip` with these arguments.
+/// Runs `ip` with these arguments. `-n NAMESPACE` must come first; the namespace is entered by its file alone, since
+/// `ip -n` also remounts /sys, which fails where the root is no mount point (in a chroot).
 pub(crate) fn ip(arguments: &str) -> String {
-    run(&format!("ip {arguments}"))
+    match arguments.strip_prefix("-n ").and_then(|rest| rest.split_once(' ')) {
+        Some((namespace, rest)) => run(&format!("nsenter --net=/run/netns/{namespace} ip {rest}")),
+        None => run(&format!("ip {arguments}")),
+    }
 }
 
 /// Runs a command that may fail.
