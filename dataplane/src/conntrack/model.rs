@@ -297,7 +297,7 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
         Op::AddressGone { client } => {
             let (before, gone) = (model.known.len(), address(client * 10));
             model.known.retain(|_, known| known.original.src != gone && known.original.dst != gone);
-            assert_eq!(table.remove_address(gone), before - model.known.len());
+            assert_eq!(table.remove_addresses(&[gone]), before - model.known.len());
         }
     }
 }

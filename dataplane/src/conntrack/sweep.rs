@@ -92,13 +92,8 @@ impl ConnTable {
         self.remove_where(|_, control| control.owner() == owner)
     }
 
-    /// Removes all connections that have this address on either end; how many there were. For an address that may
-    /// come back as another pod's. What is said of [`ConnTable::remove_owner`] holds here too.
-    pub fn remove_address(&self, address: Address) -> usize {
-        self.remove_addresses(&[address])
-    }
-
-    /// [`ConnTable::remove_address`] for several addresses, in one pass.
+    /// Removes all connections that have one of these addresses on either end; how many there were. For addresses that
+    /// may come back as another pod's. What is said of [`ConnTable::remove_owner`] holds here too.
     pub fn remove_addresses(&self, addresses: &[Address]) -> usize {
         self.remove_where(|flow, _| addresses.contains(&flow.src) || addresses.contains(&flow.dst))
     }

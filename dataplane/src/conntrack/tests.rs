@@ -261,7 +261,7 @@ fn what_a_pod_leaves_behind_is_removed() {
     assert_eq!((table.remove_owner(OwnerId(0)), table.remove_owner(OwnerId(0))), (50, 0));
     assert_eq!((table.len(), table.len_of(OwnerId(0)), table.len_of(OwnerId(1))), (50, 0, 50));
     assert!((0..100).all(|n| find(&table, &flow(n), NOW).is_some() == (n % 2 == 1)));
-    assert_eq!(table.remove_address(flow(0).src), 50, "all come from one client");
+    assert_eq!(table.remove_addresses(&[flow(0).src]), 50, "all come from one client");
     assert_eq!((table.len(), table.iter(NOW).count(), table.statistics().removed), (0, 0, 100));
 }
 
