@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::ptr::NonNull;
+use std::time::{Duration, Instant};
 
 use memmap2::{MmapMut, MmapOptions};
 
@@ -105,11 +106,20 @@ impl From<io::Error> for FileError {
     }
 }
 
+/// How long a file may be in use by a process that is about to end: by a child, too, that was forked while its parent
+/// had the file open, and has not come to its own program yet.
+const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+
 fn lock(file: &File) -> Result<(), FileError> {
-    file.try_lock().map_err(|error| match error {
-        TryLockError::WouldBlock => FileError::InUse,
-        TryLockError::Error(error) => FileError::Io(error),
-    })
+    let deadline = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::Error(error)) => return Err(FileError::Io(error)),
+            Err(TryLockError::WouldBlock) if Instant::now() > deadline => return Err(FileError::InUse),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
 }
 
 fn map(file: &File) -> io::Result<MmapMut> {
