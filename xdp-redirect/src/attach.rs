@@ -1,13 +1,15 @@
-//! Attaching by a BPF link: in the driver where it can, in the generic path where it may.
+//! Attaching by a BPF link: in the driver where it can, in the generic path where it may; pinned where it is to outlast
+//! the process.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
+use crate::pins::{Pinned, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
-use crate::{AttachError, Interface, ModeChoice, Outcomes, SocketError};
+use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, SocketError};
 
 /// Where the program runs.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -25,23 +27,28 @@ pub enum Mode {
 }
 
 /// A program attached to an interface. Dropping it detaches; the sockets in its map are not closed.
+///
+/// Should the process end without dropping it, the kernel detaches as well, unless the link is pinned ([`Pins`]): then
+/// the program stays, and without sockets all it would hand over is a miss.
 #[derive(Debug)]
 pub struct Attached {
     interface: Interface,
     mode: Mode,
     program: Program,
-    // The attachment itself: should this process end without dropping it, the kernel detaches when it closes it.
     link: OwnedFd,
+    pin: Option<(Pins, Pinned)>,
+    kept: bool,
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
         // Closing would do, were it certain that no child process just forked still holds a copy.
-        // SAFETY: the descriptor is open, and is passed by value.
-        let result = unsafe { libbpf_sys::bpf_link_detach(self.link.as_raw_fd()) };
-        if result != 0 {
-            let error = io::Error::from_raw_os_error(-result);
-            tracing::debug!(interface = %self.interface, %error, "the XDP program was detached already");
+        detach(&self.link);
+        if let Some((pins, pinned)) = &self.pin {
+            pins.unlink(*pinned);
         }
     }
 }
@@ -60,7 +67,41 @@ impl Attached {
                 Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
             },
         };
-        Ok(Self { interface: interface.clone(), mode, program, link })
+        Ok(Self { interface: interface.clone(), mode, program, link, pin: None, kept: false })
+    }
+
+    /// Takes over the link that is pinned for this interface, if there is one: its program is replaced by this one, in
+    /// one step. Else attaches and pins.
+    pub(crate) fn attach_pinned(
+        program: Program,
+        interface: &Interface,
+        options: AttachOptions,
+        pins: &Pins,
+    ) -> Result<Self, AttachError> {
+        let pinned = Pinned { role: options.role, interface: interface.index };
+        if let Some(link) = pins.take(pinned) {
+            match replace_program(&link, &program) {
+                Ok(()) => {
+                    let mode = mode_of(interface);
+                    let pin = Some((pins.clone(), pinned));
+                    return Ok(Self { interface: interface.clone(), mode, program, link, pin, kept: false });
+                }
+                Err(error) => {
+                    tracing::warn!(%interface, %error, "the pinned XDP link cannot be taken over; a new one is made");
+                    pins.remove(pinned);
+                }
+            }
+        }
+        let mut attached = Self::attach(program, interface, options.mode)?;
+        pins.pin(pinned, attached.link.as_fd())
+            .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
+        attached.pin = Some((pins.clone(), pinned));
+        Ok(attached)
+    }
+
+    /// Leaves the program where it is, if it is pinned; else detaches.
+    pub fn keep(mut self) {
+        self.kept = self.pin.is_some();
     }
 
     /// The interface that it is attached to.
@@ -142,20 +183,40 @@ fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Resu
     }
 }
 
-/// Names the program that is on an interface already.
-fn occupant(interface: &Interface) -> String {
+/// Puts a program in the place of a link's present one.
+fn replace_program(link: &OwnedFd, program: &Program) -> io::Result<()> {
+    // SAFETY: both descriptors are open and passed by value; no options are given.
+    let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.fd.as_raw_fd(), std::ptr::null()) };
+    if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
+}
+
+/// Where the program of an interface runs.
+fn mode_of(interface: &Interface) -> Mode {
+    match query(interface) {
+        Some(found) if found.skb_prog_id != 0 => Mode::Generic { because: None },
+        _ => Mode::Native,
+    }
+}
+
+fn query(interface: &Interface) -> Option<libbpf_sys::bpf_xdp_query_opts> {
     let mut options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
         ..Default::default()
     };
     // SAFETY: the options live across the call and state their own size.
-    let failed = unsafe { libbpf_sys::bpf_xdp_query(interface.index as i32, 0, &mut options) } < 0;
+    let result = unsafe { libbpf_sys::bpf_xdp_query(interface.index as i32, 0, &mut options) };
+    (result >= 0).then_some(options)
+}
+
+/// Names the program that is on an interface already.
+fn occupant(interface: &Interface) -> String {
+    let Some(options) = query(interface) else { return "unknown".to_owned() };
     let (id, mode) =
         [(options.drv_prog_id, "native"), (options.skb_prog_id, "generic"), (options.hw_prog_id, "offloaded")]
             .into_iter()
             .find(|(id, _)| *id != 0)
             .unwrap_or((options.prog_id, "unknown mode"));
-    if failed || id == 0 {
+    if id == 0 {
         return "unknown".to_owned();
     }
     let name = ProgInfoIter::default().find(|info| info.id == id).map(|info| info.name.to_string_lossy().into_owned());

@@ -63,6 +63,16 @@ pub enum AttachError {
         /// Why not.
         source: LoadError,
     },
+    /// The link could not be pinned.
+    #[error(
+        "interface {interface}: its link cannot be pinned ({source}): bpffs must be writable, or end without pins (fail.mode = \"open\")"
+    )]
+    Pin {
+        /// The interface.
+        interface: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The kernel refused every mode that was allowed.
     #[error(
         "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"

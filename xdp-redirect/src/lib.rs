@@ -10,12 +10,14 @@ mod attach;
 mod error;
 mod local_pods;
 mod outcome;
+mod pins;
 mod program;
 
 pub use attach::{Attached, Mode};
 pub use error::{AttachError, LoadError, SocketError};
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{Outcome, Outcomes};
+pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
 
 use std::fmt;
@@ -100,12 +102,23 @@ impl fmt::Display for Interface {
 #[derive(Debug)]
 pub struct Redirect {
     local_pods: LocalPods,
+    pins: Option<Pins>,
 }
 
 impl Redirect {
     /// Makes the shared map. Needs CAP_BPF and CAP_NET_ADMIN (or root).
     pub fn new() -> Result<Self, LoadError> {
-        Ok(Self { local_pods: LocalPods::create()? })
+        Ok(Self { local_pods: LocalPods::create()?, pins: None })
+    }
+
+    /// As [`Redirect::new`], with all links pinned: those of these pins that an earlier process left are taken over.
+    pub fn pinned(pins: Pins) -> Result<Self, LoadError> {
+        Ok(Self { pins: Some(pins), ..Self::new()? })
+    }
+
+    /// Where links are pinned, if they are.
+    pub fn pins(&self) -> Option<&Pins> {
+        self.pins.as_ref()
     }
 
     /// The addresses whose packets an uplink hands over.
@@ -115,10 +128,15 @@ impl Redirect {
 
     /// Loads an instance of the program and attaches it to an interface of the calling thread's network namespace.
     ///
-    /// With [`ModeChoice::NativeElseGeneric`], [`Attached::mode`] tells why it is not native where it is not.
+    /// With [`ModeChoice::NativeElseGeneric`], [`Attached::mode`] tells why it is not native where it is not. A pinned
+    /// link of this interface and role is taken over, in the mode that it has: no packet passes meanwhile that the old
+    /// program would have dropped.
     pub fn attach(&self, interface: &Interface, options: AttachOptions) -> Result<Attached, AttachError> {
         let program = program::Program::load(options, &self.local_pods)
             .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })?;
-        Attached::attach(program, interface, options.mode)
+        match &self.pins {
+            Some(pins) => Attached::attach_pinned(program, interface, options, pins),
+            None => Attached::attach(program, interface, options.mode),
+        }
     }
 }

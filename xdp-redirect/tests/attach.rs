@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Pinned, Pins, Redirect, Role,
+    SocketError,
 };
 
 /// Runs a test in a network namespace that goes with it, whatever becomes of the test.
@@ -202,4 +203,90 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
         }
         assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
     });
+}
+
+/// Below bpffs, for one test; cleared away with what is pinned in it.
+struct PinRoot(std::path::PathBuf);
+
+impl PinRoot {
+    fn new(test: &str) -> Self {
+        Self(format!("/sys/fs/bpf/penstock-test-{test}-{}", std::process::id()).into())
+    }
+
+    fn open(&self) -> Pins {
+        Pins::open(&self.0).unwrap()
+    }
+}
+
+impl Drop for PinRoot {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An IPv4 packet that the program would hand to a socket.
+fn ipv4_frame() -> Vec<u8> {
+    let mut frame = vec![0xff; 12];
+    frame.extend([8, 0, 0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 9, 10, 0, 0, 5, 0, 1, 0, 2, 0, 8, 0, 0]);
+    frame
+}
+
+#[test]
+fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
+    in_namespace(|| {
+        let root = PinRoot::new("takeover");
+        let interface = veth();
+        let before = Redirect::pinned(root.open()).unwrap().attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        let program = |shown: String| shown.split(" prog/xdp id ").nth(1)?.split(' ').next().map(str::to_owned);
+        let first = program(ip("-d link show dev v")).expect("a program is attached");
+        before.keep();
+        assert_eq!(program(ip("-d link show dev v")), Some(first.clone()), "it outlasts its owner");
+
+        let redirect = Redirect::pinned(root.open()).unwrap();
+        let there = redirect.pins().unwrap().links();
+        assert_eq!(there, [Pinned { role: Role::Pod, interface: interface.index }]);
+        let after = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        assert_eq!(after.mode(), &Mode::Native);
+        assert_ne!(program(ip("-d link show dev v")), Some(first), "another program has its place");
+        send("vp", &ipv4_frame());
+        expect(&after, Outcome::NoSocket, 1);
+        drop(after);
+        assert_eq!(program(ip("-d link show dev v")), None);
+        assert_eq!(redirect.pins().unwrap().links(), []);
+    });
+}
+
+#[test]
+fn pins_of_interfaces_and_namespaces_that_are_gone_are_swept() {
+    let root = PinRoot::new("sweep");
+    in_namespace(|| {
+        let redirect = Redirect::pinned(root.open()).unwrap();
+        redirect.attach(&veth(), AttachOptions::new(Role::Pod)).unwrap().keep();
+        ip("link del dev v");
+        assert_eq!(redirect.pins().unwrap().links(), [], "its interface is gone");
+        redirect.attach(&veth(), AttachOptions::new(Role::Uplink)).unwrap().keep();
+        assert_eq!(redirect.pins().unwrap().links().len(), 1);
+    });
+    in_namespace(|| {
+        // The kernel takes a namespace's interfaces away a little later than its last user goes.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        let directories = || {
+            let own = root.open();
+            let count = std::fs::read_dir(&root.0).unwrap().count();
+            own.close();
+            count
+        };
+        while directories() > 1 && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!(directories(), 1, "only this namespace's own");
+    });
+}
+
+#[test]
+fn pins_outside_bpffs_are_refused_with_the_mend() {
+    let directory = std::env::temp_dir().join(format!("penstock-no-bpffs-{}", std::process::id()));
+    let error = Pins::open(&directory).unwrap_err().to_string();
+    std::fs::remove_dir_all(&directory).unwrap();
+    assert!(error.contains("give a directory below /sys/fs/bpf"), "{error}");
 }

@@ -1,0 +1,229 @@
+//! Pinned links: attachments that outlast the process that made them.
+//!
+//! A link that is pinned in bpffs stays when its owner dies, and with it the program, whose sockets are gone then: what
+//! a miss does ([`crate::OnMiss`]) holds until the next process takes the link over. It does so by putting a program of
+//! its own in the place of the old one (`BPF_LINK_UPDATE`): at no moment is the interface without one.
+//!
+//! Interface indexes mean something within one network namespace only, so each has a directory, named after its inode.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use libbpf_rs::libbpf_sys;
+use nix::mount::{MsFlags, mount};
+use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+
+use crate::Role;
+
+/// Where bpffs stands by convention, and is mounted if it is not there.
+const BPFFS: &str = "/sys/fs/bpf";
+
+/// Links could not be pinned.
+#[derive(Debug, thiserror::Error)]
+pub enum PinError {
+    /// The directory is not in bpffs.
+    #[error("{}: not in a BPF file system; give a directory below {BPFFS}", .directory.display())]
+    NotBpffs {
+        /// The directory asked for.
+        directory: PathBuf,
+    },
+    /// bpffs is not mounted and could not be.
+    #[error("{BPFFS}: no BPF file system there, and it cannot be mounted ({source}): mount -t bpf bpf {BPFFS}")]
+    Mount {
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A file or directory of it is out of reach.
+    #[error("{}: {source}; it must be writable for this process", .path.display())]
+    File {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// The pinned links of one network namespace.
+#[derive(Clone, Debug)]
+pub struct Pins {
+    directory: PathBuf,
+}
+
+/// One link that is pinned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Pinned {
+    /// Which packets its program handed over.
+    pub role: Role,
+    /// Index of its interface, while that exists.
+    pub interface: u32,
+}
+
+impl Pins {
+    /// The pins of the calling thread's network namespace, below `root` (such as `/sys/fs/bpf/penstock`). Mounts bpffs
+    /// at `/sys/fs/bpf` where none is, makes the directory, and clears away links whose interfaces are gone.
+    pub fn open(root: &Path) -> Result<Self, PinError> {
+        mount_bpffs(root)?;
+        let namespace = Path::new("/proc/thread-self/ns/net");
+        let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
+        let pins = Self { directory: root.join(inode.to_string()) };
+        pins.make_directory().map_err(|source| PinError::File { path: pins.directory.clone(), source })?;
+        if !is_bpffs(&pins.directory) {
+            return Err(PinError::NotBpffs { directory: pins.directory });
+        }
+        // Namespaces that are gone cannot clear up after themselves.
+        for entry in fs::read_dir(root).into_iter().flatten().flatten().filter(|entry| entry.path() != pins.directory) {
+            let others = Self { directory: entry.path() };
+            others.sweep();
+            others.close();
+        }
+        pins.sweep();
+        Ok(pins)
+    }
+
+    fn make_directory(&self) -> io::Result<()> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
+    }
+
+    /// Every pinned link whose interface exists.
+    pub fn links(&self) -> Vec<Pinned> {
+        let names = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let named = names.filter_map(|name| parse(name.to_str()?));
+        named.filter(|pinned| self.take(*pinned).is_some()).collect()
+    }
+
+    /// Takes a pinned link away: the interface is without a program then.
+    pub fn remove(&self, pinned: Pinned) {
+        if let Some(link) = self.take(pinned) {
+            detach(&link);
+        }
+        self.unlink(pinned);
+    }
+
+    /// Takes away the directory, if nothing is pinned in it any more.
+    pub fn close(&self) {
+        let error = fs::remove_dir(&self.directory).err();
+        tracing::debug!(directory = %self.directory.display(), ?error, "pins closed");
+    }
+
+    pub(crate) fn pin(&self, pinned: Pinned, link: BorrowedFd<'_>) -> io::Result<()> {
+        let path = self.path(pinned);
+        let text = std::ffi::CString::new(path.as_os_str().as_bytes())?;
+        // Where it was empty, who starts in another namespace may have taken it away.
+        self.make_directory()?;
+        // A file of this name is of an interface that is gone, or [`Pins::take`] would have found it.
+        self.unlink(pinned);
+        // SAFETY: the path is a NUL-terminated string that lives across the call, and the descriptor is open.
+        match unsafe { libbpf_sys::bpf_obj_pin(link.as_raw_fd(), text.as_ptr()) } {
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(-error)),
+        }
+    }
+
+    /// The pinned link, if there is one and its interface is the one that it was made for.
+    pub(crate) fn take(&self, pinned: Pinned) -> Option<OwnedFd> {
+        let text = std::ffi::CString::new(self.path(pinned).as_os_str().as_bytes()).ok()?;
+        // SAFETY: the path is a NUL-terminated string that lives across the call.
+        let fd = unsafe { libbpf_sys::bpf_obj_get(text.as_ptr()) };
+        // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+        let link = (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })?;
+        (interface_of(&link) == Some(pinned.interface)).then_some(link)
+    }
+
+    pub(crate) fn unlink(&self, pinned: Pinned) {
+        let path = self.path(pinned);
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(path = %path.display(), %error, "a pinned link could not be taken away");
+        }
+    }
+
+    /// Removes the files of links whose interfaces are gone.
+    pub fn sweep(&self) {
+        let names = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        for pinned in names.filter_map(|name| parse(name.to_str()?)) {
+            if self.take(pinned).is_none() {
+                self.unlink(pinned);
+            }
+        }
+    }
+
+    fn path(&self, pinned: Pinned) -> PathBuf {
+        self.directory.join(format!("{}-{}", role_name(pinned.role), pinned.interface))
+    }
+}
+
+/// A file's name, back to what it stands for.
+fn parse(name: &str) -> Option<Pinned> {
+    let (role, interface) = name.rsplit_once('-')?;
+    let role = [Role::Pod, Role::Host, Role::Uplink].into_iter().find(|&known| role_name(known) == role)?;
+    Some(Pinned { role, interface: interface.parse().ok()? })
+}
+
+const fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Pod => "pod",
+        Role::Host => "host",
+        Role::Uplink => "uplink",
+    }
+}
+
+fn is_bpffs(path: &Path) -> bool {
+    statfs(path).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC)
+}
+
+/// Mounts bpffs where it belongs, if `root` is to be there and nothing is mounted yet.
+fn mount_bpffs(root: &Path) -> Result<(), PinError> {
+    let at = Path::new(BPFFS);
+    if !root.starts_with(at) || is_bpffs(at) {
+        return Ok(());
+    }
+    mount(Some("bpf"), at, Some("bpf"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC, Some("mode=0700"))
+        .map_err(|error| PinError::Mount { source: error.into() })
+}
+
+/// Detaches a link's program: at once, whoever else holds the link.
+pub(crate) fn detach(link: &OwnedFd) {
+    // SAFETY: the descriptor is open, and is passed by value.
+    let result = unsafe { libbpf_sys::bpf_link_detach(link.as_raw_fd()) };
+    if result != 0 {
+        let error = io::Error::from_raw_os_error(-result);
+        tracing::debug!(%error, "the XDP program was detached already");
+    }
+}
+
+/// Index of the interface that an XDP link is attached to; `None` once that is gone, or if it is another kind of link.
+fn interface_of(link: &OwnedFd) -> Option<u32> {
+    let mut info = libbpf_sys::bpf_link_info::default();
+    let mut length = size_of::<libbpf_sys::bpf_link_info>() as u32;
+    let to = (&raw mut info).cast();
+    // SAFETY: `to` points to `length` octets that live across the call; the kernel writes no more than `length`.
+    let result = unsafe { libbpf_sys::bpf_obj_get_info_by_fd(link.as_raw_fd(), to, &mut length) };
+    if result != 0 || info.type_ != libbpf_sys::BPF_LINK_TYPE_XDP {
+        return None;
+    }
+    // SAFETY: the kernel has filled in this part of the union, as the type says; it is a plain number.
+    let index = unsafe { info.__bindgen_anon_1.xdp.ifindex };
+    (index != 0).then_some(index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Pinned, parse, role_name};
+    use crate::Role;
+
+    #[test]
+    fn a_files_name_tells_role_and_interface_and_nothing_else_is_taken_for_one() {
+        for role in [Role::Pod, Role::Host, Role::Uplink] {
+            let pinned = Pinned { role, interface: 4_294_967_295 };
+            assert_eq!(parse(&format!("{}-{}", role_name(role), pinned.interface)), Some(pinned));
+        }
+        for other in ["", "pod", "pod-", "pod-x", "pod--1", "pod-4294967296", "map-3"] {
+            assert_eq!(parse(other), None, "{other:?}");
+        }
+    }
+}
