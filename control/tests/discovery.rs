@@ -239,7 +239,7 @@ fn arp_is_still_answered_on_a_pods_veth_under_strict_reverse_path_filtering() {
             assert!(!seen.contains("lladdr"), "without the setting it is not answered: {seen}");
 
             let mut settings = Sysctls::default();
-            keep_answering_arp(&mut settings, "veth5").unwrap();
+            keep_answering_arp(&mut settings, "veth5", false).unwrap();
             assert_eq!(Sysctl::v4("veth5", "rp_filter").read(), Some(2));
             let seen = gateway_seen_by(&pod);
             assert!(seen.contains("lladdr"), "{place}: {seen}");
@@ -255,13 +255,13 @@ fn settings_that_need_no_change_are_left_alone() {
     on_a_node(|| {
         let _pod = Pod::new(5);
         let mut settings = Sysctls::default();
-        keep_answering_arp(&mut settings, "veth5").unwrap();
+        keep_answering_arp(&mut settings, "veth5", false).unwrap();
         assert_eq!(Sysctl::v4("veth5", "rp_filter").read(), Some(0));
         drop(settings);
         // An interface that is gone is no trouble.
         let mut settings = Sysctls::default();
         Sysctl::v4("veth5", "rp_filter").write(1).unwrap();
-        keep_answering_arp(&mut settings, "veth5").unwrap();
+        keep_answering_arp(&mut settings, "veth5", false).unwrap();
         ip("link del veth5");
         drop(settings);
     });

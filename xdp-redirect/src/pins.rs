@@ -71,7 +71,8 @@ impl Pins {
         let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
         let pins = Self { directory: root.join(inode.to_string()) };
         pins.make_directory().map_err(|source| PinError::File { path: pins.directory.clone(), source })?;
-        if !is_bpffs(&pins.directory) {
+        // It may be gone again: who starts in another namespace takes empty ones away.
+        if !pins.directory.ancestors().find(|directory| directory.exists()).is_some_and(is_bpffs) {
             return Err(PinError::NotBpffs { directory: pins.directory });
         }
         // Namespaces that are gone cannot clear up after themselves.
@@ -103,10 +104,14 @@ impl Pins {
         self.unlink(pinned);
     }
 
-    /// Takes away the directory, if nothing is pinned in it any more.
+    /// Takes away the directories, where nothing is pinned in them any more.
     pub fn close(&self) {
-        let error = fs::remove_dir(&self.directory).err();
-        tracing::debug!(directory = %self.directory.display(), ?error, "pins closed");
+        for directory in self.directory.ancestors().take(2) {
+            if let Err(error) = fs::remove_dir(directory) {
+                tracing::debug!(directory = %directory.display(), %error, "directory of pins left");
+                return;
+            }
+        }
     }
 
     pub(crate) fn pin(&self, pinned: Pinned, link: BorrowedFd<'_>) -> io::Result<()> {

@@ -5,6 +5,7 @@
 //! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad, 3 what was compared differs.
 
 mod check;
+mod cleanup;
 mod cluster;
 mod completion;
 mod describe;
@@ -41,6 +42,7 @@ enum Command {
     Render(render::Args),
     Lint(lint::Args),
     Check(check::Args),
+    Cleanup(cleanup::Args),
     Completion(completion::Args),
     Replay(replay::Args),
     Run(run::Args),
@@ -55,6 +57,7 @@ pub fn main() -> ExitCode {
         Command::Render(args) => render::run(args),
         Command::Lint(args) => lint::run(args),
         Command::Check(args) => check::run(args),
+        Command::Cleanup(args) => cleanup::run(args),
         Command::Completion(args) => completion::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Run(args) => run::run(args),

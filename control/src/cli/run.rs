@@ -10,7 +10,8 @@ use crate::service::{self, RunError};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Runs in the network namespace that it is started in, until SIGINT or SIGTERM. SIGUSR1 prints statistics.
-What it changed on the node (a veth pair, routing rules, settings of pods' interfaces) it puts back at the end.
+What it changed on the node (a veth pair, routing rules, settings of pods' interfaces) it puts back at the end,
+unless fail.on_exit is \"keep\". After a crash pods' interfaces stay closed (fail.mode) until the next start.
 
 Examples:
   penstock run --config /etc/penstock/penstock.toml")]

@@ -33,6 +33,10 @@ pub struct Link {
     pub up: bool,
     /// Whether it is one end of a veth pair.
     pub veth: bool,
+    /// Whether its other end is in another network namespace.
+    pub peer_elsewhere: bool,
+    /// Index of the bridge, bond or the like that it belongs to.
+    pub master: Option<u32>,
     /// How many receive queues it has.
     pub queues: u32,
     /// The Ethernet address of a veth's other end; read only where a host route leads to the veth.

@@ -72,7 +72,9 @@ pub struct HostPort {
 }
 
 impl HostPort {
-    /// Makes the pair and the rules, after clearing what a killed daemon may have left. On an error nothing is left.
+    /// Makes the pair and the rules. What a daemon left that was killed, or ended to be followed, is taken over if it is
+    /// whole: the node's routes to its pods lead into the pair all the time then. Else it is cleared first. On an error
+    /// no more is left than there was.
     pub async fn create(netlink: &Netlink, config: &config::HostPort, mtu: u32) -> Result<Self, HostPortError> {
         let lock = lock()?;
         for name in [config.node.as_str(), config.workers.as_str()] {
@@ -80,9 +82,13 @@ impl HostPort {
                 return Err(HostPortError::NameTaken(name.to_owned()));
             }
         }
-        clear(netlink, config).await?;
-        let made = Self::make(netlink, config, mtu, lock).await;
+        let there = is_whole(netlink, config, mtu).await?;
+        if !there {
+            clear(netlink, config).await?;
+        }
+        let made = Self::make(netlink, config, mtu, there, lock).await;
         if made.is_err()
+            && !there
             && let Err(error) = clear(netlink, config).await
         {
             tracing::warn!(%error, "the host port could not be cleared away");
@@ -94,19 +100,22 @@ impl HostPort {
         netlink: &Netlink,
         config: &config::HostPort,
         mtu: u32,
+        there: bool,
         lock: UnixDatagram,
     ) -> Result<Self, HostPortError> {
         let (node, workers) = (config.node.as_str(), config.workers.as_str());
         let links = netlink.handle.link();
-        let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
         let failed = |what: String| move |error| NetlinkError::new(what, error);
-        links.add(pair).execute().await.map_err(failed(format!("cannot add {node}")))?;
+        if !there {
+            let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
+            links.add(pair).execute().await.map_err(failed(format!("cannot add {node}")))?;
+        }
         quiet(node, workers)?;
         for (name, arp) in [(workers, true), (node, false)] {
             let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(arp).up().build();
             links.set(up).execute().await.map_err(failed(format!("cannot set {name} up")))?;
         }
-        let families = add_rules(netlink, config).await?;
+        let families = if there { families() } else { add_rules(netlink, config).await? };
         let find = async |name: &str| -> Result<Link, HostPortError> {
             netlink.link(name).await?.ok_or_else(|| HostPortError::Gone(name.to_owned()))
         };
@@ -262,7 +271,12 @@ fn quiet(node: &str, workers: &str) -> Result<(), HostPortError> {
 /// `arp_process` (net/ipv4/arp.c) validates the asker's address like any source: under a strict `rp_filter` the
 /// request is dropped, and under `arp_filter` it is not answered, where the route to the pod is by another interface.
 /// Loose (2) wins over strict in `all`; `arp_filter` in `all` cannot be undone for one interface.
-pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str) -> io::Result<()> {
+///
+/// Where an earlier daemon did so already, `follows`, what it was before is not known but by the kernel's default.
+pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str, follows: bool) -> io::Result<()> {
+    if follows {
+        ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
+    }
     let strict = |name: &str| Sysctl::v4(name, "rp_filter").read() == Some(1);
     if (strict("all") || strict(veth)) && Sysctl::v4(veth, "rp_filter").read() != Some(2) {
         settings.set(Sysctl::v4(veth, "rp_filter"), 2)?;
@@ -270,8 +284,26 @@ pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str) -> io::Result<()> 
     settings.set(Sysctl::v4(veth, "arp_filter"), 0)
 }
 
+/// A kernel without IPv6 has no pods with IPv6 addresses either.
+fn families() -> Vec<AddressFamily> {
+    let v6 = Sysctl::v6("all", "disable_ipv6").read().is_some();
+    [(AddressFamily::Inet, true), (AddressFamily::Inet6, v6)]
+        .into_iter()
+        .filter_map(|(family, has)| has.then_some(family))
+        .collect()
+}
+
+/// The settings that [`keep_answering_arp`] changes.
+const ANSWERING: [&str; 2] = ["rp_filter", "arp_filter"];
+
+/// Puts back what [`keep_answering_arp`] changed in a process that is gone.
+pub fn forget_answering_arp(veth: &str) {
+    let mut settings = Sysctls::default();
+    // Put back when dropped.
+    ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
+}
+
 async fn add_rules(netlink: &Netlink, config: &config::HostPort) -> Result<Vec<AddressFamily>, HostPortError> {
-    let mut families = Vec::new();
     let rule = || {
         let mut rule = netlink.handle.rule().add().table_id(config.table).priority(config.rule);
         rule = rule.action(RuleAction::ToTable);
@@ -279,23 +311,66 @@ async fn add_rules(netlink: &Netlink, config: &config::HostPort) -> Result<Vec<A
         rule
     };
     let failed = |error| NetlinkError::new(format!("cannot add the rule of preference {}", config.rule), error);
-    rule().v4().execute().await.map_err(failed)?;
-    families.push(AddressFamily::Inet);
-    // A kernel without IPv6 has no pods with IPv6 addresses either.
-    if Sysctl::v6("all", "disable_ipv6").read().is_some() {
-        rule().v6().execute().await.map_err(failed)?;
-        families.push(AddressFamily::Inet6);
+    let families = families();
+    for family in &families {
+        match family {
+            AddressFamily::Inet => rule().v4().execute().await,
+            _ => rule().v6().execute().await,
+        }
+        .map_err(failed)?;
     }
     Ok(families)
+}
+
+/// Our rules of one family.
+async fn our_rules(netlink: &Netlink, version: IpVersion) -> Vec<RuleMessage> {
+    let rules: Vec<RuleMessage> = netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
+    rules.into_iter().filter(is_ours).collect()
+}
+
+/// Whether pair and rules are there, as this configuration would make them.
+async fn is_whole(netlink: &Netlink, config: &config::HostPort, mtu: u32) -> Result<bool, HostPortError> {
+    for name in [config.node.as_str(), config.workers.as_str()] {
+        if netlink.link(name).await?.is_none_or(|link| !link.up || link.mtu != mtu) {
+            return Ok(false);
+        }
+    }
+    let wanted = [RuleAttribute::Table(config.table), RuleAttribute::Priority(config.rule)];
+    for family in families() {
+        let version = if family == AddressFamily::Inet { IpVersion::V4 } else { IpVersion::V6 };
+        let rules = our_rules(netlink, version).await;
+        let [rule] = &rules[..] else { return Ok(false) };
+        if !wanted.iter().all(|attribute| rule.attributes.contains(attribute)) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Takes away what a daemon left that did not put everything back. Whether there was anything.
+pub async fn clear_left(netlink: &Netlink, config: &config::HostPort) -> Result<bool, HostPortError> {
+    let _lock = lock()?;
+    let mut there = false;
+    for name in [config.node.as_str(), config.workers.as_str()] {
+        if let Some(link) = netlink.link(name).await? {
+            if !link.veth || link.alias.as_deref() != Some(ALIAS) {
+                return Err(HostPortError::NameTaken(name.to_owned()));
+            }
+            there = true;
+        }
+    }
+    for version in [IpVersion::V4, IpVersion::V6] {
+        there |= !our_rules(netlink, version).await.is_empty();
+    }
+    clear(netlink, config).await?;
+    Ok(there)
 }
 
 /// Deletes our rules and the pair of these names, and its routes with it.
 async fn clear(netlink: &Netlink, config: &config::HostPort) -> Result<(), HostPortError> {
     let mut first_error = None;
     for version in [IpVersion::V4, IpVersion::V6] {
-        let rules: Vec<RuleMessage> =
-            netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
-        for rule in rules.into_iter().filter(is_ours) {
+        for rule in our_rules(netlink, version).await {
             let gone = netlink.handle.rule().del(rule).execute().await;
             let gone = gone.map_err(|error| NetlinkError::new("cannot delete a rule", error));
             first_error = first_error.or(gone.err().filter(|error| !error.is_gone()));

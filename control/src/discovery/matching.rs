@@ -219,6 +219,8 @@ mod tests {
             mtu: 1500,
             up: true,
             veth: true,
+            peer_elsewhere: true,
+            master: None,
             queues: 1,
             peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),
         }

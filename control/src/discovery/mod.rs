@@ -10,7 +10,7 @@ mod netlink;
 mod sysctl;
 
 pub use facts::{Facts, HostRoute, Link};
-pub use host_port::{HostPort, HostPortError, PodRoute, keep_answering_arp};
+pub use host_port::{HostPort, HostPortError, PodRoute, clear_left, forget_answering_arp, keep_answering_arp};
 pub use matching::{PodPort, Problem, pod_ports};
 pub use netlink::{Events, Netlink, NetlinkError};
 pub use sysctl::{Sysctl, Sysctls};

@@ -240,6 +240,8 @@ fn link(message: &LinkMessage) -> Link {
         mtu: 0,
         up: message.header.flags.contains(LinkFlags::Up),
         veth: false,
+        peer_elsewhere: false,
+        master: None,
         queues: 1,
         peer_mac: None,
     };
@@ -249,6 +251,8 @@ fn link(message: &LinkMessage) -> Link {
             LinkAttribute::IfAlias(alias) => link.alias = Some(alias.clone()),
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::NumRxQueues(queues) => link.queues = *queues,
+            LinkAttribute::LinkNetNsId(_) => link.peer_elsewhere = true,
+            LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::Address(octets) => link.mac = mac(octets).unwrap_or_default(),
             LinkAttribute::LinkInfo(info) => link.veth = info.contains(&LinkInfo::Kind(InfoKind::Veth)),
             _ => {}

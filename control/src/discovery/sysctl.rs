@@ -63,6 +63,20 @@ impl Sysctls {
         Ok(())
     }
 
+    /// Notes that another process set `sysctl`, and did not put it back: it had the value that the kernel gives to new
+    /// interfaces (`conf/default`).
+    pub fn was_default(&mut self, sysctl: Sysctl) {
+        let default = Sysctl { interface: "default".to_owned(), ..sysctl.clone() }.read();
+        if let Some(before) = default.filter(|&before| sysctl.read().is_some_and(|now| now != before)) {
+            self.changed.push((sysctl, before));
+        }
+    }
+
+    /// Leaves all settings as they are.
+    pub fn keep(mut self) {
+        self.changed.clear();
+    }
+
     /// Forgets the settings of an interface that is gone.
     pub fn forget(&mut self, interface: &str) {
         self.changed.retain(|(sysctl, _)| sysctl.interface != interface);

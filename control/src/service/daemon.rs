@@ -3,25 +3,27 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::net::IpAddr;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
+use nix::net::if_::if_indextoname;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_xdp_redirect::Redirect;
+use penstock_xdp_redirect::{PinError, Pins, Redirect, Role};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, HugePages, Mode, Polling};
+use super::config::{Config, FailMode, HugePages, Mode, OnExit, Polling};
 use super::objects::Objects;
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
-use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, pod_ports};
+use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, forget_answering_arp, pod_ports};
 use crate::model::{Change, Object, ObjectKey};
 use crate::source::convert::Settings;
 use crate::source::directory::ManifestDirectory;
@@ -43,7 +45,11 @@ pub(super) async fn run(config: &Config) -> Result<(), RunError> {
     let mut daemon = Daemon::start(config, netlink, objects).await?;
     let outcome = daemon.serve(&mut source, &events, &mut signals).await;
     daemon.report();
-    let ended = daemon.stop().await;
+    let leaves = match (&outcome, config.fail.on_exit) {
+        (Ok(()), on_exit) => on_exit,
+        (Err(_), _) => daemon.after_failure(),
+    };
+    let ended = daemon.stop(leaves).await;
     outcome.and(ended)
 }
 
@@ -99,7 +105,8 @@ impl<'a> Daemon<'a> {
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
-        let redirect = Redirect::new().map_err(RunError::bad_input)?;
+        let redirect = redirect(config)?;
+        let follows = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config);
         let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts)).await;
@@ -107,13 +114,14 @@ impl<'a> Daemon<'a> {
             HostPortError::Running | HostPortError::NameTaken(_) => RunError::bad_input(error),
             other => RunError::failed(other),
         })?;
+        let ports = Ports::new(redirect, config, &facts);
         let mut daemon = Self {
             config,
             netlink,
             facts,
             objects,
             dataplane,
-            ports: Ports::new(redirect, config.on_miss),
+            ports,
             host_port,
             epoch: Epoch::default(),
             node: BTreeSet::new(),
@@ -124,7 +132,9 @@ impl<'a> Daemon<'a> {
         match daemon.begin(started).await {
             Ok(()) => Ok(daemon),
             Err(error) => {
-                daemon.stop().await.unwrap_or_else(|error| tracing::error!(%error, "not all was put back"));
+                // Where an earlier daemon left all closed, a start that fails does not open it.
+                let leaves = if follows { daemon.after_failure() } else { OnExit::Restore };
+                daemon.stop(leaves).await.unwrap_or_else(|error| tracing::error!(%error, "not all was put back"));
                 Err(error)
             }
         }
@@ -142,6 +152,7 @@ impl<'a> Daemon<'a> {
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
         self.settle("first state", Trigger { policy: true, network: true }, started).await?;
+        self.ports.take_over_rest(&self.facts);
         tracing::info!(
             target: logging::MILESTONES,
             "ready: {} pods, {} policies, epoch {}",
@@ -233,6 +244,7 @@ impl<'a> Daemon<'a> {
         if !self.facts.links.contains_key(&self.host_port.workers().index) {
             return Err(RunError::failed(HostPortError::Gone(self.host_port.workers().name.clone())));
         }
+        self.ports.close_new(&self.facts);
         let largest = self.config.umem.frame_size.largest_packet();
         let (wanted, problems) = pod_ports(&self.facts, self.objects.pods(), self.config.node.as_str(), largest);
         self.tell(problems);
@@ -323,7 +335,7 @@ impl<'a> Daemon<'a> {
     }
 
     fn report(&self) {
-        let mut text = report::statistics(&self.dataplane.statistics(), &self.ports.counted());
+        let mut text = report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.waiting());
         match self.dataplane.frames() {
             Ok(frames) => text.push_str(&report::frames(&frames)),
             Err(error) => tracing::warn!(%error, "the frames could not be counted"),
@@ -334,17 +346,70 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Puts everything back: rules, routes and the pair first, so that the node's own traffic is the kernel's again.
-    async fn stop(self) -> Result<(), RunError> {
+    /// What is left where the daemon cannot go on: as if it had been killed.
+    fn after_failure(&self) -> OnExit {
+        match self.config.fail.mode {
+            FailMode::Closed => OnExit::Keep,
+            FailMode::Open => OnExit::Restore,
+        }
+    }
+
+    /// Ends all threads, and either puts everything back (rules, routes and the pair first, so that the node's own
+    /// traffic is the kernel's again) or leaves it to the next daemon: programs without sockets drop.
+    async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
         let Self { dataplane, ports, host_port, .. } = self;
-        let removed = host_port.remove().await;
-        drop(ports);
+        let removed = match leaves {
+            OnExit::Keep => {
+                ports.keep();
+                tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`");
+                Ok(())
+            }
+            OnExit::Restore => {
+                let removed = host_port.remove().await;
+                ports.restore();
+                removed
+            }
+        };
         let stopped = dataplane.stop();
         removed.map_err(RunError::failed)?;
         let frames = stopped.map_err(RunError::failed)?;
         tracing::info!(target: logging::MILESTONES, ?frames, "ended");
         Ok(())
     }
+}
+
+/// The loader of XDP programs. Links that an earlier daemon pinned are taken over, or cleared where this one pins none.
+fn redirect(config: &Config) -> Result<Redirect, RunError> {
+    let root = &config.fail.pins;
+    match config.fail.mode {
+        FailMode::Closed => {
+            let pins = Pins::open(root).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
+            Redirect::pinned(pins).map_err(RunError::bad_input)
+        }
+        FailMode::Open => {
+            clear_pins(root).map_err(RunError::bad_input)?;
+            Redirect::new().map_err(RunError::bad_input)
+        }
+    }
+}
+
+/// Takes away all links that are pinned for this network namespace, and what was set for their sake.
+pub(super) fn clear_pins(root: &Path) -> Result<usize, PinError> {
+    if !root.is_dir() {
+        return Ok(0);
+    }
+    let pins = Pins::open(root)?;
+    let links = pins.links();
+    for &pinned in &links {
+        pins.remove(pinned);
+        if pinned.role == Role::Pod
+            && let Ok(name) = if_indextoname(pinned.interface)
+        {
+            forget_answering_arp(&name.to_string_lossy());
+        }
+    }
+    pins.close();
+    Ok(links.len())
 }
 
 fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {

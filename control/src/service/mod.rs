@@ -12,6 +12,7 @@ pub mod preflight;
 mod report;
 mod signals;
 mod table;
+mod waiting;
 
 use std::fmt::Display;
 use std::io;
@@ -21,7 +22,7 @@ use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::discovery::Netlink;
+use crate::discovery::{Netlink, clear_left};
 use crate::model::Change;
 use crate::source::convert::Settings;
 use crate::source::directory::ManifestDirectory;
@@ -83,6 +84,27 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
     });
     findings.sort_by_key(|finding| finding.level != Level::Ok);
     Ok(findings)
+}
+
+/// What [`cleanup`] took away.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CleanedUp {
+    /// How many interfaces had a pinned program.
+    pub programs: usize,
+    /// Whether the host port's pair or its rules were there.
+    pub host_port: bool,
+}
+
+/// Takes away what a daemon left in this network namespace that was killed, or ended with `fail.on_exit = "keep"`.
+/// Refused while one runs.
+pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
+    runtime().map_err(RunError::failed)?.block_on(async {
+        let (netlink, _) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
+        let host_port = clear_left(&netlink, &config.host_port).await.map_err(RunError::bad_input)?;
+        let programs = daemon::clear_pins(&config.fail.pins)
+            .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
+        Ok(CleanedUp { programs, host_port })
+    })
 }
 
 fn runtime() -> io::Result<Runtime> {

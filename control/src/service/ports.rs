@@ -8,10 +8,11 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, Outcomes, Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, Mode, OnMiss, Outcomes, Redirect, Role, SocketError,
 };
 
-use super::config::OnMiss;
+use super::config::{Config, FailMode};
+use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
 
@@ -48,6 +49,7 @@ pub(super) struct Ports {
     on_miss: OnMiss,
     fixed: Vec<Open>,
     pods: BTreeMap<u32, PodSide>,
+    waiting: Waiting,
     /// Addresses that uplinks hand over.
     announced: BTreeSet<IpAddr>,
     /// Links that could not be opened, with the reason that was logged.
@@ -64,12 +66,17 @@ pub(super) struct Counted {
 }
 
 impl Ports {
-    pub(super) fn new(redirect: Redirect, on_miss: OnMiss) -> Self {
+    /// None yet. Interfaces that the facts name were there before.
+    pub(super) fn new(redirect: Redirect, config: &Config, facts: &Facts) -> Self {
         Self {
             redirect,
-            on_miss,
+            on_miss: match config.fail.mode {
+                FailMode::Closed => OnMiss::Drop,
+                FailMode::Open => OnMiss::Pass,
+            },
             fixed: Vec::new(),
             pods: BTreeMap::new(),
+            waiting: Waiting::new(config, facts),
             announced: BTreeSet::new(),
             refused: BTreeMap::new(),
             settings: Sysctls::default(),
@@ -104,6 +111,48 @@ impl Ports {
         Ok(())
     }
 
+    /// Closes new interfaces that may be a pod's, until it is known whose they are.
+    pub(super) fn close_new(&mut self, facts: &Facts) {
+        self.waiting.let_go(facts);
+        for interface in self.waiting.new_interfaces(facts) {
+            if !self.pods.contains_key(&interface.index) {
+                self.close(&interface);
+            }
+        }
+    }
+
+    /// Takes over what an earlier daemon left pinned and nobody has opened since: pods' interfaces stay closed, others
+    /// are let go.
+    pub(super) fn take_over_rest(&mut self, facts: &Facts) {
+        let Some(pins) = self.redirect.pins().cloned() else { return };
+        let fixed: Vec<u32> = self.fixed.iter().map(|open| open.attached.interface().index).collect();
+        for pinned in pins.links() {
+            let index = pinned.interface;
+            match facts.links.get(&index).filter(|_| pinned.role == Role::Pod) {
+                Some(_) if self.pods.contains_key(&index) || self.waiting.has(index) => {}
+                Some(link) => self.close(&interface(link)),
+                None if fixed.contains(&index) => {}
+                None => pins.remove(pinned),
+            }
+        }
+    }
+
+    /// Drops what comes from an interface.
+    fn close(&mut self, interface: &Interface) {
+        let options = AttachOptions { on_miss: OnMiss::Drop, ..AttachOptions::new(Role::Pod) };
+        match self.redirect.attach(interface, options) {
+            Ok(attached) => {
+                tracing::info!(%interface, "closed until its pod is known");
+                self.waiting.put(attached);
+            }
+            Err(AttachError::NoInterface { .. }) => {}
+            Err(error) => {
+                tracing::error!(%interface, %error, "cannot be closed until its pod is known: NO POLICY IS ENFORCED on it");
+                self.waiting.leave_alone(interface.index);
+            }
+        }
+    }
+
     /// Brings the pods' ports in step: opens those that are new, takes over what changed. Whether anything did.
     ///
     /// A port that cannot be opened is told in the log, and tried again at the next call.
@@ -133,7 +182,12 @@ impl Ports {
                 Err(
                     OpenError::Port(PortError::NoInterface { .. }) | OpenError::Attach(AttachError::NoInterface { .. }),
                 ) => {}
-                Err(error) => self.tell(index, &error.to_string()),
+                Err(error) => {
+                    if self.waiting.closes() && !self.waiting.has(index) {
+                        self.close(&interface(link));
+                    }
+                    self.tell(index, &error.to_string());
+                }
             }
         }
         changed
@@ -201,6 +255,28 @@ impl Ports {
         forwarding
     }
 
+    /// Interfaces that are closed because their pod is not known, with what came from them.
+    pub(super) fn waiting(&self) -> Vec<(String, Outcomes)> {
+        self.waiting.counted()
+    }
+
+    /// Leaves the programs where they are, for the next daemon to take over: without sockets they drop.
+    pub(super) fn keep(self) {
+        let Self { fixed, pods, waiting, settings, .. } = self;
+        let open = fixed.into_iter().chain(pods.into_values().map(|side| side.open)).map(|open| open.attached);
+        open.chain(waiting.into_attached()).for_each(Attached::keep);
+        settings.keep();
+    }
+
+    /// Takes all programs away.
+    pub(super) fn restore(self) {
+        let pins = self.redirect.pins().cloned();
+        drop(self);
+        if let Some(pins) = pins {
+            pins.close();
+        }
+    }
+
     /// How many pods are served.
     pub(super) fn pods(&self) -> usize {
         self.pods.values().filter(|side| side.served).count()
@@ -222,7 +298,7 @@ impl Ports {
 
     fn open_pod(&mut self, dataplane: &Dataplane, link: &Link, port: PodPort) -> Result<PodSide, OpenError> {
         let open = self.open(dataplane, link, Role::Pod, forwarding_port(&port))?;
-        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name) {
+        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name, open.attached.was_taken_over()) {
             tracing::warn!(interface = port.name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
         }
         tracing::info!(pod = %port.pod, interface = port.name, port = %open.id, "attached");
@@ -230,13 +306,22 @@ impl Ports {
     }
 
     /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
-    fn open(&self, dataplane: &Dataplane, link: &Link, role: Role, port: Port) -> Result<Open, OpenError> {
+    fn open(&mut self, dataplane: &Dataplane, link: &Link, role: Role, port: Port) -> Result<Open, OpenError> {
         let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
-        let attached = self.attach(link, role).and_then(|attached| {
-            dataplane.with_sockets(id, |sockets| {
+        let attached = self.attach(link, role).map_err(OpenError::from).and_then(|attached| {
+            let given = dataplane.with_sockets(id, |sockets| {
                 sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
-            })??;
-            Ok(attached)
+            });
+            match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
+                Ok(()) => Ok(attached),
+                Err(error) => {
+                    // What was closed stays closed.
+                    if role == Role::Pod && self.waiting.closes() && self.on_miss == OnMiss::Drop {
+                        self.waiting.put(attached);
+                    }
+                    Err(error)
+                }
+            }
         });
         match attached {
             Ok(attached) => Ok(Open { id, attached, port }),
@@ -249,13 +334,15 @@ impl Ports {
         }
     }
 
-    fn attach(&self, link: &Link, role: Role) -> Result<Attached, OpenError> {
-        let interface = Interface { name: link.name.clone(), index: link.index };
-        let on_miss = match self.on_miss {
-            OnMiss::Drop => penstock_xdp_redirect::OnMiss::Drop,
-            OnMiss::Pass => penstock_xdp_redirect::OnMiss::Pass,
-        };
-        let attached = self.redirect.attach(&interface, AttachOptions { on_miss, ..AttachOptions::new(role) })?;
+    fn attach(&mut self, link: &Link, role: Role) -> Result<Attached, AttachError> {
+        // The program that closes it is the one that serves it, unless that is to pass what no worker takes.
+        if let Some(closed) = self.waiting.take(link.index)
+            && self.on_miss == OnMiss::Drop
+        {
+            return Ok(closed);
+        }
+        let options = AttachOptions { on_miss: self.on_miss, ..AttachOptions::new(role) };
+        let attached = self.redirect.attach(&interface(link), options)?;
         if let Mode::Generic { because: Some(reason) } = attached.mode() {
             tracing::warn!(
                 interface = link.name,
@@ -268,7 +355,8 @@ impl Ports {
 
     fn tell(&mut self, index: u32, reason: &str) {
         if self.refused.get(&index).is_none_or(|told| told != reason) {
-            tracing::error!(reason, "interface could not be attached: NO POLICY IS ENFORCED on it; trying again");
+            let now = if self.waiting.has(index) { "its packets are dropped" } else { "NO POLICY IS ENFORCED on it" };
+            tracing::error!(reason, "interface could not be attached: {now}; trying again");
             self.refused.insert(index, reason.to_owned());
         }
     }

@@ -303,6 +303,8 @@ mod tests {
             mtu: 1500,
             up: true,
             veth: false,
+            peer_elsewhere: false,
+            master: None,
             queues: 4,
             peer_mac: None,
         };

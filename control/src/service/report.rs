@@ -6,11 +6,13 @@ use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::{KernelDrops, Statistics};
 
+use penstock_xdp_redirect::{Outcome, Outcomes};
+
 use super::ports::Counted;
 use super::table::layout;
 
-/// One table of the ports, one of the workers.
-pub(super) fn statistics(statistics: &Statistics, ports: &[Counted]) -> String {
+/// One table of the ports and of the interfaces that wait for their pod, one of the workers.
+pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[(String, Outcomes)]) -> String {
     let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for figures in &statistics.ports {
@@ -34,6 +36,20 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted]) -> String {
             dropped.to_string(),
             pairs(causes),
             pairs(outcomes.iter().flat_map(|outcomes| outcomes.iter())),
+        ]);
+    }
+    for (interface, outcomes) in waiting {
+        let dropped = outcomes.get(Outcome::NoSocket) + outcomes.get(Outcome::VlanTag);
+        let (none, no_worker) = ("-".to_owned(), "0".to_owned());
+        rows.push(vec![
+            none,
+            interface.clone(),
+            "(not known yet)".to_owned(),
+            no_worker.clone(),
+            no_worker,
+            dropped.to_string(),
+            String::new(),
+            pairs(outcomes.iter()),
         ]);
     }
     let mut text = layout(&rows);

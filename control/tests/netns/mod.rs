@@ -136,5 +136,11 @@ pub(crate) fn node_state() -> String {
         lines.sort_unstable();
         state.extend(lines.iter().flat_map(|line| [line.trim_end(), "\n"]));
     }
+    for interface in ip("-o link").lines().filter_map(|line| line.split([' ', '@', ':']).nth(2)) {
+        for setting in ["rp_filter", "arp_filter"] {
+            let path = format!("/proc/sys/net/ipv4/conf/{interface}/{setting}");
+            state += &format!("{path} = {}", std::fs::read_to_string(&path).unwrap());
+        }
+    }
     state
 }

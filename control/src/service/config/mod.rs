@@ -14,7 +14,7 @@ use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
 pub use read::ConfigError;
-pub use values::{Cores, FrameSize, InterfaceName, Memory, NodeName, Refused, RingSize, Time};
+pub use values::{Cores, FrameSize, InterfaceName, InterfacePattern, Memory, NodeName, Refused, RingSize, Time};
 
 /// All that `penstock run` is told.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -28,9 +28,12 @@ pub struct Config {
     /// NICs and tunnel devices on which packets for local pods arrive.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
-    /// What becomes of a pod's packet when no worker takes it.
+    /// What becomes of a new veth's packets before its pod is known.
     #[serde(default)]
-    pub on_miss: OnMiss,
+    pub startup: Startup,
+    /// Names of the interfaces that the CNI plugin makes for pods.
+    #[serde(default = "default_pod_interfaces")]
+    pub pod_interfaces: Vec<InterfacePattern>,
     /// Where objects come from.
     pub source: Source,
     /// The threads that move packets.
@@ -45,6 +48,9 @@ pub struct Config {
     /// The veth pair into the node's own stack.
     #[serde(default)]
     pub host_port: HostPort,
+    /// What holds while no daemon runs.
+    #[serde(default)]
+    pub fail: Fail,
     /// What the workers do with a packet.
     #[serde(default)]
     pub dataplane: Dataplane,
@@ -61,15 +67,59 @@ pub struct Source {
     pub manifests: PathBuf,
 }
 
-/// What becomes of a pod's packet that no worker takes.
+/// What becomes of a new veth's packets before its pod is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum OnMiss {
-    /// It is dropped: without a worker nothing passes.
+pub enum Startup {
+    /// They are dropped and counted.
     #[default]
-    Drop,
-    /// It goes to the kernel, which knows no policy.
-    Pass,
+    Closed,
+    /// They are the kernel's, which knows no policy.
+    Open,
+}
+
+fn default_pod_interfaces() -> Vec<InterfacePattern> {
+    vec![InterfacePattern::try_from("veth*".to_owned()).expect("a valid pattern")]
+}
+
+/// What holds while no daemon runs (`[fail]`).
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Fail {
+    /// Whether pods' packets pass when the daemon died.
+    pub mode: FailMode,
+    /// What a daemon leaves that is ended by SIGTERM or SIGINT.
+    pub on_exit: OnExit,
+    /// Where XDP links are pinned, in bpffs.
+    pub pins: PathBuf,
+}
+
+impl Default for Fail {
+    fn default() -> Self {
+        Self { mode: FailMode::Closed, on_exit: OnExit::Restore, pins: "/sys/fs/bpf/penstock".into() }
+    }
+}
+
+/// Whether pods' packets pass when the daemon died.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FailMode {
+    /// No: the programs stay on the pods' interfaces and drop what no worker takes.
+    #[default]
+    Closed,
+    /// Yes: they go to the kernel, which knows no policy.
+    Open,
+}
+
+/// What a daemon leaves that is ended by SIGTERM or SIGINT.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnExit {
+    /// The node as it was: programs, routes and settings are taken back.
+    #[default]
+    Restore,
+    /// All as after a crash in mode `closed`: what comes next, such as a newer version, goes on from there.
+    Keep,
 }
 
 /// The threads that move packets (`[workers]`).

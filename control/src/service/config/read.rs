@@ -8,7 +8,7 @@ use penstock_dataplane::conntrack::Timeouts;
 use toml::de::DeTable;
 
 use super::values::{Refused, refused};
-use super::{Config, InterfaceName};
+use super::{Config, FailMode, InterfaceName, OnExit};
 
 /// A config file that cannot be used. One line: file, line, key, value, mend.
 #[derive(Debug, thiserror::Error)]
@@ -95,6 +95,12 @@ impl Config {
         }
         if let Some((_, name)) = self.uplinks.iter().enumerate().find(|(i, name)| self.uplinks[..*i].contains(name)) {
             return wrong(&["uplinks"], refused!("{name} is named twice; name each uplink once"));
+        }
+        if self.fail.mode == FailMode::Open && self.fail.on_exit == OnExit::Keep {
+            return wrong(
+                &["fail", "on_exit"],
+                refused!("nothing is kept with fail.mode = \"open\"; leave one of them out"),
+            );
         }
         if matches!(self.host_port.table, 0 | 253..=255) {
             return wrong(
@@ -233,7 +239,11 @@ mod tests {
             ("[dataplane]\nmode = \"fast\"\n", ":5: dataplane.mode = \"fast\": not known; use \"full\" or \"forward\""),
         ];
         let before = [
-            ("on_miss = \"shrug\"\n", ":1: on_miss = \"shrug\": not known; use \"drop\" or \"pass\""),
+            ("startup = \"shrug\"\n", ":1: startup = \"shrug\": not known; use \"closed\" or \"open\""),
+            (
+                "pod_interfaces = [\"*\"]\n",
+                ":1: pod_interfaces[0] = [\"*\"]: not a name of interfaces; give a name, or how",
+            ),
             ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
             ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),
             ("node_addresses = [\"10.0.0.300\"]\n", ":1: node_addresses[0] = \"10.0.0.300\": invalid IP address"),
@@ -253,7 +263,8 @@ mod tests {
         let config = parse(LEAST).unwrap();
         assert_eq!(config.node.as_str(), "worker-1");
         assert_eq!(config.source.manifests, Path::new("/etc/penstock/manifests"), "relative to the file");
-        assert_eq!(config.on_miss, OnMiss::Drop);
+        assert_eq!((config.fail.mode, config.fail.on_exit), (FailMode::Closed, OnExit::Restore));
+        assert!(config.pod_interfaces[0].matches("veth1a2b") && !config.pod_interfaces[0].matches("eth0"));
         assert_eq!(config.dataplane.mode, Mode::Full);
         assert_eq!(config.umem.frame_count(), 131_072);
         assert_eq!(config.umem.frame_size.largest_packet(), 1778);

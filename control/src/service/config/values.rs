@@ -90,6 +90,35 @@ impl fmt::Display for InterfaceName {
     }
 }
 
+/// Names of network interfaces: one, or with a final `*` all that begin so.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct InterfacePattern {
+    start: String,
+    whole: bool,
+}
+
+impl InterfacePattern {
+    /// Whether this interface is meant.
+    pub fn matches(&self, name: &str) -> bool {
+        if self.whole { name == self.start } else { name.starts_with(&self.start) }
+    }
+}
+
+impl TryFrom<String> for InterfacePattern {
+    type Error = Refused;
+
+    fn try_from(text: String) -> Result<Self, Refused> {
+        let (start, whole) = text.strip_suffix('*').map_or((text.as_str(), true), |start| (start, false));
+        if start.contains('*') || InterfaceName::try_from(start.to_owned()).is_err() {
+            return Err(refused!(
+                "not a name of interfaces; give a name, or how names begin and a *, such as \"veth*\""
+            ));
+        }
+        Ok(Self { start: start.to_owned(), whole })
+    }
+}
+
 /// The cores that workers are pinned to: at least one, each once.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "Vec<u16>")]
