@@ -27,7 +27,8 @@ impl Files {
         for (name, text) in manifests {
             files.save(name, text);
         }
-        let fixed = "umem.memory = \"32MiB\"\nconntrack.entries = 4096\nworkers.cores = [0]\n";
+        let fixed =
+            "umem.memory = \"32MiB\"\nconntrack.entries = 4096\nconntrack.mapping = \"off\"\nworkers.cores = [0]\n";
         let fixed: String = fixed
             .lines()
             .filter(|line| !keys.contains(line.split(' ').next().unwrap()))
@@ -528,7 +529,7 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
         let bad =
             "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
         let cases = [
-            ("on_mis = \"drop\"", good(), "penstock.toml:6: on_mis: unknown key; take it out, or use one of: node,"),
+            ("on_mis = \"drop\"", good(), "penstock.toml:7: on_mis: unknown key; take it out, or use one of: node,"),
             ("workers.cores = [999]", good(), "workers.cores: core 999 does not exist or is not open to this process;"),
             ("umem.memory = \"900GiB\"", good(), "MiB available; lower umem.memory or conntrack.entries"),
             (

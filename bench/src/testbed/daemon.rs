@@ -31,25 +31,31 @@ pub struct DaemonConfig {
     pub manifests: PathBuf,
     /// Further keys of the top level, in TOML.
     pub keys: String,
+    /// The keys of the section `[conntrack]`, in TOML.
+    pub conntrack: String,
     /// Further sections, in TOML.
     pub sections: String,
 }
 
 impl DaemonConfig {
-    /// Everything at its default, except for memory: what a test's few pods need.
+    /// Everything at its default, except for memory: what a test's few pods need, and no file for the connections.
     pub fn new(node: &str, manifests: &Path) -> Self {
         Self {
             node: node.into(),
             manifests: manifests.into(),
             keys: String::new(),
+            conntrack: "mapping = \"off\"\n".into(),
             sections: "[umem]\nmemory = \"64MiB\"\n".into(),
         }
     }
 
     /// As TOML.
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, keys, sections } = self;
-        format!("node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{}\"\n\n{sections}", manifests.display())
+        let Self { node, manifests, keys, conntrack, sections } = self;
+        let manifests = manifests.display();
+        format!(
+            "node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n{sections}"
+        )
     }
 }
 

@@ -10,7 +10,6 @@ use anyhow::{Context, anyhow};
 use nix::net::if_::if_indextoname;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
-use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_dataplane::{Epoch, Snapshot};
@@ -18,13 +17,14 @@ use penstock_xdp_redirect::{PinError, Pins, Redirect, Role};
 use tokio::time::MissedTickBehavior;
 
 use super::config::{Config, FailMode, HugePages, Mode, OnExit, Polling};
+use super::connections::{self, Connections};
 use super::objects::Objects;
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, forget_answering_arp, pod_ports};
-use crate::model::{Change, Object, ObjectKey};
+use crate::model::{Change, Object};
 use crate::source::convert::Settings;
 use crate::source::directory::ManifestDirectory;
 
@@ -77,8 +77,7 @@ struct Daemon<'a> {
     epoch: Epoch,
     /// Addresses of the node in the last snapshot.
     node: BTreeSet<IpAddr>,
-    /// Who had each address in the last snapshot.
-    tenants: BTreeMap<IpAddr, (ObjectKey, u32)>,
+    connections: Connections,
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
@@ -107,6 +106,7 @@ impl<'a> Daemon<'a> {
         }
         let redirect = redirect(config)?;
         let follows = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
+        connections::make_directory(&config.conntrack.mapping)?;
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config);
         let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts)).await;
@@ -125,7 +125,7 @@ impl<'a> Daemon<'a> {
             host_port,
             epoch: Epoch::default(),
             node: BTreeSet::new(),
-            tenants: BTreeMap::new(),
+            connections: Connections::new(&config.conntrack.mapping),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
         };
@@ -256,7 +256,7 @@ impl<'a> Daemon<'a> {
         self.node = node;
         if trigger.policy || ports_changed || node_changed {
             self.publish(why, seen);
-            self.forget_connections();
+            self.connections.publish(self.dataplane.connections(), self.ports.tenants());
         }
         for (id, interface) in gone {
             match self.dataplane.close_port(id) {
@@ -271,28 +271,11 @@ impl<'a> Daemon<'a> {
         Ok(())
     }
 
-    /// Removes the connections of addresses that their pods have given up: the next pod inherits none. To be called
-    /// once a snapshot is published in which they are gone; one that a worker was just entering is of an older epoch.
-    fn forget_connections(&mut self) {
-        let tenants = self.ports.tenants();
-        let left: Vec<Address> = (self.tenants.iter())
-            .filter(|(address, tenant)| tenants.get(address) != Some(tenant))
-            .map(|(&address, _)| address.into())
-            .collect();
-        self.tenants = tenants;
-        if !left.is_empty() {
-            let removed = self.dataplane.connections().remove_addresses(&left);
-            tracing::debug!(addresses = ?left, connections = removed, "connections of pods that are gone removed");
-        }
-    }
-
     fn publish(&mut self, why: &str, seen: Instant) {
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
-        self.dataplane.publish(Snapshot {
-            epoch: self.epoch,
-            policy: self.objects.policy_set(),
-            forwarding: self.ports.forwarding(&self.node),
-        });
+        let forwarding = self.ports.forwarding(&self.node);
+        self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
+        self.dataplane.publish(Snapshot { epoch: self.epoch, policy: self.objects.policy_set(), forwarding });
         tracing::info!(
             epoch = self.epoch.0,
             pods = self.ports.pods(),

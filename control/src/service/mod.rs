@@ -4,6 +4,7 @@
 //! open ports (`ports`) and a published snapshot (`daemon`). The packets are the workers' business alone.
 
 pub mod config;
+mod connections;
 mod daemon;
 pub mod logging;
 mod objects;

@@ -12,6 +12,7 @@ use penstock_xdp_redirect::{
 };
 
 use super::config::{Config, FailMode};
+use super::connections::Tenants;
 use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
@@ -238,7 +239,7 @@ impl Ports {
     }
 
     /// Who has each address: the pod and its interface. A pod that is made again under its name has another interface.
-    pub(super) fn tenants(&self) -> BTreeMap<IpAddr, (ObjectKey, u32)> {
+    pub(super) fn tenants(&self) -> Tenants {
         let served = self.pods.values().filter(|side| side.served);
         let addresses = |side: &PodSide| side.last.addresses.clone();
         served.flat_map(|side| addresses(side).into_iter().map(|address| (address, side.tenant()))).collect()

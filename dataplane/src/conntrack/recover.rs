@@ -1,5 +1,8 @@
 //! Taking over a table that another process left in its file.
 
+use std::sync::atomic::Ordering as CountOrdering;
+
+use super::counters::Event;
 use super::entry::{Control, OwnerId};
 use super::hash::{KeyWords, alternate, home, key_of, tag};
 use super::state::State;
@@ -50,31 +53,43 @@ impl ConnTable {
         if let (Protocol::TCP, Some((_, tracking))) = (key_of(key).protocol, entry.tracking(control)) {
             entry.set_tracking(tracking.map(Window::unsynchronised));
         }
-        self.owner(control.owner()).fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.owner(control.owner()).fetch_add(1, CountOrdering::Relaxed);
     }
 
     /// Gives every connection to the owner that `owner` names for the flow that opened it, and removes those for which
     /// it names none; how many those were.
     ///
-    /// To be called once after a table was [found](super::Opened::Found), before any worker has it: owners are numbered
-    /// anew by every process, and a pod may have gone in between. Quotas do not remove what is there.
-    pub fn assign_owners(&mut self, mut owner: impl FnMut(&Flow) -> Option<OwnerId>) -> usize {
+    /// To be called once after a table was [found](super::Opened::Found), before the first snapshot is published under
+    /// which connections are entered: owners are numbered anew by every process, and a pod may have gone in between.
+    /// Workers may use the table meanwhile. Quotas do not remove what is there.
+    pub fn assign_owners(&self, mut owner: impl FnMut(&Flow) -> Option<OwnerId>) -> usize {
         let mut removed = 0;
-        for slot in 0..self.capacity() as u32 {
-            let Some((control, key, _)) = self.entry(slot).load() else { continue };
-            match owner(&key_of(&key).flow(control.original())) {
-                Some(owner) => {
-                    self.unreserve(control.owner());
-                    self.owner(owner).fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                    let owned = self.entry(slot).exchange(control, control.with_owner(owner));
-                    assert!(owned.is_ok(), "no other thread has the table");
-                }
-                None => {
-                    self.release(slot, control);
-                    removed += 1;
+        for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
+            // Until it is done or the connection is gone: a worker may touch it in between.
+            while let Some((control, key, _)) = self.entry(slot).load()
+                && control.is_live()
+            {
+                match owner(&key_of(&key).flow(control.original())) {
+                    Some(owner) if self.give_to(slot, control, owner) => break,
+                    None if self.entry(slot).exchange(control, control.claimed()).is_ok() => {
+                        self.release(slot, control);
+                        removed += 1;
+                        break;
+                    }
+                    _ => {}
                 }
             }
         }
+        self.counters.add(Event::Removed, removed as u64);
         removed
+    }
+
+    /// Gives the connection that `control` shows to this owner, unless it has changed.
+    fn give_to(&self, slot: u32, control: Control, owner: OwnerId) -> bool {
+        // Counted first, so that whoever removes it then finds it counted.
+        self.owner(owner).fetch_add(1, CountOrdering::Relaxed);
+        let given = self.entry(slot).exchange(control, control.with_owner(owner)).is_ok();
+        self.unreserve(if given { control.owner() } else { owner });
+        given
     }
 }

@@ -14,7 +14,9 @@ use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
 pub use read::ConfigError;
-pub use values::{Cores, FrameSize, InterfaceName, InterfacePattern, Memory, NodeName, Refused, RingSize, Time};
+pub use values::{
+    Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
+};
 
 /// All that `penstock run` is told.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -201,13 +203,15 @@ pub struct Conntrack {
     pub quota: Option<u32>,
     /// Whether a segment from the middle of a TCP connection may open one, as after a restart.
     pub pick_up: bool,
+    /// Where it lives.
+    pub mapping: Mapping,
     /// How long an idle connection is kept, by the names that [`conntrack::Timeouts`] has.
     pub timeouts: BTreeMap<String, Time>,
 }
 
 impl Default for Conntrack {
     fn default() -> Self {
-        Self { entries: 1 << 20, quota: None, pick_up: true, timeouts: BTreeMap::new() }
+        Self { entries: 1 << 20, quota: None, pick_up: true, mapping: Mapping::default(), timeouts: BTreeMap::new() }
     }
 }
 
@@ -223,7 +227,10 @@ impl Conntrack {
             quota: self.quota,
             timeouts,
             pick_up: self.pick_up,
-            mapping: None,
+            mapping: match &self.mapping {
+                Mapping::Off => None,
+                Mapping::File(path) => Some(path.clone()),
+            },
         })
     }
 }

@@ -229,6 +229,10 @@ mod tests {
             ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
             ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
             (
+                "[conntrack]\nmapping = \"here\"\n",
+                ":5: conntrack.mapping = \"here\": not an absolute path of a file; give one on a tmpfs, or \"off\"",
+            ),
+            (
                 "[host_port]\nnode = \"a-name-too-long-for-linux\"\n",
                 ":5: host_port.node = \"a-name-too-long-for-linux\": not an",
             ),

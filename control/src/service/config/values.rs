@@ -2,6 +2,7 @@
 //! exists is one that can be run.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use penstock_dataplane::io::largest_mtu;
@@ -237,6 +238,35 @@ impl TryFrom<String> for Memory {
             })
             .map(Self)
             .ok_or_else(|| refused!("not an amount of memory; write a number and KiB, MiB or GiB, such as 256MiB"))
+    }
+}
+
+/// Where the connection table lives: a file, by its absolute path, or `off`: memory of its own, which ends with the
+/// process.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Mapping {
+    /// In memory: after a restart all connections are new.
+    Off,
+    /// In this file: a restarted process finds its connections.
+    File(PathBuf),
+}
+
+impl Default for Mapping {
+    fn default() -> Self {
+        Self::File("/run/penstock/conntrack".into())
+    }
+}
+
+impl TryFrom<String> for Mapping {
+    type Error = Refused;
+
+    fn try_from(text: String) -> Result<Self, Refused> {
+        match text.as_str() {
+            "off" => Ok(Self::Off),
+            path if path.starts_with('/') && !path.ends_with('/') => Ok(Self::File(text.into())),
+            _ => Err(refused!("not an absolute path of a file; give one on a tmpfs, or \"off\"")),
+        }
     }
 }
 

@@ -31,7 +31,7 @@ fn connections_outlast_the_table_that_made_them() {
             insert(&table, &flow(n), &Transport::Udp, NOW).unwrap();
         }
     }
-    let mut table = open(&path).unwrap();
+    let table = open(&path).unwrap();
     assert_eq!((table.opened(), table.len()), (&Opened::Found, 200));
     for n in 0..200 {
         let conn = table.find(&table.prepare(&flow(n).reversed()), NOW).unwrap();
