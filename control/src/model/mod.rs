@@ -28,7 +28,7 @@ impl fmt::Display for ObjectKey {
 }
 
 /// A Namespace.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Namespace {
     /// Its name.
     pub name: String,
@@ -39,7 +39,7 @@ pub struct Namespace {
 }
 
 /// A Node.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Node {
     /// Its name.
     pub name: String,
@@ -48,7 +48,7 @@ pub struct Node {
 }
 
 /// A Pod, as far as policy needs it.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Pod {
     /// Namespace and name.
     pub key: ObjectKey,
@@ -90,7 +90,7 @@ pub enum PortProtocol {
 }
 
 /// A NetworkPolicy, `policyTypes` resolved.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NetworkPolicy {
     /// Namespace and name.
     pub key: ObjectKey,
@@ -238,7 +238,7 @@ pub enum Change {
 }
 
 /// Any object that the control side keeps.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Object {
     /// A Namespace.
     Namespace(Namespace),

@@ -25,8 +25,7 @@ use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, forget_answering_arp, pod_ports};
 use crate::model::{Change, Object};
-use crate::source::convert::Settings;
-use crate::source::directory::ManifestDirectory;
+use crate::source::Source;
 
 /// How often the kernel is looked at without an event: what events missed is caught then.
 const RECONCILE: Duration = Duration::from_secs(3);
@@ -40,8 +39,7 @@ pub(super) async fn run(config: &Config) -> Result<(), RunError> {
     let mut signals = Signals::listen().context("signals cannot be listened to")?;
     let (netlink, events) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
     refuse(preflight::network(config, &netlink).await)?;
-    let (mut source, objects) = ManifestDirectory::open(&config.source.manifests, Settings::default())
-        .map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
+    let Some((mut source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
     let mut daemon = Daemon::start(config, netlink, objects).await?;
     let outcome = daemon.serve(&mut source, &events, &mut signals).await;
     daemon.report();
@@ -51,6 +49,25 @@ pub(super) async fn run(config: &Config) -> Result<(), RunError> {
     };
     let ended = daemon.stop(leaves).await;
     outcome.and(ended)
+}
+
+/// Opens the source and reads all objects; `None` if a signal ended the wait for that.
+async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(Source, Vec<Object>)>, RunError> {
+    let location = config.source.location();
+    let mut opening = std::pin::pin!(Source::open(&location));
+    loop {
+        tokio::select! {
+            biased;
+            signal = signals.next() => if let Signal::End(name) = signal {
+                tracing::info!(signal = name, "ended before there was anything to enforce");
+                return Ok(None);
+            },
+            opened = &mut opening => return match opened {
+                Ok(opened) => Ok(Some(opened)),
+                Err(error) => Err(RunError::BadInput(error.to_string().lines().map(str::to_owned).collect())),
+            },
+        }
+    }
 }
 
 /// Warnings go to the log, errors end it.
@@ -163,12 +180,7 @@ impl<'a> Daemon<'a> {
         Ok(())
     }
 
-    async fn serve(
-        &mut self,
-        source: &mut ManifestDirectory,
-        events: &Events,
-        signals: &mut Signals,
-    ) -> Result<(), RunError> {
+    async fn serve(&mut self, source: &mut Source, events: &Events, signals: &mut Signals) -> Result<(), RunError> {
         let mut reconcile = tokio::time::interval(RECONCILE);
         let mut heartbeat = tokio::time::interval(HEARTBEAT);
         for ticks in [&mut reconcile, &mut heartbeat] {
@@ -186,8 +198,8 @@ impl<'a> Daemon<'a> {
                 },
                 _ = heartbeat.tick() => self.workers_live()?,
                 batch = source.next() => {
-                    let batch = batch.ok_or_else(|| RunError::Failed(anyhow!("the manifests are not watched any more; restart penstock")))?;
-                    self.change(batch.changes, Instant::now()).await?;
+                    let batch = batch.ok_or_else(|| RunError::Failed(anyhow!("the source is not followed any more; restart penstock")))?;
+                    self.change(batch, Instant::now()).await?;
                 }
                 () = events.changed() => {
                     let seen = Instant::now();

@@ -21,6 +21,8 @@ pub fn start(log: &Log) {
         .with_target("penstock_dataplane", level)
         .with_target("penstock_xdp_redirect", level)
         .with_target(MILESTONES, level.max(LevelFilter::INFO))
+        // An outage of the API server is told once, by us.
+        .with_target("kube_client", LevelFilter::OFF)
         // Libraries' own events are about themselves.
         .with_default(level.min(LevelFilter::WARN));
     let output = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_target(false);

@@ -17,6 +17,7 @@ mod waiting;
 
 use std::fmt::Display;
 use std::io;
+use std::time::Duration;
 
 use config::Config;
 use objects::Objects;
@@ -25,8 +26,10 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::discovery::{Netlink, clear_left};
 use crate::model::Change;
-use crate::source::convert::Settings;
-use crate::source::directory::ManifestDirectory;
+use crate::source::{Location, Source};
+
+/// How long a check waits for an API server.
+const SOURCE_TIME: Duration = Duration::from_secs(15);
 
 /// Why the service ended otherwise than by a signal.
 #[derive(Debug, thiserror::Error)]
@@ -61,17 +64,9 @@ pub fn run(config: &Config) -> Result<(), RunError> {
 pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
     let mut findings = preflight::machine(config);
     let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
-    // Where there is no directory, that has been told.
-    if config.source.manifests.is_dir() {
-        match ManifestDirectory::open(&config.source.manifests, Settings::default()) {
-            Ok((_, read)) => {
-                findings.push(Finding::ok(format!("manifests: {} objects", read.len())));
-                objects.apply(read.into_iter().map(Change::Set), &[]);
-            }
-            Err(error) => findings.extend(error.to_string().lines().map(Finding::error)),
-        }
-    }
-    runtime()?.block_on(async {
+    let runtime = runtime()?;
+    runtime.block_on(read_source(config, &mut objects, &mut findings));
+    runtime.block_on(async {
         match Netlink::open(config.host_port.table) {
             Err(error) => findings.push(Finding::error(error.to_string())),
             Ok((netlink, _)) => {
@@ -106,6 +101,27 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
             .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
         Ok(CleanedUp { programs, host_port })
     })
+}
+
+/// Reads all objects of the source. What is wrong with it is a finding.
+async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<Finding>) {
+    let location = config.source.location();
+    // Where there is no directory, that has been told.
+    if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
+        return;
+    }
+    let opened = tokio::time::timeout(SOURCE_TIME, Source::open(&location)).await;
+    match opened {
+        Ok(Ok((_, read))) => {
+            findings.push(Finding::ok(format!("source: {} objects", read.len())));
+            objects.apply(read.into_iter().map(Change::Set), &[]);
+        }
+        Ok(Err(error)) => findings.extend(error.to_string().lines().map(Finding::error)),
+        Err(_) => findings.push(Finding::error(format!(
+            "source: the API server did not list all objects within {} s; the log says why",
+            SOURCE_TIME.as_secs()
+        ))),
+    }
 }
 
 fn runtime() -> io::Result<Runtime> {

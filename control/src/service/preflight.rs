@@ -12,6 +12,8 @@ use nix::unistd::Pid;
 use super::config::Config;
 use super::objects::Objects;
 use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
+use crate::source::Location;
+use crate::source::api_server::Access;
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -69,13 +71,22 @@ pub fn machine(config: &Config) -> Vec<Finding> {
         Err(line) => Finding::error(line),
     });
     findings.push(memory(config, available_memory()));
-    findings.push(if config.source.manifests.is_dir() {
-        Finding::ok(format!("source.manifests: {}", config.source.manifests.display()))
-    } else {
-        let path = config.source.manifests.display();
-        Finding::error(format!("source.manifests: {path} is not a directory; create it, or correct the path"))
-    });
+    findings.extend(source(&config.source.location()));
     findings
+}
+
+/// Whether the source is there, as far as that can be told without reading it.
+fn source(location: &Location) -> Option<Finding> {
+    let (key, path, is_there, what) = match location {
+        Location::Manifests(path) => ("manifests", path, path.is_dir(), "a directory"),
+        Location::ApiServer(Access::Kubeconfig { path, .. }) => ("kubeconfig", path, path.is_file(), "a file"),
+        Location::ApiServer(Access::InCluster) => return None,
+    };
+    let path = path.display();
+    Some(match is_there {
+        true => Finding::ok(format!("source.{key}: {path}")),
+        false => Finding::error(format!("source.{key}: {path} is not {what}; create it, or correct the path")),
+    })
 }
 
 /// Looks at the network namespace that this thread is in.

@@ -13,6 +13,9 @@ use std::path::PathBuf;
 use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
+use crate::source::Location;
+use crate::source::api_server::Access;
+
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
@@ -61,12 +64,32 @@ pub struct Config {
     pub log: Log,
 }
 
-/// Where objects come from.
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// Where objects come from (`[source]`): exactly one of `manifests`, `kubeconfig` and `in_cluster`.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Source {
     /// A directory of manifests; a relative path is meant from the directory of the config file.
-    pub manifests: PathBuf,
+    pub manifests: Option<PathBuf>,
+    /// A kubeconfig file, for the API server that it names; relative as above.
+    pub kubeconfig: Option<PathBuf>,
+    /// The context in it; none given: its current one.
+    pub context: Option<String>,
+    /// The API server of the cluster, by the service account of the pod that this runs in.
+    pub in_cluster: bool,
+}
+
+impl Source {
+    /// Which source that is.
+    pub fn location(&self) -> Location {
+        match (&self.manifests, &self.kubeconfig) {
+            (Some(directory), _) => Location::Manifests(directory.clone()),
+            (None, Some(path)) => {
+                Location::ApiServer(Access::Kubeconfig { path: path.clone(), context: self.context.clone() })
+            }
+            // A config without any of the three is not read.
+            (None, None) => Location::ApiServer(Access::InCluster),
+        }
+    }
 }
 
 /// What becomes of a new veth's packets before its pod is known.

@@ -8,7 +8,7 @@ use penstock_dataplane::conntrack::Timeouts;
 use toml::de::DeTable;
 
 use super::values::{Refused, refused};
-use super::{Config, FailMode, InterfaceName, OnExit};
+use super::{Config, FailMode, InterfaceName, OnExit, Source};
 
 /// A config file that cannot be used. One line: file, line, key, value, mend.
 #[derive(Debug, thiserror::Error)]
@@ -56,7 +56,9 @@ impl Config {
                 what: problem.what,
             })?;
         if let Some(directory) = path.parent() {
-            config.source.manifests = directory.join(&config.source.manifests);
+            for path in [&mut config.source.manifests, &mut config.source.kubeconfig].into_iter().flatten() {
+                *path = directory.join(&*path);
+            }
         }
         Ok(config)
     }
@@ -64,6 +66,22 @@ impl Config {
     /// What no single key can tell: that the values fit one another.
     fn consistent(self, text: &str) -> Result<Self, Problem> {
         let wrong = |key: &[&str], why: Refused| Err(problem_at(text, key, &why.to_string()));
+        let Source { manifests, kubeconfig, context, in_cluster } = &self.source;
+        let given =
+            [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
+        let mut given = given.into_iter().filter_map(|(key, is_given)| is_given.then_some(key));
+        match (given.next(), given.next()) {
+            (None, _) => {
+                return wrong(&["source"], refused!("no source; set manifests, kubeconfig or in_cluster = true"));
+            }
+            (Some(one), Some(two)) => {
+                return wrong(&["source", two], refused!("source.{one} is a source too; leave one of the two out"));
+            }
+            (Some(_), None) if context.is_some() && kubeconfig.is_none() => {
+                return wrong(&["source", "context"], refused!("a context is a kubeconfig's; set source.kubeconfig"));
+            }
+            (Some(_), None) => {}
+        }
         if self.umem.frames.is_some() && self.umem.memory.is_some() {
             return wrong(
                 &["umem", "frames"],
@@ -196,7 +214,15 @@ mod tests {
         let cases = [
             ("", ":1: node: missing; add this key"),
             ("node = \"a\"\n", ":1: source: missing; add this key"),
-            ("node = \"a\"\n[source]\n", ":2: source.manifests: missing; add this key"),
+            ("node = \"a\"\n[source]\n", ":2: source = [source]: no source; set manifests, kubeconfig or in_cluster"),
+            (
+                "node = \"a\"\n[source]\nmanifests = \"m\"\nin_cluster = true\n",
+                ":4: source.in_cluster = true: source.manifests is a source too; leave one of the two out",
+            ),
+            (
+                "node = \"a\"\n[source]\nmanifests = \"m\"\ncontext = \"c\"\n",
+                ":4: source.context = \"c\": a context is a kubeconfig's; set source.kubeconfig",
+            ),
             ("node = \"a\n", ":1: not TOML: "),
             ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; give the metadata.name"),
             ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
@@ -266,7 +292,14 @@ mod tests {
     fn the_least_file_gives_the_defaults() {
         let config = parse(LEAST).unwrap();
         assert_eq!(config.node.as_str(), "worker-1");
-        assert_eq!(config.source.manifests, Path::new("/etc/penstock/manifests"), "relative to the file");
+        let manifests = Location::Manifests("/etc/penstock/manifests".into());
+        assert_eq!(config.source.location(), manifests, "relative to the file");
+        let kubeconfig = LEAST.replace("manifests = \"manifests\"", "kubeconfig = \"admin.conf\"\ncontext = \"c\"");
+        let path = "/etc/penstock/admin.conf".into();
+        let access = Access::Kubeconfig { path, context: Some("c".to_owned()) };
+        assert_eq!(parse(&kubeconfig).unwrap().source.location(), Location::ApiServer(access));
+        let in_cluster = LEAST.replace("manifests = \"manifests\"", "in_cluster = true");
+        assert_eq!(parse(&in_cluster).unwrap().source.location(), Location::ApiServer(Access::InCluster));
         assert_eq!((config.fail.mode, config.fail.on_exit), (FailMode::Closed, OnExit::Restore));
         assert!(config.pod_interfaces[0].matches("veth1a2b") && !config.pod_interfaces[0].matches("eth0"));
         assert_eq!(config.dataplane.mode, Mode::Full);

@@ -23,6 +23,19 @@ impl FieldPath {
         &self.0
     }
 
+    /// The same field, of an object that is a field of another.
+    pub(crate) fn inside(self, name: &str) -> Self {
+        std::iter::once(Step::Field(name.to_owned())).chain(self.0).collect()
+    }
+
+    /// The same field, from its object's field of this name on; of another field, it stays as it is.
+    pub(crate) fn without(mut self, name: &str) -> Self {
+        if matches!(self.0.first(), Some(Step::Field(first)) if first == name) {
+            self.0.remove(0);
+        }
+        self
+    }
+
     /// Whether it names the object itself.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::super::convert::{self, FieldPath, Invalid, Step};
+use super::super::typed;
 use super::error::{Fault, ManifestError, Origin};
 use super::tree::Node;
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
@@ -135,19 +136,14 @@ impl Reader<'_> {
         kind: Kind,
         convert: impl FnOnce(&T) -> Result<Object, Invalid>,
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
-        let mut unknown = Vec::new();
         let mut value = tree.to_value();
         if let Value::Object(fields) = &mut value {
             // They are judged by now, and the typed reader knows no other version of a type than its own.
             fields.remove("apiVersion");
             fields.remove("kind");
         }
-        let mut note = |path: serde_ignored::Path<'_>| unknown.push(field_path(&path));
-        let noting = serde_ignored::Deserializer::new(value, &mut note);
-        let typed: T = serde_path_to_error::deserialize(noting).map_err(|error| {
-            let field = error.path().iter().filter_map(step).collect();
-            self.error_at(tree, field, Fault::Type(error.into_inner().to_string()))
-        })?;
+        let (typed, unknown) =
+            typed::read::<T>(value).map_err(|(field, wrong)| self.error_at(tree, field, Fault::Type(wrong)))?;
         if self.options.unknown_fields == UnknownFields::Refuse
             && kind.is_policy()
             && let Some(field) =
@@ -196,36 +192,4 @@ fn describe(tree: &Node) -> String {
         (None, Some(name)) => format!("{kind} default/{name}"),
         (_, None) => format!("{kind} without a name"),
     }
-}
-
-fn step(segment: &serde_path_to_error::Segment) -> Option<Step> {
-    use serde_path_to_error::Segment;
-    match segment {
-        Segment::Seq { index } => Some(Step::Index(*index)),
-        Segment::Map { key } | Segment::Enum { variant: key } => Some(Step::Field(key.clone())),
-        Segment::Unknown => None,
-    }
-}
-
-fn field_path(path: &serde_ignored::Path<'_>) -> FieldPath {
-    use serde_ignored::Path;
-    fn walk(path: &Path<'_>, steps: &mut Vec<Step>) {
-        match path {
-            Path::Root => {}
-            Path::Seq { parent, index } => {
-                walk(parent, steps);
-                steps.push(Step::Index(*index));
-            }
-            Path::Map { parent, key } => {
-                walk(parent, steps);
-                steps.push(Step::Field(key.clone()));
-            }
-            Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => {
-                walk(parent, steps);
-            }
-        }
-    }
-    let mut steps = Vec::new();
-    walk(path, &mut steps);
-    steps.into_iter().collect()
 }

@@ -1,0 +1,137 @@
+//! The way to an API server: a kubeconfig or the pod's own service account, read anew whenever it has failed.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http::{Response, header::RETRY_AFTER};
+use kube::client::ClientBuilder;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use tower::util::MapResponseLayer;
+
+/// How long a connection may take to be made.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// What is known of an API server and of our rights there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// The service account of the pod that this runs in.
+    InCluster,
+    /// A kubeconfig file.
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// The context in it; `None` takes its current one.
+        context: Option<String>,
+    },
+}
+
+/// Why there is no way to the API server.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    /// Not in a pod, or one without a service account.
+    #[error("source.in_cluster: {0}: run in a pod with a service account, or set source.kubeconfig instead")]
+    NotInCluster(String),
+    /// The file is not there, or not a kubeconfig with that context.
+    #[error("source.kubeconfig: {path}: {reason}: correct the file or source.context", path = .path.display())]
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// What it says of TLS or of credentials cannot be used.
+    #[error("the API server's access data cannot be used: {0}")]
+    Unusable(String),
+}
+
+impl Access {
+    async fn read(&self) -> Result<Config, AccessError> {
+        let mut config = match self {
+            Self::InCluster => Config::incluster().map_err(|error| AccessError::NotInCluster(super::chain(&error)))?,
+            Self::Kubeconfig { path, context } => {
+                let wrong = |error| AccessError::Kubeconfig { path: path.clone(), reason: super::chain(&error) };
+                let options = KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() };
+                let file = Kubeconfig::read_from(path).map_err(wrong)?;
+                Config::from_custom_kubeconfig(file, &options).await.map_err(wrong)?
+            }
+        };
+        config.connect_timeout = Some(CONNECT);
+        // Every request has a limit of its own, and what fails is told before it is tried again.
+        config.read_timeout = None;
+        config.default_retry = false;
+        Ok(config)
+    }
+}
+
+/// A client that is made anew when it has failed: tokens, certificates and addresses change.
+pub(super) struct Connection {
+    access: Access,
+    current: Mutex<(u64, Client)>,
+    busy: Arc<Busy>,
+}
+
+/// How long the server last asked for, in seconds. A refusal of an overloaded server says it in a header alone.
+#[derive(Default)]
+struct Busy(AtomicU64);
+
+/// A client, and which one it is.
+#[derive(Clone)]
+pub(super) struct Connected {
+    number: u64,
+    pub(super) client: Client,
+}
+
+impl Connection {
+    pub(super) async fn new(access: &Access) -> Result<Self, AccessError> {
+        let busy = Arc::new(Busy::default());
+        let client = build(access, &busy).await?;
+        Ok(Self { access: access.clone(), current: Mutex::new((0, client)), busy })
+    }
+
+    pub(super) fn get(&self) -> Connected {
+        let (number, client) = &*self.lock();
+        Connected { number: *number, client: client.clone() }
+    }
+
+    /// Makes a new client from what the files say now, unless another than `failed` is there already.
+    pub(super) async fn renew(&self, failed: &Connected) -> Result<(), AccessError> {
+        if self.get().number != failed.number {
+            return Ok(());
+        }
+        let client = build(&self.access, &self.busy).await?;
+        let mut current = self.lock();
+        if current.0 == failed.number {
+            *current = (failed.number + 1, client);
+        }
+        Ok(())
+    }
+
+    /// How long the server asked to be left alone in its last answer, whatever that was about.
+    pub(super) fn retry_after(&self) -> Option<Duration> {
+        Some(self.busy.0.load(Ordering::Relaxed)).filter(|&seconds| seconds > 0).map(Duration::from_secs)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (u64, Client)> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn build(access: &Access, busy: &Arc<Busy>) -> Result<Client, AccessError> {
+    let config = access.read().await?;
+    let builder = ClientBuilder::try_from(config).map_err(|error| AccessError::Unusable(super::chain(&error)))?;
+    let busy = Arc::clone(busy);
+    Ok(builder.with_layer(&MapResponseLayer::new(move |response| busy.note(response))).build())
+}
+
+impl Busy {
+    fn note<B>(&self, response: Response<B>) -> Response<B> {
+        let text = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
+        // The header may hold a date instead; then the backoff decides.
+        let seconds = text.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        self.0.store(seconds, Ordering::Relaxed);
+        response
+    }
+}

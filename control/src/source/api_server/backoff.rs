@@ -1,0 +1,70 @@
+//! How long to wait before the next try.
+
+use std::time::Duration;
+
+use rand::Rng;
+
+/// The first wait at most …
+const FIRST: Duration = Duration::from_millis(250);
+/// … doubled each time up to this.
+const LONGEST: Duration = Duration::from_secs(30);
+/// What a server asks for is taken up to this: it must not silence us for good.
+const LONGEST_ASKED: Duration = Duration::from_secs(120);
+
+/// Waits that grow from one failure to the next. They differ between nodes: a server that comes back is not to meet
+/// all of them at once.
+#[derive(Debug, Default)]
+pub(super) struct Backoff {
+    failures: u32,
+}
+
+impl Backoff {
+    /// Between half and all of the present step, which then doubles. What the server asked for is kept to, and
+    /// stretched by up to a quarter.
+    pub(super) fn next(&mut self, asked: Option<Duration>) -> Duration {
+        let step = FIRST.saturating_mul(1 << self.failures.min(20)).min(LONGEST);
+        self.failures += 1;
+        let mut random = rand::rng();
+        let own = step.mul_f64(random.random_range(0.5..=1.0));
+        let asked = asked.map(|asked| asked.min(LONGEST_ASKED).mul_f64(random.random_range(1.0..=1.25)));
+        own.max(asked.unwrap_or_default())
+    }
+
+    /// All is well again.
+    pub(super) fn reset(&mut self) {
+        self.failures = 0;
+    }
+
+    /// How many failures there were since all was well.
+    pub(super) fn failures(&self) -> u32 {
+        self.failures
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_double_up_to_a_limit_and_are_spread() {
+        let mut backoff = Backoff::default();
+        let mut step = FIRST;
+        for _ in 0..100 {
+            let wait = backoff.next(None);
+            assert!(wait >= step / 2 && wait <= step, "{wait:?} of {step:?}");
+            step = (2 * step).min(LONGEST);
+        }
+        assert_eq!((step, backoff.failures()), (LONGEST, 100));
+        backoff.reset();
+        assert!(backoff.next(None) <= FIRST);
+        let waits: Vec<Duration> = (0..8).map(|_| Backoff::default().next(None)).collect();
+        assert!(waits.iter().any(|wait| *wait != waits[0]), "{waits:?}");
+    }
+
+    #[test]
+    fn what_the_server_asks_for_is_kept_to_within_reason() {
+        let asked = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
+        assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&asked(7)));
+        assert!(asked(1_000_000) <= LONGEST_ASKED.mul_f64(1.25));
+    }
+}
