@@ -398,6 +398,47 @@ fn a_daemon_that_is_told_to_keep_the_node_closed_does_so_until_the_next_one() {
 }
 
 #[test]
+fn where_the_setting_says_open_the_kernel_has_the_pods_a_tenth_of_a_second_after_the_daemon_died() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("fail.mode = \"open\"");
+        files.save("policies.yaml", &policy("db", "nobody"));
+        let before = node_state();
+        for _ in 0..2 {
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2], "judged");
+            assert_eq!(reaches_node(&web), [true; 4]);
+            daemon.end(Signal::SIGKILL);
+            // The process is gone. (While it goes, the kernel closes its sockets one by one.)
+            let gone = Instant::now();
+            let took = first_datagram(&web, &db) - gone;
+            assert!(took < Duration::from_millis(100), "{took:?}");
+            assert_forwarded_by_kernel(&web, &db);
+        }
+        let daemon = Daemon::start(&files);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_restored(&before);
+    });
+}
+
+/// When the first of many datagrams arrives, sent one a millisecond for at most five seconds.
+fn first_datagram(from: &Pod, to: &Pod) -> Instant {
+    let receiver = to.inside(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+    receiver.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    let address = SocketAddr::new(to.v4.parse().unwrap(), receiver.local_addr().unwrap().port());
+    let sender = from.inside(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < deadline {
+        // Refused while the route that led into the pair is going.
+        let _ = sender.send_to(b"?", address);
+        if receiver.recv(&mut [0; 16]).is_ok() {
+            return Instant::now();
+        }
+    }
+    panic!("nothing arrives");
+}
+
+#[test]
 fn a_new_pod_is_closed_until_its_object_is_known() {
     on_a_node(|| {
         let ([web, _db], files) = two_pods("");
@@ -458,7 +499,7 @@ fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_pods_stay_closed() {
         let mut daemon = Daemon::start(&files);
         ip("link del penstock-host");
         assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-        daemon.wait_for("penstock: host_port: interface penstock0 is gone; restart penstock");
+        daemon.wait_for("penstock: host_port: interface penstock-host is gone; restart penstock");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
         assert_restored(&before);

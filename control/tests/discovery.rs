@@ -8,7 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use netns::{GATEWAYS, Pod, ip, node_state, on_a_node, on_a_node_async};
-use penstock_control::discovery::{HostPort, HostPortError, Netlink, PodRoute, Sysctl, Sysctls, keep_answering_arp};
+use penstock_control::discovery::{
+    HostPort, HostPortError, Lifetime, Netlink, PodRoute, Sysctl, Sysctls, keep_answering_arp,
+};
 use penstock_control::service::config;
 
 fn names() -> config::HostPort {
@@ -83,7 +85,7 @@ fn the_nodes_routes_to_pods_lead_into_the_pair_with_the_same_source_address_and_
         let pods = [Pod::new(5), Pod::new(6)];
         let before = node_state();
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
         assert_eq!(port.node().name, "penstock-host");
         assert_eq!(port.workers().mtu, 1500);
         let main = ip("route show");
@@ -122,7 +124,7 @@ fn a_gateway_that_is_link_local_is_no_hindrance() {
         ip("addr del fd00:1::1/128 dev veth5");
         ip("addr add fe80::1/64 dev veth5 nodad");
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
         let refused = port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
         assert!(refused.is_empty(), "{refused:?}");
         assert!(ip("-6 route show table 11200").contains("fd00:1::5 dev penstock-host"));
@@ -136,7 +138,7 @@ fn a_pods_smaller_mtu_is_told_by_its_route() {
         let pod = Pod::new(5);
         ip("link set veth5 mtu 1400");
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
         assert!(port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap().is_empty());
         for to in [&pod.v4, &pod.v6] {
             assert!(ip(&format!("route get {to}")).contains("mtu 1400"));
@@ -149,7 +151,7 @@ fn a_pods_smaller_mtu_is_told_by_its_route() {
 fn nothing_is_ever_said_on_the_pair() {
     on_a_node_async(async || {
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
         assert_eq!(ip("-o addr show dev penstock-host"), "");
         assert_eq!(ip("-o addr show dev penstock0"), "");
         tokio::time::sleep(Duration::from_secs(2)).await;
@@ -163,37 +165,51 @@ fn nothing_is_ever_said_on_the_pair() {
 }
 
 #[test]
-fn what_a_killed_daemon_left_is_cleared_at_the_next_start() {
-    on_a_node_async(async || {
-        let pod = Pod::new(5);
-        let before = node_state();
-        let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
-        port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
-        drop(port);
-        assert_ne!(node_state(), before, "dropped without being removed, as if killed");
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
-        assert!(ip("route get 10.1.1.5").contains("dev veth5"), "its routes are gone");
-        assert_eq!(ip("rule").matches("lookup 11200").count(), 1);
-        port.remove().await.unwrap();
-        assert_eq!(node_state(), before);
-    });
+fn what_a_killed_daemon_left_is_taken_over_where_it_is_whole_and_cleared_where_not() {
+    // What happens meanwhile; how long the next daemon's pair is to live; the way to the pod once it is there.
+    let cases = [
+        ("", Lifetime::Node, "dev penstock-host"),
+        ("link set penstock0 down", Lifetime::Node, "dev veth5"),
+        ("rule del preference 90", Lifetime::Node, "dev veth5"),
+        ("", Lifetime::Daemon, "dev veth5"),
+    ];
+    for (meanwhile, lifetime, way) in cases {
+        on_a_node_async(async || {
+            let pod = Pod::new(5);
+            let before = node_state();
+            let (netlink, _) = Netlink::open(names().table).unwrap();
+            let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
+            assert!(!port.follows());
+            port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
+            drop(port);
+            assert_ne!(node_state(), before, "dropped without being removed, as if killed");
+            if !meanwhile.is_empty() {
+                ip(meanwhile);
+            }
+            let port = HostPort::create(&netlink, &names(), 1500, lifetime).await.unwrap();
+            assert!(port.follows());
+            assert!(ip("route get 10.1.1.5").contains(way), "{meanwhile}, {lifetime:?}");
+            assert_eq!(ip("rule").matches("lookup 11200").count(), 1);
+            port.remove().await.unwrap();
+            assert_eq!(node_state(), before);
+        });
+    }
 }
 
 #[test]
 fn a_second_daemon_and_a_name_that_is_taken_are_refused_and_change_nothing() {
     on_a_node_async(async || {
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+        let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
         let during = node_state();
-        let told = HostPort::create(&netlink, &names(), 1500).await.unwrap_err();
+        let told = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap_err();
         assert!(matches!(told, HostPortError::Running), "{told}");
         assert_eq!(node_state(), during);
         port.remove().await.unwrap();
 
         ip("link add penstock0 type bridge");
         let before = node_state();
-        let told = HostPort::create(&netlink, &names(), 1500).await.unwrap_err();
+        let told = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap_err();
         assert!(matches!(&told, HostPortError::NameTaken(name) if name == "penstock0"), "{told}");
         assert_eq!(node_state(), before);
     });
@@ -205,7 +221,7 @@ fn half_a_start_leaves_nothing() {
         let before = node_state();
         let (netlink, _) = Netlink::open(names().table).unwrap();
         // The kernel refuses this MTU after the names were found free.
-        let told = HostPort::create(&netlink, &names(), 70_000).await.unwrap_err();
+        let told = HostPort::create(&netlink, &names(), 70_000, Lifetime::Node).await.unwrap_err();
         assert!(matches!(told, HostPortError::Netlink(_)), "{told}");
         assert_eq!(node_state(), before);
     });
@@ -233,7 +249,7 @@ fn arp_is_still_answered_on_a_pods_veth_under_strict_reverse_path_filtering() {
             let pod = Pod::new(5);
             Sysctl::v4(place, "rp_filter").write(1).unwrap();
             let (netlink, _) = Netlink::open(names().table).unwrap();
-            let port = HostPort::create(&netlink, &names(), 1500).await.unwrap();
+            let port = HostPort::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
             port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
             let seen = gateway_seen_by(&pod);
             assert!(!seen.contains("lladdr"), "without the setting it is not answered: {seen}");

@@ -37,7 +37,6 @@ pub struct Attached {
     program: Program,
     link: OwnedFd,
     pin: Option<(Pins, Pinned)>,
-    taken_over: bool,
     kept: bool,
 }
 
@@ -68,7 +67,7 @@ impl Attached {
                 Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
             },
         };
-        Ok(Self { interface: interface.clone(), mode, program, link, pin: None, taken_over: false, kept: false })
+        Ok(Self { interface: interface.clone(), mode, program, link, pin: None, kept: false })
     }
 
     /// Takes over the link that is pinned for this interface, if there is one: its program is replaced by this one, in
@@ -86,7 +85,7 @@ impl Attached {
                     let mode = mode_of(interface);
                     let pin = Some((pins.clone(), pinned));
                     let interface = interface.clone();
-                    return Ok(Self { interface, mode, program, link, pin, taken_over: true, kept: false });
+                    return Ok(Self { interface, mode, program, link, pin, kept: false });
                 }
                 Err(error) => {
                     tracing::warn!(%interface, %error, "the pinned XDP link cannot be taken over; a new one is made");
@@ -109,11 +108,6 @@ impl Attached {
     /// The interface that it is attached to.
     pub fn interface(&self) -> &Interface {
         &self.interface
-    }
-
-    /// Whether its link was made by an earlier process.
-    pub fn was_taken_over(&self) -> bool {
-        self.taken_over
     }
 
     /// Where it runs, and why not in the driver.

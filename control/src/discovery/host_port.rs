@@ -3,10 +3,15 @@
 //! The routes stand in a table of their own that a rule puts before the main one. The main table, which the CNI
 //! plugin keeps, is never changed: taking the rule away puts all back, and a killed process leaves nothing that
 //! the next start (or the deletion of the pair) does not clear.
+//!
+//! Whether it outlasts the daemon is a setting. Where pods are to stay closed when the daemon dies, both ends are in the
+//! node's namespace, and the next daemon takes them over. Where their packets are to pass then, the workers' end is in a
+//! namespace of the daemon's own ([`Refuge`]): the pair dies with it, and the main table's routes hold again.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
@@ -18,6 +23,7 @@ use rtnetlink::{IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::facts::Link;
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
+use super::refuge::{Inside, Refuge};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::service::config;
 
@@ -44,6 +50,9 @@ pub enum HostPortError {
         /// Why.
         error: io::Error,
     },
+    /// The namespace for the workers' end could not be made or entered.
+    #[error("host_port: a network namespace of its own is needed for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
+    Refuge(#[source] io::Error),
     /// The pair is gone.
     #[error("host_port: interface {0} is gone; restart penstock, and leave the interface to it")]
     Gone(String),
@@ -58,6 +67,22 @@ pub struct PodRoute {
     pub mtu: u32,
 }
 
+/// How long the pair lives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Lifetime {
+    /// Until it is taken away: a daemon that dies leaves it to the next.
+    Node,
+    /// As long as the daemon.
+    Daemon,
+}
+
+/// An end of the pair.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    Node,
+    Workers,
+}
+
 /// The pair, up and with its rules, but no route yet. To be taken down with [`HostPort::remove`].
 #[derive(Debug)]
 pub struct HostPort {
@@ -65,6 +90,10 @@ pub struct HostPort {
     config: config::HostPort,
     node: Link,
     workers: Link,
+    /// Where the workers' end is, if not beside the node's.
+    refuge: Option<Refuge>,
+    /// Whether a daemon was here before that did not put everything back.
+    follows: bool,
     /// Families whose rule is in force.
     families: Vec<AddressFamily>,
     /// Kept bound as long as the pair is ours: abstract names belong to the network namespace and end with us.
@@ -75,58 +104,78 @@ impl HostPort {
     /// Makes the pair and the rules. What a daemon left that was killed, or ended to be followed, is taken over if it is
     /// whole: the node's routes to its pods lead into the pair all the time then. Else it is cleared first. On an error
     /// no more is left than there was.
-    pub async fn create(netlink: &Netlink, config: &config::HostPort, mtu: u32) -> Result<Self, HostPortError> {
+    pub async fn create(
+        netlink: &Netlink,
+        config: &config::HostPort,
+        mtu: u32,
+        lifetime: Lifetime,
+    ) -> Result<Self, HostPortError> {
         let lock = lock()?;
         for name in [config.node.as_str(), config.workers.as_str()] {
             if netlink.link(name).await?.is_some_and(|link| !link.veth || link.alias.as_deref() != Some(ALIAS)) {
                 return Err(HostPortError::NameTaken(name.to_owned()));
             }
         }
-        let there = is_whole(netlink, config, mtu).await?;
-        if !there {
-            clear(netlink, config).await?;
+        let follows = has_rules(netlink).await;
+        if lifetime == Lifetime::Node && is_whole(netlink, config, mtu).await? {
+            let taken_over = Self::make(netlink, config, mtu, Some(families()), None, lock).await?;
+            return Ok(Self { follows, ..taken_over });
         }
-        let made = Self::make(netlink, config, mtu, there, lock).await;
+        clear(netlink, config).await?;
+        let refuge = match lifetime {
+            Lifetime::Node => None,
+            Lifetime::Daemon => Some(Refuge::new().map_err(HostPortError::Refuge)?),
+        };
+        let made = Self::make(netlink, config, mtu, None, refuge, lock).await;
         if made.is_err()
-            && !there
             && let Err(error) = clear(netlink, config).await
         {
             tracing::warn!(%error, "the host port could not be cleared away");
         }
-        made
+        made.map(|made| Self { follows, ..made })
     }
 
+    /// Makes what is not there yet: pair and rules are, where their families are given.
     async fn make(
         netlink: &Netlink,
         config: &config::HostPort,
         mtu: u32,
-        there: bool,
+        there: Option<Vec<AddressFamily>>,
+        refuge: Option<Refuge>,
         lock: UnixDatagram,
     ) -> Result<Self, HostPortError> {
         let (node, workers) = (config.node.as_str(), config.workers.as_str());
-        let links = netlink.handle.link();
-        let failed = |what: String| move |error| NetlinkError::new(what, error);
-        if !there {
+        if there.is_none() {
             let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
-            links.add(pair).execute().await.map_err(failed(format!("cannot add {node}")))?;
+            let made = netlink.handle.link().add(pair).execute().await;
+            made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;
         }
-        quiet(node, workers)?;
-        for (name, arp) in [(workers, true), (node, false)] {
-            let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(arp).up().build();
-            links.set(up).execute().await.map_err(failed(format!("cannot set {name} up")))?;
-        }
-        let families = if there { families() } else { add_rules(netlink, config).await? };
-        let find = async |name: &str| -> Result<Link, HostPortError> {
-            netlink.link(name).await?.ok_or_else(|| HostPortError::Gone(name.to_owned()))
+        let workers = match &refuge {
+            None => set_up(netlink, workers, End::Workers, mtu).await?,
+            Some(refuge) => {
+                let moved = LinkUnspec::new_with_name(workers).setns_by_fd(refuge.file().as_raw_fd()).build();
+                let moved = netlink.handle.link().set(moved).execute().await;
+                moved.map_err(|error| NetlinkError::new(format!("cannot move {workers}"), error))?;
+                set_up_inside(refuge, config, mtu)?
+            }
         };
-        Ok(Self {
-            node: find(node).await?,
-            workers: find(workers).await?,
-            netlink: netlink.clone(),
-            config: config.clone(),
-            families,
-            _lock: lock,
-        })
+        let node = set_up(netlink, node, End::Node, mtu).await?;
+        let families = match there {
+            Some(families) => families,
+            None => add_rules(netlink, config).await?,
+        };
+        let (netlink, config) = (netlink.clone(), config.clone());
+        Ok(Self { node, workers, refuge, netlink, config, follows: false, families, _lock: lock })
+    }
+
+    /// Whether a daemon was here before that did not put everything back: its routing rules were there.
+    pub fn follows(&self) -> bool {
+        self.follows
+    }
+
+    /// Puts the calling thread where the workers' end is, until the value that it gets is dropped.
+    pub fn beside_workers(&self) -> Result<Option<Inside>, HostPortError> {
+        self.refuge.as_ref().map(Refuge::enter).transpose().map_err(HostPortError::Refuge)
     }
 
     /// The node's end.
@@ -243,26 +292,52 @@ fn lock() -> Result<UnixDatagram, HostPortError> {
     bound.map_err(|_| HostPortError::Running)
 }
 
-/// Settings of the pair that must be there before it comes up. They go with it.
-fn quiet(node: &str, workers: &str) -> Result<(), HostPortError> {
-    let settings = [
+/// Sets an end of the pair up.
+async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostPortError> {
+    quiet(name, end)?;
+    // There are no neighbours to ask for on the node's end: the workers take whatever it sends.
+    let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up().build();
+    let set = netlink.handle.link().set(up).execute().await;
+    set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
+    netlink.link(name).await?.ok_or_else(|| HostPortError::Gone(name.to_owned()))
+}
+
+/// Sets the workers' end up in a namespace of its own: by a thread of its own, since this one may have more to do
+/// meanwhile that belongs to the node.
+fn set_up_inside(refuge: &Refuge, config: &config::HostPort, mtu: u32) -> Result<Link, HostPortError> {
+    let run = || {
+        let _inside = refuge.enter().map_err(HostPortError::Refuge)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.map_err(HostPortError::Refuge)?.block_on(async {
+            let (netlink, _) = Netlink::open(config.table)?;
+            set_up(&netlink, config.workers.as_str(), End::Workers, mtu).await
+        })
+    };
+    std::thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+}
+
+/// Settings of an end of the pair that must be there before it comes up. They go with it.
+fn quiet(name: &str, end: End) -> Result<(), HostPortError> {
+    let settings = match end {
         // Nobody but the workers sends on their end.
-        (Sysctl::v6(workers, "disable_ipv6"), 1),
-        // No link-local address and nothing said on the node's end: there are no neighbours on it.
-        (Sysctl::v6(node, "addr_gen_mode"), 1),
-        (Sysctl::v6(node, "accept_dad"), 0),
-        (Sysctl::v6(node, "accept_ra"), 0),
-        (Sysctl::v6(node, "router_solicitations"), 0),
-        // What comes from a pod for another pod's Service address leaves where it came in: no news to the pod.
-        (Sysctl::v4(node, "send_redirects"), 0),
-    ];
+        End::Workers => vec![(Sysctl::v6(name, "disable_ipv6"), 1)],
+        End::Node => vec![
+            // No link-local address and nothing said on the node's end: there are no neighbours on it.
+            (Sysctl::v6(name, "addr_gen_mode"), 1),
+            (Sysctl::v6(name, "accept_dad"), 0),
+            (Sysctl::v6(name, "accept_ra"), 0),
+            (Sysctl::v6(name, "router_solicitations"), 0),
+            // What comes from a pod for another pod's Service address leaves where it came in: no news to the pod.
+            (Sysctl::v4(name, "send_redirects"), 0),
+        ],
+    };
     let mut kept = Sysctls::default();
     for (sysctl, value) in settings {
-        let name = sysctl.to_string();
-        kept.set(sysctl, value).map_err(|error| HostPortError::Sysctl { sysctl: name, error })?;
+        let told = sysctl.to_string();
+        kept.set(sysctl, value).map_err(|error| HostPortError::Sysctl { sysctl: told, error })?;
     }
     // The settings live and die with the pair: nothing to put back.
-    [node, workers].into_iter().for_each(|name| kept.forget(name));
+    kept.keep();
     Ok(())
 }
 
@@ -297,7 +372,7 @@ fn families() -> Vec<AddressFamily> {
 const ANSWERING: [&str; 2] = ["rp_filter", "arp_filter"];
 
 /// Puts back what [`keep_answering_arp`] changed in a process that is gone.
-pub fn forget_answering_arp(veth: &str) {
+fn forget_answering_arp(veth: &str) {
     let mut settings = Sysctls::default();
     // Put back when dropped.
     ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
@@ -326,6 +401,10 @@ async fn add_rules(netlink: &Netlink, config: &config::HostPort) -> Result<Vec<A
 async fn our_rules(netlink: &Netlink, version: IpVersion) -> Vec<RuleMessage> {
     let rules: Vec<RuleMessage> = netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
     rules.into_iter().filter(is_ours).collect()
+}
+
+async fn has_rules(netlink: &Netlink) -> bool {
+    !our_rules(netlink, IpVersion::V4).await.is_empty() || !our_rules(netlink, IpVersion::V6).await.is_empty()
 }
 
 /// Whether pair and rules are there, as this configuration would make them.
@@ -359,8 +438,11 @@ pub async fn clear_left(netlink: &Netlink, config: &config::HostPort) -> Result<
             there = true;
         }
     }
-    for version in [IpVersion::V4, IpVersion::V6] {
-        there |= !our_rules(netlink, version).await.is_empty();
+    if has_rules(netlink).await {
+        there = true;
+        for link in netlink.facts().await?.links.values().filter(|link| link.veth) {
+            forget_answering_arp(&link.name);
+        }
     }
     clear(netlink, config).await?;
     Ok(there)

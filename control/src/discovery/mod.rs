@@ -7,10 +7,11 @@ mod facts;
 mod host_port;
 mod matching;
 mod netlink;
+mod refuge;
 mod sysctl;
 
 pub use facts::{Facts, HostRoute, Link};
-pub use host_port::{HostPort, HostPortError, PodRoute, clear_left, forget_answering_arp, keep_answering_arp};
+pub use host_port::{HostPort, HostPortError, Lifetime, PodRoute, clear_left, keep_answering_arp};
 pub use matching::{PodPort, Problem, pod_ports};
 pub use netlink::{Events, Netlink, NetlinkError};
 pub use sysctl::{Sysctl, Sysctls};

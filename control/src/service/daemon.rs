@@ -7,13 +7,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use nix::net::if_::if_indextoname;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_xdp_redirect::{PinError, Pins, Redirect, Role};
+use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
 use super::config::{Config, FailMode, HugePages, Mode, OnExit, Polling};
@@ -23,7 +22,7 @@ use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
-use crate::discovery::{Events, Facts, HostPort, HostPortError, Netlink, Problem, forget_answering_arp, pod_ports};
+use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
 use crate::model::{Change, Object};
 use crate::source::Source;
 
@@ -126,12 +125,16 @@ impl<'a> Daemon<'a> {
         connections::make_directory(&config.conntrack.mapping)?;
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config);
-        let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts)).await;
+        let lifetime = match config.fail.mode {
+            FailMode::Closed => Lifetime::Node,
+            FailMode::Open => Lifetime::Daemon,
+        };
+        let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts), lifetime).await;
         let host_port = host_port.map_err(|error| match error {
             HostPortError::Running | HostPortError::NameTaken(_) => RunError::bad_input(error),
             other => RunError::failed(other),
         })?;
-        let ports = Ports::new(redirect, config, &facts);
+        let ports = Ports::new(redirect, config, &facts, host_port.follows());
         let mut daemon = Self {
             config,
             netlink,
@@ -162,7 +165,10 @@ impl<'a> Daemon<'a> {
         // Read again: the pair is there now.
         self.facts = self.netlink.facts().await.map_err(RunError::failed)?;
         let (workers, node) = (self.host_port.workers().clone(), self.host_port.node().clone());
-        self.ports.open_host(&self.dataplane, &workers, &node).map_err(RunError::failed)?;
+        let inside = self.host_port.beside_workers().map_err(RunError::failed)?;
+        let opened = self.ports.open_host(&self.dataplane, &workers, &node);
+        drop(inside);
+        opened.map_err(RunError::failed)?;
         for name in &self.config.uplinks {
             let link = self.facts.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
@@ -253,8 +259,9 @@ impl<'a> Daemon<'a> {
     /// Makes ports, snapshot and routes what objects and facts ask for, in this order: a new pod's port is open
     /// before it is published, and one that goes is closed after a snapshot without it.
     async fn settle(&mut self, why: &str, trigger: Trigger, seen: Instant) -> Result<(), RunError> {
-        if !self.facts.links.contains_key(&self.host_port.workers().index) {
-            return Err(RunError::failed(HostPortError::Gone(self.host_port.workers().name.clone())));
+        // Neither end is there without the other.
+        if !self.facts.links.contains_key(&self.host_port.node().index) {
+            return Err(RunError::failed(HostPortError::Gone(self.host_port.node().name.clone())));
         }
         self.ports.close_new(&self.facts);
         let largest = self.config.umem.frame_size.largest_packet();
@@ -388,21 +395,14 @@ fn redirect(config: &Config) -> Result<Redirect, RunError> {
     }
 }
 
-/// Takes away all links that are pinned for this network namespace, and what was set for their sake.
+/// Takes away all links that are pinned for this network namespace.
 pub(super) fn clear_pins(root: &Path) -> Result<usize, PinError> {
     if !root.is_dir() {
         return Ok(0);
     }
     let pins = Pins::open(root)?;
     let links = pins.links();
-    for &pinned in &links {
-        pins.remove(pinned);
-        if pinned.role == Role::Pod
-            && let Ok(name) = if_indextoname(pinned.interface)
-        {
-            forget_answering_arp(&name.to_string_lossy());
-        }
-    }
+    links.iter().for_each(|&pinned| pins.remove(pinned));
     pins.close();
     Ok(links.len())
 }

@@ -56,6 +56,8 @@ pub(super) struct Ports {
     /// Links that could not be opened, with the reason that was logged.
     refused: BTreeMap<u32, String>,
     settings: Sysctls,
+    /// Whether an earlier daemon may have made the settings.
+    follows: bool,
 }
 
 /// A port's name and counters for the statistics.
@@ -67,8 +69,9 @@ pub(super) struct Counted {
 }
 
 impl Ports {
-    /// None yet. Interfaces that the facts name were there before.
-    pub(super) fn new(redirect: Redirect, config: &Config, facts: &Facts) -> Self {
+    /// None yet. Interfaces that the facts name were there before; an earlier daemon may have left its settings on them
+    /// (`follows`).
+    pub(super) fn new(redirect: Redirect, config: &Config, facts: &Facts, follows: bool) -> Self {
         Self {
             redirect,
             on_miss: match config.fail.mode {
@@ -81,6 +84,7 @@ impl Ports {
             announced: BTreeSet::new(),
             refused: BTreeMap::new(),
             settings: Sysctls::default(),
+            follows,
         }
     }
 
@@ -299,7 +303,7 @@ impl Ports {
 
     fn open_pod(&mut self, dataplane: &Dataplane, link: &Link, port: PodPort) -> Result<PodSide, OpenError> {
         let open = self.open(dataplane, link, Role::Pod, forwarding_port(&port))?;
-        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name, open.attached.was_taken_over()) {
+        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name, self.follows) {
             tracing::warn!(interface = port.name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
         }
         tracing::info!(pod = %port.pod, interface = port.name, port = %open.id, "attached");

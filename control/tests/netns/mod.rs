@@ -130,8 +130,11 @@ impl Drop for Pod {
 pub(crate) fn node_state() -> String {
     let mut state = String::new();
     for what in ["-o link", "-o addr", "rule", "-6 rule", "-4 route show table all", "-6 route show table all"] {
-        // A route's age and an interface's state of carrier may change by themselves.
-        let text = ip(what);
+        let mut text = ip(what);
+        // The state of carrier changes by itself, a little after what changed it.
+        for carrier in ["NO-CARRIER,", ",LOWER_UP", " state UP", " state DOWN", " state LOWERLAYERDOWN"] {
+            text = text.replace(carrier, "");
+        }
         let mut lines: Vec<&str> = text.lines().filter(|line| !line.contains("fe80:")).collect();
         lines.sort_unstable();
         state.extend(lines.iter().flat_map(|line| [line.trim_end(), "\n"]));
