@@ -4,6 +4,7 @@
 //! parse ([`packet`]), find the connection ([`conntrack`]), else ask the policy ([`policy`]), then rewrite and
 //! forward ([`forward`]). What the workers must know of the world is one immutable [`Snapshot`].
 
+pub mod answer;
 mod cause;
 pub mod conntrack;
 pub mod forward;

@@ -15,7 +15,7 @@ use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, FailMode, HugePages, Mode, OnExit, Polling};
+use super::config::{Config, FailMode, HugePages, Mode, OnCut, OnExit, Polling};
 use super::connections::{self, Connections};
 use super::objects::Objects;
 use super::ports::Ports;
@@ -423,6 +423,10 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
             Polling::Busy => worker::Polling::Busy,
         },
         connections: config.conntrack.settings().map_err(RunError::bad_input)?,
+        on_cut: match config.conntrack.on_cut {
+            OnCut::Drop => penstock_dataplane::answer::OnCut::Drop,
+            OnCut::Reset => penstock_dataplane::answer::OnCut::Reset,
+        },
         mode: match config.dataplane.mode {
             Mode::Full => pipeline::Mode::Full,
             Mode::Forward => pipeline::Mode::ForwardOnly,

@@ -7,9 +7,10 @@ use super::entry::{Control, Entry, OwnerId};
 use super::hash::Hashed;
 use super::state::State;
 use super::table::ConnTable;
+use super::tcp::Window;
 use super::time::{TICK, Timestamp};
 use super::track::{self, Step};
-use crate::packet::{Flow, Orientation, Transport};
+use crate::packet::{Flow, Orientation, Protocol, Transport};
 use crate::snapshot::Epoch;
 
 /// A connection as it was when it was found. Other workers may change or remove it at any time; what is asked of the
@@ -34,6 +35,19 @@ pub enum Update {
     /// There is no such connection any more: it was removed meanwhile, or it had ended and this packet opens it anew.
     /// Go on as for a packet without a connection.
     Ended,
+}
+
+/// What became of a connection that was judged again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Judged {
+    /// It goes on as it was: allowed, or cut.
+    Kept,
+    /// It was allowed and is not any more: this judgement has cut it.
+    Cut,
+    /// It was cut and is allowed again.
+    Restored,
+    /// It is gone.
+    Gone,
 }
 
 impl<'t> Conn<'t> {
@@ -95,26 +109,33 @@ impl<'t> Conn<'t> {
     }
 
     /// Notes how it was judged under this epoch: a connection that is not allowed any more is cut, and one that was
-    /// cut and is allowed again is restored. False if it is gone.
-    pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> bool {
-        loop {
+    /// cut and is allowed again is restored. Of several threads that judge it at once, one is told that it did so.
+    pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
+        let judged = loop {
             let control = self.entry().control();
             if !control.is_same_stay(self.control) {
-                return false;
+                return Judged::Gone;
             }
             self.control = control;
-            let next = match (allowed, self.is_cut()) {
-                (true, true) => State::restored(self.hashed.protocol()),
-                (false, false) => State::Cut,
-                _ => break,
+            let (next, judged) = match (allowed, self.is_cut()) {
+                (true, true) => (State::restored(self.hashed.protocol()), Judged::Restored),
+                (false, false) => (State::Cut, Judged::Cut),
+                _ => break Judged::Kept,
             };
             let wanted = control.with(next.code(), control.tick());
             if self.entry().exchange(control, wanted).is_ok() {
                 self.control = wanted;
-                break;
+                break judged;
             }
-        }
-        self.set_epoch(epoch)
+        };
+        if self.set_epoch(epoch) { judged } else { Judged::Gone }
+    }
+
+    /// The sequence number that whoever receives what travels this way expects next: one past the highest that was let
+    /// through. `None` if that is not known, or the protocol is not TCP.
+    pub fn next_sequence(&self, orientation: Orientation) -> Option<u32> {
+        let (_, tracked) = self.entry().tracking(self.control).filter(|_| self.hashed.protocol() == Protocol::TCP)?;
+        Window::unpack(tracked[orientation as usize]).next()
     }
 
     /// Lets one of its packets act on it.

@@ -35,7 +35,7 @@ mod time;
 mod track;
 
 pub use config::{Config, ConfigError, Timeouts};
-pub use conn::{Conn, Update};
+pub use conn::{Conn, Judged, Update};
 pub use counters::Statistics;
 pub use entry::OwnerId;
 pub use fragments::Fragments;

@@ -101,7 +101,7 @@ impl Window {
 
     /// A side whose SYN this is.
     fn from_syn(segment: &TcpSegment) -> Self {
-        let end = end(segment);
+        let end = segment.end();
         Self {
             end,
             limit: end,
@@ -111,6 +111,11 @@ impl Window {
             fin: false,
             fin_acked: false,
         }
+    }
+
+    /// The sequence number that follows all that it has sent, if that is known.
+    pub(super) fn next(&self) -> Option<u32> {
+        self.seen.then_some(self.end)
     }
 
     /// The greatest window that it has offered.
@@ -131,13 +136,6 @@ impl Window {
 #[inline]
 fn log2(window: u32) -> u8 {
     window.clamp(1, MAX_WINDOW).next_power_of_two().trailing_zeros() as u8
-}
-
-/// One past the last sequence number that the segment takes.
-#[inline]
-fn end(segment: &TcpSegment) -> u32 {
-    let flags = u32::from(segment.flags.contains(TcpFlags::SYN)) + u32::from(segment.flags.contains(TcpFlags::FIN));
-    segment.seq.wrapping_add(u32::from(segment.payload_len)).wrapping_add(flags)
 }
 
 /// What kind of segment its control bits make it.
@@ -174,7 +172,7 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
             let unknown = Window { scale: UNKNOWN_SCALE, ..Window::default() };
             let offer = unknown.offer(segment);
             let reach = log2(offer).max(16);
-            let end = end(segment);
+            let end = segment.end();
             let sender = Window { end, limit: end.wrapping_add(1 << reach), reach, seen: true, ..unknown };
             let limit = segment.ack.wrapping_add(offer);
             let receiver = Window { end: segment.ack, limit, reach: 16, ..unknown };
@@ -201,7 +199,7 @@ fn syn(state: TcpState, sender: Window, receiver: Window, from_opener: bool, seg
         // Again, or a new attempt with another initial number.
         TcpState::SynSent if from_opener => Step::Accept(state, Window::from_syn(segment), receiver),
         TcpState::SynSent => Step::Accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
-        TcpState::SynSent2 if end(segment) == sender.end => Step::Accept(state, sender, receiver),
+        TcpState::SynSent2 if segment.end() == sender.end => Step::Accept(state, sender, receiver),
         TcpState::TimeWait | TcpState::Close => Step::Reopen,
         // RFC 5961 section 4: the receiver answers with an acknowledgement, and if the sender has really forgotten the
         // connection, it is that answer which makes it send the RST that ends it.
@@ -217,7 +215,7 @@ fn syn_ack(state: TcpState, sender: Window, receiver: Window, from_opener: bool,
             if (from_opener && !simultaneous) || unacknowledged > MAX_SYN_DATA {
                 return Step::Invalid;
             }
-            if simultaneous && end(segment) != sender.end {
+            if simultaneous && segment.end() != sender.end {
                 return Step::Invalid;
             }
             let (mut sender, mut receiver) = (Window::from_syn(segment), receiver);
@@ -228,7 +226,7 @@ fn syn_ack(state: TcpState, sender: Window, receiver: Window, from_opener: bool,
             receiver.limit = later(receiver.limit, segment.ack.wrapping_add(u32::from(segment.window)));
             Step::Accept(TcpState::SynReceived, sender, receiver)
         }
-        _ if fits(&sender, &receiver, segment.seq, end(segment), segment.ack) => Step::Pass,
+        _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => Step::Pass,
         _ => Step::Invalid,
     }
 }
@@ -249,7 +247,7 @@ fn reset(state: TcpState, sender: Window, receiver: Window, from_opener: bool, s
     }
     // Some stacks set ACK and leave the number zero.
     let ack = if has_ack && segment.ack != 0 { segment.ack } else { receiver.end };
-    if !fits(&sender, &receiver, segment.seq, end(segment), ack) {
+    if !fits(&sender, &receiver, segment.seq, segment.end(), ack) {
         return Step::Invalid;
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
@@ -263,7 +261,7 @@ fn reset(state: TcpState, sender: Window, receiver: Window, from_opener: bool, s
 
 #[inline]
 fn plain(state: TcpState, mut sender: Window, mut receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
-    let (end, ack) = (end(segment), segment.ack);
+    let (end, ack) = (segment.end(), segment.ack);
     match state {
         // The answering side believes in an older connection (RFC 9293 section 3.5.1): the opener will reset it.
         TcpState::SynSent if !from_opener && end == segment.seq => return Step::Pass,

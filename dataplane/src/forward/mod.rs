@@ -138,6 +138,12 @@ impl Forwarding {
         self.pods.get(&address).copied()
     }
 
+    /// An address of the node itself, of this family, by which others can name it.
+    pub fn node_address(&self, v4: bool) -> Option<Address> {
+        let usable = |address: &Address| !address.is_loopback_or_unspecified() && !address.is_link_local();
+        self.node.iter().copied().find(|address| address.is_v4() == v4 && usable(address))
+    }
+
     /// Whether this is an address of the node itself.
     #[inline]
     pub fn is_node(&self, address: Address) -> bool {

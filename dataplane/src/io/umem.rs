@@ -1,6 +1,6 @@
 //! The memory that all frames live in.
 
-use std::io;
+use std::io::{self, Write};
 use std::num::NonZeroU32;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Mutex;
@@ -150,6 +150,19 @@ impl Umem {
 
     pub(crate) fn pool(&self) -> &FramePool {
         &self.pool
+    }
+
+    /// Makes `octets` what the frame holds; they must fit it.
+    ///
+    /// # Safety
+    ///
+    /// It must be a frame of this UMEM that nobody else has.
+    pub(crate) unsafe fn write(&self, frame: &mut FrameDesc, octets: &[u8]) {
+        // SAFETY: the caller's promise.
+        let mut data = unsafe { self.xsk.data_mut(frame) };
+        let mut cursor = data.cursor();
+        cursor.set_pos(0);
+        cursor.write_all(octets).expect("an answer is shorter than the smallest frame");
     }
 
     pub(super) fn xsk(&self) -> &xsk_rs::Umem {

@@ -52,6 +52,15 @@ impl Address {
         if self.is_v4() { Some(self.0 as u32) } else { None }
     }
 
+    /// The four octets of an IPv4 address in network order, or `None` for IPv6.
+    #[inline]
+    pub const fn v4_octets(self) -> Option<[u8; 4]> {
+        match self.v4_bits() {
+            Some(bits) => Some(bits.to_be_bytes()),
+            None => None,
+        }
+    }
+
     /// Multicast in either family, or the IPv4 limited broadcast address.
     #[inline]
     pub const fn is_multicast_or_broadcast(self) -> bool {

@@ -48,6 +48,15 @@ pub struct TcpSegment {
     pub window_scale: Option<u8>,
 }
 
+impl TcpSegment {
+    /// One past the last sequence number that the segment takes: its payload, and one each for SYN and FIN.
+    #[inline]
+    pub const fn end(&self) -> u32 {
+        let flags = self.flags.contains(TcpFlags::SYN) as u32 + self.flags.contains(TcpFlags::FIN) as u32;
+        self.seq.wrapping_add(self.payload_len as u32).wrapping_add(flags)
+    }
+}
+
 /// The first chunk of an SCTP packet, as far as a connection's state needs it (RFC 9260 section 3.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SctpChunk {

@@ -14,9 +14,6 @@ pub(super) fn dispatch(
 ) -> Result<PortId, Cause> {
     let egress = forwarding.next_hop(packet.flow.dst).ok_or(Cause::NoPort)?;
     let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
-    if packet.ip_len() > port.mtu {
-        return Err(Cause::TooBig);
-    }
     let from_host = forwarding.port(ingress).is_some_and(|port| port.kind == PortKind::Host);
     if from_host && port.kind == PortKind::Host {
         // The node's stack sent it here because it belongs to a pod; back to the stack it would come round again.
@@ -25,6 +22,9 @@ pub(super) fn dispatch(
     let spend_ttl = !from_host && port.kind != PortKind::Host;
     if spend_ttl && packet.ttl <= 1 {
         return Err(Cause::TtlExpired);
+    }
+    if packet.ip_len() > port.mtu {
+        return Err(Cause::TooBig);
     }
     rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl });
     Ok(egress)

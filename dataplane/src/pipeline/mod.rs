@@ -2,9 +2,11 @@
 //! fuzzer share. It needs no socket and no privilege.
 //!
 //! A packet's way is the order of the modules: `admit` (parse, spoofing, scope), `track` (connection, else
-//! policy), `dispatch` (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop.
+//! policy), `dispatch` (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop; some drops are
+//! answered (`answer`).
 
 mod admit;
+mod answer;
 mod dispatch;
 mod track;
 
@@ -13,6 +15,7 @@ use std::sync::Arc;
 pub use crate::Cause;
 
 use crate::Snapshot;
+use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, Hashed, Timestamp};
 use crate::forward::PortId;
 use crate::packet::{Flow, Packet};
@@ -89,12 +92,25 @@ pub struct Pipeline {
     connections: Arc<ConnTable>,
     mode: Mode,
     admitted: Vec<Admitted>,
+    answers: Answers,
 }
 
 impl Pipeline {
     /// A pipeline over the connection table that all workers share.
     pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
-        Self { connections, mode, admitted: Vec::with_capacity(BATCH) }
+        let answers = Answers::new(OnCut::default());
+        Self { connections, mode, admitted: Vec::with_capacity(BATCH), answers }
+    }
+
+    /// The same, but for what becomes of connections that policy ends.
+    #[must_use]
+    pub fn on_cut(self, on_cut: OnCut) -> Self {
+        Self { answers: Answers::new(on_cut), ..self }
+    }
+
+    /// What the last batch is to be answered with.
+    pub fn answers(&mut self) -> &mut Answers {
+        &mut self.answers
     }
 
     /// The connection table.
@@ -115,6 +131,7 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) {
+        self.answers.begin(now);
         self.admit_all(snapshot, ingress, frames, verdicts);
         if self.mode == Mode::Full {
             for entry in &mut self.admitted {
@@ -123,11 +140,17 @@ impl Pipeline {
         }
         let mut admitted = std::mem::take(&mut self.admitted);
         for entry in admitted.drain(..) {
-            let frame = frames.bytes(entry.index);
-            verdicts[entry.index] = self
-                .allow(snapshot, now, ingress, frame, &entry, observer)
-                .and_then(|()| dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet))
-                .map_or_else(Verdict::Drop, Verdict::Forward);
+            let (frame, mut cut_at) = (frames.bytes(entry.index), None);
+            let outcome = self
+                .allow(snapshot, now, ingress, frame, &entry, observer, &mut cut_at)
+                .and_then(|()| dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet));
+            verdicts[entry.index] = match outcome {
+                Ok(port) => Verdict::Forward(port),
+                Err(cause) => {
+                    answer::answer(&mut self.answers, snapshot, frame, &entry.packet, cause, cut_at);
+                    Verdict::Drop(cause)
+                }
+            };
         }
         self.admitted = admitted;
     }
@@ -162,13 +185,13 @@ impl Pipeline {
         frame: &[u8],
         entry: &Admitted,
         observer: &mut O,
+        cut_at: &mut Option<u32>,
     ) -> Result<(), Cause> {
-        match self.mode {
-            Mode::Full => {
-                track::Tracker { connections: &self.connections, snapshot, now, ingress, index: entry.index, observer }
-                    .track(frame, &entry.packet, &entry.hashed)
-            }
-            Mode::ForwardOnly => Ok(()),
+        if self.mode == Mode::ForwardOnly {
+            return Ok(());
         }
+        let (connections, index) = (&*self.connections, entry.index);
+        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index, observer, cut_at };
+        tracker.track(frame, &entry.packet, &entry.hashed)
     }
 }

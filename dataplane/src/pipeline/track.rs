@@ -1,7 +1,7 @@
 //! Second stage: the packet's connection lets it pass, or else the policy opens one.
 
 use super::{Observer, Occasion};
-use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, NewConn, OwnerId, Refused, Timestamp, Update};
+use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, Judged, NewConn, OwnerId, Refused, Timestamp, Update};
 use crate::forward::PortId;
 use crate::packet::{Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
@@ -15,6 +15,9 @@ pub(super) struct Tracker<'a, O> {
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
+    /// Set when this packet's connection was cut by being judged again: the sequence number that the packet's destination
+    /// expects, if it is TCP's.
+    pub(super) cut_at: &'a mut Option<u32>,
 }
 
 impl<O: Observer> Tracker<'_, O> {
@@ -49,13 +52,24 @@ impl<O: Observer> Tracker<'_, O> {
     #[inline]
     fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
-            self.judge_again(&mut connection)?;
+            self.follow_again(&mut connection, packet, hashed);
         }
         match connection.update(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             Update::Invalid => Err(Cause::InvalidState),
             Update::Cut => Err(Cause::ConnectionCut),
             Update::Ended => self.open(packet, hashed),
+        }
+    }
+
+    /// A packet of a connection that is to be judged again.
+    #[cold]
+    fn follow_again(&mut self, connection: &mut Conn<'_>, packet: &Packet, hashed: &Hashed) {
+        if self.judge_again(connection) == Judged::Cut
+            && let Transport::Tcp(segment) = packet.transport
+        {
+            // After a restart the segment's own number is the best that is known.
+            *self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
     }
 
@@ -94,7 +108,7 @@ impl<O: Observer> Tracker<'_, O> {
         }
         let mut connection = self.connections.related(&quoted, self.now).ok_or(Cause::NoConnection)?;
         if !connection.is_of_epoch(self.snapshot.epoch) {
-            self.judge_again(&mut connection)?;
+            self.judge_again(&mut connection);
         }
         if connection.is_cut() { Err(Cause::ConnectionCut) } else { Ok(()) }
     }
@@ -104,10 +118,9 @@ impl<O: Observer> Tracker<'_, O> {
     /// A cut connection keeps its entry. Were it forgotten, a packet of its answering side would be judged as if
     /// that side had opened it, and might bring back what policy has ended.
     #[cold]
-    fn judge_again(&mut self, connection: &mut Conn<'_>) -> Result<(), Cause> {
+    fn judge_again(&mut self, connection: &mut Conn<'_>) -> Judged {
         let allowed = self.judge(&connection.original_flow(), Occasion::JudgedAgain).is_ok();
-        connection.set_judged(self.snapshot.epoch, allowed);
-        Ok(())
+        connection.set_judged(self.snapshot.epoch, allowed)
     }
 
     /// Asks the policy, in the direction in which the connection is opened.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::answer::OnCut;
 use crate::conntrack;
 use crate::io::HugePages;
 use crate::pipeline::Mode;
@@ -50,6 +51,8 @@ pub struct Config {
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
     pub mode: Mode,
+    /// What becomes of a connection that policy ends.
+    pub on_cut: OnCut,
     /// What the threads are called, a dash and the worker's number behind it; the system keeps 15 octets of it.
     pub thread_name: String,
 }
@@ -67,6 +70,7 @@ impl Default for Config {
             polling: Polling::default(),
             connections: conntrack::Config::default(),
             mode: Mode::Full,
+            on_cut: OnCut::default(),
             thread_name: "worker".to_owned(),
         }
     }

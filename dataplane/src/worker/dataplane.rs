@@ -74,8 +74,8 @@ pub fn available_cores() -> Vec<CoreId> {
 impl Dataplane {
     /// Maps the UMEM, makes the connection table and starts a worker on each core. Until a snapshot is published nothing passes.
     pub fn start(config: Config) -> Result<Self, StartError> {
-        let mode = config.mode;
-        Self::start_with(config, |worker, connections| Judge::new(connections.clone(), mode, worker == 0))
+        let (mode, on_cut) = (config.mode, config.on_cut);
+        Self::start_with(config, |worker, connections| Judge::new(connections.clone(), mode, on_cut, worker == 0))
     }
 
     pub(super) fn start_with<P: Processor>(

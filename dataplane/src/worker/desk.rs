@@ -119,6 +119,16 @@ impl Desk {
         }
     }
 
+    /// Sends a packet of the node's own making out of a port, in answer to one that came in by `ingress`. Without a free
+    /// frame it is not sent: nobody relies on it.
+    pub(super) fn answer(&mut self, octets: &[u8], port: PortId, ingress: PortId) {
+        let Some(mut frame) = self.cache.take(self.shared.umem.pool()) else { return };
+        // SAFETY: a frame from the cache is this worker's alone until it is passed on.
+        unsafe { self.shared.umem.write(&mut frame, octets) };
+        self.counters().answers.add(1);
+        self.forward(frame, port, ingress);
+    }
+
     fn queue(&mut self, index: usize) -> &mut PortQueue {
         self.queues[index].as_mut().expect("a route leads to a queue that is there")
     }

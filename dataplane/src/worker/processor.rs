@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::Snapshot;
+use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
@@ -20,6 +21,11 @@ pub(crate) trait Processor: Send + 'static {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     );
+
+    /// What the last batch is to be answered with.
+    fn answers(&mut self) -> Option<&mut Answers> {
+        None
+    }
 
     /// Does a step of what must be done now and then: a small one where packets may be waiting.
     fn tend(&mut self, now: Instant, busy: bool);
@@ -48,10 +54,11 @@ const IDLE_STEP: usize = 32_768;
 
 impl Judge {
     /// One worker sweeps for all: more would only meet each other.
-    pub(crate) fn new(connections: Arc<ConnTable>, mode: Mode, sweeps: bool) -> Self {
+    pub(crate) fn new(connections: Arc<ConnTable>, mode: Mode, on_cut: OnCut, sweeps: bool) -> Self {
         let now = Instant::now();
         let sweep = sweeps.then(|| Sweep { cursor: SweepCursor::default(), last: now });
-        Self { pipeline: Pipeline::new(connections, mode), origin: (now, Timestamp::now()), sweep }
+        let pipeline = Pipeline::new(connections, mode).on_cut(on_cut);
+        Self { pipeline, origin: (now, Timestamp::now()), sweep }
     }
 
     fn timestamp(&self, now: Instant) -> Timestamp {
@@ -71,6 +78,11 @@ impl Processor for Judge {
     ) {
         let now = self.timestamp(now);
         self.pipeline.process_batch(snapshot, now, ingress, frames, verdicts, &mut ());
+    }
+
+    #[inline]
+    fn answers(&mut self) -> Option<&mut Answers> {
+        Some(self.pipeline.answers())
     }
 
     fn tend(&mut self, now: Instant, busy: bool) {

@@ -15,6 +15,7 @@ use super::desk::{Desk, Turn};
 use super::mailbox::Command;
 use super::processor::Processor;
 use crate::Snapshot;
+use crate::answer::Answers;
 use crate::io::XskQueue;
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
@@ -138,6 +139,9 @@ impl<P: Processor> Worker<P> {
                 Verdict::Forward(port) => self.desk.forward(frame, port, ingress),
                 Verdict::Drop(cause) => self.desk.drop_frame(frame, ingress, cause),
             }
+        }
+        for (port, octets) in self.processor.answers().into_iter().flat_map(Answers::take) {
+            self.desk.answer(octets, port, ingress);
         }
         true
     }

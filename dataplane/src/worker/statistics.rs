@@ -49,6 +49,7 @@ pub(crate) struct WorkerCounters {
     pub(crate) empty_rounds: Counter,
     pub(crate) batches: Counter,
     pub(crate) handed_over: Counter,
+    pub(crate) answers: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) asleep_nanoseconds: Counter,
 }
@@ -163,6 +164,8 @@ pub struct WorkerStatistics {
     pub batches: u64,
     /// Packets given to another worker, which owns their port.
     pub handed_over: u64,
+    /// Packets of its own making, in answer to others.
+    pub answers: u64,
     /// How often it went to sleep.
     pub sleeps: u64,
     /// How long it slept.
@@ -186,6 +189,7 @@ impl WorkerStatistics {
             empty_rounds: counters.empty_rounds.get(),
             batches: counters.batches.get(),
             handed_over: counters.handed_over.get(),
+            answers: counters.answers.get(),
             sleeps: counters.sleeps.get(),
             asleep: Duration::from_nanos(counters.asleep_nanoseconds.get()),
             running,

@@ -228,13 +228,22 @@ pub struct Conntrack {
     pub pick_up: bool,
     /// Where it lives.
     pub mapping: Mapping,
+    /// What becomes of a connection that policy ends.
+    pub on_cut: OnCut,
     /// How long an idle connection is kept, by the names that [`conntrack::Timeouts`] has.
     pub timeouts: BTreeMap<String, Time>,
 }
 
 impl Default for Conntrack {
     fn default() -> Self {
-        Self { entries: 1 << 20, quota: None, pick_up: true, mapping: Mapping::default(), timeouts: BTreeMap::new() }
+        Self {
+            entries: 1 << 20,
+            quota: None,
+            pick_up: true,
+            mapping: Mapping::default(),
+            on_cut: OnCut::Drop,
+            timeouts: BTreeMap::new(),
+        }
     }
 }
 
@@ -256,6 +265,17 @@ impl Conntrack {
             },
         })
     }
+}
+
+/// What becomes of a connection that policy ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnCut {
+    /// Its packets are dropped.
+    #[default]
+    Drop,
+    /// Its ends are told: by a TCP RST, or an ICMP error.
+    Reset,
 }
 
 /// The veth pair into the node's own stack (`[host_port]`).

@@ -255,6 +255,10 @@ mod tests {
             ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
             ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
             (
+                "[conntrack]\non_cut = \"reject\"\n",
+                ":5: conntrack.on_cut = \"reject\": not known; use \"drop\" or \"reset\"",
+            ),
+            (
                 "[conntrack]\nmapping = \"here\"\n",
                 ":5: conntrack.mapping = \"here\": not an absolute path of a file; give one on a tmpfs, or \"off\"",
             ),

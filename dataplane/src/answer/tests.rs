@@ -1,0 +1,299 @@
+//! Answers as the pipeline gives them, read again by etherparse; checksums are summed independently.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TransportSlice};
+
+use super::*;
+use crate::conntrack::{Config, ConnTable};
+use crate::forward::{Mac, Port};
+use crate::io::MemoryFrames;
+use crate::packet::{Sum, parse};
+use crate::pipeline::{BATCH, Mode, Pipeline, Verdict};
+use crate::policy::{Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PolicySet, RuleTable};
+use crate::{Cause, Epoch, Snapshot};
+
+const HOST: PortId = PortId(0);
+const WEB: PortId = PortId(1);
+const DB: PortId = PortId(2);
+const WEB_IPS: [&str; 2] = ["10.0.0.1", "fd00::1"];
+const DB_IPS: [&str; 2] = ["10.0.0.2", "fd00::2"];
+const NODE_IPS: [&str; 2] = ["192.168.0.1", "fd01::1"];
+const WORLD_IPS: [&str; 2] = ["203.0.113.7", "2001:db8::7"];
+const DB_MTU: u16 = 1400;
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// A node with two pods, `web` and `db`, of which `db` lets everything in, or nothing.
+struct Node {
+    pipeline: Pipeline,
+    snapshot: Snapshot,
+    now: Timestamp,
+}
+
+impl Node {
+    fn new(on_cut: OnCut) -> Self {
+        let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
+        let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()));
+        for (id, kind, mtu, addresses) in [
+            (HOST, PortKind::Host, 1500, [].as_slice()),
+            (WEB, PortKind::Pod, 1500, &WEB_IPS),
+            (DB, PortKind::Pod, DB_MTU, &DB_IPS),
+        ] {
+            let addresses = addresses.iter().map(|text| ip(text).into()).collect();
+            let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
+            forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
+        }
+        let pipeline = Pipeline::new(connections, Mode::Full).on_cut(on_cut);
+        let now = Timestamp::from_millis(1_000_000);
+        let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, now };
+        node.publish(true);
+        node
+    }
+
+    fn publish(&mut self, open: bool) {
+        let pod = |number| Owner::Pod {
+            identity: Identity(NonZeroU32::new(number).unwrap()),
+            endpoint: Some(EndpointId(number)),
+            node: Some(NodeId(0)),
+        };
+        let mut update = PolicySet::default().update();
+        for (addresses, owner) in [(WEB_IPS, pod(1)), (DB_IPS, pod(2)), (NODE_IPS, Owner::Node(NodeId(0)))] {
+            for text in addresses {
+                update.set_address(ip(text).into(), Some(owner));
+            }
+        }
+        let closed = Isolation::Isolated(Arc::new(RuleTable::new(&[], [])));
+        let ingress = if open { Isolation::Open } else { closed };
+        update
+            .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+            .set_endpoint(EndpointId(2), Some(Endpoint { egress: Isolation::Open, ingress }));
+        self.snapshot.policy = update.finish();
+        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+    }
+
+    /// A batch of these frames: what becomes of the first, and the answers.
+    fn send_all(&mut self, port: PortId, all: &[Vec<u8>]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
+        let mut frames = MemoryFrames::new();
+        all.iter().for_each(|frame| frames.push(frame.clone()).unwrap());
+        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        self.pipeline.process_batch(&self.snapshot, self.now, port, &mut frames, &mut verdicts, &mut ());
+        (verdicts[0], self.pipeline.answers().take().map(|(port, octets)| (port, octets.to_vec())).collect())
+    }
+
+    fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
+        self.send_all(port, &[frame.to_vec()])
+    }
+}
+
+fn builder(from: &str, to: &str, ttl: u8) -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
+    let ethernet = PacketBuilder::ethernet2([1; 6], [2; 6]);
+    match (ip(from), ip(to)) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), ttl),
+        (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), ttl),
+        _ => panic!("two families"),
+    }
+}
+
+fn udp(from: &str, to: &str, ttl: u8, payload: usize) -> Vec<u8> {
+    let mut frame = Vec::new();
+    builder(from, to, ttl).udp(1000, 5432).write(&mut frame, &vec![7; payload]).unwrap();
+    frame
+}
+
+/// A segment with this sequence and acknowledgement number (0: no ACK) and payload.
+fn tcp(from: (&str, u16), to: (&str, u16), kind: &str, numbers: (u32, u32), payload: &[u8]) -> Vec<u8> {
+    let mut step = builder(from.0, to.0, 64).tcp(from.1, to.1, numbers.0, 60_000);
+    if kind.contains('S') {
+        step = step.syn();
+    }
+    if kind.contains('R') {
+        step = step.rst();
+    }
+    if numbers.1 > 0 {
+        step = step.ack(numbers.1);
+    }
+    let mut frame = Vec::new();
+    step.write(&mut frame, payload).unwrap();
+    frame
+}
+
+/// Asserts that all checksums of an answer are right, and that it can be parsed.
+fn check(frame: &[u8]) -> Packet {
+    let packet = parse(frame).unwrap_or_else(|cause| panic!("an answer is refused by our own parser: {cause}"));
+    assert_eq!(usize::from(packet.layout.end), frame.len(), "no octet too many");
+    assert_eq!(packet.ttl, 64);
+    let octets = &frame[usize::from(packet.layout.transport)..];
+    let sum = match packet.flow.protocol {
+        Protocol::ICMP => Sum::default(),
+        protocol => Sum::pseudo_header(packet.flow.src, packet.flow.dst, protocol, octets.len() as u16),
+    };
+    assert_eq!(sum.add_bytes(octets).folded(), 0xffff, "transport checksum");
+    packet
+}
+
+/// The RST that an answer is: from, to, sequence and acknowledgement number.
+fn rst((port, frame): &(PortId, Vec<u8>)) -> (PortId, (IpAddr, u16), (IpAddr, u16), u32, Option<u32>) {
+    let packet = check(frame);
+    assert_eq!(frame[..12], [[2, 0, 0, 0, port.0 as u8, 2], [2, 0, 0, 0, port.0 as u8, 1]].concat(), "its MACs");
+    let sliced = SlicedPacket::from_ethernet(frame).unwrap();
+    let Some(TransportSlice::Tcp(tcp)) = sliced.transport else { panic!("no TCP segment") };
+    assert!(tcp.rst() && !tcp.syn() && !tcp.fin() && tcp.payload().is_empty());
+    let Flow { src, dst, src_port, dst_port, .. } = packet.flow;
+    let acknowledged = tcp.ack().then(|| tcp.acknowledgment_number());
+    (*port, (src.into(), src_port), (dst.into(), dst_port), tcp.sequence_number(), acknowledged)
+}
+
+/// The ICMP error that an answer is: type, code, the four octets behind the checksum, and what it quotes.
+fn icmp(frame: &[u8]) -> (IpAddr, IpAddr, u8, u8, [u8; 4], Vec<u8>) {
+    let packet = check(frame);
+    let sliced = SlicedPacket::from_ethernet(frame).unwrap();
+    let payload = match sliced.net {
+        Some(NetSlice::Ipv4(v4)) => v4.payload().payload.to_vec(),
+        Some(NetSlice::Ipv6(v6)) => v6.payload().payload.to_vec(),
+        _ => panic!("no IP packet"),
+    };
+    let four = payload[4..8].try_into().unwrap();
+    (packet.flow.src.into(), packet.flow.dst.into(), payload[0], payload[1], four, payload[8..].to_vec())
+}
+
+#[test]
+fn both_ends_of_a_tcp_connection_that_is_cut_are_reset_with_the_numbers_that_they_expect() {
+    for (web, db) in WEB_IPS.into_iter().zip(DB_IPS) {
+        let (w, d) = ((web, 40_000), (db, 5432));
+        let mut node = Node::new(OnCut::Reset);
+        let established = |node: &mut Node| {
+            for (port, frame) in [
+                (WEB, tcp(w, d, "S", (1000, 0), b"")),
+                (DB, tcp(d, w, "S", (9000, 1001), b"")),
+                (WEB, tcp(w, d, "", (1001, 9001), b"")),
+                (WEB, tcp(w, d, "", (1001, 9001), b"hello")),
+                (DB, tcp(d, w, "", (9001, 1006), b"hi")),
+            ] {
+                let (verdict, answers) = node.send(port, &frame);
+                assert!(matches!(verdict, Verdict::Forward(_)) && answers.is_empty(), "{verdict:?}");
+            }
+        };
+        established(&mut node);
+        node.publish(false);
+        // A retransmission of what `db` has long had: its own number would not be the one that `db` expects.
+        let (verdict, answers) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
+        assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
+        let (at_web, at_db) = ((ip(web), 40_000), (ip(db), 5432));
+        let told: Vec<_> = answers.iter().map(rst).collect();
+        assert_eq!(told, [(WEB, at_db, at_web, 9001, None), (DB, at_web, at_db, 1006, Some(9001))]);
+
+        let (verdict, answers) = node.send(DB, &tcp(d, w, "", (9003, 1006), b"more"));
+        assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
+        assert_eq!(answers.iter().map(rst).collect::<Vec<_>>(), [(DB, at_web, at_db, 1006, None)], "its sender alone");
+        let (_, answers) = node.send(DB, &tcp(d, w, "R", (9003, 0), b""));
+        assert!(answers.is_empty(), "a reset is not answered");
+        let (verdict, answers) = node.send(WEB, &tcp(w, d, "S", (5000, 0), b""));
+        assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::IngressDenied), 0), "a new one is merely denied");
+
+        let mut silent = Node::new(OnCut::Drop);
+        established(&mut silent);
+        silent.publish(false);
+        let (verdict, answers) = silent.send(WEB, &tcp(w, d, "", (1006, 9003), b"x"));
+        assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::ConnectionCut), 0));
+    }
+}
+
+#[test]
+fn who_sends_on_another_connection_that_is_cut_is_told_by_icmp() {
+    for (v6, ((web, db), world)) in WEB_IPS.into_iter().zip(DB_IPS).zip(WORLD_IPS).enumerate() {
+        let mut node = Node::new(OnCut::Reset);
+        let datagram = udp(web, db, 64, 100);
+        assert_eq!(node.send(WEB, &datagram), (Verdict::Forward(DB), vec![]));
+        assert_eq!(node.send(HOST, &udp(world, db, 64, 9)), (Verdict::Forward(DB), vec![]));
+        node.publish(false);
+        let (verdict, answers) = node.send(WEB, &datagram);
+        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::ConnectionCut), 1, WEB));
+        let (kind, code) = if v6 == 1 { (1, 1) } else { (3, 13) };
+        let from_node = ip(NODE_IPS[v6]);
+        assert_eq!(icmp(&answers[0].1), (from_node, ip(web), kind, code, [0; 4], datagram[14..].to_vec()));
+        // Through the host port it comes as from the pod: the node's stack takes nothing from outside with its own address.
+        let (_, answers) = node.send(HOST, &udp(world, db, 64, 9));
+        assert_eq!((answers[0].0, icmp(&answers[0].1).0, icmp(&answers[0].1).1), (HOST, ip(db), ip(world)));
+    }
+}
+
+#[test]
+fn a_packet_longer_than_the_next_link_takes_is_answered_with_its_mtu() {
+    for (v6, (web, db)) in WEB_IPS.into_iter().zip(DB_IPS).enumerate() {
+        let mut node = Node::new(OnCut::Drop);
+        let header = if v6 == 1 { 48 } else { 28 };
+        let fits = udp(web, db, 64, usize::from(DB_MTU) - header);
+        assert_eq!(node.send(WEB, &fits), (Verdict::Forward(DB), vec![]));
+        let long = udp(web, db, 64, usize::from(DB_MTU) - header + 1);
+        let (verdict, answers) = node.send(WEB, &long);
+        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::TooBig), 1, WEB));
+        let (kind, code, quoted) = if v6 == 1 { (2, 0, 1280 - 48) } else { (3, 4, 576 - 28) };
+        let expected = (ip(NODE_IPS[v6]), ip(web), kind, code, [0, 0, 5, 120], long[14..14 + quoted].to_vec());
+        assert_eq!(icmp(&answers[0].1), expected, "an MTU of 1400");
+    }
+}
+
+#[test]
+fn a_packet_whose_hops_run_out_is_answered_by_the_node() {
+    for (v6, (web, db)) in WEB_IPS.into_iter().zip(DB_IPS).enumerate() {
+        let mut node = Node::new(OnCut::Drop);
+        let last = udp(web, db, 1, 20);
+        let (verdict, answers) = node.send(WEB, &last);
+        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::TtlExpired), 1, WEB));
+        let kind = if v6 == 1 { 3 } else { 11 };
+        assert_eq!(icmp(&answers[0].1), (ip(NODE_IPS[v6]), ip(web), kind, 0, [0; 4], last[14..].to_vec()));
+    }
+}
+
+#[test]
+fn errors_and_later_fragments_are_not_answered() {
+    let mut node = Node::new(OnCut::Reset);
+    assert_eq!(node.send(WEB, &udp(WEB_IPS[0], DB_IPS[0], 64, 8)).0, Verdict::Forward(DB));
+    // `db` answers with an ICMP error whose TTL is at its end.
+    let quoted = &udp(WEB_IPS[0], DB_IPS[0], 64, 8)[14..];
+    let mut error = Vec::new();
+    let unreachable = etherparse::Icmpv4Type::DestinationUnreachable(etherparse::icmpv4::DestUnreachableHeader::Port);
+    builder(DB_IPS[0], WEB_IPS[0], 1).icmpv4(unreachable).write(&mut error, quoted).unwrap();
+    assert_eq!(node.send(DB, &error), (Verdict::Drop(Cause::TtlExpired), vec![]));
+    // A first fragment is answered, a later one of the same datagram is not.
+    let fragment = |offset: u16| {
+        let mut header =
+            etherparse::Ipv4Header::new(24, 1, etherparse::ip_number::UDP, [10, 0, 0, 1], [10, 0, 0, 2]).unwrap();
+        (header.identification, header.dont_fragment, header.more_fragments) = (77, false, offset == 0);
+        header.fragment_offset = (offset / 8).try_into().unwrap();
+        let payload: [u8; 24] = std::array::from_fn(|at| match at {
+            _ if offset > 0 => 9,
+            0..8 => [3, 0xe8, 0x15, 0x38, 0, 48, 0, 0][at],
+            _ => 9,
+        });
+        let mut frame = [[1; 6], [2; 6]].concat();
+        frame.extend([8, 0]);
+        header.header_checksum = header.calc_header_checksum();
+        frame.extend_from_slice(&header.to_bytes());
+        frame.extend_from_slice(&payload);
+        frame
+    };
+    let (verdict, answers) = node.send(WEB, &fragment(0));
+    assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::TtlExpired), 1));
+    assert_eq!(node.send(WEB, &fragment(24)), (Verdict::Drop(Cause::TtlExpired), vec![]));
+}
+
+#[test]
+fn there_are_no_more_answers_than_the_bounds_allow() {
+    let mut node = Node::new(OnCut::Drop);
+    let batch: Vec<Vec<u8>> = (0..BATCH).map(|_| udp(WEB_IPS[0], DB_IPS[0], 1, 20)).collect();
+    let mut answered = |milliseconds| {
+        node.now = Timestamp::from_millis(node.now.as_millis() + milliseconds);
+        node.send_all(WEB, &batch).1.len()
+    };
+    assert_eq!(answered(0), CAPACITY, "of one batch");
+    assert_eq!(answered(0), ERRORS.1 as usize - CAPACITY, "at once");
+    assert_eq!(answered(0), 0);
+    assert_eq!(answered(7), 7, "a thousand a second");
+    assert_eq!(node.pipeline.answers().withheld(), 4 * BATCH as u64 - 57);
+}

@@ -1,0 +1,40 @@
+//! Beside the way: which drops are answered, and with what.
+
+use crate::answer::{Answers, IcmpError};
+use crate::forward::Forwarding;
+use crate::packet::Packet;
+use crate::{Cause, Snapshot};
+
+/// The least MTU of an IPv6 link (RFC 8200 section 5), below which no packet too big may be told of.
+const LEAST_MTU_V6: u16 = 1280;
+
+/// Answers a packet that is dropped by `cause`, if that is one that its sender is told. `cut_at` as the tracker left it.
+///
+/// A packet that is too big is told of even if its sender would have it fragmented on the way: the workers do not
+/// fragment, and a stack that hears of the MTU does so itself.
+#[cold]
+pub(super) fn answer(
+    answers: &mut Answers,
+    snapshot: &Snapshot,
+    frame: &[u8],
+    packet: &Packet,
+    cause: Cause,
+    cut_at: Option<u32>,
+) {
+    let forwarding = &snapshot.forwarding;
+    match cause {
+        Cause::ConnectionCut => answers.cut(forwarding, frame, packet, cut_at),
+        Cause::TtlExpired => answers.error(forwarding, frame, packet, IcmpError::TtlExpired),
+        Cause::TooBig => {
+            if let Some(mtu) = mtu(forwarding, packet) {
+                answers.error(forwarding, frame, packet, IcmpError::TooBig { mtu });
+            }
+        }
+        _ => {}
+    }
+}
+
+fn mtu(forwarding: &Forwarding, packet: &Packet) -> Option<u16> {
+    let mtu = forwarding.port(forwarding.next_hop(packet.flow.dst)?)?.mtu;
+    Some(if packet.flow.src.is_v4() { mtu } else { mtu.max(LEAST_MTU_V6) })
+}
