@@ -45,6 +45,15 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
 	$(CARGO) test --locked -p penstock-control --test mutation -- --ignored --nocapture
 
+.PHONY: test-apiserver
+test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
+	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go
+	assets=$$(./scripts/apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked -p penstock-bench --test api_server --test on_cluster -- --nocapture
+
+.PHONY: manifests-check
+manifests-check: setup ## The manifests of configs/kubernetes: built by kubectl, then accepted by an API server
+	@./scripts/manifests-check
+
 .PHONY: lint
 lint: setup ## Format, clippy and documentation, all without warnings   (licences: make test)
 	$(CARGO) fmt --all --check

@@ -6,6 +6,7 @@
 //!
 //! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and no command of the system: neither `ip` nor `sysctl`.
 
+pub mod api_server;
 mod cleanup;
 mod daemon;
 mod inventory;

@@ -126,3 +126,111 @@ fn known_fields_only(spec: &Value) -> bool {
     let known = ["podSelector", "policyTypes", "ingress", "egress"];
     spec.as_object().is_some_and(|fields| fields.keys().all(|name| known.contains(&name.as_str())))
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::model::{Peers, Ports};
+
+    fn read(spec: Value) -> (model::NetworkPolicy, Option<String>) {
+        let metadata = ObjectMeta {
+            name: Some("only-web".to_owned()),
+            namespace: Some("shop".to_owned()),
+            ..ObjectMeta::default()
+        };
+        match policy(&metadata, Some(&spec)) {
+            Content::Whole(Object::NetworkPolicy(policy)) => (policy, None),
+            Content::Part { object: Object::NetworkPolicy(policy), problem } => (policy, Some(problem)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Rules for ingress and egress, `-` where the direction is open, and whether all pods are selected.
+    fn shape(policy: &model::NetworkPolicy) -> (String, bool) {
+        let rules = |rules: &Option<Vec<Rule>>| rules.as_ref().map_or("-".to_owned(), |rules| rules.len().to_string());
+        (format!("{} {}", rules(&policy.ingress), rules(&policy.egress)), policy.pod_selector == Selector::default())
+    }
+
+    #[test]
+    fn what_is_not_understood_allows_nothing_and_is_told_with_its_field() {
+        let web = json!({ "matchLabels": { "app": "web" } });
+        let good = json!({ "from": [{ "podSelector": {} }] });
+        let cases = [
+            // A field inside a rule: the rule is left out, the others stay.
+            (
+                json!({ "podSelector": web, "ingress": [good, { "form": [] }] }),
+                ("1 -", false),
+                "spec.ingress[1].form: is not a field that this version knows; until it is understood it isolates its \
+                 pods, and 1 of its 2 rules allow",
+            ),
+            (
+                json!({ "podSelector": web, "ingress": [{ "ports": [{ "endport": 9, "port": 1 }] }] }),
+                ("0 -", false),
+                "spec.ingress[0].ports[0].endport: is not",
+            ),
+            (
+                json!({ "podSelector": web, "ingress": [{ "from": [{ "ipBlock": { "cidr": "10.0.0.0/8", "excpet": [] } }] }] }),
+                ("0 -", false),
+                "spec.ingress[0].from[0].ipBlock.excpet: is not",
+            ),
+            // A value.
+            (
+                json!({ "podSelector": web, "ingress": [good, { "ports": [{ "protocol": "QUIC" }] }], "egress": [{}] }),
+                ("1 1", false),
+                "spec.ingress[1].ports[0].protocol: \"QUIC\" is no protocol",
+            ),
+            (json!({ "podSelector": web, "ingress": "all" }), ("0 -", false), "spec.ingress: invalid type"),
+            // The selector: every pod of the namespace.
+            (
+                json!({ "podSelector": { "matchNames": ["web"] }, "ingress": [good] }),
+                ("1 -", true),
+                "spec.podSelector.matchNames: is not",
+            ),
+            // The directions: both.
+            (
+                json!({ "podSelector": web, "policyTypes": ["Ingress", "Sideways"], "ingress": [good] }),
+                ("1 0", false),
+                "spec.policyTypes[1]: \"Sideways\" is no policy type",
+            ),
+            (
+                json!({ "podSelector": web, "policyTypes": ["Egress"], "egress": [good] }),
+                ("- 0", false),
+                "spec.egress[0].from: is not",
+            ),
+            (json!({ "podSelector": web, "egress": [7] }), ("0 0", false), "spec.egress[0]: invalid type"),
+            // A field beside all of them might say anything about the rules.
+            (
+                json!({ "podSelector": web, "ingress": [good], "egress": [{}], "unless": { "weekday": "Sunday" } }),
+                ("0 0", false),
+                "spec.unless: is not a field that this version knows; until it is understood it isolates its pods, and \
+                 0 of its 2 rules allow",
+            ),
+        ];
+        for (spec, expected, told) in cases {
+            let (policy, problem) = read(spec.clone());
+            let problem = problem.unwrap_or_else(|| panic!("{spec} is understood"));
+            assert!(problem.starts_with(told), "{spec}: {problem}");
+            let (rules, selects_all) = shape(&policy);
+            assert_eq!((rules.as_str(), selects_all, policy.isolates), (expected.0, expected.1, true), "{spec}");
+        }
+    }
+
+    #[test]
+    fn what_is_understood_is_read_as_manifests_are() {
+        let spec = json!({ "podSelector": {}, "ingress": [{ "from": [], "ports": null }], "policyTypes": null });
+        let (policy, problem) = read(spec);
+        assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
+        let rule = &policy.ingress.unwrap()[0];
+        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &Ports::Every));
+    }
+
+    #[test]
+    fn a_policy_whose_name_is_none_selects_nothing() {
+        let metadata = ObjectMeta { name: Some("Not A Name".to_owned()), ..ObjectMeta::default() };
+        assert!(
+            matches!(policy(&metadata, None), Content::Nothing { problem } if problem.starts_with("metadata.name: "))
+        );
+    }
+}

@@ -257,3 +257,6 @@ fn rank(change: &Change) -> u8 {
         Change::Set(Object::NetworkPolicy(_)) => 4,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! Plain API calls, as anyone with all rights makes them.
+
+use std::path::Path;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+
+use anyhow::{Context, Result, anyhow};
+use http::{Method, Request};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use serde_json::{Value, json};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::Resource;
+use crate::testbed::Namespace;
+
+/// A client with all rights. Usable from any thread; what it asks is asked from its server's network namespace.
+#[derive(Clone)]
+pub struct Admin {
+    calls: UnboundedSender<Call>,
+}
+
+struct Call {
+    method: Method,
+    path: String,
+    body: Vec<u8>,
+    answer: Sender<Result<Value>>,
+}
+
+impl Admin {
+    pub(super) fn new(kubeconfig: &Path, namespace: Option<&Namespace>) -> Result<Self> {
+        let (calls, received) = unbounded_channel();
+        let kubeconfig = Kubeconfig::read_from(kubeconfig)?;
+        let work = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.expect("a runtime").block_on(serve(kubeconfig, received));
+        };
+        match namespace {
+            Some(namespace) => drop(namespace.spawn("admin", work)?),
+            None => drop(thread::Builder::new().name("admin".to_owned()).spawn(work)?),
+        }
+        Ok(Self { calls })
+    }
+
+    /// Makes a call.
+    pub fn call(&self, method: Method, path: &str, body: &Value) -> Result<Value> {
+        self.begin(method, path, body)?.recv().context("the client has ended")?
+    }
+
+    /// Begins a call; the answer comes through the channel.
+    fn begin(&self, method: Method, path: &str, body: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
+        let (answer, answered) = channel();
+        let body = if body.is_null() { Vec::new() } else { serde_json::to_vec(body)? };
+        let call = Call { method, path: path.to_owned(), body, answer };
+        self.calls.send(call).map_err(|_| anyhow!("the client has ended"))?;
+        Ok(answered)
+    }
+
+    /// All objects of a resource, as the server has them now.
+    pub fn list(&self, resource: Resource) -> Result<Vec<Value>> {
+        let list = self.call(Method::GET, &resource.url(None, None), &Value::Null)?;
+        Ok(list["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// Creates an object, and then sets its status if it has one.
+    pub fn create(&self, object: &Value) -> Result<()> {
+        self.create_all(std::slice::from_ref(object))
+    }
+
+    /// Creates objects, all at once, and then sets their status where they have one.
+    pub fn create_all(&self, objects: &[Value]) -> Result<()> {
+        let begun: Result<Vec<_>> = objects.iter().map(|object| self.begin_create(object)).collect();
+        begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))?;
+        let with_status = objects.iter().filter(|object| object["status"].is_object());
+        let begun: Result<Vec<_>> = with_status.map(|object| self.begin_status(object)).collect();
+        begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))
+    }
+
+    /// Replaces an object but for its status.
+    pub fn replace(&self, object: &Value) -> Result<()> {
+        let resource = Resource::of(object)?;
+        self.call(Method::PUT, &resource.url(namespace_of(object), name_of(object)), object).map(drop)
+    }
+
+    /// Sets the status of an object.
+    pub fn set_status(&self, object: &Value) -> Result<()> {
+        self.begin_status(object)?.recv()?.map(drop)
+    }
+
+    /// Deletes an object, at once: a pod without the time that it would have to end.
+    pub fn delete(&self, object: &Value) -> Result<()> {
+        self.delete_all(std::slice::from_ref(object))
+    }
+
+    /// Deletes objects, all at once.
+    pub fn delete_all(&self, objects: &[Value]) -> Result<()> {
+        let begun: Result<Vec<_>> = objects
+            .iter()
+            .map(|object| {
+                let path = Resource::of(object)?.url(namespace_of(object), name_of(object));
+                let options = json!({ "apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0 });
+                self.begin(Method::DELETE, &path, &options)
+            })
+            .collect();
+        begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))
+    }
+
+    fn begin_create(&self, object: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
+        self.begin(Method::POST, &Resource::of(object)?.url(namespace_of(object), None), object)
+    }
+
+    fn begin_status(&self, object: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
+        let path = Resource::of(object)?.url(namespace_of(object), name_of(object));
+        self.begin(Method::PUT, &format!("{path}/status"), object)
+    }
+}
+
+fn name_of(object: &Value) -> Option<&str> {
+    object["metadata"]["name"].as_str()
+}
+
+fn namespace_of(object: &Value) -> Option<&str> {
+    object["metadata"]["namespace"].as_str()
+}
+
+async fn serve(kubeconfig: Kubeconfig, mut calls: UnboundedReceiver<Call>) {
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+    let client = config.context("bad kubeconfig").and_then(|config| Ok(Client::try_from(config)?));
+    let client = client.expect("a kubeconfig that was just written");
+    // A server serves many at once, but not any number without asking some to come again.
+    let places = std::sync::Arc::new(tokio::sync::Semaphore::new(64));
+    while let Some(Call { method, path, body, answer }) = calls.recv().await {
+        let (client, places) = (client.clone(), std::sync::Arc::clone(&places));
+        tokio::spawn(async move {
+            let _place = places.acquire().await;
+            let request = Request::builder().method(&method).uri(&path).header("content-type", "application/json");
+            let done = match request.body(body) {
+                Ok(request) => client.request::<Value>(request).await.map_err(anyhow::Error::from),
+                Err(error) => Err(error.into()),
+            };
+            // Whoever asked may not wait for the answer.
+            let _ = answer.send(done.with_context(|| format!("{method} {path}")));
+        });
+    }
+}

@@ -1,0 +1,170 @@
+//! The objects of an API server without the server: versions, a history to watch, lists in pages.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde_json::{Value, json};
+
+use super::Resource;
+
+/// An object's place: resource, namespace (empty where it has none) and name.
+pub(super) type Place = (Resource, String, String);
+
+/// One change, as a watch tells it.
+#[derive(Clone, Debug)]
+pub(super) struct Event {
+    pub(super) version: u64,
+    pub(super) resource: Resource,
+    /// `ADDED`, `MODIFIED` or `DELETED`.
+    pub(super) kind: &'static str,
+    pub(super) object: Value,
+}
+
+/// All objects and what happened to them.
+#[derive(Debug)]
+pub(super) struct Cluster {
+    version: u64,
+    objects: BTreeMap<Place, Value>,
+    history: Vec<Event>,
+    /// Changes up to this version are forgotten.
+    compacted: u64,
+    /// What is left of lists that were asked for in pages, by their continue tokens.
+    rest: HashMap<String, (u64, Vec<Value>)>,
+}
+
+/// A page of a list.
+pub(super) struct Page {
+    pub(super) version: u64,
+    pub(super) items: Vec<Value>,
+    pub(super) next: Option<String>,
+    pub(super) remaining: usize,
+}
+
+/// A refusal, as status code and reason.
+pub(super) type Refusal = (u16, &'static str, String);
+
+impl Cluster {
+    pub(super) fn new() -> Self {
+        // A cluster is never at 0, which has a meaning of its own.
+        Self { version: 100, objects: BTreeMap::new(), history: Vec::new(), compacted: 0, rest: HashMap::new() }
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+
+    pub(super) fn get(&self, place: &Place) -> Result<Value, Refusal> {
+        self.objects.get(place).cloned().ok_or_else(|| not_found(place))
+    }
+
+    /// Creates an object. Its status is not taken, as with every resource that has one of its own.
+    pub(super) fn create(&mut self, place: Place, mut object: Value) -> Result<Value, Refusal> {
+        if self.objects.contains_key(&place) {
+            return Err((409, "AlreadyExists", format!("{} {} already exists", place.0.path(), place.2)));
+        }
+        object["status"] = json!({});
+        if place.0 == Resource::Pods {
+            object["status"] = json!({ "phase": "Pending" });
+        }
+        object["metadata"]["name"] = json!(place.2);
+        if !place.1.is_empty() {
+            object["metadata"]["namespace"] = json!(place.1);
+        }
+        object["metadata"]["uid"] = json!(format!("00000000-0000-0000-0000-{:012}", self.version + 1));
+        Ok(self.put(place, "ADDED", object))
+    }
+
+    /// Replaces an object but for its status, or its status alone.
+    pub(super) fn replace(&mut self, place: Place, mut object: Value, status_alone: bool) -> Result<Value, Refusal> {
+        let mut old = self.get(&place)?;
+        if let Some(version) = object["metadata"]["resourceVersion"].as_str()
+            && Some(version) != old["metadata"]["resourceVersion"].as_str()
+        {
+            return Err((409, "Conflict", format!("{} {} was modified since", place.0.path(), place.2)));
+        }
+        let new = match status_alone {
+            true => {
+                old["status"] = object["status"].take();
+                old
+            }
+            false => {
+                object["status"] = old["status"].take();
+                for key in ["uid", "name", "namespace"] {
+                    if !old["metadata"][key].is_null() {
+                        object["metadata"][key] = old["metadata"][key].take();
+                    }
+                }
+                object
+            }
+        };
+        Ok(self.put(place, "MODIFIED", new))
+    }
+
+    pub(super) fn delete(&mut self, place: &Place) -> Result<Value, Refusal> {
+        let mut object = self.objects.remove(place).ok_or_else(|| not_found(place))?;
+        self.note(place.0, "DELETED", &mut object);
+        Ok(object)
+    }
+
+    fn put(&mut self, place: Place, kind: &'static str, mut object: Value) -> Value {
+        self.note(place.0, kind, &mut object);
+        self.objects.insert(place, object.clone());
+        object
+    }
+
+    fn note(&mut self, resource: Resource, kind: &'static str, object: &mut Value) {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        // In watches objects say what they are, in lists the list does.
+        let mut told = object.clone();
+        (told["apiVersion"], told["kind"]) = (json!(resource.api_version()), json!(resource.kind()));
+        self.history.push(Event { version: self.version, resource, kind, object: told });
+    }
+
+    /// The first page of a list, or the one that a token stands for.
+    pub(super) fn list(
+        &mut self,
+        resource: Resource,
+        namespace: Option<&str>,
+        limit: usize,
+        token: Option<&str>,
+    ) -> Result<Page, Refusal> {
+        let (version, mut items) = match token {
+            Some(token) => self.rest.remove(token).ok_or_else(|| {
+                (410, "Expired", "The provided continue parameter is too old to display a consistent list".to_owned())
+            })?,
+            None => {
+                let wanted = |place: &Place| place.0 == resource && namespace.is_none_or(|name| place.1 == name);
+                let items = self.objects.iter().filter(|(place, _)| wanted(place));
+                (self.version, items.map(|(_, object)| object.clone()).collect())
+            }
+        };
+        let rest = items.split_off(limit.min(items.len()));
+        let remaining = rest.len();
+        let next = (remaining > 0).then(|| format!("{version}-{}-{remaining}", resource.path()));
+        if let Some(token) = &next {
+            self.rest.insert(token.clone(), (version, rest));
+        }
+        Ok(Page { version, items, next, remaining })
+    }
+
+    /// The changes of a resource after a version, and the version up to which they reach.
+    pub(super) fn since(&self, resource: Resource, version: u64) -> Result<(Vec<Event>, u64), Refusal> {
+        if version < self.compacted {
+            return Err((410, "Expired", format!("too old resource version: {version} ({})", self.compacted)));
+        }
+        let later = self.history.partition_point(|event| event.version <= version);
+        let events = self.history[later..].iter().filter(|event| event.resource == resource).cloned().collect();
+        Ok((events, self.version))
+    }
+
+    /// Forgets the history, as etcd's compaction does, and with it unfinished lists.
+    pub(super) fn compact(&mut self) {
+        self.compacted = self.version;
+        self.history.clear();
+        self.rest.clear();
+    }
+}
+
+fn not_found(place: &Place) -> Refusal {
+    (404, "NotFound", format!("{} \"{}\" not found", place.0.path(), place.2))
+}

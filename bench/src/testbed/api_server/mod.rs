@@ -1,0 +1,261 @@
+//! An API server for tests: a real one where `KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`
+//! (the convention of envtest), else a small one inside this process. Both are spoken to by the same calls.
+
+mod admin;
+mod cluster;
+mod faults;
+mod in_process;
+mod real;
+mod role;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+pub use admin::Admin;
+pub use faults::{Fault, Verb};
+pub use in_process::InProcess;
+
+use super::{Namespace, Scratch};
+use real::Real;
+
+/// The resources that Penstock reads.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Resource {
+    /// Namespaces.
+    Namespaces,
+    /// Nodes.
+    Nodes,
+    /// Pods.
+    Pods,
+    /// NetworkPolicies.
+    NetworkPolicies,
+}
+
+impl Resource {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies];
+
+    /// Its API group; empty for the core.
+    pub fn group(self) -> &'static str {
+        if self == Self::NetworkPolicies { "networking.k8s.io" } else { "" }
+    }
+
+    /// The `apiVersion` of its objects.
+    pub fn api_version(self) -> &'static str {
+        if self == Self::NetworkPolicies { "networking.k8s.io/v1" } else { "v1" }
+    }
+
+    /// The `kind` of its objects.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Namespaces => "Namespace",
+            Self::Nodes => "Node",
+            Self::Pods => "Pod",
+            Self::NetworkPolicies => "NetworkPolicy",
+        }
+    }
+
+    /// Its part of a path.
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Namespaces => "namespaces",
+            Self::Nodes => "nodes",
+            Self::Pods => "pods",
+            Self::NetworkPolicies => "networkpolicies",
+        }
+    }
+
+    /// The resource that an object is of.
+    pub fn of(object: &Value) -> Result<Self> {
+        let kind = object["kind"].as_str().unwrap_or_default();
+        let found = Self::ALL.into_iter().find(|resource| resource.kind() == kind);
+        found.with_context(|| format!("{kind:?} is none of the kinds that are served"))
+    }
+
+    /// The path of an object, or of the list that it is in.
+    pub fn url(self, namespace: Option<&str>, name: Option<&str>) -> String {
+        let root = if self.group().is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}", self.api_version()) };
+        let namespace = namespace.map(|name| format!("/namespaces/{name}")).unwrap_or_default();
+        let name = name.map(|name| format!("/{name}")).unwrap_or_default();
+        format!("{root}{namespace}/{}{name}", self.path())
+    }
+}
+
+/// Who asks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Who {
+    /// Someone with all rights.
+    Admin,
+    /// Penstock's account, with the rights of the shipped ClusterRole alone.
+    Penstock,
+    /// An account without any right.
+    Nobody,
+}
+
+const TOKENS: [(Who, &str, &str); 3] = [
+    (Who::Admin, "token-of-admin", "admin,admin,system:masters"),
+    (Who::Penstock, "token-of-penstock", "system:serviceaccount:kube-system:penstock,penstock,system:serviceaccounts"),
+    (Who::Nobody, "token-of-nobody", "nobody,nobody,"),
+];
+
+/// An API server. Dropping it ends it.
+pub struct ApiServer {
+    which: Which,
+    admin: Admin,
+    namespace: Option<Namespace>,
+    scratch: Scratch,
+}
+
+enum Which {
+    InProcess(InProcess),
+    Real(Real),
+}
+
+impl ApiServer {
+    /// Starts the one that `KUBEBUILDER_ASSETS` says, and says which; in a network namespace if one is given.
+    pub fn start(namespace: Option<&Namespace>) -> Result<Self> {
+        match std::env::var_os("KUBEBUILDER_ASSETS").filter(|assets| !assets.is_empty()) {
+            None => Self::in_process(false, namespace),
+            Some(assets) => {
+                let assets = PathBuf::from(assets);
+                eprintln!("API server: the real one, {}", assets.join("kube-apiserver").display());
+                let tokens = TOKENS.map(|(_, token, user)| format!("{token},{user}\n")).concat();
+                Self::finish(Which::Real(Real::start(&assets, &tokens, namespace)?), namespace)
+            }
+        }
+    }
+
+    /// Starts the one in this process; `streams` says whether it streams lists.
+    pub fn in_process(streams: bool, namespace: Option<&Namespace>) -> Result<Self> {
+        eprintln!("API server: the small one in this process (KUBEBUILDER_ASSETS is not set)");
+        let server = match namespace {
+            Some(namespace) => namespace.run(|| InProcess::start(streams))?,
+            None => InProcess::start(streams)?,
+        };
+        TOKENS.iter().for_each(|(who, token, _)| server.set_token(*who, token));
+        Self::finish(Which::InProcess(server), namespace)
+    }
+
+    fn finish(which: Which, namespace: Option<&Namespace>) -> Result<Self> {
+        let scratch = Scratch::new()?;
+        let url = match &which {
+            Which::InProcess(server) => server.url(),
+            Which::Real(server) => server.url(),
+        };
+        for (who, token, _) in TOKENS {
+            let token_file = token_file(scratch.path(), who);
+            std::fs::write(&token_file, token)?;
+            std::fs::write(kubeconfig(scratch.path(), who), kubeconfig_text(&url, &token_file))?;
+        }
+        let admin = Admin::new(&kubeconfig(scratch.path(), Who::Admin), namespace)?;
+        let server = Self { which, admin, namespace: namespace.cloned(), scratch };
+        server.wait_until_ready()?;
+        if let Which::Real(_) = server.which {
+            server.grant()?;
+        }
+        Ok(server)
+    }
+
+    /// Applies the shipped role, and waits until it is in force.
+    fn grant(&self) -> Result<()> {
+        for object in role::manifests()? {
+            let path = match object["kind"].as_str() {
+                Some("ServiceAccount") => "/api/v1/namespaces/kube-system/serviceaccounts",
+                Some("ClusterRole") => "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+                Some("ClusterRoleBinding") => "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+                other => bail!("the shipped rights hold a {other:?}"),
+            };
+            let ready = || self.admin.call(http::Method::POST, path, &object).map(drop);
+            match &self.which {
+                // The namespace kube-system comes a moment after the server.
+                Which::Real(real) => real.wait(ready)?,
+                Which::InProcess(_) => ready()?,
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_until_ready(&self) -> Result<()> {
+        match &self.which {
+            Which::InProcess(_) => Ok(()),
+            Which::Real(real) => real.wait(|| self.admin.list(Resource::NetworkPolicies).map(drop)),
+        }
+    }
+
+    /// Whether it is a real one.
+    pub fn is_real(&self) -> bool {
+        matches!(self.which, Which::Real(_))
+    }
+
+    /// The one in this process, for faults.
+    pub fn faulty(&self) -> Option<&InProcess> {
+        match &self.which {
+            Which::InProcess(server) => Some(server),
+            Which::Real(_) => None,
+        }
+    }
+
+    /// A client with all rights.
+    pub fn admin(&self) -> &Admin {
+        &self.admin
+    }
+
+    /// The kubeconfig file of someone.
+    pub fn kubeconfig(&self, who: Who) -> PathBuf {
+        kubeconfig(self.scratch.path(), who)
+    }
+
+    /// The file from which a kubeconfig takes someone's token.
+    pub fn token_file(&self, who: Who) -> PathBuf {
+        token_file(self.scratch.path(), who)
+    }
+
+    /// Kills it, its objects stay.
+    pub fn stop(&self) {
+        match &self.which {
+            Which::InProcess(server) => server.stop(),
+            Which::Real(real) => real.stop(),
+        }
+    }
+
+    /// Starts it again, at the same address, and waits until it is ready.
+    pub fn resume(&self) -> Result<()> {
+        match (&self.which, &self.namespace) {
+            (Which::InProcess(server), Some(namespace)) => namespace.run(|| server.resume())?,
+            (Which::InProcess(server), None) => server.resume()?,
+            (Which::Real(real), _) => real.resume()?,
+        }
+        self.wait_until_ready()
+    }
+
+    /// Makes it forget its history, as the compaction of etcd does.
+    pub fn compact(&self) -> Result<()> {
+        match &self.which {
+            Which::InProcess(server) => {
+                server.compact();
+                Ok(())
+            }
+            Which::Real(real) => real.compact(),
+        }
+    }
+}
+
+fn kubeconfig(directory: &Path, who: Who) -> PathBuf {
+    directory.join(format!("{who:?}.kubeconfig"))
+}
+
+fn token_file(directory: &Path, who: Who) -> PathBuf {
+    directory.join(format!("{who:?}.token"))
+}
+
+fn kubeconfig_text(url: &str, token_file: &Path) -> String {
+    format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
+         clusters: [{{name: test, cluster: {{server: '{url}', insecure-skip-tls-verify: true}}}}]\n\
+         users: [{{name: test, user: {{tokenFile: '{}'}}}}]\n\
+         contexts: [{{name: test, context: {{cluster: test, user: test}}}}]\n",
+        token_file.display()
+    )
+}

@@ -1,0 +1,137 @@
+//! What a server can do to its clients, and that they follow it all the same. Only the small server can be told to.
+
+use std::time::Duration;
+
+use penstock_bench::testbed::api_server::{ApiServer, Fault, InProcess, Resource, Verb, Who};
+use penstock_control::source::Kind;
+
+use crate::follower::Follower;
+use crate::objects::{namespace, numbered_pod, pod, shop};
+
+fn server(streams: bool) -> ApiServer {
+    ApiServer::in_process(streams, None).unwrap()
+}
+
+fn faulty(server: &ApiServer) -> &InProcess {
+    server.faulty().expect("it is the small one")
+}
+
+#[test]
+fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
+    let cases = [
+        (Verb::Watch, Fault::Code(429, Some(1)), 1),
+        (Verb::Watch, Fault::Code(500, None), 3),
+        (Verb::Watch, Fault::Code(503, None), 2),
+        (Verb::Watch, Fault::Code(410, None), 1),
+        (Verb::List, Fault::Code(410, None), 1),
+        (Verb::Watch, Fault::Silence, 1),
+        (Verb::Watch, Fault::Nonsense, 1),
+        (Verb::Watch, Fault::Cut, 1),
+        (Verb::Watch, Fault::EndAtOnce, 3),
+        (Verb::Watch, Fault::Shuffle, 1),
+        (Verb::Watch, Fault::Hang, 1),
+    ];
+    std::thread::scope(|scope| {
+        for (verb, fault, times) in cases {
+            scope.spawn(move || {
+                let server = server(false);
+                shop(&server);
+                let mut follower = Follower::start(&server);
+                follower.catch_up(&server);
+                (0..times).for_each(|_| faulty(&server).plan(verb, Resource::Pods, fault.clone()));
+                // The next watch, or the list before it, is to meet the fault.
+                if verb == Verb::List {
+                    faulty(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
+                }
+                server.stop();
+                server.resume().unwrap();
+                for round in 0..4 {
+                    let address = format!("10.1.0.{}", 20 + round);
+                    server.admin().create(&pod("shop", "moves", &address)).unwrap();
+                    server.admin().delete(&pod("shop", "web", "10.1.0.1")).unwrap();
+                    follower.listen(Duration::from_millis(30));
+                    server.admin().delete(&pod("shop", "moves", &address)).unwrap();
+                    server.admin().create(&pod("shop", "web", "10.1.0.1")).unwrap();
+                }
+                while faulty(&server).faults_left() > 0 {
+                    follower.listen(Duration::from_millis(20));
+                }
+                server.admin().create(&pod("shop", "last", "10.1.0.77")).unwrap();
+                follower.catch_up(&server);
+                follower.until(&format!("{fault:?} over"), |health| health.connected);
+                assert!(follower.objects().len() == 7, "{fault:?}: {:?}", follower.objects().keys());
+            });
+        }
+    });
+}
+
+#[test]
+fn nothing_is_told_until_the_last_kind_is_listed_whatever_delays_it() {
+    for fault in [Fault::Code(503, None), Fault::Code(429, Some(1)), Fault::Nonsense, Fault::Silence] {
+        let server = server(false);
+        shop(&server);
+        faulty(&server).plan(Verb::List, Resource::NetworkPolicies, fault.clone());
+        // It asserts that all kinds are listed when the first objects are told.
+        let mut follower = Follower::start(&server);
+        assert_eq!(faulty(&server).faults_left(), 0);
+        assert_eq!((follower.objects().len(), follower.reaches("10.1.0.3", "10.1.0.2")), (6, false), "{fault:?}");
+        follower.catch_up(&server);
+    }
+}
+
+#[test]
+fn long_lists_come_in_pages_and_one_whose_pages_are_forgotten_is_asked_for_whole() {
+    let server = server(false);
+    server.admin().create(&namespace("many")).unwrap();
+    let pods: Vec<_> = (0..1_200).map(|number| numbered_pod("many", number)).collect();
+    server.admin().create_all(&pods).unwrap();
+    let before = faulty(&server).requests(Verb::List, Resource::Pods);
+    let mut follower = Follower::start(&server);
+    // One try for a streamed list, then three pages.
+    assert_eq!(faulty(&server).requests(Verb::List, Resource::Pods) - before, 4);
+    follower.catch_up(&server);
+    drop(follower);
+    // The first page, then a page that is gone.
+    for fault in [Fault::Shuffle, Fault::Shuffle, Fault::Code(410, None)] {
+        faulty(&server).plan(Verb::List, Resource::Pods, fault);
+    }
+    let before = faulty(&server).requests(Verb::List, Resource::Pods);
+    let mut follower = Follower::start(&server);
+    assert_eq!(faulty(&server).requests(Verb::List, Resource::Pods) - before, 4, "the last one is the whole list");
+    follower.catch_up(&server);
+}
+
+#[test]
+fn a_server_that_streams_lists_is_asked_for_no_pages() {
+    let server = server(true);
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
+    follower.until("four pods", |health| health.objects == 4);
+    let requests = |verb| faulty(&server).requests(verb, Resource::Pods);
+    assert_eq!((requests(Verb::List), requests(Verb::Watch)), (1, 0), "one stream for all");
+    assert_eq!(follower.health(Kind::Pod).lists, 1);
+    // Cut within the list, it is listed again.
+    faulty(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
+    server.stop();
+    server.resume().unwrap();
+    server.admin().delete(&pod("shop", "new", "10.1.0.9")).unwrap();
+    follower.until("listed again", |health| health.lists == 2);
+    follower.catch_up(&server);
+}
+
+#[test]
+fn an_expired_token_is_read_again() {
+    let server = server(false);
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    // As the kubelet does it: the file is replaced, and the old token is not valid any more.
+    std::fs::write(server.token_file(Who::Penstock), "another-token").unwrap();
+    faulty(&server).set_token(Who::Penstock, "another-token");
+    server.stop();
+    server.resume().unwrap();
+    server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
+    follower.catch_up(&server);
+    follower.until("followed again", |health| health.connected);
+}

@@ -1,0 +1,160 @@
+//! A source under test, and what it has told so far.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use penstock_bench::testbed::api_server::{ApiServer, Resource, Who};
+use penstock_control::engine::{Engine, Settings};
+use penstock_control::model::{Change, Object, ObjectRef};
+use penstock_control::source::api_server::{Access, ApiServer as Source, Timing};
+use penstock_control::source::{Kind, KindHealth, SourceHealth, convert};
+use penstock_dataplane::packet::{Flow, Protocol};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio::runtime::{Builder, Runtime};
+
+/// How long anything may take to be followed, a server's start and a longest wait between tries included.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// As a cluster's node follows, but that a server which says nothing is given up sooner.
+pub(crate) const TIMING: Timing = Timing {
+    page: Duration::from_secs(5),
+    begin: Duration::from_secs(2),
+    list_pause: Duration::from_secs(2),
+    stood: Duration::from_millis(500),
+    silence: Duration::from_secs(2),
+};
+
+pub(crate) struct Follower {
+    runtime: Runtime,
+    source: Source,
+    health: Arc<SourceHealth>,
+    objects: BTreeMap<ObjectRef, Object>,
+    engine: Engine,
+    pub(crate) batches: usize,
+}
+
+impl Follower {
+    /// Follows a server with the rights of the shipped ClusterRole.
+    pub(crate) fn start(server: &ApiServer) -> Self {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let health = Arc::new(SourceHealth::default());
+        let access = Access::Kubeconfig { path: server.kubeconfig(Who::Penstock), context: None };
+        let opened = runtime.block_on(async {
+            tokio::time::timeout(PATIENCE, Source::open(&access, TIMING, Arc::clone(&health))).await
+        });
+        let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
+        assert!(health.is_synced(), "nothing is told of a half-read state");
+        let mut engine = Engine::new(Settings::for_node("here"));
+        engine.apply(objects.iter().cloned().map(Change::Set));
+        let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();
+        Self { runtime, source, health, objects, engine, batches: 0 }
+    }
+
+    pub(crate) fn health(&self, kind: Kind) -> KindHealth {
+        self.health.of(kind)
+    }
+
+    /// How often changes were told until all objects of the server, as it has them then, were known, and no other.
+    pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
+        let before = self.batches;
+        let deadline = Instant::now() + PATIENCE;
+        let mut wanted = objects_of(server);
+        while self.objects != wanted {
+            assert!(
+                Instant::now() < deadline,
+                "not followed: {}\n{:?}",
+                self.differences(&wanted),
+                Kind::ALL.map(|kind| self.health(kind))
+            );
+            let told = self.batches;
+            self.listen_once(Duration::from_millis(200));
+            // A real server makes objects of its own when it likes.
+            if self.batches == told {
+                wanted = objects_of(server);
+            }
+        }
+        self.batches - before
+    }
+
+    /// Takes what comes within a time, and ends at what comes first.
+    fn listen_once(&mut self, time: Duration) {
+        let next = self.source.next();
+        if let Ok(batch) = self.runtime.block_on(async { tokio::time::timeout(time, next).await }) {
+            self.take(batch.expect("it is followed"));
+        }
+    }
+
+    /// Takes what comes within a time.
+    pub(crate) fn listen(&mut self, time: Duration) {
+        let deadline = Instant::now() + time;
+        while let Ok(batch) = {
+            let next = self.source.next();
+            self.runtime.block_on(async { tokio::time::timeout_at(deadline.into(), next).await })
+        } {
+            self.take(batch.expect("it is followed"));
+        }
+    }
+
+    /// Waits until something holds of how it does with pods.
+    pub(crate) fn until(&mut self, what: &str, holds: impl Fn(&KindHealth) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !holds(&self.health(Kind::Pod)) {
+            assert!(Instant::now() < deadline, "never {what}: {:?}", self.health(Kind::Pod));
+            self.listen(Duration::from_millis(10));
+        }
+    }
+
+    pub(crate) fn objects(&self) -> &BTreeMap<ObjectRef, Object> {
+        &self.objects
+    }
+
+    /// Whether the tables let `from` open a connection to `to`.
+    pub(crate) fn reaches(&self, from: &str, to: &str) -> bool {
+        let address = |text: &str| text.parse::<std::net::IpAddr>().unwrap().into();
+        let (src, dst) = (address(from), address(to));
+        let flow = Flow { src, dst, protocol: Protocol::TCP, src_port: 40_000, dst_port: 80 };
+        self.engine.policy_set().judge(&flow).is_allowed()
+    }
+
+    fn take(&mut self, batch: Vec<Change>) {
+        self.batches += 1;
+        for change in &batch {
+            match change {
+                Change::Set(object) => drop(self.objects.insert(object.reference(), object.clone())),
+                Change::Delete(reference) => drop(self.objects.remove(reference)),
+            }
+        }
+        self.engine.apply(batch);
+    }
+
+    fn differences(&self, wanted: &BTreeMap<ObjectRef, Object>) -> String {
+        let missing: Vec<_> = wanted.iter().filter(|(name, object)| self.objects.get(name) != Some(object)).collect();
+        let extra: Vec<_> = self.objects.keys().filter(|name| !wanted.contains_key(name)).collect();
+        format!(
+            "missing or other {}: {:?}\nextra: {extra:?}",
+            missing.len(),
+            missing.iter().take(5).collect::<Vec<_>>()
+        )
+    }
+}
+
+/// All objects that a server has, read by a way of their own.
+fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
+    fn typed<T: DeserializeOwned>(value: Value) -> T {
+        serde_json::from_value(value).expect("an object of its type")
+    }
+    let settings = convert::Settings::default();
+    let read = |resource, value| match resource {
+        Resource::Namespaces => convert::namespace(&typed(value), settings).map(Object::Namespace),
+        Resource::Nodes => convert::node(&typed(value)).map(Object::Node),
+        Resource::Pods => convert::pod(&typed(value)).map(Object::Pod),
+        Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
+    };
+    let all = Resource::ALL.into_iter().flat_map(|resource| {
+        let listed = server.admin().list(resource).unwrap();
+        listed.into_iter().map(move |value| read(resource, value).expect("a valid object"))
+    });
+    all.map(|object| (object.reference(), object)).collect()
+}

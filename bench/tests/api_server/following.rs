@@ -1,0 +1,133 @@
+//! What holds of every API server.
+
+use std::time::{Duration, Instant};
+
+use penstock_bench::testbed::api_server::ApiServer;
+use penstock_control::source::Kind;
+use serde_json::json;
+
+use crate::follower::Follower;
+use crate::objects::{namespace, numbered_pod, pod, policy, shop};
+
+const WEB: &str = "10.1.0.1";
+const DB: &str = "10.1.0.2";
+const JOB: &str = "10.1.0.3";
+
+#[test]
+fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into_the_tables() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    let reached = |follower: &Follower| [(WEB, DB), (JOB, DB), (DB, JOB)].map(|(from, to)| follower.reaches(from, to));
+    assert_eq!(reached(&follower), [true, false, true]);
+    // Updated: another may.
+    server.admin().replace(&policy("shop", "db", "job")).unwrap();
+    follower.catch_up(&server);
+    assert_eq!(reached(&follower), [false, true, true]);
+    // Created: one more that isolates.
+    server.admin().create(&policy("shop", "job", "web")).unwrap();
+    follower.catch_up(&server);
+    assert_eq!(reached(&follower), [false, true, false]);
+    // Deleted: both open again.
+    for to in ["db", "job"] {
+        server.admin().delete(&policy("shop", to, "web")).unwrap();
+    }
+    follower.catch_up(&server);
+    assert_eq!(reached(&follower), [true; 3]);
+    // A label moves a pod into a policy's reach and out of it.
+    server.admin().create(&policy("shop", "db", "web")).unwrap();
+    let mut job = pod("shop", "job", JOB);
+    job["metadata"]["labels"] = json!({ "app": "web" });
+    server.admin().replace(&job).unwrap();
+    follower.catch_up(&server);
+    assert_eq!(reached(&follower), [true, true, true]);
+    assert_eq!(follower.health(Kind::Pod).outages, 0);
+}
+
+#[test]
+fn what_changes_nothing_for_policy_is_not_told() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    let (batches, events) = (follower.batches, follower.health(Kind::Pod).events);
+    for message in ["a", "b", "c"] {
+        let mut web = pod("shop", "web", WEB);
+        web["status"]["message"] = json!(message);
+        server.admin().set_status(&web).unwrap();
+    }
+    follower.until("three events more", |health| health.events >= events + 3);
+    follower.listen(Duration::from_millis(100));
+    assert_eq!(follower.batches, batches);
+}
+
+#[test]
+fn a_server_that_is_killed_and_started_again_is_followed_on_and_meanwhile_nothing_is_lost() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    let (batches, known) = (follower.batches, follower.objects().clone());
+    server.stop();
+    follower.until("lost", |health| !health.connected);
+    follower.listen(Duration::from_millis(500));
+    assert_eq!((follower.batches, follower.objects()), (batches, &known), "what is known stays");
+    assert!(follower.health(Kind::Pod).synced);
+    server.resume().unwrap();
+    server.admin().delete(&pod("shop", "web", WEB)).unwrap();
+    server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
+    server.admin().create(&policy("shop", "new", "job")).unwrap();
+    follower.catch_up(&server);
+    follower.until("followed again", |health| health.connected);
+    assert_eq!(follower.health(Kind::Pod).outages, 1, "one outage, however many tries it took");
+}
+
+#[test]
+fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    let lists = follower.health(Kind::Pod).lists;
+    server.stop();
+    follower.until("lost", |health| !health.connected);
+    // While it is away for us, the cluster goes on and its history is cut.
+    server.resume().unwrap();
+    server.admin().delete(&pod("shop", "web", WEB)).unwrap();
+    server.admin().replace(&policy("shop", "db", "job")).unwrap();
+    server.compact().unwrap();
+    server.stop();
+    server.resume().unwrap();
+    server.admin().create(&pod("shop", "late", "10.1.0.8")).unwrap();
+    follower.catch_up(&server);
+    follower.until("followed again", |health| health.connected);
+    assert!(!follower.reaches(WEB, DB) && follower.reaches(JOB, DB));
+    eprintln!("pods were listed {} times after the first", follower.health(Kind::Pod).lists - lists);
+}
+
+#[test]
+fn two_thousand_pods_at_once_are_followed_in_few_batches() {
+    let server = ApiServer::start(None).unwrap();
+    server.admin().create(&namespace("many")).unwrap();
+    let mut follower = Follower::start(&server);
+    let pods: Vec<_> = (0..2_000).map(|number| numbered_pod("many", number)).collect();
+    let started = Instant::now();
+    let creating = {
+        let admin = server.admin().clone();
+        let pods = pods.clone();
+        std::thread::spawn(move || admin.create_all(&pods))
+    };
+    follower.until("2,000 pods", |health| health.objects >= 2_000);
+    creating.join().unwrap().unwrap();
+    let created = started.elapsed();
+    let batches = follower.batches + follower.catch_up(&server);
+    eprintln!(
+        "2,000 pods created in {created:.1?}, known {:.1?} later, {batches} batches, {} events",
+        started.elapsed() - created,
+        follower.health(Kind::Pod).events
+    );
+    server.admin().delete_all(&pods).unwrap();
+    follower.catch_up(&server);
+    assert_eq!(follower.health(Kind::Pod).objects, 0);
+}
