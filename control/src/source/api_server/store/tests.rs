@@ -181,13 +181,19 @@ proptest! {
                     store.begin_list(Kind::Namespace);
                     truth(up_to).iter().for_each(|(name, &version)| store.list(Kind::Namespace, namespace(name, version)));
                     store.end_list(Kind::Namespace);
-                    (up_to..steps.len()).for_each(|place| drop(event(&mut store, place)));
+                    for place in up_to..steps.len() {
+                        event(&mut store, place);
+                    }
                 }
-                _ => drop(event(&mut store, index.index(steps.len()))),
+                _ => {
+                    event(&mut store, index.index(steps.len()));
+                }
             }
         }
         // In the end each has come at least once.
-        (0..steps.len()).for_each(|place| drop(event(&mut store, place)));
+        for place in 0..steps.len() {
+            event(&mut store, place);
+        }
         take(&mut store);
         let told: BTreeMap<String, Read> = told.into_values().map(|object| (object.reference().to_string(), object))
             .map(|(name, object)| (name, Read { reference: object.reference(), version: None, content: Content::Whole(object) }))

@@ -1,0 +1,112 @@
+//! Many pods come and go, and nothing of them stays.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::testbed::{Daemon, network_state};
+
+use crate::world::{World, pod};
+
+/// Pods at a time, and how often.
+const AT_ONCE: usize = 50;
+const ROUNDS: usize = 20;
+
+/// What a daemon holds that could leak.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Held {
+    descriptors: usize,
+    /// Programs and maps of the kernel among them.
+    bpf: usize,
+    threads: usize,
+    /// Of its statistics, the account of frames without those under way.
+    frames: String,
+    links_and_routes: Vec<String>,
+}
+
+impl Held {
+    fn by(world: &World) -> Self {
+        let process = format!("/proc/{}", world.daemon.id());
+        let descriptors: Vec<_> = fs::read_dir(format!("{process}/fd")).unwrap().flatten().collect();
+        let targets = descriptors.iter().filter_map(|entry| fs::read_link(entry.path()).ok());
+        Self {
+            descriptors: descriptors.len(),
+            bpf: targets.filter(|target| target.to_string_lossy().contains("bpf")).count(),
+            threads: fs::read_dir(format!("{process}/task")).unwrap().count(),
+            frames: frames(&world.daemon),
+            links_and_routes: network_state(world.node.netlink()).unwrap(),
+        }
+    }
+}
+
+fn frames(daemon: &Daemon) -> String {
+    let seen = daemon.log().len();
+    daemon.signal(Signal::SIGUSR1).unwrap();
+    let line = daemon.log().wait_for_after(seen, "frames: ", Duration::from_secs(10)).unwrap();
+    line.split("frames: ").nth(1).unwrap_or_default().to_owned()
+}
+
+/// Octets of memory that are its own, in KiB.
+fn resident(daemon: &Daemon) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", daemon.id())).unwrap();
+    let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+#[ignore = "minutes: make test-long"]
+fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
+    let mut world = World::start("[umem]\nmemory = \"256MiB\"\n");
+    // Once, so that what is made at first use is there.
+    round(&mut world, 0);
+    let before = Held::by(&world);
+    let (memory, started) = (resident(&world.daemon), Instant::now());
+    let mut slowest = Duration::ZERO;
+    for number in 1..=ROUNDS {
+        slowest = slowest.max(round(&mut world, number));
+    }
+    let (after, grown) = (Held::by(&world), resident(&world.daemon).saturating_sub(memory));
+    println!(
+        "{} pods in {:.1?}; at worst {slowest:.1?} for {AT_ONCE} pods to be served; memory grew by {grown} KiB",
+        AT_ONCE * ROUNDS,
+        started.elapsed()
+    );
+    println!(
+        "{} descriptors, {} of them BPF, {} threads; frames {}",
+        after.descriptors, after.bpf, after.threads, after.frames
+    );
+    assert_eq!(after, before);
+    assert!(grown < 8 * 1024, "memory grew by {grown} KiB");
+}
+
+/// Pods come, are served, and go. How long it took until all were served.
+fn round(world: &mut World, number: usize) -> Duration {
+    let names: Vec<String> = (0..AT_ONCE).map(|pod| format!("pod-{number}-{pod}")).collect();
+    let address = |place: usize| format!("10.244.{}.{}", 1 + number % 8, 10 + place);
+    for (place, name) in names.iter().enumerate() {
+        world.wire_pod(name, &address(place));
+    }
+    let pods: Vec<_> = names.iter().enumerate().map(|(place, name)| pod(name, &address(place))).collect();
+    let (seen, begun) = (world.daemon.log().len(), Instant::now());
+    world.server.admin().create_all(&pods).unwrap();
+    let count = |world: &World, text: &str| {
+        world.daemon.log().lines()[seen..].iter().filter(|line| line.contains(text)).count()
+    };
+    wait(world, seen, 1, "snapshots with all pods", |world| count(world, "pods=50 "));
+    let took = begun.elapsed();
+    world.server.admin().delete_all(&pods).unwrap();
+    for name in &names {
+        world.node.remove_pod(&format!("test/{name}")).unwrap();
+    }
+    wait(world, seen, AT_ONCE, "ports to be closed", |world| count(world, "closed"));
+    took
+}
+
+fn wait(world: &World, seen: usize, least: usize, what: &str, count: impl Fn(&World) -> usize) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while count(world) < least {
+        let lines = world.daemon.log().lines().split_off(seen);
+        assert!(Instant::now() < deadline, "waiting for {least} {what}:\n{}", lines.join("\n"));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,84 @@
+//! A node with a daemon that follows an API server on the node's own loopback.
+
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use penstock_bench::testbed::api_server::{ApiServer, Who};
+use penstock_bench::testbed::{Daemon, Node, Privileges};
+use serde_json::{Value, json};
+
+pub(crate) struct World {
+    pub(crate) daemon: Daemon,
+    pub(crate) node: Node,
+    pub(crate) server: ApiServer,
+}
+
+impl World {
+    /// With a namespace `test` and nothing else in the cluster; `sections` are further ones of the configuration.
+    pub(crate) fn start(sections: &str) -> Self {
+        let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
+        let server = ApiServer::start(Some(node.namespace())).unwrap();
+        server.admin().create(&namespace("test")).unwrap();
+        server.admin().create(&node_object()).unwrap();
+        let toml = configuration(&server.kubeconfig(Who::Penstock), sections);
+        let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
+        daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30)).unwrap();
+        Self { daemon, node, server }
+    }
+
+    /// Wires a pod, as its CNI plugin does, and then tells the API server of it, as the scheduler and kubelet do.
+    pub(crate) fn add_pod(&mut self, name: &str, address: &str) {
+        self.wire_pod(name, address);
+        self.server.admin().create(&pod(name, address)).unwrap();
+    }
+
+    /// Wires a pod of which the API server is not told yet.
+    pub(crate) fn wire_pod(&mut self, name: &str, address: &str) {
+        let address: IpAddr = address.parse().unwrap();
+        self.node.add_pod(&format!("test/{name}"), &[address]).unwrap();
+        self.node.settle().unwrap();
+    }
+}
+
+/// The configuration of a daemon that follows an API server.
+pub(crate) fn configuration(kubeconfig: &Path, sections: &str) -> String {
+    format!(
+        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[conntrack]\nentries = 65536\n{sections}",
+        kubeconfig.display()
+    )
+}
+
+pub(crate) fn namespace(name: &str) -> Value {
+    json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } })
+}
+
+fn node_object() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": "node" },
+        "status": { "addresses": [{ "type": "InternalIP", "address": "172.18.0.2" }] },
+    })
+}
+
+/// A running pod of the namespace `test` on the node, labelled `app: NAME`.
+pub(crate) fn pod(name: &str, address: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "namespace": "test", "name": name, "labels": { "app": name } },
+        "spec": { "nodeName": "node", "containers": [{ "name": "main", "image": "example.invalid/test" }] },
+        "status": { "phase": "Running", "podIP": address, "podIPs": [{ "ip": address }] },
+    })
+}
+
+/// A policy by which `to` is reached only by pods labelled `app: FROM`.
+pub(crate) fn policy(to: &str, from: &str) -> Value {
+    json!({
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
+        "metadata": { "namespace": "test", "name": format!("to-{to}") },
+        "spec": {
+            "podSelector": { "matchLabels": { "app": to } },
+            "policyTypes": ["Ingress"],
+            "ingress": [{ "from": [{ "podSelector": { "matchLabels": { "app": from } } }] }],
+        },
+    })
+}
