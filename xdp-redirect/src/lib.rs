@@ -8,6 +8,7 @@
 
 mod attach;
 mod error;
+mod foreign;
 mod local_pods;
 mod outcome;
 mod pins;
@@ -15,6 +16,7 @@ mod program;
 
 pub use attach::{Attached, Mode};
 pub use error::{AttachError, LoadError, SocketError};
+pub use foreign::ForeignProgram;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{Outcome, Outcomes};
 pub use pins::{PinError, Pinned, Pins};

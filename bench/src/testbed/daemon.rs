@@ -1,6 +1,7 @@
 //! The real daemon, in a node's namespace.
 
 use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus, Stdio};
@@ -35,10 +36,15 @@ pub struct DaemonConfig {
     pub conntrack: String,
     /// Further sections, in TOML.
     pub sections: String,
+    /// Where its admin API listens, if it does.
+    pub admin: Option<PathBuf>,
+    /// Where its metrics are served, if they are.
+    pub metrics: Option<SocketAddr>,
 }
 
 impl DaemonConfig {
-    /// Everything at its default, except for memory: what a test's few pods need, and no file for the connections.
+    /// Everything at its default, except for memory, what a test's few pods need: without a file for the connections,
+    /// admin API and metrics.
     pub fn new(node: &str, manifests: &Path) -> Self {
         Self {
             node: node.into(),
@@ -46,15 +52,21 @@ impl DaemonConfig {
             keys: String::new(),
             conntrack: "mapping = \"off\"\n".into(),
             sections: "[umem]\nmemory = \"64MiB\"\n".into(),
+            admin: None,
+            metrics: None,
         }
     }
 
     /// As TOML.
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, keys, conntrack, sections } = self;
+        let Self { node, manifests, keys, conntrack, sections, admin, metrics } = self;
         let manifests = manifests.display();
+        // Daemons of several nodes run on one machine: each has its own, or none.
+        let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
+        let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
-            "node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n{sections}"
+            "node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
+             [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}"
         )
     }
 }

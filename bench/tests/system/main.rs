@@ -6,5 +6,6 @@ mod fixture;
 mod forwarding;
 mod frames;
 mod lifecycle;
+mod operation;
 mod policy;
 mod transfer;

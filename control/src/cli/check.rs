@@ -1,10 +1,9 @@
 //! `penstock check`: is this configuration good, and can this machine run it?
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 use super::Failure;
-use crate::service::config::Config;
+use super::configuration::ConfigArgs;
 use crate::service::preflight::Level;
 
 /// Validate a configuration and look whether this machine can run it
@@ -13,17 +12,17 @@ use crate::service::preflight::Level;
 Each line says ok, warning or error, and what to do about it. Nothing is changed.
 
 Examples:
-  penstock check --config /etc/penstock/penstock.toml")]
+  penstock check --config /etc/penstock/penstock.toml
+  PENSTOCK_NODE=worker-1 penstock check --config penstock.toml --set umem.memory=1GiB")]
 pub(super) struct Args {
-    /// The configuration file (TOML)
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
+    #[command(flatten)]
+    config: ConfigArgs,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let config = Config::load(&args.config).map_err(Failure::bad_input)?;
-    let findings = crate::service::check(&config).map_err(|error| Failure::Failed(error.into()))?;
-    let mut answer = format!("{:<8} {}\n", Level::Ok, args.config.display());
+    let (_, loaded) = args.config.load()?;
+    let findings = crate::service::check(&loaded.config).map_err(|error| Failure::Failed(error.into()))?;
+    let mut answer = format!("{:<8} {}\n", Level::Ok, args.config.config.display());
     for finding in &findings {
         answer.push_str(&format!("{:<8} {}\n", finding.level, finding.line));
     }

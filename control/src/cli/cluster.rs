@@ -25,6 +25,28 @@ pub(super) struct ManifestArgs {
     cluster_wide: bool,
 }
 
+/// The same, where they may also be left out.
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct OptionalManifestArgs {
+    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    manifests: Vec<PathBuf>,
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    #[arg(long, requires = "manifests")]
+    v1beta1: bool,
+    /// A flow that a rule of one side allows is allowed on the other side, too
+    #[arg(long, requires = "manifests")]
+    cluster_wide: bool,
+}
+
+impl OptionalManifestArgs {
+    /// Those that were given, if any.
+    pub(super) fn given(&self) -> Option<ManifestArgs> {
+        let Self { manifests, v1beta1, cluster_wide } = self.clone();
+        (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide })
+    }
+}
+
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {

@@ -6,13 +6,15 @@ use std::io::{self, Write as _};
 use penstock_dataplane::policy::{Direction, Side};
 
 use super::Failure;
-use super::cluster::ManifestArgs;
-use super::flow::{End, Service};
+use super::cluster::OptionalManifestArgs;
+use super::daemon::DaemonArgs;
+use super::flow::{End, NoFlow, Service};
 use super::{describe, flow, style};
 use crate::compile::{Lack, Provenance, rules_of};
 use crate::engine::{Engine, Near, SideExplanation};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
 use crate::render::tables::Scope;
+use crate::service::admin::types::{ExplainQuery, Explanation};
 
 /// Say why a flow is allowed or denied
 ///
@@ -22,10 +24,17 @@ use crate::render::tables::Scope;
 #[command(after_help = "\
 Examples:
   penstock explain --manifests policies/ --from shop/web-1 --to shop/db-0 --port 5432/TCP
-  penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP")]
+  penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP
+  penstock explain --live --from shop/web-1 --to shop/db-0 --port 5432/TCP")]
+#[command(group(clap::ArgGroup::new("cluster").required(true).args(["live", "manifests"])))]
 pub(super) struct Args {
     #[command(flatten)]
-    manifests: ManifestArgs,
+    manifests: OptionalManifestArgs,
+    /// Ask the daemon that runs on this node, which knows the sides of its own pods only
+    #[arg(long)]
+    live: bool,
+    #[command(flatten)]
+    daemon: DaemonArgs,
     /// Who sends: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     from: End,
@@ -38,14 +47,30 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let engine = args.manifests.engine(Scope::AllPods)?;
-    let text = explain(&engine, &args.from, &args.to, &args.port)?;
+    let text = match args.manifests.given() {
+        Some(manifests) => {
+            let engine = manifests.engine(Scope::AllPods)?;
+            answer(&engine, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
+        }
+        None => {
+            let query =
+                ExplainQuery { from: args.from.to_string(), to: args.to.to_string(), port: args.port.to_string() };
+            let explanation: Explanation = args.daemon.get("/v1/explain", &query)?;
+            format!(
+                "{}\nby snapshot {} of the daemon at {}\n",
+                explanation.text,
+                explanation.epoch,
+                args.daemon.socket.display()
+            )
+        }
+    };
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
 }
 
-fn explain(engine: &Engine, from: &End, to: &End, port: &Service) -> Result<String, Failure> {
+/// Whether a flow is allowed, and why, for a person.
+pub(crate) fn answer(engine: &Engine, from: &End, to: &End, port: &Service) -> Result<(bool, String), NoFlow> {
     let state = engine.state();
-    let flow = flow::flow(state, from, to, port).map_err(Failure::bad_input)?;
+    let flow = flow::flow(state, from, to, port)?;
     let (src, dst) = (flow::describe(state, flow.src.into()), flow::describe(state, flow.dst.into()));
     let explanation = engine.explain(&flow);
     let is_allowed = explanation.egress.side.is_allowed() && explanation.ingress.side.is_allowed();
@@ -58,7 +83,7 @@ fn explain(engine: &Engine, from: &End, to: &End, port: &Service) -> Result<Stri
     let ends = (src.as_str(), dst.as_str());
     side(&mut text, engine, Direction::Egress, ends, &explanation.egress);
     side(&mut text, engine, Direction::Ingress, ends, &explanation.ingress);
-    Ok(text)
+    Ok((is_allowed, text))
 }
 
 fn side(text: &mut String, engine: &Engine, direction: Direction, ends: (&str, &str), side: &SideExplanation) {
@@ -69,6 +94,7 @@ fn side(text: &mut String, engine: &Engine, direction: Direction, ends: (&str, &
     let name = side.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
     let verdict = match side.side {
         Side::Denied => style::bad("denied"),
+        Side::NotLocal if side.pod.is_some() => format!("{} here, its own node enforces it", style::good("allowed")),
         Side::NotLocal => format!("{}, it is no pod: no policy is about it", style::good("allowed")),
         Side::Open => format!("{}, no policy isolates it", style::good("allowed")),
         Side::Exempt => {

@@ -14,7 +14,7 @@ const ANY_SOURCE_PORT: u16 = 49152;
 
 /// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum End {
+pub(crate) enum End {
     /// A pod by its name.
     Pod(ObjectKey),
     /// An address; if it is a pod's, it means that pod.
@@ -23,21 +23,21 @@ pub(super) enum End {
 
 /// What a flow is for: a protocol, and a port where the protocol has ports.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Service {
+pub(crate) struct Service {
     protocol: Protocol,
     port: Option<PortRef>,
 }
 
 /// A port by its number, or by the name that the server pod gives to it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) enum PortRef {
+pub(crate) enum PortRef {
     Number(u16),
     Name(String),
 }
 
 /// Why there is no such flow.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub(super) enum NoFlow {
+pub(crate) enum NoFlow {
     #[error("{0:?} is no end of a flow: write NAMESPACE/POD or an address")]
     End(String),
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
@@ -107,7 +107,7 @@ impl FromStr for PortRef {
 }
 
 /// A protocol by its name, in either case, or by its number.
-pub(super) fn protocol(text: &str) -> Result<Protocol, NoFlow> {
+pub(crate) fn protocol(text: &str) -> Result<Protocol, NoFlow> {
     match text.to_ascii_uppercase().as_str() {
         "TCP" => Ok(Protocol::TCP),
         "UDP" => Ok(Protocol::UDP),
@@ -185,7 +185,8 @@ pub(super) fn flow(state: &State, from: &End, to: &End, service: &Service) -> Re
     Ok(Flow { src: src.into(), dst: dst.into(), protocol, src_port, dst_port })
 }
 
-fn addresses(state: &State, end: &End) -> Result<Vec<IpAddr>, NoFlow> {
+/// The addresses of an end.
+pub(crate) fn addresses(state: &State, end: &End) -> Result<Vec<IpAddr>, NoFlow> {
     let key = match end {
         End::Address(address) => return Ok(vec![*address]),
         End::Pod(key) => key,
@@ -214,14 +215,17 @@ pub(super) fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
     }
 }
 
+/// Whose address it is: `shop/web-1`, `node worker-1`, or nobody's that is known.
+pub(crate) fn name(state: &State, address: IpAddr) -> Option<String> {
+    match state.holder(&address)? {
+        Holder::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        Holder::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
+    }
+}
+
 /// An address as a person knows it: `shop/web-1 (10.1.0.1)`.
 pub(super) fn describe(state: &State, address: IpAddr) -> String {
-    match state.holder(&address) {
-        Some(Holder::Pod(pod)) => state.pod(pod).map(|pod| format!("{} ({address})", pod.key)),
-        Some(Holder::Node(node)) => state.node_name(node).map(|node| format!("node {node} ({address})")),
-        None => None,
-    }
-    .unwrap_or_else(|| address.to_string())
+    name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 
 #[cfg(test)]

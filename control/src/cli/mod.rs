@@ -8,17 +8,23 @@ mod check;
 mod cleanup;
 mod cluster;
 mod completion;
+mod configuration;
+mod daemon;
 mod describe;
+mod dump;
 mod evaluate;
-mod explain;
+pub(crate) mod explain;
 mod failure;
-mod flow;
+pub(crate) mod flow;
+mod flows;
 mod lint;
 mod matrix;
-mod render;
+pub(crate) mod render;
 mod replay;
 mod run;
+mod status;
 mod style;
+mod top;
 
 use std::process::ExitCode;
 
@@ -46,6 +52,10 @@ enum Command {
     Completion(completion::Args),
     Replay(replay::Args),
     Run(run::Args),
+    Status(status::Args),
+    Flows(flows::Args),
+    Top(top::Args),
+    Dump(dump::Args),
 }
 
 /// Reads the command line, runs the subcommand, and tells the process's exit code.
@@ -61,6 +71,10 @@ pub fn main() -> ExitCode {
         Command::Completion(args) => completion::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Run(args) => run::run(args),
+        Command::Status(args) => status::run(args),
+        Command::Flows(args) => flows::run(args),
+        Command::Top(args) => top::run(args),
+        Command::Dump(args) => dump::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -61,14 +61,16 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
     let text = match args.format {
         Format::Table => listing(&engine).to_text(),
-        Format::Json => {
-            let json = serde_json::to_string_pretty(&listing(&engine)).expect("strings and numbers are JSON");
-            format!("{json}\n")
-        }
+        Format::Json => json(&engine),
         Format::Acl => access_lists(&engine),
         Format::Nft => nft::render(engine.state(), engine.tables()),
     };
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+}
+
+/// The rule tables of the workers as JSON.
+pub(crate) fn json(engine: &Engine) -> String {
+    serde_json::to_string_pretty(&listing(engine)).expect("strings and numbers are JSON") + "\n"
 }
 
 /// The tables, each once, and who has them.

@@ -116,6 +116,22 @@ pub enum Problem {
     },
 }
 
+impl Problem {
+    /// The pods that have it.
+    pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
+        let (one, other) = match self {
+            Self::TwoPods { first, second, .. } | Self::AddressTaken { first, second, .. } => (first, Some(second)),
+            Self::NoRoute { pod, .. }
+            | Self::NotVeth { pod, .. }
+            | Self::TwoLinks { pod, .. }
+            | Self::Down { pod, .. }
+            | Self::NoMac { pod, .. }
+            | Self::TooLong { pod, .. } => (pod, None),
+        };
+        std::iter::once(one).chain(other)
+    }
+}
+
 /// The ports of the node's pods, by interface index, and what stands in the way of the others.
 ///
 /// `pods` are all pods known; those of `node` count that have an address, are not host-network and not finished.

@@ -1,5 +1,7 @@
 //! The daemon: starts the parts, keeps them in step, ends them in order.
 
+mod operate;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::net::IpAddr;
@@ -15,9 +17,10 @@ use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, FailMode, HugePages, Mode, OnCut, OnExit, Polling};
+use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling};
 use super::connections::{self, Connections};
 use super::objects::Objects;
+use super::operation::{Doors, Operation};
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
@@ -34,14 +37,19 @@ const HEARTBEAT: Duration = Duration::from_millis(250);
 const SETTLE: Duration = Duration::from_millis(2);
 
 /// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
-pub(super) async fn run(config: &Config) -> Result<(), RunError> {
+pub(super) async fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
+    let config = &loaded.config;
     let mut signals = Signals::listen().context("signals cannot be listened to")?;
     let (netlink, events) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
     refuse(preflight::network(config, &netlink).await)?;
+    // Before the source, which may be long in coming.
+    let doors = Doors::open(loaded).await?;
     let Some((mut source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
-    let mut daemon = Daemon::start(config, netlink, objects).await?;
+    let operation = |dataplane: &Dataplane| Operation::start(doors, layers, loaded, source.health(), dataplane);
+    let mut daemon = Daemon::start(config, netlink, objects, operation).await?;
     let outcome = daemon.serve(&mut source, &events, &mut signals).await;
     daemon.report();
+    daemon.write_verdicts();
     let leaves = match (&outcome, config.fail.on_exit) {
         (Ok(()), on_exit) => on_exit,
         (Err(_), _) => daemon.after_failure(),
@@ -97,6 +105,7 @@ struct Daemon<'a> {
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
+    operation: Operation,
 }
 
 /// What is to be looked at.
@@ -109,7 +118,12 @@ struct Trigger {
 }
 
 impl<'a> Daemon<'a> {
-    async fn start(config: &'a Config, netlink: Netlink, initial: Vec<Object>) -> Result<Self, RunError> {
+    async fn start(
+        config: &'a Config,
+        netlink: Netlink,
+        initial: Vec<Object>,
+        operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
+    ) -> Result<Self, RunError> {
         let started = Instant::now();
         let facts = netlink.facts().await.map_err(RunError::failed)?;
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
@@ -125,6 +139,7 @@ impl<'a> Daemon<'a> {
         connections::make_directory(&config.conntrack.mapping)?;
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config);
+        let operation = operation(&dataplane)?;
         let lifetime = match config.fail.mode {
             FailMode::Closed => Lifetime::Node,
             FailMode::Open => Lifetime::Daemon,
@@ -148,6 +163,7 @@ impl<'a> Daemon<'a> {
             connections: Connections::new(&config.conntrack.mapping),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
+            operation,
         };
         match daemon.begin(started).await {
             Ok(()) => Ok(daemon),
@@ -201,8 +217,11 @@ impl<'a> Daemon<'a> {
                         return Ok(());
                     }
                     Signal::Statistics => self.report(),
+                    Signal::Reload => self.reload(),
                 },
                 _ = heartbeat.tick() => self.workers_live()?,
+                // Before the source: were it always ready, nobody could look in.
+                next = self.operation.next() => self.operate(next).await,
                 batch = source.next() => {
                     let batch = batch.ok_or_else(|| RunError::Failed(anyhow!("the source is not followed any more; restart penstock")))?;
                     self.change(batch, Instant::now()).await?;
@@ -223,7 +242,10 @@ impl<'a> Daemon<'a> {
             return Ok(());
         }
         let what = summary(&changes);
+        self.operation.progress.times.changes.inc_by(changes.len() as u64);
+        let began = Instant::now();
         let effect = self.objects.apply(changes, &self.facts.addresses);
+        self.operation.progress.times.compile.observe(began.elapsed().as_secs_f64());
         if effect.pods {
             self.read_facts().await;
         }
@@ -292,9 +314,13 @@ impl<'a> Daemon<'a> {
 
     fn publish(&mut self, why: &str, seen: Instant) {
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
+        let (began, policy) = (Instant::now(), self.objects.policy_set());
         let forwarding = self.ports.forwarding(&self.node);
         self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
-        self.dataplane.publish(Snapshot { epoch: self.epoch, policy: self.objects.policy_set(), forwarding });
+        self.operation.progress.published(self.epoch, &policy, self.ports.served(), seen);
+        self.dataplane.publish(Snapshot { epoch: self.epoch, policy, forwarding });
+        self.operation.progress.times.publish.observe(began.elapsed().as_secs_f64());
+        self.operation.progress.follow(&self.dataplane);
         tracing::info!(
             epoch = self.epoch.0,
             pods = self.ports.pods(),
@@ -329,6 +355,7 @@ impl<'a> Daemon<'a> {
         for problem in self.problems.difference(&problems) {
             tracing::info!("no longer so: {problem}");
         }
+        self.operation.progress.note_problems(&problems);
         self.problems = problems;
     }
 

@@ -3,23 +3,30 @@
 //! One thread keeps everything in step: changes of objects (`objects`) and of the network ([`crate::discovery`]) end in
 //! open ports (`ports`) and a published snapshot (`daemon`). The packets are the workers' business alone.
 
+pub mod admin;
 pub mod config;
 mod connections;
 mod daemon;
 pub mod logging;
+mod metrics;
 mod objects;
+mod operation;
 mod ports;
 pub mod preflight;
+mod progress;
 mod report;
+mod samples;
 mod signals;
-mod table;
+pub(crate) mod table;
+mod verdicts;
 mod waiting;
+mod words;
 
 use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
-use config::Config;
+use config::{Config, Layers, Loaded};
 use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
@@ -52,12 +59,12 @@ impl RunError {
     }
 }
 
-/// Runs the service until SIGINT or SIGTERM.
+/// Runs the service until SIGINT or SIGTERM. SIGHUP has the configuration's layers read again.
 ///
 /// Returns once all that it changed on the node is put back, also when it could not start.
-pub fn run(config: &Config) -> Result<(), RunError> {
-    daemon::refuse(preflight::machine(config))?;
-    runtime().map_err(RunError::failed)?.block_on(daemon::run(config))
+pub fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
+    daemon::refuse(preflight::machine(&loaded.config))?;
+    runtime().map_err(RunError::failed)?.block_on(daemon::run(layers, loaded))
 }
 
 /// Looks whether this machine can run this configuration. Changes nothing.

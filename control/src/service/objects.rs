@@ -85,6 +85,16 @@ impl Objects {
         }
     }
 
+    /// Sets the addresses of this node that are configured; they count from the next look at the network on.
+    pub(super) fn set_configured(&mut self, configured: &[IpAddr]) {
+        self.configured = configured.to_vec();
+    }
+
+    /// The policy engine.
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// This node's pods.
     pub(super) fn pods(&self) -> impl Iterator<Item = &Pod> {
         self.pods.values()

@@ -249,6 +249,23 @@ impl Ports {
         served.flat_map(|side| addresses(side).into_iter().map(|address| (address, side.tenant()))).collect()
     }
 
+    /// The port of this pod, and its interface.
+    pub(super) fn port_of(&self, pod: &ObjectKey) -> Option<(PortId, &str)> {
+        let side = self.pods.values().find(|side| side.served && side.last.pod == *pod)?;
+        Some((side.open.id, &side.last.name))
+    }
+
+    /// The pods that are served, each with its port and its addresses.
+    pub(super) fn served(&self) -> impl Iterator<Item = (&ObjectKey, PortId, &BTreeSet<IpAddr>)> {
+        let served = self.pods.values().filter(|side| side.served);
+        served.map(|side| (&side.last.pod, side.open.id, &side.last.addresses))
+    }
+
+    /// The pod behind a port, if it is served.
+    pub(super) fn pod_of(&self, port: PortId) -> Option<&ObjectKey> {
+        self.served().find(|(_, id, _)| *id == port).map(|(pod, ..)| pod)
+    }
+
     /// The forwarding table of the ports that are open.
     pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>) -> Forwarding {
         let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from));

@@ -1,5 +1,8 @@
 //! Can this machine run this configuration? Looked at before anything is touched.
 
+mod interfaces;
+mod kernel;
+
 use std::fmt;
 use std::fs;
 use std::io;
@@ -71,6 +74,7 @@ pub fn machine(config: &Config) -> Vec<Finding> {
         Err(line) => Finding::error(line),
     });
     findings.push(memory(config, available_memory()));
+    findings.extend(kernel::findings(config));
     findings.extend(source(&config.source.location()));
     findings
 }
@@ -93,10 +97,14 @@ fn source(location: &Location) -> Option<Finding> {
 pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     let mut findings = Vec::new();
     for name in &config.uplinks {
-        findings.push(match netlink.link(name.as_str()).await {
-            Ok(found) => uplink(name.as_str(), found.as_ref(), config.umem.frame_size.largest_packet()),
-            Err(error) => Finding::error(format!("uplinks: {name}: {error}; run as root")),
-        });
+        let largest = config.umem.frame_size.largest_packet();
+        match netlink.link(name.as_str()).await {
+            Ok(found) => {
+                findings.push(uplink(name.as_str(), found.as_ref(), largest));
+                findings.extend(found.iter().flat_map(interfaces::uplink));
+            }
+            Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
+        }
     }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
@@ -120,12 +128,13 @@ pub(super) fn pods(config: &Config, facts: &Facts, objects: &Objects) -> Vec<Fin
     });
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
-        true => {
-            Finding::error(format!("uplinks: interface {} is pod {}'s; take it out of the list", port.name, port.pod))
-        }
-        false => Finding::ok(format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu)),
+        true => vec![Finding::error(format!(
+            "uplinks: interface {} is pod {}'s; take it out of the list",
+            port.name, port.pod
+        ))],
+        false => interfaces::pod(port),
     };
-    told.chain(ports.values().map(served)).collect()
+    told.chain(ports.values().flat_map(served)).collect()
 }
 
 /// The cores that workers are to run on, or the line that says why they cannot.

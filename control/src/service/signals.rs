@@ -10,13 +10,16 @@ pub(super) enum Signal {
     End(&'static str),
     /// To print statistics.
     Statistics,
+    /// To read the configuration again.
+    Reload,
 }
 
-/// SIGINT, SIGTERM and SIGUSR1, from the moment of [`Signals::listen`] on.
+/// SIGINT, SIGTERM, SIGUSR1 and SIGHUP, from the moment of [`Signals::listen`] on.
 pub(super) struct Signals {
     interrupt: unix::Signal,
     terminate: unix::Signal,
     user1: unix::Signal,
+    hangup: unix::Signal,
 }
 
 impl Signals {
@@ -25,6 +28,7 @@ impl Signals {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
             user1: signal(SignalKind::user_defined1())?,
+            hangup: signal(SignalKind::hangup())?,
         })
     }
 
@@ -34,6 +38,7 @@ impl Signals {
             _ = self.terminate.recv() => Signal::End("SIGTERM"),
             _ = self.interrupt.recv() => Signal::End("SIGINT"),
             _ = self.user1.recv() => Signal::Statistics,
+            _ = self.hangup.recv() => Signal::Reload,
         }
     }
 }

@@ -86,6 +86,12 @@ impl Hashed {
         key_of(&self.words)
     }
 
+    /// One number for all packets of its connection, in both directions, that says nothing of where it is in the table.
+    pub(super) const fn id(&self) -> u64 {
+        // Odd factors, so that two hashes do not share a number.
+        (self.hash ^ self.hash >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+    }
+
     /// The flow that was prepared.
     pub fn flow(&self) -> Flow {
         self.key().flow(self.orientation)

@@ -159,6 +159,13 @@ impl ConnTable {
         hashed
     }
 
+    /// A number for the connection of a flow, the same for both its directions and for as long as the table lives, and
+    /// for logs: connections of the same ends one after the other have the same. Different ones have different numbers
+    /// but for a chance of one in 2⁶⁴ a pair.
+    pub fn connection_id(&self, flow: &Flow) -> u64 {
+        Hashed::new(&self.seed, flow).id()
+    }
+
     /// Looks at the tags of a prepared flow and asks for the entry that it may be in to be fetched. Never needed, but
     /// it saves [`ConnTable::find`] the wait for memory if enough other work lies between the two.
     #[inline]

@@ -80,6 +80,66 @@ struct Channels {
 
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
+/// What an interface's driver or its stack does with packets beside sending and receiving them; `None` where that is not
+/// told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Offloads {
+    /// TCP segments are cut by the device: longer packets than the MTU come to it.
+    pub tso: Option<bool>,
+    /// Packets are cut just before the device.
+    pub gso: Option<bool>,
+    /// Received packets are merged by the stack.
+    pub gro: Option<bool>,
+    /// Received packets are merged by the device.
+    pub lro: Option<bool>,
+    /// Checksums of received packets are checked by the device.
+    pub rx_checksum: Option<bool>,
+    /// Checksums of sent packets are finished by the device.
+    pub tx_checksum: Option<bool>,
+}
+
+impl Offloads {
+    /// Asks the kernel about an interface of the calling thread's network namespace.
+    pub fn read(name: &str) -> Result<Self, PortError> {
+        let missing = || PortError::NoInterface { interface: name.to_owned() };
+        if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains('\0') {
+            return Err(missing());
+        }
+        let control = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None);
+        let control = control.map_err(|error| PortError::Kernel {
+            interface: name.to_owned(),
+            step: "opening a control socket",
+            source: error.into(),
+        })?;
+        let mut request = Request::new(&control, name);
+        request.is_up().map_err(|_| missing())?;
+        let flags = request.value(ETHTOOL_GFLAGS);
+        Ok(Self {
+            tso: request.value(ETHTOOL_GTSO).map(|value| value != 0),
+            gso: request.value(ETHTOOL_GGSO).map(|value| value != 0),
+            gro: request.value(ETHTOOL_GGRO).map(|value| value != 0),
+            lro: flags.map(|flags| flags & ETH_FLAG_LRO != 0),
+            rx_checksum: request.value(ETHTOOL_GRXCSUM).map(|value| value != 0),
+            tx_checksum: request.value(ETHTOOL_GTXCSUM).map(|value| value != 0),
+        })
+    }
+}
+
+/// `struct ethtool_value` of linux/ethtool.h.
+#[repr(C)]
+struct EthtoolValue {
+    command: u32,
+    data: u32,
+}
+
+const ETHTOOL_GRXCSUM: u32 = 0x14;
+const ETHTOOL_GTXCSUM: u32 = 0x16;
+const ETHTOOL_GTSO: u32 = 0x1e;
+const ETHTOOL_GGSO: u32 = 0x23;
+const ETHTOOL_GFLAGS: u32 = 0x25;
+const ETHTOOL_GGRO: u32 = 0x2b;
+const ETH_FLAG_LRO: u32 = 1 << 15;
+
 /// One `struct ifreq`, used for one question after the other.
 struct Request<'a> {
     control: &'a OwnedFd,
@@ -115,6 +175,14 @@ impl<'a> Request<'a> {
         self.ask(libc::SIOCGIFFLAGS)?;
         // SAFETY: SIOCGIFFLAGS fills this field.
         Ok(i32::from(unsafe { self.ifreq.ifr_ifru.ifru_flags }) & libc::IFF_UP != 0)
+    }
+
+    /// The answer to a question of ethtool that is one number; `None` where there is none.
+    fn value(&mut self, command: u32) -> Option<u32> {
+        let mut value = EthtoolValue { command, data: 0 };
+        self.ifreq.ifr_ifru.ifru_data = (&raw mut value).cast();
+        // The kernel writes the answer into `value`, which the request points to and which outlives the call.
+        self.ask(libc::SIOCETHTOOL).ok().map(|()| value.data)
     }
 
     /// One where the driver does not tell.

@@ -15,7 +15,7 @@ pub use account::FrameAccount;
 pub(crate) use account::{FrameCache, FramePool, Holder, Slot};
 pub use batch::RxBatch;
 pub use error::{PortError, UmemError};
-pub use interface::{InterfaceFacts, largest_mtu};
+pub use interface::{InterfaceFacts, Offloads, largest_mtu};
 pub use memory::MemoryFrames;
 pub use umem::{HugePages, Pages, Umem, UmemConfig};
 pub(crate) use xsk::{Kick, XskQueue, XskStatistics};

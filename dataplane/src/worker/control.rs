@@ -8,7 +8,7 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 
 use super::mailbox::{Command, Mailbox};
 use super::ports::{OpenPort, OpenQueue, PortTable};
-use super::statistics::{PortCounters, Traffic, WorkerCounters};
+use super::statistics::{Depths, PortCounters, Traffic, WorkerCounters};
 use super::{MAX_PORTS, WorkerDied};
 use crate::Snapshot;
 use crate::forward::PortId;
@@ -204,16 +204,21 @@ impl Control {
         }
     }
 
-    pub(super) fn frames(&self) -> Result<FrameAccount, PortError> {
+    pub(super) fn depths(&self) -> Result<Depths, PortError> {
         let holdings = self.ask(self.workers(), |_, done| Command::Count { done })?;
         let pool = self.shared.umem.pool();
-        let mut account = FrameAccount { total: pool.total(), free: pool.available(), fill: 0, in_flight: 0 };
+        let mut frames = FrameAccount { total: pool.total(), free: pool.available(), fill: 0, in_flight: 0 };
+        let mut queues = Vec::new();
         for holding in holdings {
-            account.free += holding.cached;
-            account.fill += holding.fill;
-            account.in_flight += holding.outstanding;
+            frames.free += holding.cached;
+            for queue in holding.queues {
+                frames.fill += queue.receiving;
+                frames.in_flight += queue.sending;
+                queues.push(queue);
+            }
         }
-        account.in_flight += self.shared.mailboxes.iter().map(|mailbox| mailbox.packets.len() as u32).sum::<u32>();
-        Ok(account)
+        let handed_over: Vec<usize> = self.shared.mailboxes.iter().map(|mailbox| mailbox.packets.len()).collect();
+        frames.in_flight += handed_over.iter().sum::<usize>() as u32;
+        Ok(Depths { frames, queues, handed_over })
     }
 }

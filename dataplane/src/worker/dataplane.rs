@@ -17,13 +17,14 @@ use super::ports::PortTable;
 use super::processor::{Judge, Processor};
 use super::run::Worker;
 use super::statistics::{
-    KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
+    Depths, KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
 };
+use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
-use crate::Snapshot;
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
+use crate::{Epoch, Snapshot};
 
 /// A port to be opened.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -55,6 +56,7 @@ pub struct Dataplane {
     retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
+    verdicts: Arc<VerdictLog>,
 }
 
 impl fmt::Debug for Dataplane {
@@ -75,7 +77,14 @@ impl Dataplane {
     /// Maps the UMEM, makes the connection table and starts a worker on each core. Until a snapshot is published nothing passes.
     pub fn start(config: Config) -> Result<Self, StartError> {
         let (mode, on_cut) = (config.mode, config.on_cut);
-        Self::start_with(config, |worker, connections| Judge::new(connections.clone(), mode, on_cut, worker == 0))
+        let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
+        let log = verdicts.clone();
+        let judge = move |worker, connections: &Arc<ConnTable>| {
+            Judge::new(connections.clone(), mode, on_cut, worker, log.clone())
+        };
+        let mut this = Self::start_with(config, judge)?;
+        this.verdicts = verdicts;
+        Ok(this)
     }
 
     pub(super) fn start_with<P: Processor>(
@@ -104,6 +113,7 @@ impl Dataplane {
             retired: Mutex::default(),
             threads: Vec::new(),
             cores: config.cores.clone(),
+            verdicts: Arc::new(VerdictLog::new(0)),
         };
         let (pinned, all_pinned) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
@@ -202,7 +212,24 @@ impl Dataplane {
 
     /// Where all frames are. Exact when no packet moves; workers are asked for it, so that those that sleep wake up.
     pub fn frames(&self) -> Result<FrameAccount, PortError> {
-        self.control().frames()
+        self.depths().map(|depths| depths.frames)
+    }
+
+    /// What waits where; asked of the workers like [`Dataplane::frames`].
+    pub fn depths(&self) -> Result<Depths, PortError> {
+        self.control().depths()
+    }
+
+    /// By worker: the epoch in force on it. No packet that it judges from now on is judged under an older one; packets
+    /// that it judged before may still be on their way out.
+    ///
+    /// A worker that moves packets, or waits for them without sleeping, says so every turn, some microseconds after a
+    /// snapshot was published. One that sleeps takes the newest snapshot when it wakes up, before it looks at a packet:
+    /// what is published is in force on it.
+    pub fn in_force(&self) -> Vec<Epoch> {
+        let published = self.shared.snapshot.load().epoch;
+        let workers = self.shared.mailboxes.iter().zip(&self.shared.counters);
+        workers.map(|(mailbox, counters)| if mailbox.sleeps() { published } else { counters.epoch() }).collect()
     }
 
     /// The same by the frames' holders, for tests: it must agree.
@@ -211,9 +238,19 @@ impl Dataplane {
         self.shared.umem.pool().census()
     }
 
+    /// The cores that the workers are pinned to, by worker.
+    pub fn cores(&self) -> &[CoreId] {
+        &self.cores
+    }
+
     /// The connection table that all workers share.
     pub fn connections(&self) -> &Arc<ConnTable> {
         &self.connections
+    }
+
+    /// What the workers tell of single packets: nothing, until it has a budget.
+    pub fn verdicts(&self) -> &Arc<VerdictLog> {
+        &self.verdicts
     }
 
     /// On which pages the UMEM lies.

@@ -7,7 +7,7 @@ use xsk_rs::FrameDesc;
 use super::control::Shared;
 use super::mailbox::{HandOver, Holdings, Mailbox};
 use super::queue::PortQueue;
-use super::statistics::{PortCounters, WorkerCounters};
+use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use crate::forward::PortId;
 use crate::io::{FrameCache, Holder, Kick, XskQueue};
 use crate::pipeline::{BATCH, Cause};
@@ -91,10 +91,8 @@ impl Desk {
 
     /// Frees a frame and counts its drop for the port that it came in by.
     pub(super) fn drop_frame(&mut self, frame: FrameDesc, ingress: PortId, cause: Cause) {
-        match self.ports.get(ingress.index()).and_then(|entry| entry.counters.as_deref()) {
-            Some(counters) => counters.drop_one(cause),
-            None => self.shared.gone[self.index].drop_one(cause),
-        }
+        let counters = self.ports.get(ingress.index()).and_then(|entry| entry.counters.as_deref());
+        counters.unwrap_or(&self.shared.gone[self.index]).drop_one(cause, frame.lengths().data());
         self.cache.give(frame, self.shared.umem.pool());
     }
 
@@ -239,12 +237,12 @@ impl Desk {
     }
 
     pub(super) fn holdings(&self) -> Holdings {
-        let (mut fill, mut outstanding) = (0, 0);
-        for queue in self.queues.iter().flatten() {
-            fill += queue.xsk.in_fill();
-            outstanding += queue.xsk.outstanding();
-        }
-        Holdings { cached: self.cache.len() as u32, fill, outstanding }
+        let depth = |queue: &PortQueue| QueueDepth {
+            port: queue.port,
+            receiving: queue.xsk.in_fill(),
+            sending: queue.xsk.outstanding(),
+        };
+        Holdings { cached: self.cache.len() as u32, queues: self.queues.iter().flatten().map(depth).collect() }
     }
 
     /// Takes on a port: with queues of its own, or by way of the worker that owns it.

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use xsk_rs::FrameDesc;
 
-use super::statistics::PortCounters;
+use super::statistics::{PortCounters, QueueDepth};
 use crate::forward::PortId;
 use crate::io::XskQueue;
 
@@ -24,11 +24,11 @@ pub(crate) struct HandOver {
 }
 
 /// Where a worker's frames are, by its own books.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Holdings {
     pub(crate) cached: u32,
-    pub(crate) fill: u32,
-    pub(crate) outstanding: u32,
+    /// Of its queues.
+    pub(crate) queues: Vec<QueueDepth>,
 }
 
 /// What the control side asks of a worker. It is done between two turns, when no packet is in the worker's hands.
@@ -107,9 +107,20 @@ impl Mailbox {
         false
     }
 
+    /// Whether the worker sleeps, and so will see at its next packet whatever was published before this call.
+    ///
+    /// Either this fence comes before the worker's in [`Mailbox::get_up`], and then the worker reads afterwards what was
+    /// published, or it comes after, and then this sees that the worker is awake.
+    pub(crate) fn sleeps(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.asleep.load(Ordering::Relaxed)
+    }
+
     /// Announces that the worker is awake.
     pub(crate) fn get_up(&self) {
         self.asleep.store(false, Ordering::Relaxed);
+        // For `Mailbox::sleeps`: between this and whatever the worker reads from now on.
+        fence(Ordering::SeqCst);
         // Empty already unless somebody rang.
         let _ = self.bell.read();
     }

@@ -10,17 +10,21 @@ mod control;
 mod dataplane;
 mod desk;
 mod error;
+mod histogram;
 mod mailbox;
 mod ports;
 mod processor;
 mod queue;
 mod run;
 mod statistics;
+mod verdicts;
 
 pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
-pub use statistics::{KernelDrops, PortStatistics, Statistics, Traffic, WorkerStatistics};
+pub use histogram::Histogram;
+pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
+pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};
 
 /// Most workers of a dataplane.
 pub const MAX_WORKERS: usize = 64;

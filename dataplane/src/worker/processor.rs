@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::verdicts::{Recorder, VerdictLog};
 use crate::Snapshot;
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
@@ -37,6 +38,7 @@ pub(crate) struct Judge {
     /// One moment on both clocks.
     origin: (Instant, Timestamp),
     sweep: Option<Sweep>,
+    recorder: Recorder,
 }
 
 /// The walk over the connection table that removes expired connections.
@@ -53,12 +55,18 @@ const BUSY_STEP: usize = 512;
 const IDLE_STEP: usize = 32_768;
 
 impl Judge {
-    /// One worker sweeps for all: more would only meet each other.
-    pub(crate) fn new(connections: Arc<ConnTable>, mode: Mode, on_cut: OnCut, sweeps: bool) -> Self {
+    /// One worker, the first, sweeps for all: more would only meet each other.
+    pub(crate) fn new(
+        connections: Arc<ConnTable>,
+        mode: Mode,
+        on_cut: OnCut,
+        worker: usize,
+        verdicts: Arc<VerdictLog>,
+    ) -> Self {
         let now = Instant::now();
-        let sweep = sweeps.then(|| Sweep { cursor: SweepCursor::default(), last: now });
+        let sweep = (worker == 0).then(|| Sweep { cursor: SweepCursor::default(), last: now });
         let pipeline = Pipeline::new(connections, mode).on_cut(on_cut);
-        Self { pipeline, origin: (now, Timestamp::now()), sweep }
+        Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
     }
 
     fn timestamp(&self, now: Instant) -> Timestamp {
@@ -76,8 +84,13 @@ impl Processor for Judge {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     ) {
-        let now = self.timestamp(now);
-        self.pipeline.process_batch(snapshot, now, ingress, frames, verdicts, &mut ());
+        let timestamp = self.timestamp(now);
+        if self.recorder.is_on() {
+            self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
+            self.recorder.tell(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
+        } else {
+            self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut ());
+        }
     }
 
     #[inline]

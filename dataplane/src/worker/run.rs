@@ -70,11 +70,17 @@ impl<P: Processor> Worker<P> {
         let mut last_busy = Instant::now();
         let (mut until_tending, mut until_look) = (TEND, 0_u32);
         let mut stalled_sleep = STALLED_SLEEP.0;
+        let mut busy_since: Option<Instant> = None;
         loop {
             if self.desk.mailbox().take_commanded() && !self.obey() {
                 return self.desk.give_up(&mut self.received);
             }
+            // The one look at the clock of a turn: the last turn ends where this one begins.
             let now = Instant::now();
+            if let Some(since) = busy_since.take() {
+                self.desk.counters().busy_turns.note(now.duration_since(since));
+            }
+            self.desk.counters().note_epoch(self.snapshot.load().epoch);
             let turn = self.turn(now, until_look == 0);
             until_tending -= 1;
             // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
@@ -85,6 +91,7 @@ impl<P: Processor> Worker<P> {
             }
             if turn.busy {
                 last_busy = now;
+                busy_since = Some(now);
                 stalled_sleep = STALLED_SLEEP.0;
                 continue;
             }
@@ -131,7 +138,7 @@ impl<P: Processor> Worker<P> {
         let octets: usize = self.received[..count].iter().map(|frame| frame.lengths().data()).sum();
         queue.counters.rx_packets.add(count as u64);
         queue.counters.rx_bytes.add(octets as u64);
-        self.desk.counters().batches.add(1);
+        self.desk.counters().note_batch(count);
         self.desk.note_packets(index);
         for position in 0..count {
             let frame = self.received[position];

@@ -1,17 +1,23 @@
 //! Counters that a worker alone writes and anybody may read.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::histogram::{Durations, Histogram};
 use crate::forward::PortId;
-use crate::io::XskStatistics;
-use crate::pipeline::Cause;
+use crate::io::{FrameAccount, XskStatistics};
+use crate::pipeline::{BATCH, Cause};
+use crate::snapshot::Epoch;
 
 /// A counter with one writer: no locked instruction, since nobody else stores to it.
 #[derive(Default, Debug)]
 pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
+    pub(crate) const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
     #[inline]
     pub(crate) fn add(&self, count: u64) {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
@@ -31,12 +37,14 @@ pub(crate) struct PortCounters {
     pub(crate) rx_bytes: Counter,
     pub(crate) tx_packets: Counter,
     pub(crate) tx_bytes: Counter,
+    dropped_bytes: Counter,
     drops: [Counter; Cause::COUNT],
 }
 
 impl PortCounters {
     #[inline]
-    pub(crate) fn drop_one(&self, cause: Cause) {
+    pub(crate) fn drop_one(&self, cause: Cause, octets: usize) {
+        self.dropped_bytes.add(octets as u64);
         self.drops[cause as usize].add(1);
     }
 }
@@ -52,6 +60,33 @@ pub(crate) struct WorkerCounters {
     pub(crate) answers: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) asleep_nanoseconds: Counter,
+    /// How long turns took in which packets were moved.
+    pub(crate) busy_turns: Durations,
+    batch_sizes: [Counter; BATCH_SIZES],
+    epoch: AtomicU32,
+}
+
+/// Powers of two up to a batch.
+pub(crate) const BATCH_SIZES: usize = BATCH.ilog2() as usize + 1;
+
+impl WorkerCounters {
+    /// Counts a batch of so many packets, of which there is at least one.
+    #[inline]
+    pub(crate) fn note_batch(&self, packets: usize) {
+        self.batches.add(1);
+        self.batch_sizes[(packets.next_power_of_two().ilog2() as usize).min(BATCH_SIZES - 1)].add(1);
+    }
+
+    /// Says that what this worker judges from now on it judges under this epoch or a later one.
+    #[inline]
+    pub(crate) fn note_epoch(&self, epoch: Epoch) {
+        self.epoch.store(epoch.0, Ordering::Release);
+    }
+
+    /// The epoch that was noted last.
+    pub(crate) fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.load(Ordering::Acquire))
+    }
 }
 
 /// Packets, octets and drops; of a port, of a worker, or of all.
@@ -65,12 +100,14 @@ pub struct Traffic {
     pub tx_packets: u64,
     /// Octets of those.
     pub tx_bytes: u64,
+    /// Octets of packets that came in and were dropped.
+    pub dropped_bytes: u64,
     drops: [u64; Cause::COUNT],
 }
 
 impl Default for Traffic {
     fn default() -> Self {
-        Self { rx_packets: 0, rx_bytes: 0, tx_packets: 0, tx_bytes: 0, drops: [0; Cause::COUNT] }
+        Self { rx_packets: 0, rx_bytes: 0, tx_packets: 0, tx_bytes: 0, dropped_bytes: 0, drops: [0; Cause::COUNT] }
     }
 }
 
@@ -95,6 +132,7 @@ impl Traffic {
         self.rx_bytes += counters.rx_bytes.get();
         self.tx_packets += counters.tx_packets.get();
         self.tx_bytes += counters.tx_bytes.get();
+        self.dropped_bytes += counters.dropped_bytes.get();
         for (total, counter) in self.drops.iter_mut().zip(&counters.drops) {
             *total += counter.get();
         }
@@ -105,6 +143,7 @@ impl Traffic {
         self.rx_bytes += other.rx_bytes;
         self.tx_packets += other.tx_packets;
         self.tx_bytes += other.tx_bytes;
+        self.dropped_bytes += other.dropped_bytes;
         for (total, count) in self.drops.iter_mut().zip(&other.drops) {
             *total += count;
         }
@@ -130,12 +169,53 @@ impl KernelDrops {
         self.rx_dropped + self.rx_ring_full
     }
 
+    /// Each count with its name.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
+        [
+            ("rx_dropped", self.rx_dropped),
+            ("rx_ring_full", self.rx_ring_full),
+            ("fill_ring_empty", self.fill_ring_empty),
+            ("invalid_descriptors", self.invalid_descriptors),
+        ]
+        .into_iter()
+    }
+
+    /// Adds those of other sockets.
+    pub fn add_all(&mut self, other: &Self) {
+        self.rx_dropped += other.rx_dropped;
+        self.rx_ring_full += other.rx_ring_full;
+        self.fill_ring_empty += other.fill_ring_empty;
+        self.invalid_descriptors += other.invalid_descriptors;
+    }
+
     pub(crate) fn add(&mut self, statistics: &XskStatistics) {
         self.rx_dropped += statistics.rx_dropped;
         self.rx_ring_full += statistics.rx_ring_full;
         self.fill_ring_empty += statistics.fill_ring_empty;
         self.invalid_descriptors += statistics.invalid_descriptors;
     }
+}
+
+/// How many frames a queue of a port holds at a moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QueueDepth {
+    /// The port.
+    pub port: PortId,
+    /// With the kernel for receiving, or received and not yet read. Full is the ring's size.
+    pub receiving: u32,
+    /// Given to the kernel for sending, and not yet seen to be sent.
+    pub sending: u32,
+}
+
+/// What waits where at a moment.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Depths {
+    /// Where all frames are.
+    pub frames: FrameAccount,
+    /// Of every queue of every open port.
+    pub queues: Vec<QueueDepth>,
+    /// By worker: packets that other workers have handed over to it and that it has not taken yet.
+    pub handed_over: Vec<usize>,
 }
 
 /// One port's figures.
@@ -154,7 +234,7 @@ pub struct PortStatistics {
 }
 
 /// One worker's figures.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WorkerStatistics {
     /// Turns of its loop.
     pub rounds: u64,
@@ -172,6 +252,11 @@ pub struct WorkerStatistics {
     pub asleep: Duration,
     /// How long it has been running.
     pub running: Duration,
+    /// How long turns took in which packets were moved: judged, sent, handed over. Their sum is the time that it was busy.
+    pub busy_turns: Histogram,
+    /// Batches by how many packets they had: of each power of two, from 1 up to [`BATCH`], those with as many or fewer, and
+    /// more than the power before.
+    pub batch_sizes: Vec<u64>,
 }
 
 impl WorkerStatistics {
@@ -193,6 +278,8 @@ impl WorkerStatistics {
             sleeps: counters.sleeps.get(),
             asleep: Duration::from_nanos(counters.asleep_nanoseconds.get()),
             running,
+            busy_turns: counters.busy_turns.read(),
+            batch_sizes: counters.batch_sizes.iter().map(Counter::get).collect(),
         }
     }
 }

@@ -3,12 +3,14 @@
 //! `configs/penstock.toml` shows every key with its default. A problem is told in one line that names file,
 //! line, key, value and mend.
 
+mod layers;
+mod operation;
 mod read;
 mod values;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use penstock_dataplane::conntrack;
 use serde::Deserialize;
@@ -16,6 +18,8 @@ use serde::Deserialize;
 use crate::source::Location;
 use crate::source::api_server::Access;
 
+pub use layers::{Layers, Loaded, differences};
+pub use operation::{Admin, AdminSocket, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
@@ -62,6 +66,29 @@ pub struct Config {
     /// What is logged, and how.
     #[serde(default)]
     pub log: Log,
+    /// The admin API.
+    #[serde(default)]
+    pub admin: Admin,
+    /// Metrics and probes.
+    #[serde(default)]
+    pub metrics: Metrics,
+    /// What is told of single packets.
+    #[serde(default)]
+    pub verdict_log: VerdictLog,
+}
+
+/// The keys of the top level that are no sections.
+const KEYS: [&str; 5] = ["node", "node_addresses", "uplinks", "pod_interfaces", "startup"];
+
+impl Config {
+    /// Has relative paths start at `directory`.
+    fn start_paths_at(&mut self, directory: &Path) {
+        for path in [&mut self.source.manifests, &mut self.source.kubeconfig].into_iter().flatten() {
+            *path = directory.join(&*path);
+        }
+        self.admin.socket.start_at(directory);
+        self.verdict_log.output.start_at(directory);
+    }
 }
 
 /// Where objects come from (`[source]`): exactly one of `manifests`, `kubeconfig` and `in_cluster`.

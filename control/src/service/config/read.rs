@@ -1,12 +1,12 @@
 //! From a file's text to a [`Config`], and from a problem to its line.
 
-use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::conntrack::Timeouts;
-use toml::de::DeTable;
+use toml::de::{DeTable, DeValue};
+use toml::{Table, Value};
 
+use super::layers::{Layers, Override};
 use super::values::{Refused, refused};
 use super::{Config, FailMode, InterfaceName, OnExit, Source};
 
@@ -21,6 +21,14 @@ pub enum ConfigError {
         /// Why.
         error: std::io::Error,
     },
+    /// A key that is set over the file is wrong.
+    #[error("{origin}: {what}")]
+    Overridden {
+        /// The variable or the flag.
+        origin: String,
+        /// Key, value and mend.
+        what: String,
+    },
     /// The file can be read, but a key or its value is wrong.
     #[error("{}:{line}: {what}", .path.display())]
     Wrong {
@@ -33,39 +41,27 @@ pub enum ConfigError {
     },
 }
 
-/// A problem at a place in the text.
+/// A problem of a key.
 struct Problem {
-    at: Range<usize>,
+    /// The key, from the top level down with dots; empty for the whole.
+    key: String,
     what: String,
 }
 
 impl Config {
-    /// Reads and validates the file at `path`.
+    /// Reads and validates the file at `path`, and nothing else.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text =
-            fs::read_to_string(path).map_err(|error| ConfigError::Unreadable { path: path.to_owned(), error })?;
-        Self::parse(&text, path)
+        Layers::none(path).load().map(|loaded| loaded.config)
     }
 
     /// Validates `text`, which is said to come from `path`: relative paths in it start at `path`'s directory.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let mut config =
-            read(text).and_then(|config| config.consistent(text)).map_err(|problem| ConfigError::Wrong {
-                path: path.to_owned(),
-                line: 1 + text.as_bytes()[..problem.at.start.min(text.len())].iter().filter(|&&b| b == b'\n').count(),
-                what: problem.what,
-            })?;
-        if let Some(directory) = path.parent() {
-            for path in [&mut config.source.manifests, &mut config.source.kubeconfig].into_iter().flatten() {
-                *path = directory.join(&*path);
-            }
-        }
-        Ok(config)
+        Layers::none(path).parse(text).map(|loaded| loaded.config)
     }
 
     /// What no single key can tell: that the values fit one another.
-    fn consistent(self, text: &str) -> Result<Self, Problem> {
-        let wrong = |key: &[&str], why: Refused| Err(problem_at(text, key, &why.to_string()));
+    fn consistent(self, values: &Table) -> Result<Self, Problem> {
+        let wrong = |key: &[&str], why: Refused| Err(problem_of(values, key, &why.to_string()));
         let Source { manifests, kubeconfig, context, in_cluster } = &self.source;
         let given =
             [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
@@ -136,61 +132,129 @@ impl Config {
 /// Fewest entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
 
-fn read(text: &str) -> Result<Config, Problem> {
-    let syntax = |error: toml::de::Error| Problem {
-        at: error.span().unwrap_or(0..0),
-        what: format!("not TOML: {}; mend the syntax", one_line(error.message())),
-    };
-    let deserializer = toml::Deserializer::parse(text).map_err(syntax)?;
-    serde_path_to_error::deserialize(deserializer).map_err(|error| {
+/// A file's text, with what is set over it.
+pub(super) struct Text<'a> {
+    pub(super) path: &'a Path,
+    pub(super) text: &'a str,
+    pub(super) overrides: &'a [Override],
+}
+
+impl Text<'_> {
+    /// The text's own keys.
+    pub(super) fn table(&self) -> Result<Table, ConfigError> {
+        self.text.parse::<Table>().map_err(|error| ConfigError::Wrong {
+            path: self.path.to_owned(),
+            line: self.line_of(error.span().map_or(0, |at| at.start)),
+            what: format!("not TOML: {}; mend the syntax", one_line(error.message())),
+        })
+    }
+
+    /// The settings that `values` are: the text's own with what is set over it.
+    pub(super) fn config(&self, values: &Table) -> Result<Config, ConfigError> {
+        let read = read(values).and_then(|config| config.consistent(values));
+        let mut config = read.map_err(|problem| self.told(problem))?;
+        if let Some(directory) = self.path.parent() {
+            config.start_paths_at(directory);
+        }
+        Ok(config)
+    }
+
+    /// A problem with where its key was set: by a variable or a flag, or in a line of the file.
+    fn told(&self, problem: Problem) -> ConfigError {
+        let Problem { key, what } = problem;
+        let sets = |set: &&Override| {
+            let path = set.path.join(".");
+            path == key
+                || key.starts_with(&format!("{path}."))
+                || !key.is_empty() && path.starts_with(&format!("{key}."))
+        };
+        let set = self.overrides.iter().rev().find(sets);
+        match (self.offset_of(&key), set) {
+            // A section that both have: it is the file's, unless the variable names the very key.
+            (None, Some(set)) => ConfigError::Overridden { origin: set.origin.clone(), what },
+            (_, Some(set)) if set.path.join(".") == key => ConfigError::Overridden { origin: set.origin.clone(), what },
+            (at, _) => ConfigError::Wrong { path: self.path.to_owned(), line: self.line_of(at.unwrap_or(0)), what },
+        }
+    }
+
+    fn line_of(&self, offset: usize) -> usize {
+        1 + self.text.bytes().take(offset).filter(|&octet| octet == b'\n').count()
+    }
+
+    /// Where the text has this key, or what is nearest above it.
+    fn offset_of(&self, key: &str) -> Option<usize> {
+        let mut table = DeTable::parse(self.text).ok()?.into_inner();
+        let mut found = None;
+        for part in key.split('.') {
+            let part = part.split('[').next().unwrap_or(part);
+            let Some((name, value)) = table.remove_entry(part) else { return found };
+            found = Some(value.span().start);
+            table = match value.into_inner() {
+                DeValue::Table(inner) => inner,
+                _ => return Some(name.span().start),
+            };
+        }
+        found
+    }
+}
+
+fn read(values: &Table) -> Result<Config, Problem> {
+    serde_path_to_error::deserialize(Value::Table(values.clone())).map_err(|error| {
         let key = error.path().to_string();
         let key = if key == "." { String::new() } else { key };
-        let inner = error.into_inner();
-        let at = inner.span().unwrap_or(0..0);
-        let what = explain(text, &key, at.clone(), inner.message());
-        Problem { at, what }
+        explain(values, key, error.into_inner().message())
     })
 }
 
-/// The line about a key that serde refused.
-fn explain(text: &str, key: &str, at: Range<usize>, message: &str) -> String {
+/// The problem of a key that serde refused.
+fn explain(values: &Table, key: String, message: &str) -> Problem {
     let message = one_line(message);
     if let Some(rest) = message.strip_prefix("unknown field ") {
         let (name, known) = rest.split_once(", ").unwrap_or((rest, "there is none to set here"));
         let known = known.trim_start_matches("expected ").trim_start_matches("one of ").replace('`', "");
         let name = name.trim_matches('`');
-        let parent = key.strip_suffix(name).unwrap_or(key).trim_end_matches('.');
-        let full = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
-        return format!("{full}: unknown key; take it out, or use one of: {known}");
+        let parent = key.strip_suffix(name).unwrap_or(&key).trim_end_matches('.');
+        let key = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
+        return Problem { what: format!("{key}: unknown key; take it out, or use one of: {known}"), key };
     }
     if let Some(name) = message.strip_prefix("missing field ") {
         let dot = if key.is_empty() { "" } else { "." };
-        return format!("{key}{dot}{}: missing; add this key", name.trim_matches('`'));
+        return Problem { what: format!("{key}{dot}{}: missing; add this key", name.trim_matches('`')), key };
     }
-    let value = one_line(text.get(at).unwrap_or_default());
     let message = message
         .strip_prefix("unknown variant ")
         .and_then(|rest| rest.split_once(", expected "))
         .map(|(_, known)| format!("not known; use {}", known.replace('`', "\"")))
-        .unwrap_or(message);
-    format!("{key} = {value}: {message}")
+        .unwrap_or_else(|| message.clone());
+    let value = value_at(values, &key).map_or_else(String::new, |value| one_line(&value.to_string()));
+    Problem { what: format!("{key} = {value}: {message}"), key }
 }
 
-/// The problem `why` of a key that is there, else of the top of the file.
-fn problem_at(text: &str, key: &[&str], why: &str) -> Problem {
-    let found = DeTable::parse(text).ok().and_then(|root| {
-        let (last, tables) = key.split_last()?;
-        let mut table = root.into_inner();
-        for name in tables {
-            let toml::de::DeValue::Table(inner) = table.remove(*name)?.into_inner() else { return None };
-            table = inner;
-        }
-        Some(table.get(*last)?.span())
-    });
+/// The problem `why` of a key that is set, else of one that has its default.
+fn problem_of(values: &Table, key: &[&str], why: &str) -> Problem {
     let key = key.join(".");
-    match found {
-        Some(at) => Problem { what: format!("{key} = {}: {why}", one_line(&text[at.clone()])), at },
-        None => Problem { at: 0..0, what: format!("{key} (default): {why}") },
+    let what = match value_at(values, &key) {
+        Some(value) => format!("{key} = {}: {why}", one_line(&value.to_string())),
+        None => format!("{key} (default): {why}"),
+    };
+    Problem { key, what }
+}
+
+/// The value of a key such as `node_addresses[0]` or `conntrack.timeouts.udp_timeout`.
+fn value_at<'a>(values: &'a Table, key: &str) -> Option<&'a Value> {
+    let mut parts = key.split('.');
+    let mut found = named(values, parts.next()?)?;
+    for part in parts {
+        found = named(found.as_table()?, part)?;
+    }
+    Some(found)
+}
+
+/// The value of one part of a key, which may have an index behind it.
+fn named<'a>(table: &'a Table, part: &str) -> Option<&'a Value> {
+    match part.split_once('[') {
+        None => table.get(part),
+        Some((name, index)) => table.get(name)?.as_array()?.get(index.trim_end_matches(']').parse::<usize>().ok()?),
     }
 }
 

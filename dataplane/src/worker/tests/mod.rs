@@ -1,5 +1,6 @@
 //! Workers on real veth pairs. These tests need root; each has a network namespace of its own.
 
+mod epochs;
 mod forwarding;
 mod joined;
 mod lifecycle;

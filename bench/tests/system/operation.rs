@@ -1,0 +1,410 @@
+//! A running daemon can be looked into: what it tells of itself is what real packets did.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
+use penstock_bench::testbed::{Namespace, Scratch, penstock_binary};
+use penstock_control::service::admin::client::Client;
+use penstock_control::service::admin::types::{Flows, FlowsQuery, Pod, Status};
+use serde_json::Value;
+
+use crate::fixture::{World, pods, policy};
+
+const LIMIT: Duration = Duration::from_secs(5);
+const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9469);
+
+/// Allows TCP to one port of `test/pod-1`, from everyone.
+fn only_port(port: u16) -> String {
+    policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n"))
+}
+
+/// A world whose daemon can be asked, and where.
+struct Open {
+    world: World,
+    socket: PathBuf,
+    files: Scratch,
+}
+
+impl Open {
+    fn start(yaml: &str, sections: &str) -> Self {
+        let files = Scratch::new().unwrap();
+        let socket = files.path().join("admin.sock");
+        let sections = sections.replace("FILES", &files.path().display().to_string());
+        let world = World::of(yaml, |_, config| {
+            config.admin = Some(socket.clone());
+            config.metrics = Some(METRICS);
+            config.sections.push_str(&sections);
+        });
+        Self { world, socket, files }
+    }
+
+    fn status(&self) -> Status {
+        Client::new(&self.socket).unwrap().get("/v1/status", &()).unwrap()
+    }
+
+    fn flows(&self, query: &FlowsQuery) -> Flows {
+        Client::new(&self.socket).unwrap().get("/v1/flows", query).unwrap()
+    }
+
+    fn command(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(penstock_binary().unwrap());
+        command.args(arguments).arg("--socket").arg(&self.socket).env("NO_COLOR", "1");
+        command.output().unwrap()
+    }
+
+    fn print(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Status line and body of a page of the metrics' port.
+    fn page(&self, path: &str) -> (String, String) {
+        http(self.world.cluster.node.namespace(), path)
+    }
+
+    /// All samples, by name and labels.
+    fn metrics(&self) -> BTreeMap<String, f64> {
+        let (status, text) = self.page("/metrics");
+        assert!(status.contains(" 200 "), "{status}");
+        assert!(text.ends_with("# EOF\n"), "{text}");
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let pair = |line: &str| {
+            let (name, value) = line.rsplit_once(' ').expect(line);
+            (name.to_owned(), value.parse().expect(line))
+        };
+        samples.map(pair).collect()
+    }
+
+    fn denied(&self) -> Outcome {
+        let (client, target) = (self.world.site("test/pod-0"), self.world.target("test/pod-1", false));
+        probe::run_one(client, target, Protocol::Tcp(9090), Patience::default()).unwrap()
+    }
+}
+
+fn http(namespace: &Namespace, path: &str) -> (String, String) {
+    let request = format!("GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n");
+    let answer = namespace.run(|| {
+        let mut stream = TcpStream::connect_timeout(&METRICS, LIMIT).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    });
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    assert!(!head.to_ascii_lowercase().contains("transfer-encoding"), "{head}");
+    (head.lines().next().unwrap().to_owned(), body.to_owned())
+}
+
+fn pod<'a>(status: &'a Status, name: &str) -> &'a Pod {
+    status.pods.iter().find(|pod| pod.pod == name).expect("a pod of this name")
+}
+
+/// The sum of all samples of a family whose labels have all of these.
+fn sum(metrics: &BTreeMap<String, f64>, family: &str, labels: &[&str]) -> f64 {
+    let of = |name: &&String| {
+        let (own, rest) = name.split_once('{').unwrap_or((name, ""));
+        own == family && labels.iter().all(|label| rest.contains(label))
+    };
+    metrics.keys().filter(of).map(|name| metrics[name]).sum()
+}
+
+fn wait_for<T>(mut look: impl FnMut() -> Option<T>, what: &str) -> T {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn status_flows_and_metrics_tell_what_packets_did() {
+    let open = Open::start(&(pods(2) + &only_port(8080)), "");
+    let client = open.world.site("test/pod-0");
+    let flow = Flow::open(&client.namespace, open.world.target("test/pod-1", false), 8080, LIMIT).unwrap();
+    flow.wait_for(2_000, LIMIT).unwrap();
+    assert_eq!(open.denied(), Outcome::Silent);
+
+    let status = open.status();
+    assert!(status.in_force, "{status:?}");
+    assert!(status.workers.iter().all(|worker| worker.epoch == status.published && worker.busy > 0.0), "{status:?}");
+    for name in ["test/pod-0", "test/pod-1"] {
+        let pod = pod(&status, name);
+        assert!(pod.enforced && pod.published == Some(status.published) && pod.interface.is_some(), "{pod:?}");
+        assert_eq!(pod.connections > 0, name == "test/pod-0", "who opens a connection has it: {pod:?}");
+        let port = status.ports.iter().find(|port| port.pod.as_deref() == Some(name)).unwrap();
+        assert!(port.rate.rx_packets > 100.0 && port.total.tx_bytes > 100_000, "{port:?}");
+        assert!(port.queue.receiving > 0 && port.queue.size >= port.queue.receiving, "{port:?}");
+    }
+    assert_eq!(status.drops.get("ingress_denied"), Some(&3), "three attempts: {:?}", status.drops);
+    let frames = status.frames;
+    assert_eq!(status.source["pods"].objects, 2);
+
+    let established =
+        FlowsQuery { end: Some("test/pod-1".into()), state: Some("established".into()), ..Default::default() };
+    let flows = open.flows(&established);
+    assert_eq!((flows.matching, flows.flows.len()), (1, 1), "{flows:?}");
+    let found = &flows.flows[0];
+    assert_eq!((found.from.name.as_deref(), found.to.name.as_deref()), (Some("test/pod-0"), Some("test/pod-1")));
+    assert_eq!((found.to.port, found.protocol.as_str(), found.egress.as_str()), (8080, "TCP", "open"));
+    assert!(found.ingress.starts_with("test-ingress-only-0"), "{found:?}");
+    assert_eq!(open.flows(&FlowsQuery { protocol: Some("SCTP".into()), ..Default::default() }).matching, 0);
+
+    let metrics = open.metrics();
+    assert_eq!(sum(&metrics, "penstock_drops_total", &["cause=\"ingress_denied\""]), 3.0);
+    assert_eq!(sum(&metrics, "penstock_port_drops_total", &["pod=\"pod-0\"", "ingress_denied"]), 3.0);
+    assert!(sum(&metrics, "penstock_packets_total", &["forwarded"]) >= 4_000.0);
+    assert!(sum(&metrics, "penstock_port_bytes_total", &["pod=\"pod-1\"", "ingress", "forwarded"]) > 100_000.0);
+    assert_eq!(sum(&metrics, "penstock_connections", &["state=\"ESTABLISHED\""]), 1.0);
+    assert_eq!(sum(&metrics, "penstock_umem_capacity_frames", &[]), f64::from(frames.total));
+    let turns = sum(&metrics, "penstock_worker_turn_seconds_count", &[]);
+    assert!(turns >= 1_000.0 && sum(&metrics, "penstock_worker_busy_seconds_total", &[]) > 0.0, "{turns}");
+    assert!(sum(&metrics, "penstock_enforced_seconds_count", &[]) >= 1.0);
+    assert_eq!(sum(&metrics, "penstock_source_synced", &[]), 4.0);
+    assert_eq!(open.page("/healthz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
+    assert_eq!(open.page("/readyz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
+}
+
+#[test]
+fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total() {
+    let open = Open::start(&pods(1), "");
+    let (_, text) = open.page("/metrics");
+    let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut helped = Vec::new();
+    for line in text.lines().filter(|line| *line != "# EOF") {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
+            assert!(!help.is_empty() && !helped.contains(&name), "{line}");
+            helped.push(name);
+        } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+            assert!(kinds.insert(name, kind).is_none() && helped.contains(&name), "{line}");
+            assert!(
+                name.starts_with("penstock_") && name.bytes().all(|octet| octet.is_ascii_lowercase() || octet == b'_'),
+                "{line}"
+            );
+        } else {
+            let name = line.split(['{', ' ']).next().unwrap();
+            let suffixes = ["_total", "_bucket", "_sum", "_count", ""];
+            let family = suffixes.iter().find_map(|suffix| Some((*kinds.get(name.strip_suffix(suffix)?)?, *suffix)));
+            let (kind, suffix) = family.unwrap_or_else(|| panic!("no family: {line}"));
+            match kind {
+                "counter" => assert_eq!(suffix, "_total", "{line}"),
+                "gauge" => assert_eq!(suffix, "", "{line}"),
+                "histogram" => assert!(["_bucket", "_sum", "_count"].contains(&suffix), "{line}"),
+                other => panic!("{other}: {line}"),
+            }
+            assert!(line.rsplit(' ').next().unwrap().parse::<f64>().is_ok(), "{line}");
+        }
+    }
+    assert!(kinds.len() > 40, "{}", kinds.len());
+    // What the dashboard asks for is there: every name that it uses is a family's, with a suffix that its samples have.
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/grafana/penstock.json");
+    let dashboard = std::fs::read_to_string(path).unwrap();
+    serde_json::from_str::<Value>(&dashboard).unwrap();
+    let asked: Vec<&str> = dashboard
+        .match_indices("penstock_")
+        .map(|(at, _)| {
+            let rest = &dashboard[at..];
+            &rest[..rest.find(|c: char| !(c.is_ascii_lowercase() || c == '_')).unwrap_or(rest.len())]
+        })
+        .collect();
+    assert!(asked.len() > 20, "{asked:?}");
+    for name in asked {
+        let is_there = kinds.iter().any(|(family, kind)| match *kind {
+            "counter" => name == format!("{family}_total"),
+            "histogram" => ["_bucket", "_sum", "_count"].iter().any(|suffix| name == format!("{family}{suffix}")),
+            _ => name == *family,
+        });
+        assert!(is_there, "the dashboard asks for {name}");
+    }
+}
+
+#[test]
+fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force() {
+    let open = Open::start(&(pods(2) + &only_port(8080)), "");
+    let before = open.status();
+    open.world.save("all.yaml", &(pods(2) + &only_port(9090)));
+    let after = wait_for(
+        || {
+            let status = open.status();
+            (status.published > before.published && status.in_force).then_some(status)
+        },
+        "the change is in force",
+    );
+    let (first, second) = (pod(&after, "test/pod-0"), pod(&after, "test/pod-1"));
+    assert_eq!(first.changed, pod(&before, "test/pod-0").changed, "its own rules are as they were");
+    assert_eq!(second.changed, Some(after.published), "{second:?}");
+    assert!(first.enforced && second.enforced, "{after:?}");
+    // A pod without an interface has no network, and is told with what it waits for.
+    let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
+    open.world.save("all.yaml", &(pods(2) + &lost));
+    let told = wait_for(|| open.status().pods.into_iter().find(|pod| pod.pod == "test/lost"), "the pod is told");
+    assert!(!told.enforced && told.interface.is_none(), "{told:?}");
+    assert!(told.waiting.as_deref().is_some_and(|waiting| waiting.contains("no host route to")), "{told:?}");
+    assert!(open.print(&["status"]).contains("no network: pod test/lost: no host route to 10.244.1.99"));
+}
+
+#[test]
+fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
+    let open = Open::start(&(pods(2) + &only_port(8080)), "");
+    let client = open.world.site("test/pod-0");
+    let flow = Flow::open(&client.namespace, open.world.target("test/pod-1", true), 8080, LIMIT).unwrap();
+    flow.wait_for(100, LIMIT).unwrap();
+
+    let status = open.print(&["status"]);
+    assert!(status.contains("is in force on every worker") && status.contains("test/pod-1"), "{status}");
+    let json: Value = serde_json::from_str(&open.print(&["status", "--json"])).unwrap();
+    assert_eq!(json["node"], "node");
+    let flows = open.print(&["flows", "--pod", "test/pod-0", "--protocol", "tcp"]);
+    assert!(
+        flows.contains("test/pod-1 [fd00:10:244:1::11]:8080  ESTABLISHED") && flows.contains("1 connections"),
+        "{flows}"
+    );
+    let explain = ["explain", "--live", "--from", "test/pod-0", "--to", "test/pod-1", "--port"];
+    let allowed = open.print(&[&explain[..], &["8080/TCP"]].concat());
+    assert!(
+        allowed.starts_with("allowed: test/pod-0 (10.244.1.10) -> test/pod-1") && allowed.contains("by snapshot "),
+        "{allowed}"
+    );
+    assert!(open.print(&[&explain[..], &["9090/TCP"]].concat()).starts_with("denied: "));
+
+    let bundle = open.files.path().join("dump.tar.gz");
+    open.print(&["dump", bundle.to_str().unwrap()]);
+    let listed = Command::new("tar").arg("tzf").arg(&bundle).output().unwrap();
+    let mut names: Vec<String> = String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect();
+    names.sort();
+    let expected = [
+        "config.toml",
+        "flows.json",
+        "log.txt",
+        "metrics.txt",
+        "policy.json",
+        "preflight.txt",
+        "status.json",
+        "versions.txt",
+    ];
+    assert_eq!(names, expected.map(|name| format!("penstock-dump/{name}")));
+    let log = Command::new("tar").arg("xzOf").arg(&bundle).arg("penstock-dump/log.txt").output().unwrap();
+    assert!(String::from_utf8_lossy(&log.stdout).contains("ready: 2 pods"), "the log is in it");
+
+    for (arguments, told) in [
+        (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
+        (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
+        (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
+        (&["top"], "standard output is no terminal: use penstock status"),
+    ] {
+        let output = open.command(arguments);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            output.status.code() == Some(2) && error.contains(told) && error.lines().count() == 1,
+            "{arguments:?}: {error}"
+        );
+    }
+    // Its socket goes with it.
+    let socket = open.socket.clone();
+    let (status, log) = open.world.daemon.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+    assert!(!socket.exists());
+    let output = Command::new(penstock_binary().unwrap()).args(["status", "--socket"]).arg(&socket).output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && error.contains("no daemon listens there"), "{error}");
+}
+
+#[test]
+fn the_verdict_log_names_pods_and_rules_keeps_to_its_budget_and_counts_the_rest() {
+    let log = "[verdict_log]\noutput = \"FILES/verdicts.jsonl\"\neach_second = 2\nopened = true\n";
+    let open = Open::start(&(pods(2) + &only_port(8080)), log);
+    let (client, target) = (open.world.site("test/pod-0"), open.world.target("test/pod-1", false));
+    let allowed = probe::run_one(client, target, Protocol::Tcp(8080), Patience::default()).unwrap();
+    assert_eq!(allowed, Outcome::Reached);
+    // Each attempt is a SYN that is denied; those beyond two in a second are counted, not told.
+    for _ in 0..5 {
+        assert_eq!(open.denied(), Outcome::Silent);
+    }
+    let file = open.files.path().join("verdicts.jsonl");
+    let lines = || -> Vec<Value> {
+        let text = std::fs::read_to_string(&file).unwrap_or_default();
+        text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
+    };
+    let told = wait_for(
+        || {
+            let lines = lines();
+            let denied = lines.iter().filter(|line| line["outcome"] == "ingress_denied").count();
+            (denied >= 2 && lines.iter().any(|line| line["outcome"] == "opened")).then_some(lines)
+        },
+        "both outcomes are told",
+    );
+    let opened = told.iter().find(|line| line["outcome"] == "opened" && line["dst"]["port"] == 8080).unwrap();
+    assert_eq!((&opened["src"]["name"], &opened["dst"]["name"]), (&"test/pod-0".into(), &"test/pod-1".into()));
+    assert_eq!(opened["policy"]["ingress"], "test-ingress-only-0");
+    let denied = told.iter().find(|line| line["outcome"] == "ingress_denied").unwrap();
+    assert_eq!(denied["policy"]["ingress"], "denied");
+    assert_eq!(denied["ingress"]["pod"], "test/pod-0");
+    assert!(denied["connection"].as_str().is_some_and(|id| id.len() == 16), "{denied}");
+
+    let dropped = open.status().drops["ingress_denied"];
+    let suppressed = || open.metrics()["penstock_verdict_log_suppressed_total{outcome=\"ingress_denied\"}"] as u64;
+    let written = || lines().iter().filter(|line| line["outcome"] == "ingress_denied").count() as u64;
+    wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is told or counted");
+    // A second's budget may begin anew between any two attempts.
+    assert!(dropped == 15 && suppressed() > 0, "{dropped} dropped, {} suppressed", suppressed());
+    let counted: u64 = lines().iter().filter_map(|line| line["suppressed"]["ingress_denied"].as_u64()).sum();
+    assert_eq!(counted, suppressed(), "the log says so itself");
+}
+
+#[test]
+fn a_hangup_takes_in_what_can_change_and_tells_what_cannot() {
+    let open = Open::start(&(pods(2) + &only_port(8080)), "");
+    let daemon = &open.world.daemon;
+    let text = std::fs::read_to_string(daemon.config()).unwrap();
+    let file = open.files.path().join("verdicts.jsonl");
+    let changed = text.replace("64MiB", "65MiB")
+        + &format!("[verdict_log]\noutput = \"{}\"\n[log]\nlevel = \"debug\"\n", file.display());
+    std::fs::write(daemon.config(), changed).unwrap();
+    let seen = daemon.log().len();
+    daemon.signal(Signal::SIGHUP).unwrap();
+    let told = daemon.log().wait_for_after(seen, "configuration read again: ", LIMIT).unwrap();
+    assert!(told.contains("log.level, verdict_log.output"), "{told}");
+    let kept = daemon.log().wait_for_after(seen, "restart penstock", LIMIT).unwrap();
+    assert!(kept.contains("umem.memory"), "{kept}");
+    assert_eq!(open.denied(), Outcome::Silent);
+    wait_for(|| std::fs::read_to_string(&file).unwrap().contains("ingress_denied").then_some(()), "the log is written");
+
+    std::fs::write(daemon.config(), "node = 7\n").unwrap();
+    let seen = daemon.log().len();
+    daemon.signal(Signal::SIGHUP).unwrap();
+    let told = daemon.log().wait_for_after(seen, "all stays as it is", LIMIT).unwrap();
+    assert!(told.contains("node = 7"), "{told}");
+    assert!(open.status().in_force);
+}
+
+#[test]
+fn a_second_daemon_is_refused_the_socket_of_a_live_one_and_a_killed_ones_is_replaced() {
+    let open = Open::start(&pods(1), "");
+    let text = std::fs::read_to_string(open.world.daemon.config()).unwrap();
+    let node = Namespace::new("other").unwrap();
+    let other =
+        penstock_bench::testbed::Daemon::launch(&node, &text, penstock_bench::testbed::Privileges::All).unwrap();
+    let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
+    assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
+    assert!(log.iter().any(|line| line.contains("a daemon listens there already")), "{}", log.join("\n"));
+    open.world.daemon.signal(Signal::SIGKILL).unwrap();
+    wait_for(|| std::os::unix::net::UnixStream::connect(&open.socket).is_err().then_some(()), "it is dead");
+    assert!(open.socket.exists(), "nobody has removed it");
+    let config = penstock_bench::testbed::DaemonConfig {
+        admin: Some(open.socket.clone()),
+        ..penstock_bench::testbed::DaemonConfig::new("node", &open.world.manifests)
+    };
+    let again = penstock_bench::testbed::Daemon::start(open.world.cluster.node.namespace(), &config).unwrap();
+    assert_eq!(open.status().process, again.id().as_raw() as u32);
+    again.stop().unwrap();
+}

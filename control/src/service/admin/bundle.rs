@@ -1,0 +1,45 @@
+//! The files of a support bundle.
+
+use serde::Serialize;
+
+use super::answer::View;
+use super::routes::pretty;
+use super::types::{Dump, DumpFile};
+use crate::service::logging;
+use crate::service::metrics::{self, Collected};
+use crate::service::preflight::Finding;
+
+impl View<'_> {
+    /// All that is known, but the connections. `config` is what was read, `findings` what preflight says now.
+    ///
+    /// No file of it holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables
+    /// speak of objects by name.
+    pub(in crate::service) fn dump(&self, config: &toml::Table, findings: &[Finding]) -> Dump {
+        let text = |name: &str, content: String| DumpFile { name: name.to_owned(), content };
+        let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
+        Dump {
+            files: vec![
+                text("versions.txt", versions()),
+                text("config.toml", config.to_string()),
+                file("status.json", &self.status()),
+                text("policy.json", crate::cli::render::json(self.objects.engine())),
+                text("metrics.txt", metrics::encode(Collected::new(self))),
+                text("preflight.txt", preflight.collect()),
+                text("log.txt", logging::recent()),
+            ],
+        }
+    }
+}
+
+/// A file with this value as JSON.
+pub(super) fn file(name: &str, value: &impl Serialize) -> DumpFile {
+    DumpFile { name: name.to_owned(), content: pretty(value) + "\n" }
+}
+
+fn versions() -> String {
+    let kernel = nix::sys::utsname::uname().map(|name| {
+        let part = |part: &std::ffi::OsStr| part.to_string_lossy().into_owned();
+        format!("{} {} {}", part(name.sysname()), part(name.release()), part(name.machine()))
+    });
+    format!("penstock {}\n{}\n", env!("CARGO_PKG_VERSION"), kernel.unwrap_or_else(|error| format!("no uname: {error}")))
+}

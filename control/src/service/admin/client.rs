@@ -1,0 +1,96 @@
+//! The commands' end of the admin API.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Request, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+
+use super::types::Problem;
+
+/// Where the daemon listens unless it is told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/penstock/admin.sock";
+/// How long an answer may take: a bundle of a large node takes seconds.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// Nobody is there.
+    #[error("{}: no daemon listens there ({source}); start one (penstock run), or give its socket with --socket (the key admin.socket of its configuration)", .path.display())]
+    NoDaemon {
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The daemon refuses.
+    #[error("{0}")]
+    Refused(String),
+    /// Somebody is there, but no answer came, or none that can be read.
+    #[error("{}: {what}", .path.display())]
+    Failed {
+        /// Where.
+        path: PathBuf,
+        /// What happened.
+        what: String,
+    },
+}
+
+/// A way to ask one daemon.
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+}
+
+impl Client {
+    /// For the daemon that listens at `socket`. Nothing is connected yet.
+    pub fn new(socket: &Path) -> io::Result<Self> {
+        Ok(Self { socket: socket.to_owned(), runtime: Builder::new_current_thread().enable_all().build()? })
+    }
+
+    /// Asks for `path` with `query`'s fields, and reads the answer.
+    pub fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, AskError> {
+        let query = serde_urlencoded::to_string(query).map_err(|error| self.failed(error.to_string()))?;
+        let (status, body) = self.runtime.block_on(async {
+            tokio::time::timeout(PATIENCE, self.exchange(&format!("{path}?{query}")))
+                .await
+                .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", PATIENCE.as_secs()))))
+        })?;
+        if status != StatusCode::OK {
+            let told = serde_json::from_slice::<Problem>(&body).map(|problem| problem.error);
+            let told = told.unwrap_or_else(|_| format!("HTTP status {status}; is it a penstock daemon?"));
+            return Err(AskError::Refused(told));
+        }
+        serde_json::from_slice(&body).map_err(|error| {
+            self.failed(format!("the answer cannot be read ({error}); use the penstock that the daemon runs"))
+        })
+    }
+
+    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), AskError> {
+        let stream = UnixStream::connect(&self.socket).await;
+        let stream = stream.map_err(|source| AskError::NoDaemon { path: self.socket.clone(), source })?;
+        let failed = |error: hyper::Error| self.failed(error.to_string());
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
+        let connection = tokio::spawn(connection);
+        let request = Request::get(target).header(header::HOST, "penstock").body(Empty::<Bytes>::new());
+        let request = request.map_err(|error| self.failed(error.to_string()))?;
+        let response = sender.send_request(request).await.map_err(failed)?;
+        let status = response.status();
+        let body = response.into_body().collect().await.map_err(failed)?.to_bytes();
+        connection.abort();
+        Ok((status, body))
+    }
+
+    fn failed(&self, what: String) -> AskError {
+        AskError::Failed { path: self.socket.clone(), what }
+    }
+}

@@ -1,0 +1,55 @@
+//! The admin API: HTTP with JSON over a unix socket, read-only, for the commands and for scripts.
+//!
+//! | path | answer |
+//! |---|---|
+//! | `/v1/status` | [`types::Status`] |
+//! | `/v1/flows` | [`types::Flows`]; query: [`types::FlowsQuery`] |
+//! | `/v1/explain` | [`types::Explanation`]; query: [`types::ExplainQuery`] |
+//! | `/v1/dump` | [`types::Dump`] |
+//!
+//! The daemon's loop has the state and answers between two of its own steps; nothing here is shared with the workers but
+//! their counters, and no lock is. What takes long, going through the connection table, is done on a thread of its own.
+
+mod answer;
+mod bundle;
+pub mod client;
+mod question;
+mod routes;
+mod socket;
+pub mod types;
+
+use std::path::Path;
+
+use tokio::net::UnixListener;
+
+pub(super) use answer::{View, identifier, kind};
+pub(super) use question::{Asker, Question, Questions, channel};
+pub(super) use socket::SocketError;
+use socket::SocketFile;
+
+/// A socket that is listened on and not served yet.
+pub(super) struct Admin {
+    listener: UnixListener,
+    file: SocketFile,
+}
+
+/// A socket that is served. It is removed, and its path free, when this is dropped.
+pub(super) struct Served {
+    _file: SocketFile,
+}
+
+impl Admin {
+    /// Listens at `path`.
+    pub(super) fn listen(path: &Path) -> Result<Self, SocketError> {
+        let (listener, file) = socket::listen(path)?;
+        // What is explained goes to another process's terminal, if to any.
+        owo_colors::set_override(false);
+        Ok(Self { listener, file })
+    }
+
+    /// Serves it from the current runtime.
+    pub(super) fn serve(self, asker: Asker) -> Served {
+        tokio::spawn(routes::serve(self.listener, asker));
+        Served { _file: self.file }
+    }
+}

@@ -1,0 +1,109 @@
+//! What of the kernel and its limits matters: version, bpffs, locked memory.
+
+use std::path::Path;
+
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+
+use super::{Finding, effective_capabilities};
+use crate::service::config::{Config, FailMode, OnExit};
+
+/// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
+const LEAST: (u32, u32) = (5, 10);
+/// The first kernel that sends more than 32 packets at a wake-up if it is told to (`XDP_MAX_TX_SKB_BUDGET`).
+const BUDGET: (u32, u32) = (6, 17);
+/// CAP_IPC_LOCK: locked memory is not limited.
+const IPC_LOCK: u32 = 14;
+
+/// Looks at all of it.
+pub(super) fn findings(config: &Config) -> Vec<Finding> {
+    let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
+    let mut findings = vec![version(&release.unwrap_or_default())];
+    if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
+        let root = Path::new("/sys/fs/bpf");
+        let mounted = statfs(root).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC);
+        findings.push(bpffs(mounted, effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
+    }
+    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.octets());
+    let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
+    let unlimited = effective_capabilities() >> IPC_LOCK & 1 == 1 || limit == RLIM_INFINITY;
+    findings.push(memlock(frames, (!unlimited).then_some(limit)));
+    findings
+}
+
+fn version(release: &str) -> Finding {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
+    match (numbers.next().flatten(), numbers.next().flatten()) {
+        (Some(major), Some(minor)) if (major, minor) < LEAST => Finding::error(format!(
+            "kernel {release}: its AF_XDP sockets cannot share memory between interfaces; use 5.10 or later"
+        )),
+        (Some(major), Some(minor)) if (major, minor) < BUDGET => Finding::warning(format!(
+            "kernel {release}: sends at most 32 packets at a wake-up, which costs bulk traffic; 6.17 or later sends more"
+        )),
+        (Some(_), Some(_)) => Finding::ok(format!("kernel {release}")),
+        _ => Finding::warning(format!("kernel {release:?}: not a version that is understood; 5.10 or later is needed")),
+    }
+}
+
+fn bpffs(mounted: bool, may_mount: bool) -> Finding {
+    match (mounted, may_mount) {
+        (true, _) => Finding::ok("/sys/fs/bpf: a BPF file system"),
+        (false, true) => Finding::ok("/sys/fs/bpf: no BPF file system yet; it will be mounted"),
+        (false, false) => Finding::error(
+            "/sys/fs/bpf: no BPF file system, which fail.mode = \"closed\" needs; mount it (mount -t bpf bpf /sys/fs/bpf)",
+        ),
+    }
+}
+
+/// The UMEM counts against the limit of whoever registers it (`xdp_umem_account_pages` in net/xdp/xdp_umem.c).
+fn memlock(frames: u64, limit: Option<u64>) -> Finding {
+    match limit {
+        Some(limit) if limit < frames => Finding::error(format!(
+            "RLIMIT_MEMLOCK: {} MiB, and umem needs {} MiB; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity), or grant CAP_IPC_LOCK",
+            limit >> 20,
+            frames >> 20
+        )),
+        Some(limit) => Finding::ok(format!("RLIMIT_MEMLOCK: {} MiB", limit >> 20)),
+        None => Finding::ok("RLIMIT_MEMLOCK: not limited"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::service::preflight::Level;
+
+    #[test]
+    fn a_kernel_that_is_too_old_is_refused_and_one_that_lacks_something_warned_about() {
+        for (release, level, told) in [
+            ("4.19.0-27-amd64", Level::Error, "kernel 4.19.0-27-amd64: its AF_XDP sockets cannot share"),
+            ("5.9.16", Level::Error, "kernel 5.9.16: "),
+            ("5.10.0-28-amd64", Level::Warning, "kernel 5.10.0-28-amd64: sends at most 32 packets"),
+            ("6.17.1", Level::Ok, "kernel 6.17.1"),
+            ("7.0-rc1", Level::Ok, "kernel 7.0-rc1"),
+            ("unknown", Level::Warning, "kernel \"unknown\": not a version"),
+        ] {
+            let found = version(release);
+            assert_eq!(found.level, level, "{found:?}");
+            assert!(found.line.starts_with(told), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn locked_memory_must_hold_the_frames() {
+        assert_eq!(memlock(256 << 20, Some(8 << 20)).level, Level::Error);
+        assert!(
+            memlock(256 << 20, Some(8 << 20)).line.starts_with("RLIMIT_MEMLOCK: 8 MiB, and umem needs 256 MiB; raise")
+        );
+        assert_eq!(memlock(256 << 20, Some(256 << 20)).level, Level::Ok);
+        assert_eq!(memlock(256 << 20, None).level, Level::Ok);
+    }
+
+    #[test]
+    fn a_bpf_file_system_that_can_neither_be_found_nor_mounted_is_an_error() {
+        assert_eq!(
+            [bpffs(true, false), bpffs(false, true), bpffs(false, false)].map(|found| found.level),
+            [Level::Ok, Level::Ok, Level::Error]
+        );
+    }
+}

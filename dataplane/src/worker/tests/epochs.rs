@@ -1,0 +1,101 @@
+//! What is said to be in force is what packets are judged under.
+
+use std::sync::atomic::{AtomicBool, AtomicU32};
+
+use super::net::{Raw, frame, in_namespace, veth};
+use super::*;
+use crate::Epoch;
+
+fn snapshot(epoch: u32) -> Snapshot {
+    Snapshot { epoch: Epoch(epoch), ..Snapshot::default() }
+}
+
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[test]
+fn what_is_published_is_in_force_at_once_on_workers_that_sleep() {
+    in_namespace(|| {
+        let bench = Bench::start(config(&[0, 1]));
+        wait_until("both sleep", || bench.dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
+        for epoch in 1..100 {
+            bench.dataplane.publish(snapshot(epoch));
+            // One that was just getting up may take the rest of its turn.
+            wait_until("in force", || bench.dataplane.in_force() == [Epoch(epoch); 2]);
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_never_sleeps_says_so_every_turn() {
+    in_namespace(|| {
+        let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
+        for epoch in 1..50 {
+            bench.dataplane.publish(snapshot(epoch));
+            wait_until("in force", || bench.dataplane.in_force() == [Epoch(epoch)]);
+        }
+    });
+}
+
+/// Holds the worker in the middle of a batch, and says under which snapshot it is.
+#[derive(Clone, Default)]
+struct Held {
+    holds: Arc<AtomicBool>,
+    inside: Arc<AtomicBool>,
+    judged_under: Arc<AtomicU32>,
+}
+
+impl Processor for Held {
+    fn process(
+        &mut self,
+        snapshot: &Snapshot,
+        _: Instant,
+        _: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        self.inside.store(true, Ordering::SeqCst);
+        while self.holds.load(Ordering::SeqCst) {
+            std::hint::spin_loop();
+        }
+        verdicts[..frames.len()].fill(Verdict::Drop(Cause::NoPort));
+        self.judged_under.store(snapshot.epoch.0, Ordering::SeqCst);
+        self.inside.store(false, Ordering::SeqCst);
+    }
+
+    fn tend(&mut self, _: Instant, _: bool) {}
+}
+
+#[test]
+fn a_snapshot_is_not_in_force_while_a_batch_is_judged_under_the_one_before() {
+    in_namespace(|| {
+        veth("a");
+        let held = Held::default();
+        let dataplane = Dataplane::start_with(config(&[0]), |_, _| held.clone()).unwrap();
+        let bench = Bench { dataplane, redirect: Redirect::new().unwrap(), wires: Wires::new() };
+        let (_, _attached) = bench.open("a");
+        let sender = Raw::open("ap");
+        bench.dataplane.publish(snapshot(1));
+        held.holds.store(true, Ordering::SeqCst);
+        sender.send_all(&[frame(0, 60)]);
+        wait_until("it is judging", || held.inside.load(Ordering::SeqCst));
+        bench.dataplane.publish(snapshot(2));
+        for _ in 0..100 {
+            assert_eq!(bench.dataplane.in_force(), [Epoch(1)]);
+            thread::sleep(Duration::from_micros(100));
+        }
+        held.holds.store(false, Ordering::SeqCst);
+        wait_until("in force", || bench.dataplane.in_force() == [Epoch(2)]);
+        assert_eq!(held.judged_under.load(Ordering::SeqCst), 1, "the batch at hand was judged as it had begun");
+        sender.send_all(&[frame(1, 60)]);
+        wait_until("the next one under the new snapshot", || held.judged_under.load(Ordering::SeqCst) == 2);
+        let worker = &bench.dataplane.statistics().workers[0];
+        assert_eq!(worker.batch_sizes[0], worker.batches, "each batch had one packet");
+        assert!(worker.busy_turns.sum() >= Duration::from_millis(10), "{:?}", worker.busy_turns.sum());
+    });
+}
