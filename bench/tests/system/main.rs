@@ -2,6 +2,7 @@
 //! `penstock run` in it and sends packets. Needs root and a built `penstock`.
 
 mod bad_input;
+mod connections;
 mod fixture;
 mod forwarding;
 mod frames;

@@ -5,6 +5,11 @@
 //! nothing and is dropped. One that overlaps the first one's octets finds nothing either: it could replace the header
 //! that was judged (RFC 1858, RFC 3128, RFC 5722).
 //!
+//! Later fragments may come in any order among themselves. One that comes before its first is not held: whoever sends
+//! fragments without a first one would have frames of the UMEM kept for nothing, and so take them from all other pods. Linux sends
+//! a datagram's fragments in order and a veth keeps it; where a network changes it, the datagram is lost as if one of
+//! its fragments were, and the drop is counted as [`Fragment`](crate::Cause::Fragment).
+//!
 //! The cache is shared by all workers and bounded: sets of four entries of a cache line, read and written without
 //! locks like the connection table's. When a set is full the oldest datagram goes.
 

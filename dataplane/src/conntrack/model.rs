@@ -113,7 +113,7 @@ impl Known {
     fn is_expired(&self, now: u64) -> bool {
         ticks(now) - ticks(self.last) > self.lifetime()
     }
-    /// What goes first when room is needed, as issue and documents promise it; `None`: never.
+    /// What goes first when room is needed, as the documents promise it; `None`: never.
     fn rank(&self, now: u64) -> Option<(u8, u64)> {
         let class = match self.state {
             _ if self.is_expired(now) => 0,

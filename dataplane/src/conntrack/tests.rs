@@ -6,6 +6,8 @@ use super::*;
 use crate::packet::{Address, Flow, Protocol, TcpFlags, TcpSegment, Transport};
 use crate::snapshot::Epoch;
 
+mod cut;
+
 pub(super) const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 pub(super) const POD: OwnerId = OwnerId(7);
 

@@ -1,0 +1,296 @@
+//! What becomes of connections: when the daemon ends, when another pod floods, when they come in fragments, when a link
+//! is too small for them, and when policy ends them.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::signal::Signal;
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch};
+
+use crate::fixture::{World, pods, policy};
+
+/// What a retransmission may take after a pause of the daemon.
+const PATIENCE: Duration = Duration::from_secs(15);
+const PORT: u16 = 7000;
+/// `pod-1` lets in `pod-0` alone, on one port.
+const FROM_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}], \
+                          ports: [{port: 7000}, {port: 7000, protocol: UDP}, {port: 8080}]}]\n";
+
+fn address(site: &Site, v6: bool) -> SocketAddr {
+    SocketAddr::new(site.address(v6).unwrap(), PORT)
+}
+
+/// Both ends of a TCP connection.
+fn connect(from: &Site, to: &Site, v6: bool) -> (TcpStream, TcpStream) {
+    let there = address(to, v6);
+    let listener = to.namespace.run(|| TcpListener::bind(there)).unwrap();
+    let client = from.namespace.run(|| TcpStream::connect_timeout(&there, PATIENCE)).unwrap();
+    let (server, _) = listener.accept().unwrap();
+    for end in [&client, &server] {
+        end.set_read_timeout(Some(PATIENCE)).unwrap();
+        end.set_nodelay(true).unwrap();
+    }
+    (client, server)
+}
+
+/// Data over a connection, there and back.
+fn exchange((client, server): &mut (TcpStream, TcpStream)) -> io::Result<()> {
+    let mut octets = [0; 5];
+    client.write_all(b"there")?;
+    server.read_exact(&mut octets)?;
+    assert_eq!(&octets, b"there");
+    server.write_all(b"again")?;
+    client.read_exact(&mut octets)?;
+    assert_eq!(&octets, b"again");
+    Ok(())
+}
+
+/// A UDP socket of a site that waits for so long.
+fn socket(site: &Site, v6: bool, port: u16, wait: Duration) -> UdpSocket {
+    let here = SocketAddr::new(site.address(v6).unwrap(), port);
+    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    socket.set_read_timeout(Some(wait)).unwrap();
+    socket
+}
+
+/// Saves a manifest in place of all others of that name, and waits until the workers go by it.
+fn publish(scratch: &Scratch, manifests: &Path, daemon: &Daemon, yaml: &str) {
+    let seen = daemon.log().len();
+    scratch.save(&manifests.join("policy.yaml"), yaml.trim_start_matches("---\n")).unwrap();
+    daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
+}
+
+/// Settings of a small connection table in a file of the world's own directory. A segment from the middle of a connection
+/// opens none, so that what goes on after a restart was found there.
+fn in_a_file(config: &DaemonConfig) -> String {
+    let directory = config.manifests.parent().unwrap().display();
+    format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = false\n")
+}
+
+#[test]
+fn connections_go_on_after_the_daemon_was_killed_or_ended_and_policy_is_in_force() {
+    let mut told = None;
+    let world = World::of(&pods(3), |_, config| {
+        config.conntrack = in_a_file(config);
+        told = Some(config.clone());
+    });
+    let (config, there) = (told.unwrap(), world.target("test/pod-1", false));
+    let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| world.site(name).clone());
+    let (namespace, mut daemon) = (world.cluster.node.namespace(), world.daemon);
+    publish(&world.scratch, &world.manifests, &daemon, &policy("served", "pod-1", FROM_POD_0));
+    let mut connections = [false, true].map(|v6| connect(&pod_0, &pod_1, v6));
+    for signal in [Signal::SIGKILL, Signal::SIGTERM] {
+        connections.iter_mut().for_each(|connection| exchange(connection).unwrap());
+        daemon.signal(signal).unwrap();
+        daemon.wait(Duration::from_secs(10)).unwrap();
+        daemon = Daemon::start(namespace, &config).unwrap();
+        let line = daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
+        assert!(line.contains("; 0 of pods that are gone removed"), "{line}");
+        for connection in &mut connections {
+            let outcome = exchange(connection);
+            assert!(outcome.is_ok(), "after {signal}: {outcome:?}\n{}", daemon.log().lines().join("\n"));
+        }
+        for (from, expected) in [(&pod_2, Outcome::Silent), (&pod_0, Outcome::Reached)] {
+            let outcome = probe::run_one(from, there, Protocol::Tcp(8080), Patience::default()).unwrap();
+            assert_eq!(outcome, expected, "from {} after {signal}", from.name);
+        }
+    }
+    // What was found is judged by the policy of now.
+    publish(&world.scratch, &world.manifests, &daemon, &policy("served", "pod-1", "  ingress: []\n"));
+    for mut connection in connections {
+        connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+        assert!(exchange(&mut connection).is_err(), "cut");
+    }
+}
+
+#[test]
+fn without_its_file_no_connection_is_found_again() {
+    let mut told = None;
+    let world = World::of(&pods(2), |_, config| {
+        config.conntrack = in_a_file(config);
+        told = Some(config.clone());
+    });
+    let (mut config, namespace) = (told.unwrap(), world.cluster.node.namespace());
+    let mut connection = connect(world.site("test/pod-0"), world.site("test/pod-1"), false);
+    exchange(&mut connection).unwrap();
+    world.daemon.signal(Signal::SIGKILL).unwrap();
+    world.daemon.wait(Duration::from_secs(10)).unwrap();
+    config.conntrack = "mapping = \"off\"\npick_up = false\n".into();
+    let _daemon = Daemon::start(namespace, &config).unwrap();
+    connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+    assert!(exchange(&mut connection).is_err(), "it went on by other means than the table");
+}
+
+#[test]
+fn a_second_daemon_on_the_same_file_is_refused() {
+    let mut told = None;
+    let world = World::of(&pods(1), |_, config| {
+        config.conntrack = in_a_file(config);
+        told = Some(config.clone());
+    });
+    let config = told.unwrap();
+    let other = Cluster::build(&read_objects(&world.manifests).unwrap()).unwrap();
+    let second = Daemon::launch(other.node.namespace(), &config.to_toml(), Privileges::All).unwrap();
+    let (status, log) = second.wait(Duration::from_secs(20)).unwrap();
+    assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
+    let line = log.iter().find(|line| line.contains("run/conntrack")).unwrap_or_else(|| panic!("{}", log.join("\n")));
+    assert!(line.contains("is in use by another process: stop that one, or set another mapping"), "{line}");
+    let there = world.target("test/pod-0", false);
+    let outcome = probe::run_one(world.site("node"), there, Protocol::Icmp, Patience::default()).unwrap();
+    assert_eq!(outcome, Outcome::Reached, "the first goes on");
+}
+
+/// Datagrams of this site to many ports of another: a connection each.
+fn flood(from: &Site, to: &Site, connections: u16) {
+    const AT_ONCE: u16 = 50;
+    let (sockets, to) = ([40_000, 40_001].map(|port| socket(from, false, port, PATIENCE)), to.address(false).unwrap());
+    for first in (0..connections / 2).step_by(AT_ONCE.into()) {
+        for port in first..first + AT_ONCE {
+            // The other side's kernel says that nobody listens there, which the next call would tell.
+            sockets.iter().for_each(|socket| drop(socket.send_to(b"flood", (to, 10_000 + port))));
+        }
+        std::thread::sleep(Duration::from_micros(500));
+    }
+}
+
+#[test]
+fn a_flood_from_one_pod_leaves_the_connections_of_others_alone() {
+    // With the quota, and without it: then the flood drives out what nobody has answered yet.
+    for (quota, survives) in [(512, true), (100_000, false)] {
+        let yaml = pods(3) + &policy("asks", "pod-0", "  ingress: []\n");
+        let world = World::of(&yaml, |_, config| {
+            config.conntrack = format!("mapping = \"off\"\nentries = 4096\npick_up = false\nquota = {quota}\n");
+        });
+        let (pod_0, pod_1, pod_2) = (world.site("test/pod-0"), world.site("test/pod-1"), world.site("test/pod-2"));
+        let mut connection = connect(pod_0, pod_1, false);
+        let asking: Vec<UdpSocket> =
+            (0..20).map(|n| socket(pod_0, false, 30_000 + n, Duration::from_millis(500))).collect();
+        let answering = socket(pod_1, false, PORT, PATIENCE);
+        let mut octets = [0; 64];
+        let askers: Vec<SocketAddr> = (asking.iter())
+            .map(|socket| {
+                socket.send_to(b"question", answering.local_addr().unwrap()).unwrap();
+                answering.recv_from(&mut octets).unwrap().1
+            })
+            .collect();
+        flood(pod_2, pod_1, 30_000);
+        for asker in &askers {
+            answering.send_to(b"answer", asker).unwrap();
+        }
+        let answered = asking.iter().filter(|socket| socket.recv(&mut octets).is_ok()).count();
+        assert_eq!(answered == asking.len(), survives, "{answered} answers with a quota of {quota}");
+        exchange(&mut connection).unwrap();
+        let outcome =
+            probe::run_one(pod_0, world.target("test/pod-1", false), Protocol::Tcp(8080), Patience::default());
+        assert_eq!(outcome.unwrap(), Outcome::Reached, "a new connection of another pod");
+    }
+}
+
+#[test]
+fn a_datagram_of_eight_kilobytes_passes_in_fragments_and_is_stopped_by_policy() {
+    let world = World::of(&(pods(3) + &policy("served", "pod-1", FROM_POD_0)), |_, _| {});
+    let content: Vec<u8> = (0..8192u32).map(|n| (n % 251) as u8).collect();
+    let mut arrived = vec![0; 10_000];
+    for v6 in [false, true] {
+        let there = address(world.site("test/pod-1"), v6);
+        let server = socket(world.site("test/pod-1"), v6, PORT, PATIENCE);
+        let allowed = socket(world.site("test/pod-0"), v6, 0, PATIENCE);
+        allowed.send_to(&content, there).unwrap();
+        let (length, from) = server.recv_from(&mut arrived).unwrap();
+        assert!(arrived[..length] == content && from == allowed.local_addr().unwrap(), "{length} octets from {from}");
+        server.send_to(&content, from).unwrap();
+        assert_eq!(allowed.recv(&mut arrived).unwrap(), content.len(), "the answer");
+
+        server.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        let denied = socket(world.site("test/pod-2"), v6, 0, PATIENCE);
+        denied.send_to(&content, there).unwrap();
+        let error = server.recv_from(&mut arrived).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
+    }
+    let statistics = world.statistics();
+    let line = statistics.iter().find(|line| line.contains("test/pod-2")).expect("a line of that pod");
+    // Of each datagram of six fragments the first was denied, and the others found no first one.
+    assert!(line.contains("ingress_denied 2") && line.contains("fragment 10"), "{line}");
+}
+
+/// Sends datagrams of this length until the sender is told that the path is too narrow, then one that must arrive.
+fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize) {
+    let receiver = socket(to, v6, PORT, PATIENCE);
+    let sender = socket(from, v6, 0, PATIENCE);
+    from.namespace.run(|| sender.connect(address(to, v6))).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let told = loop {
+        // A stack sends with DF what it believes to fit, and says at a later call that it did not.
+        match sender.send(&vec![1; length]) {
+            Err(error) => break error,
+            Ok(_) if Instant::now() > deadline => panic!("{} is not told (IPv6: {v6})", from.name),
+            Ok(_) => std::thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    assert_eq!(told.raw_os_error(), Some(Errno::EMSGSIZE as i32), "{told} (IPv6: {v6})");
+    // Now it knows, and fragments.
+    sender.send(&vec![2; length]).unwrap();
+    let mut arrived = vec![0; 2 * length];
+    assert_eq!(receiver.recv(&mut arrived).unwrap(), length, "IPv6: {v6}");
+    assert_eq!(arrived[..length], vec![2; length]);
+}
+
+#[test]
+fn a_sender_is_told_of_a_link_that_is_too_small() {
+    const NARROW: u32 = 1300;
+    let mut outside = None;
+    // Errors come in for a connection of its own, although nothing else may.
+    let world = World::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {
+        let netlink = cluster.node.netlink();
+        let narrow = cluster.node.pod("test/pod-1").unwrap();
+        netlink.set_mtu(narrow.interface_index(), NARROW).unwrap();
+        let machine = cluster.node.add_outside("outside").unwrap();
+        let netlink = cluster.node.netlink();
+        netlink.set_mtu(netlink.index(machine.interface()).unwrap(), NARROW).unwrap();
+        outside = Some(machine);
+    });
+    let (pod_0, pod_1, outside) = (world.site("test/pod-0"), world.site("test/pod-1"), Site::from(&outside.unwrap()));
+    for v6 in [false, true] {
+        // By Penstock, of another pod's link; by the node's stack, of the link to another machine.
+        assert_told_of_a_narrow_path(pod_0, pod_1, v6, 1400);
+        assert_told_of_a_narrow_path(pod_0, &outside, v6, 1400);
+    }
+    let statistics = world.statistics();
+    let line = statistics.iter().find(|line| line.contains("test/pod-0")).expect("a line of that pod");
+    assert!(line.contains("too_big "), "{line}");
+}
+
+#[test]
+fn a_connection_that_policy_ends_is_closed_at_both_ends_if_so_set() {
+    let world = World::of(&pods(2), |_, config| config.conntrack += "on_cut = \"reset\"\n");
+    let (pod_0, pod_1) = (world.site("test/pod-0"), world.site("test/pod-1"));
+    let mut connections = [false, true].map(|v6| connect(pod_0, pod_1, v6));
+    connections.iter_mut().for_each(|connection| exchange(connection).unwrap());
+    let datagrams = [false, true].map(|v6| {
+        let (server, client) = (socket(pod_1, v6, PORT, PATIENCE), socket(pod_0, v6, 0, PATIENCE));
+        pod_0.namespace.run(|| client.connect(address(pod_1, v6))).unwrap();
+        client.send(b"question").unwrap();
+        assert_eq!(server.recv(&mut [0; 64]).unwrap(), 8);
+        (client, server)
+    });
+    publish(&world.scratch, &world.manifests, &world.daemon, &policy("closed", "pod-1", "  ingress: []\n"));
+    for (client, server) in &mut connections {
+        client.write_all(b"more").unwrap();
+        let start = Instant::now();
+        for end in [client, server] {
+            let error = end.read(&mut [0; 64]).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(1), "at once: {:?}", start.elapsed());
+    }
+    // How the kernel tells of "administratively prohibited" (`icmp_err_convert`, `tab_unreach` in net/ipv4 and net/ipv6).
+    for ((client, _), told) in datagrams.iter().zip([Errno::EHOSTUNREACH, Errno::EACCES]) {
+        client.send(b"more").unwrap();
+        assert_eq!(client.recv(&mut [0; 64]).unwrap_err().raw_os_error(), Some(told as i32));
+    }
+}

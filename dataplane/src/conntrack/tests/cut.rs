@@ -1,0 +1,216 @@
+//! Connections that policy has ended.
+
+use super::*;
+use crate::packet::{Orientation, SctpChunk};
+
+fn segment(flags: TcpFlags, seq: u32, ack: u32, payload_len: u16) -> Transport {
+    Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len, window_scale: None })
+}
+
+fn chunk(chunk: SctpChunk, tag: u32) -> Transport {
+    Transport::Sctp { chunk, tag }
+}
+
+/// A connection that both sides have agreed to, by protocol: its flow, one more packet from either side, what opens it
+/// anew if anything does, how long it is remembered when it is cut, and its state when it is restored.
+struct Case {
+    flow: Flow,
+    packets: Vec<(bool, Transport)>,
+    later: [Transport; 2],
+    anew: Option<Transport>,
+    remembered: u64,
+    restored: State,
+}
+
+fn cases() -> Vec<Case> {
+    let of = |protocol| Flow { protocol, ..flow(3) };
+    let ack = TcpFlags::ACK;
+    vec![
+        Case {
+            flow: of(Protocol::TCP),
+            packets: vec![
+                (true, syn()),
+                (false, segment(TcpFlags::SYN.with(ack), 5000, 1001, 0)),
+                (true, segment(ack, 1001, 5001, 0)),
+                (true, segment(ack, 1001, 5001, 10)),
+            ],
+            later: [segment(ack, 1011, 5001, 10), segment(ack, 5001, 1011, 7)],
+            anew: Some(syn()),
+            remembered: 300,
+            restored: State::Tcp(TcpState::Established),
+        },
+        Case {
+            flow: of(Protocol::SCTP),
+            packets: vec![
+                (true, chunk(SctpChunk::Init, 0)),
+                (false, chunk(SctpChunk::InitAck, 11)),
+                (true, chunk(SctpChunk::CookieEcho, 22)),
+                (false, chunk(SctpChunk::CookieAck, 11)),
+            ],
+            later: [chunk(SctpChunk::Other, 22), chunk(SctpChunk::Other, 11)],
+            anew: Some(chunk(SctpChunk::Init, 0)),
+            remembered: 210,
+            restored: State::Sctp(SctpState::Established),
+        },
+        Case {
+            flow: of(Protocol::UDP),
+            packets: vec![(true, Transport::Udp), (false, Transport::Udp)],
+            later: [Transport::Udp; 2],
+            anew: None,
+            remembered: 120,
+            restored: State::Replied,
+        },
+        Case {
+            flow: Flow { dst_port: 0, ..of(Protocol::ICMP) },
+            packets: vec![(true, Transport::EchoRequest), (false, Transport::EchoReply)],
+            later: [Transport::EchoRequest, Transport::EchoReply],
+            anew: None,
+            remembered: 30,
+            restored: State::Replied,
+        },
+        Case {
+            flow: Flow { src_port: 0, dst_port: 0, ..of(Protocol(47)) },
+            packets: vec![(true, Transport::Other), (false, Transport::Other)],
+            later: [Transport::Other; 2],
+            anew: None,
+            remembered: 600,
+            restored: State::Replied,
+        },
+    ]
+}
+
+impl Case {
+    fn ways(&self) -> [Orientation; 2] {
+        let out = self.flow.key().1;
+        [out, out.opposite()]
+    }
+
+    /// Enters the connection.
+    fn open(&self, table: &ConnTable) {
+        insert(table, &self.flow, &self.packets[0].1, NOW).unwrap();
+        for (from_opener, transport) in &self.packets[1..] {
+            let way = self.ways()[usize::from(!from_opener)];
+            let updated = find(table, &self.flow, NOW).unwrap().update(way, transport, NOW);
+            assert!(matches!(updated, Update::Accepted(_)), "{:?}: {updated:?} for {transport:?}", self.flow);
+        }
+    }
+}
+
+#[test]
+fn nothing_of_a_cut_connection_passes_from_either_side_until_it_is_restored() {
+    for case in cases() {
+        let table = table(64);
+        case.open(&table);
+        let mut conn = find(&table, &case.flow, NOW).unwrap();
+        assert_eq!(conn.set_judged(Epoch(2), true), Judged::Kept);
+        assert_eq!(conn.set_judged(Epoch(3), false), Judged::Cut);
+        assert_eq!(conn.set_judged(Epoch(4), false), Judged::Kept, "cut once");
+        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(4)));
+        for (way, later) in case.ways().into_iter().zip(&case.later) {
+            for asked in [case.flow, case.flow.reversed()] {
+                let mut found = find(&table, &asked, NOW).unwrap();
+                assert_eq!((found.state(), found.original_flow()), (State::Cut, case.flow));
+                assert_eq!(found.update(way, later, NOW), Update::Cut, "{:?} {later:?}", case.flow);
+            }
+        }
+        let mut conn = find(&table, &case.flow, NOW).unwrap();
+        assert_eq!(conn.set_judged(Epoch(5), true), Judged::Restored);
+        for (way, later) in case.ways().into_iter().zip(&case.later) {
+            let updated = find(&table, &case.flow, NOW).unwrap().update(way, later, NOW);
+            assert_eq!(updated, Update::Accepted(case.restored), "{:?}", case.flow);
+        }
+        assert_eq!(table.len(), 1);
+    }
+}
+
+#[test]
+fn what_opens_another_connection_ends_one_that_is_cut() {
+    for case in cases() {
+        let table = table(64);
+        case.open(&table);
+        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+        let Some(anew) = case.anew else { continue };
+        // From the answering side too: it is judged in its own direction then.
+        let way = case.ways()[1];
+        assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, &anew, NOW), Update::Ended);
+        assert!(find(&table, &case.flow, NOW).is_none() && table.is_empty());
+        assert_eq!(table.statistics().reopened, 1);
+    }
+}
+
+#[test]
+fn a_cut_connection_is_remembered_as_long_as_its_ends_go_on_trying() {
+    for case in cases() {
+        let table = table(64);
+        case.open(&table);
+        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+        let mut now = NOW;
+        for round in 0..4 {
+            now = now.plus(Duration::from_secs(case.remembered - 1));
+            let mut conn = find(&table, &case.flow, now).unwrap_or_else(|| panic!("{:?} in {round}", case.flow));
+            assert_eq!(conn.update(case.ways()[round % 2], &case.later[round % 2], now), Update::Cut);
+        }
+        let silent = now.plus(Duration::from_secs(case.remembered + 2));
+        assert!(find(&table, &case.flow, silent).is_none(), "{:?}", case.flow);
+        assert_eq!(table.sweep(&mut SweepCursor::default(), usize::MAX, silent).expired, 1);
+    }
+}
+
+#[test]
+fn a_cut_connection_makes_room_before_one_that_nobody_answered() {
+    let table = ConnTable::new(&Config { entries: 64, quota: Some(u32::MAX), ..Config::default() }).unwrap();
+    let later = NOW.plus(Duration::from_secs(5));
+    // All older than those that are cut, and unreplied.
+    let all: Vec<u32> = (0..200).take_while(|n| insert(&table, &flow(*n), &Transport::Udp, NOW).is_ok()).collect();
+    let (full, before) = (table.len(), table.statistics());
+    assert!(before.evicted_unreplied > 0, "the table is full: {full} of {}", all.len());
+    let there: Vec<u32> = all.into_iter().filter(|n| find(&table, &flow(*n), NOW).is_some()).collect();
+    for n in &there {
+        let mut conn = find(&table, &flow(*n), NOW).unwrap();
+        conn.update(flow(*n).key().1, &Transport::Udp, later);
+        assert_eq!(conn.set_judged(Epoch(2), n % 2 == 0), if n % 2 == 0 { Judged::Kept } else { Judged::Cut });
+    }
+    for n in 1000..1010 {
+        insert(&table, &flow(n), &Transport::Udp, later).unwrap();
+    }
+    let after = table.statistics();
+    assert_eq!(after.evicted_transient - before.evicted_transient, 10, "all of the room was a cut connection's");
+    assert!(there.iter().filter(|n| *n % 2 == 0).all(|n| find(&table, &flow(*n), later).is_some()));
+}
+
+#[test]
+fn the_number_that_the_other_end_expects_is_that_behind_what_passed() {
+    let table = table(64);
+    let case = &cases()[0];
+    case.open(&table);
+    let conn = find(&table, &case.flow, NOW).unwrap();
+    assert_eq!(case.ways().map(|way| conn.next_sequence(way)), [Some(1011), Some(5001)]);
+    // The final FIN and what is cut count or not as they passed.
+    let mut conn = conn;
+    conn.update(case.ways()[1], &segment(TcpFlags::ACK.with(TcpFlags::FIN), 5001, 1011, 2), NOW);
+    assert_eq!(conn.next_sequence(case.ways()[1]), Some(5004));
+    conn.set_judged(Epoch(2), false);
+    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Cut);
+    assert_eq!(conn.next_sequence(case.ways()[0]), Some(1011));
+    let udp = &cases()[2];
+    udp.open(&table);
+    assert_eq!(find(&table, &udp.flow, NOW).unwrap().next_sequence(udp.ways()[0]), None);
+}
+
+#[test]
+fn a_cut_connection_stays_cut_across_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = Config { entries: 64, mapping: Some(directory.path().join("conntrack")), ..Config::default() };
+    let case = &cases()[0];
+    {
+        let table = ConnTable::new(&config).unwrap();
+        case.open(&table);
+        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+    }
+    let table = ConnTable::new(&config).unwrap();
+    let mut conn = find(&table, &case.flow, NOW).unwrap();
+    assert!(conn.is_cut() && !conn.is_of_epoch(Epoch(2)), "and is judged again");
+    assert_eq!(conn.next_sequence(case.ways()[0]), None, "segments may have passed meanwhile");
+    assert_eq!(conn.set_judged(Epoch(1), false), Judged::Kept);
+    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Cut);
+}
