@@ -17,6 +17,7 @@ use penstock_bench::judge::Judge;
 use penstock_bench::matrix::{self, Legend, Matrix};
 use penstock_bench::probe::{Protocol, Servers, Service};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch};
+use penstock_dataplane::worker::available_cores;
 
 use screen::{bad, good, heading, step};
 
@@ -92,9 +93,13 @@ fn run() -> Result<()> {
         Ok((servers, "TCP 8080, TCP 9090, UDP 53".to_owned()))
     })?;
     let daemon = step("Starting the daemon", || {
-        let config = DaemonConfig::new(&cluster.name, &manifests);
+        let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        // Two workers if there are as many cores: a connection's two directions then meet in their one table.
+        let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
+        config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
-        let command = format!("penstock run --config {}", daemon.config().display());
+        let workers = if cores.len() > 1 { "two workers" } else { "one worker" };
+        let command = format!("penstock run --config {}, {workers}", daemon.config().display());
         Ok((daemon, command))
     })?;
     let result = show(&cluster, &judge, &scratch, &manifests);
