@@ -192,6 +192,52 @@ impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, 
     }
 }
 
+/// The machine's own ceiling: what a packet takes in registers alone, with nothing to share.
+struct Registers;
+
+impl Connections for Registers {
+    fn insert(&self, _: u32) {}
+
+    fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
+        let mix = |sum: u64, flow: &Flow| {
+            (0..40).fold(sum ^ flow.src.bits() as u64, |sum, _| {
+                (sum ^ now).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+            })
+        };
+        black_box(flows.iter().fold(0, mix));
+        BATCH
+    }
+
+    fn toggle(&self, _: u32, _: u64) {}
+}
+
+/// The memory's own ceiling: reads, at random, of as much memory as the table takes and nobody writes: two cache lines a
+/// packet, asked for a batch ahead as the table does.
+struct ReadOnly(Vec<[u64; 8]>);
+
+impl ReadOnly {
+    fn of(octets: usize) -> Self {
+        Self((0..octets as u64 / 64).map(|n| [n; 8]).collect())
+    }
+}
+
+impl Connections for ReadOnly {
+    fn insert(&self, _: u32) {}
+
+    fn touch(&self, flows: &[Flow; BATCH], _: u64) -> usize {
+        let at = |flow: &Flow, by: u64| {
+            let hash = (flow.src.bits() as u64 ^ u64::from(flow.src_port) << 40).wrapping_mul(by).rotate_left(17);
+            ((u128::from(hash.wrapping_mul(by)) * self.0.len() as u128) >> 64) as usize
+        };
+        let line = |flow: &Flow, by: u64| self.0[at(flow, by)][usize::from(flow.src_port & 7)];
+        let (first, second) = (0x9e37_79b9_7f4a_7c15, 0xc2b2_ae3d_27d4_eb4f);
+        black_box(flows.iter().fold(0u64, |sum, flow| sum ^ line(flow, first) ^ line(flow, second)));
+        BATCH
+    }
+
+    fn toggle(&self, _: u32, _: u64) {}
+}
+
 struct Settings {
     rounds: usize,
     round: Duration,
@@ -380,7 +426,8 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
     let read = Load { threads: 2, connections: CONNECTIONS, churn: 0 };
     let mixed = Load { churn: BATCH / 9, ..read };
     let single = Load { threads: 1, ..read };
-    let sides: [Side<'_>; 9] = [
+    let (registers, memory) = (Registers, ReadOnly::of(ours.memory()));
+    let sides: [Side<'_>; 13] = [
         (&ours, read),
         (&dashmap, read),
         (&dashmap_fx, read),
@@ -390,9 +437,26 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         (&ours, mixed),
         (&dashmap, mixed),
         (&dashmap_fx, mixed),
+        (&registers, read),
+        (&registers, single),
+        (&memory, read),
+        (&memory, single),
     ];
-    let [ours_read, dash, dash_fx, papaya, scc, ours_single, ours_mixed, dash_mixed, dash_fx_mixed] =
-        rounds(settings, &sides).try_into().expect("one result a side");
+    let [
+        ours_read,
+        dash,
+        dash_fx,
+        papaya,
+        scc,
+        ours_single,
+        ours_mixed,
+        dash_mixed,
+        dash_fx_mixed,
+        registers,
+        registers_single,
+        memory,
+        memory_single,
+    ] = rounds(settings, &sides).try_into().expect("one result a side");
     let octets = exact.memory() as f64 / f64::from(CONNECTIONS);
     vec![
         Row::at_least(
@@ -416,6 +480,16 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         Row::at_least("  against papaya", ratio(&ours_read, &papaya), 2.0, against(&ours_read, &papaya)),
         Row::at_least("  against scc", ratio(&ours_read, &scc), 2.0, against(&ours_read, &scc)),
         Row::at_least("2 threads against 1", ratio(&ours_read, &ours_single), 1.85, against(&ours_read, &ours_single)),
+        Row::beside(
+            "  the machine's own: a loop in registers",
+            ratio(&registers, &registers_single),
+            against(&registers, &registers_single),
+        ),
+        Row::beside(
+            "  the memory's own: reads of as much that nobody writes",
+            ratio(&memory, &memory_single),
+            against(&memory, &memory_single),
+        ),
         Row::at_most(
             "memory per connection against DashMap, 1 M",
             octets / dashmap_octets,
