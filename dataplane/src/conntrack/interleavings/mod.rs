@@ -24,10 +24,14 @@ const LATER: Timestamp = NOW.plus(Duration::from_secs(100));
 /// Runs `test` in every interleaving with at most two preemptions, or as many as `LOOM_MAX_PREEMPTIONS` says. It
 /// returns which outcome it met, and all of `0..outcomes` must have been.
 fn explore(outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
+    explore_with(2, outcomes, test);
+}
+
+fn explore_with(preemptions: usize, outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
     let reached: std::sync::Arc<Vec<AtomicU32>> =
         std::sync::Arc::new((0..outcomes).map(|_| AtomicU32::new(0)).collect());
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = model.preemption_bound.or(Some(2));
+    model.preemption_bound = model.preemption_bound.or(Some(preemptions));
     model.max_branches = 10_000;
     let counts = reached.clone();
     model.check(move || _ = counts[test()].fetch_add(1, Ordering::Relaxed));
@@ -110,6 +114,43 @@ fn inserts_of_one_connection_end_in_one_entry_in_one_group() {
 #[test]
 fn inserts_of_one_connection_end_in_one_entry_across_groups() {
     insert_against_insert(1);
+}
+
+/// Three workers at once, with one preemption: more would not come to an end.
+#[test]
+fn inserts_of_one_connection_by_three_workers_end_in_one_entry() {
+    explore_with(1, 3, || {
+        let table = table();
+        let wanted = flow(&table, 0, 0);
+        let enter = |table: &ConnTable, flow: Flow| matches!(insert(table, &flow, 1, NOW), Ok(Insertion::Created(_)));
+        let others = [wanted.reversed(), wanted].map(|flow| {
+            let table = table.clone();
+            thread::spawn(move || enter(&table, flow))
+        });
+        let mut created = vec![enter(&table, wanted)];
+        created.extend(others.into_iter().map(|other| other.join().unwrap()));
+        assert_eq!(created.iter().filter(|created| **created).count(), 1, "{created:?}");
+        assert_eq!((entries(&table, &wanted), table.len()), (1, 1));
+        created.iter().position(|created| *created).unwrap()
+    });
+}
+
+#[test]
+fn of_two_that_cut_a_connection_one_is_told_that_it_did() {
+    explore(2, || {
+        let table = table();
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false))
+        };
+        let judged = [find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false), other.join().unwrap()];
+        assert!(judged == [Judged::Cut, Judged::Kept] || judged == [Judged::Kept, Judged::Cut], "{judged:?}");
+        let conn = find(&table, &wanted, NOW).unwrap();
+        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(2)));
+        usize::from(judged[0] == Judged::Cut)
+    });
 }
 
 #[test]
