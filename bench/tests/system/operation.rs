@@ -193,6 +193,9 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
             );
         } else {
             let name = line.split(['{', ' ']).next().unwrap();
+            let labels: Vec<&str> =
+                line.split(['{', ',']).skip(1).filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
+            assert!(labels.iter().enumerate().all(|(n, label)| !labels[..n].contains(label)), "a label twice: {line}");
             let suffixes = ["_total", "_bucket", "_sum", "_count", ""];
             let family = suffixes.iter().find_map(|suffix| Some((*kinds.get(name.strip_suffix(suffix)?)?, *suffix)));
             let (kind, suffix) = family.unwrap_or_else(|| panic!("no family: {line}"));

@@ -47,7 +47,7 @@ pub(super) fn short(number: f64) -> String {
     match scaled {
         Some((prefix, unit)) if number / unit < 9.995 => format!("{:.1}{prefix}", number / unit),
         Some((prefix, unit)) => format!("{:.0}{prefix}", number / unit),
-        None if number == 0.0 => "0".to_owned(),
+        None if number.fract() == 0.0 => format!("{number:.0}"),
         None if number < 9.995 => format!("{number:.1}"),
         None => format!("{number:.0}"),
     }
@@ -68,6 +68,7 @@ mod tests {
             (0.0, "0"),
             (0.25, "0.2"),
             (9.99, "10.0"),
+            (7.0, "7"),
             (12.4, "12"),
             (999.4, "999"),
             (999.6, "1.0k"),

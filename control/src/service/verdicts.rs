@@ -250,7 +250,7 @@ fn policy(judged: &Judged) -> Policy {
     };
     Policy {
         occasion: match judged.occasion {
-            Occasion::Opened => "opened",
+            Occasion::Opened => "first packet",
             Occasion::JudgedAgain => "judged again",
         },
         egress: side(judged.judgement.egress, &judged.egress_rule),

@@ -12,7 +12,6 @@ use crossbeam::queue::ArrayQueue;
 use super::statistics::Counter;
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
-use crate::io::RxBatch;
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, Cause, Frames, Observer, Occasion, Verdict};
 use crate::policy::{Judgement, RuleName};
@@ -183,7 +182,7 @@ impl Recorder {
         connections: &ConnTable,
         now: Instant,
         ingress: PortId,
-        frames: &mut RxBatch<'_>,
+        frames: &mut impl Frames,
         verdicts: &[Verdict; BATCH],
     ) {
         self.fill(now);
@@ -257,4 +256,67 @@ fn name(snapshot: &Snapshot, flow: Flow, judgement: Judgement, occasion: Occasio
     // A reference count more, no copy.
     let rule = |side: crate::policy::Side| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
     Judged { flow, judgement, occasion, egress_rule: rule(judgement.egress), ingress_rule: rule(judgement.ingress) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conntrack::Config;
+    use crate::io::MemoryFrames;
+
+    /// Tells of a batch of frames too short to be parsed, all dropped for this cause.
+    fn tell(recorder: &mut Recorder, now: Instant, cause: Cause, count: usize) {
+        let connections = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
+        let mut frames = MemoryFrames::new();
+        (0..count).for_each(|_| frames.push(vec![0; 10]).unwrap());
+        let verdicts = [Verdict::Drop(cause); BATCH];
+        recorder.tell(&Snapshot::default(), &connections, now, PortId(3), &mut frames, &verdicts);
+    }
+
+    #[test]
+    fn each_cause_has_a_budget_a_second_and_what_is_beyond_is_counted() {
+        let log = Arc::new(VerdictLog::new(2));
+        let mut recorder = Recorder::new(log.clone(), 1);
+        assert!(!recorder.is_on());
+        log.set_budget(VerdictBudget { each_second: 3, opened: false });
+        assert!(recorder.is_on());
+        let start = Instant::now();
+        tell(&mut recorder, start, Cause::Truncated, 10);
+        tell(&mut recorder, start + Duration::from_millis(999), Cause::Truncated, 10);
+        tell(&mut recorder, start, Cause::Malformed, 1);
+        let told: Vec<_> = std::iter::from_fn(|| log.take()).collect();
+        let of = |cause| told.iter().filter(|record| record.outcome == Outcome::Dropped(cause)).count();
+        assert_eq!((of(Cause::Truncated), of(Cause::Malformed), told.len()), (3, 1, 4));
+        assert!(told.iter().all(|record| record.flow.is_none() && record.ingress == PortId(3) && record.octets == 10));
+        assert_eq!(log.suppressed(Outcome::Dropped(Cause::Truncated)), 17);
+        assert_eq!(log.suppressed(Outcome::Dropped(Cause::Malformed)), 0);
+        tell(&mut recorder, start + Duration::from_secs(1), Cause::Truncated, 10);
+        assert_eq!(std::iter::from_fn(|| log.take()).count(), 3, "a second later there is a budget again");
+        log.set_budget(VerdictBudget::default());
+        assert!(!recorder.is_on());
+    }
+
+    #[test]
+    fn a_reader_that_is_too_slow_loses_records_and_stops_nobody() {
+        let log = Arc::new(VerdictLog::new(1));
+        log.set_budget(VerdictBudget { each_second: u32::MAX, opened: false });
+        let mut recorder = Recorder::new(log.clone(), 0);
+        let now = Instant::now();
+        for _ in 0..CAPACITY / BATCH + 2 {
+            tell(&mut recorder, now, Cause::NoPort, BATCH);
+        }
+        assert_eq!(log.lost(), 2 * BATCH as u64);
+        assert_eq!(std::iter::from_fn(|| log.take()).count(), CAPACITY);
+        assert_eq!(log.suppressed(Outcome::Dropped(Cause::NoPort)), 0);
+    }
+
+    #[test]
+    fn every_outcome_has_a_place_and_a_name_of_its_own() {
+        let all: Vec<Outcome> = Outcome::all().collect();
+        assert_eq!(all.len(), OUTCOMES);
+        for (place, outcome) in all.iter().enumerate() {
+            assert_eq!(outcome.index(), place);
+            assert!(all.iter().all(|other| other == outcome || other.name() != outcome.name()));
+        }
+    }
 }

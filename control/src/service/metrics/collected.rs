@@ -154,12 +154,12 @@ impl Collected {
         to.family(
             Kind::Counter,
             "penstock_port_kernel_drops",
-            "Packets that the kernel lost at a port's AF_XDP sockets (struct xdp_statistics), by kind",
+            "Packets that the kernel lost at a port's AF_XDP sockets (struct xdp_statistics), by reason",
             |add| {
                 self.each_port(|labels, port| {
                     port.kernel
                         .iter()
-                        .try_for_each(|(kind, count)| add.count(&[labels, &[("kind", kind)]].concat(), count))
+                        .try_for_each(|(reason, count)| add.count(&[labels, &[("reason", reason)]].concat(), count))
                 })
             },
         )?;
@@ -225,11 +225,11 @@ impl Collected {
         to.family(
             Kind::Counter,
             "penstock_kernel_drops",
-            "Packets that the kernel lost at the open AF_XDP sockets, by kind",
+            "Packets that the kernel lost at the open AF_XDP sockets, by reason",
             |add| {
                 let mut all = KernelDrops::default();
                 self.statistics.ports.iter().for_each(|port| all.add_all(&port.kernel));
-                all.iter().try_for_each(|(kind, count)| add.count(&[("kind", kind)], count))
+                all.iter().try_for_each(|(reason, count)| add.count(&[("reason", reason)], count))
             },
         )
     }
