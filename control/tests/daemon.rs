@@ -628,7 +628,9 @@ fn check_tells_each_thing_and_changes_nothing() {
             "ok       AF_XDP: the kernel has it",
             "ok       workers.cores: 0",
             "ok       manifests: 2 objects",
-            "ok       pod shop/web: veth5, MTU 1500",
+            "ok       pod shop/web: veth5, MTU 1500; tso on, gso on, gro ",
+            "ok       kernel ",
+            "ok       RLIMIT_MEMLOCK: ",
             "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
         ] {
             assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");

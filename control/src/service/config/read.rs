@@ -234,6 +234,7 @@ fn explain(values: &Table, key: String, message: &str) -> Problem {
 fn problem_of(values: &Table, key: &[&str], why: &str) -> Problem {
     let key = key.join(".");
     let what = match value_at(values, &key) {
+        Some(Value::Table(_)) => format!("{key}: {why}"),
         Some(value) => format!("{key} = {}: {why}", one_line(&value.to_string())),
         None => format!("{key} (default): {why}"),
     };
@@ -278,7 +279,7 @@ mod tests {
         let cases = [
             ("", ":1: node: missing; add this key"),
             ("node = \"a\"\n", ":1: source: missing; add this key"),
-            ("node = \"a\"\n[source]\n", ":2: source = [source]: no source; set manifests, kubeconfig or in_cluster"),
+            ("node = \"a\"\n[source]\n", ":2: source: no source; set manifests, kubeconfig or in_cluster"),
             (
                 "node = \"a\"\n[source]\nmanifests = \"m\"\nin_cluster = true\n",
                 ":4: source.in_cluster = true: source.manifests is a source too; leave one of the two out",
@@ -334,6 +335,9 @@ mod tests {
             ("[host_port]\ntable = 254\n", ":5: host_port.table = 254: the kernel's own table; give"),
             ("[host_port]\nrule = 0\n", ":5: host_port.rule = 0: not before the main table's rule; give"),
             ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": not known; use one of \"error\", \"warn\""),
+            ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; give one, or \"off\""),
+            ("[metrics]\nlisten = \"9469\"\n", ":5: metrics.listen = \"9469\": not an address with a port; write"),
+            ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; give its path"),
             ("[dataplane]\nmode = \"fast\"\n", ":5: dataplane.mode = \"fast\": not known; use \"full\" or \"forward\""),
         ];
         let before = [

@@ -99,16 +99,16 @@ fn probe(answer: Result<(), String>) -> Response {
 
 /// Everything in the OpenMetrics text format.
 pub(super) fn encode(collected: Collected) -> String {
-    let mut registry = Registry::with_prefix("penstock");
+    let mut registry = Registry::default();
     let times = &collected.times;
-    registry.register("compile_seconds", "From changed objects to tables", times.compile.clone());
-    registry.register("publish_seconds", "From tables to a published snapshot", times.publish.clone());
+    registry.register("penstock_compile_seconds", "From changed objects to tables", times.compile.clone());
+    registry.register("penstock_publish_seconds", "From tables to a published snapshot", times.publish.clone());
     registry.register(
-        "enforced_seconds",
+        "penstock_enforced_seconds",
         "From an event to a snapshot that is in force on every worker",
         times.enforced.clone(),
     );
-    registry.register("changes", "Changes of objects taken in", times.changes.clone());
+    registry.register("penstock_changes", "Changes of objects taken in", times.changes.clone());
     registry.register_collector(Box::new(collected));
     let mut text = String::new();
     text::encode(&mut text, &registry).expect("writing to a string does not fail");
