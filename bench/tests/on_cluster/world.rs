@@ -23,7 +23,8 @@ impl World {
         server.admin().create(&node_object()).unwrap();
         let toml = configuration(&server.kubeconfig(Who::Penstock), sections);
         let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
-        daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30)).unwrap();
+        let ready = daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30));
+        assert!(ready.is_ok(), "not ready:\n{}", daemon.log().lines().join("\n"));
         Self { daemon, node, server }
     }
 
@@ -44,7 +45,7 @@ impl World {
 /// The configuration of a daemon that follows an API server.
 pub(crate) fn configuration(kubeconfig: &Path, sections: &str) -> String {
     format!(
-        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[conntrack]\nentries = 65536\n{sections}",
+        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[conntrack]\nmapping = \"off\"\nentries = 65536\n{sections}",
         kubeconfig.display()
     )
 }

@@ -31,14 +31,25 @@ impl Admin {
     pub(super) fn new(kubeconfig: &Path, namespace: Option<&Namespace>) -> Result<Self> {
         let (calls, received) = unbounded_channel();
         let kubeconfig = Kubeconfig::read_from(kubeconfig)?;
+        let (ready, is_ready) = channel();
         let work = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.expect("a runtime").block_on(serve(kubeconfig, received));
+            runtime.expect("a runtime").block_on(async {
+                match connect(kubeconfig).await {
+                    Ok(client) => {
+                        // Whoever starts it waits for this.
+                        let _ = ready.send(Ok(()));
+                        serve(client, received).await;
+                    }
+                    Err(error) => drop(ready.send(Err(error))),
+                }
+            });
         };
         match namespace {
             Some(namespace) => drop(namespace.spawn("admin", work)?),
             None => drop(thread::Builder::new().name("admin".to_owned()).spawn(work)?),
         }
+        is_ready.recv().context("the client has ended")??;
         Ok(Self { calls })
     }
 
@@ -123,10 +134,12 @@ fn namespace_of(object: &Value) -> Option<&str> {
     object["metadata"]["namespace"].as_str()
 }
 
-async fn serve(kubeconfig: Kubeconfig, mut calls: UnboundedReceiver<Call>) {
-    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
-    let client = config.context("bad kubeconfig").and_then(|config| Ok(Client::try_from(config)?));
-    let client = client.expect("a kubeconfig that was just written");
+async fn connect(kubeconfig: Kubeconfig) -> Result<Client> {
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+    Ok(Client::try_from(config)?)
+}
+
+async fn serve(client: Client, mut calls: UnboundedReceiver<Call>) {
     // A server serves many at once, but not any number without asking some to come again.
     let places = std::sync::Arc::new(tokio::sync::Semaphore::new(64));
     while let Some(Call { method, path, body, answer }) = calls.recv().await {

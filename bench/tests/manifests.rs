@@ -1,0 +1,144 @@
+//! The manifests that are shipped for a cluster: each field is one that its type has, no right is more than is needed,
+//! and the configuration in them is one that `penstock run` takes. A real API server is asked too, where
+//! `KUBEBUILDER_ASSETS` names its folder.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use http::Method;
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::{ConfigMap, Container, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use penstock_bench::testbed::api_server::ApiServer;
+use penstock_control::service::config::Config;
+use penstock_control::source::Location;
+use penstock_control::source::api_server::Access;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+fn directory() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes")
+}
+
+/// All objects as they are applied: what `kubectl kustomize` makes of them, or the files as they are without it.
+fn objects() -> Vec<Value> {
+    let rendered = Command::new("kubectl").arg("kustomize").arg(directory()).output();
+    let text = match rendered {
+        Ok(output) => {
+            assert!(output.status.success(), "kubectl kustomize: {}", String::from_utf8_lossy(&output.stderr));
+            eprintln!("manifests: as kubectl kustomize makes them");
+            String::from_utf8(output.stdout).unwrap()
+        }
+        Err(_) => {
+            eprintln!("manifests: as they are in the files (kubectl is not there to put them together)");
+            let read = |name: &str| std::fs::read_to_string(directory().join(name)).unwrap();
+            format!("{}\n---\n{}", read("rbac.yaml"), read("daemonset.yaml"))
+        }
+    };
+    text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect()
+}
+
+/// An object as its type, which must know every field of it.
+fn typed<T: DeserializeOwned>(object: &Value) -> T {
+    let mut unknown = Vec::new();
+    let read = serde_ignored::deserialize(object.clone(), |path| unknown.push(path.to_string()));
+    // The types take them for known, and have no field for them.
+    unknown.retain(|path| !matches!(path.as_str(), "apiVersion" | "kind"));
+    assert!(unknown.is_empty(), "{} has no such fields: {unknown:?}", object["kind"]);
+    read.unwrap_or_else(|error| panic!("{}: {error}", object["kind"]))
+}
+
+#[test]
+fn every_field_is_one_that_its_type_has_and_no_kind_is_missing() {
+    let mut kinds: Vec<String> = objects()
+        .iter()
+        .map(|object| {
+            let kind = object["kind"].as_str().unwrap();
+            match kind {
+                "ServiceAccount" => drop(typed::<ServiceAccount>(object)),
+                "ClusterRole" => drop(typed::<ClusterRole>(object)),
+                "ClusterRoleBinding" => drop(typed::<ClusterRoleBinding>(object)),
+                "ConfigMap" => drop(typed::<ConfigMap>(object)),
+                "DaemonSet" => drop(typed::<DaemonSet>(object)),
+                other => panic!("a {other} is not expected here"),
+            }
+            kind.to_owned()
+        })
+        .collect();
+    kinds.sort();
+    // The map is made of the configuration file, by kustomize.
+    kinds.retain(|kind| kind != "ConfigMap");
+    assert_eq!(kinds, ["ClusterRole", "ClusterRoleBinding", "DaemonSet", "ServiceAccount"]);
+}
+
+#[test]
+fn the_role_may_read_four_kinds_and_nothing_else() {
+    let objects = objects();
+    let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
+    let mut rights = Vec::new();
+    for rule in role.rules.unwrap() {
+        assert!(rule.non_resource_urls.is_none() && rule.resource_names.is_none());
+        for group in rule.api_groups.unwrap() {
+            for resource in rule.resources.iter().flatten() {
+                rights.extend(rule.verbs.iter().map(|verb| format!("{verb} {group}/{resource}")));
+            }
+        }
+    }
+    rights.sort();
+    let resources = ["/namespaces", "/nodes", "/pods", "networking.k8s.io/networkpolicies"];
+    let verbs = ["get", "list", "watch"].into_iter();
+    let wanted: Vec<String> = verbs.flat_map(|verb| resources.map(|resource| format!("{verb} {resource}"))).collect();
+    assert_eq!(rights, wanted);
+}
+
+#[test]
+fn the_container_has_capabilities_one_by_one_and_every_mount_a_volume() {
+    let objects = objects();
+    let set: DaemonSet = typed(objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap());
+    let spec = set.spec.template.spec.unwrap();
+    assert_eq!((spec.host_network, spec.containers.len()), (Some(true), 1));
+    let Container { security_context, volume_mounts, liveness_probe, readiness_probe, resources, .. } =
+        &spec.containers[0];
+    let security = security_context.as_ref().unwrap();
+    assert_eq!(security.privileged, Some(false));
+    let capabilities = security.capabilities.as_ref().unwrap();
+    assert_eq!(capabilities.drop.as_deref(), Some(&["ALL".to_owned()][..]));
+    let added = capabilities.add.as_deref().unwrap();
+    assert!(added.iter().all(|name| name.chars().all(|c| c.is_ascii_uppercase() || c == '_') && name != "ALL"));
+    let volumes: Vec<&String> = spec.volumes.iter().flatten().map(|volume| &volume.name).collect();
+    for mount in volume_mounts.iter().flatten() {
+        assert!(volumes.contains(&&mount.name), "no volume {}", mount.name);
+    }
+    assert!(liveness_probe.is_some() && readiness_probe.is_some() && resources.is_some());
+}
+
+#[test]
+fn the_configuration_in_the_manifests_is_one_that_the_daemon_takes() {
+    let path = directory().join("penstock.toml");
+    let config = Config::load(&path).unwrap();
+    assert_eq!(config.source.location(), Location::ApiServer(Access::InCluster));
+}
+
+#[test]
+fn an_api_server_takes_all_of_them() {
+    let server = ApiServer::start(None).unwrap();
+    if !server.is_real() {
+        // It knows none of these kinds; that their fields are right is another test's matter.
+        return;
+    }
+    for object in objects() {
+        let url = match object["kind"].as_str().unwrap() {
+            "ServiceAccount" => "/api/v1/namespaces/kube-system/serviceaccounts",
+            "ConfigMap" => "/api/v1/namespaces/kube-system/configmaps",
+            "DaemonSet" => "/apis/apps/v1/namespaces/kube-system/daemonsets",
+            // Both are in force already, from when the server was started.
+            "ClusterRole" | "ClusterRoleBinding" => continue,
+            other => panic!("a {other} is not expected here"),
+        };
+        let url = format!("{url}?dryRun=All");
+        match server.admin().call(Method::POST, &url, &object) {
+            Ok(taken) => assert_eq!(taken["kind"], object["kind"]),
+            Err(error) => assert!(format!("{error:#}").contains("AlreadyExists"), "{}: {error:#}", object["kind"]),
+        }
+    }
+}
