@@ -74,9 +74,9 @@ impl Answers {
         self.store[..count].iter().map(|answer| (answer.port, &answer.octets[..answer.length]))
     }
 
-    /// How many packets went without the answer that was due to them, since there had been too many.
-    pub fn withheld(&self) -> u64 {
-        self.withheld
+    /// How many answers were due since the last call and not given, because there had been too many.
+    pub fn take_withheld(&mut self) -> u64 {
+        std::mem::take(&mut self.withheld)
     }
 
     /// A new batch begins; answers that nobody took are forgotten.

@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TransportSlice};
+use proptest::prelude::*;
 
 use super::*;
 use crate::conntrack::{Config, ConnTable};
@@ -295,5 +296,30 @@ fn there_are_no_more_answers_than_the_bounds_allow() {
     assert_eq!(answered(0), ERRORS.1 as usize - CAPACITY, "at once");
     assert_eq!(answered(0), 0);
     assert_eq!(answered(7), 7, "a thousand a second");
-    assert_eq!(node.pipeline.answers().withheld(), 4 * BATCH as u64 - 57);
+    assert_eq!(node.pipeline.answers().take_withheld(), 4 * BATCH as u64 - 57);
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_answered_gets_a_sound_packet(
+        v6: bool,
+        ttl in 1..3u8,
+        payload in 0..1460usize,
+        changes in prop::collection::vec((0..70usize, any::<u8>()), 0..4),
+    ) {
+        let mut node = Node::new(OnCut::Reset);
+        let family = usize::from(v6);
+        let mut frame = udp(WEB_IPS[family], DB_IPS[family], ttl, payload);
+        for (at, octet) in changes {
+            let at = at % frame.len();
+            frame[at] = octet;
+        }
+        for open in [true, false] {
+            node.publish(open);
+            for (port, answer) in node.send(WEB, &frame).1 {
+                prop_assert_eq!(port, WEB, "to its sender");
+                check(&answer);
+            }
+        }
+    }
 }

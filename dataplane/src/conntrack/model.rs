@@ -17,10 +17,10 @@ enum Op {
     Packet { n: u8, reply: bool },
     /// The server refuses TCP connection `n`.
     Refusal { n: u8 },
-    /// Connection `n` is judged again.
-    Judge { n: u8, epoch: u32 },
-    /// Connection `n` is cut.
-    Cut { n: u8 },
+    /// Connection `n` is judged again, and stays, is cut or is restored.
+    Judge { n: u8, epoch: u32, allowed: bool },
+    /// Connection `n` is removed.
+    Remove { n: u8 },
     /// Time passes.
     Advance { seconds: u64 },
     /// A sweep goes on by some entries.
@@ -39,8 +39,8 @@ fn any_op() -> impl Strategy<Value = Op> {
     prop_oneof![
         12 => (n.clone(), any::<bool>()).prop_map(|(n, reply)| Op::Packet { n, reply }),
         1 => n.clone().prop_map(|n| Op::Refusal { n }),
-        2 => (n.clone(), 0..3u32).prop_map(|(n, epoch)| Op::Judge { n, epoch }),
-        1 => n.prop_map(|n| Op::Cut { n }),
+        2 => (n.clone(), 0..3u32, any::<bool>()).prop_map(|(n, epoch, allowed)| Op::Judge { n, epoch, allowed }),
+        1 => n.prop_map(|n| Op::Remove { n }),
         1 => prop_oneof![Just(0u64), Just(1), Just(7), Just(20), Just(100)].prop_map(|seconds| Op::Advance { seconds }),
         1 => (0..200usize).prop_map(|steps| Op::Sweep { steps }),
         1 => (0..u16::from(OWNERS)).prop_map(|owner| Op::PodGone { owner }).boxed(),
@@ -102,8 +102,9 @@ fn ticks(millis: u64) -> u64 {
 impl Known {
     fn lifetime(&self) -> u64 {
         let seconds: u64 = match (self.original.protocol, self.state) {
-            (Protocol::UDP, State::Replied) => 120,
+            (Protocol::UDP, State::Replied | State::Cut) => 120,
             (Protocol::UDP | Protocol::ICMP, _) => 30,
+            (_, State::Cut) => 300,
             (_, State::Tcp(TcpState::SynSent)) => 120,
             (_, State::Tcp(TcpState::Close)) => 10,
             other => panic!("the model does not reach {other:?}"),
@@ -117,7 +118,7 @@ impl Known {
     fn rank(&self, now: u64) -> Option<(u8, u64)> {
         let class = match self.state {
             _ if self.is_expired(now) => 0,
-            State::Tcp(_) => 1,
+            State::Tcp(_) | State::Cut => 1,
             State::Unreplied => 2,
             _ => return None,
         };
@@ -151,6 +152,11 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
                 }
                 Expected::Unchanged => assert_eq!(update, Update::Accepted(known.state)),
                 Expected::Invalid => assert_eq!(update, Update::Invalid),
+                Expected::Cut => {
+                    assert_eq!(update, Update::Cut);
+                    known.last = model.millis;
+                    model.known.insert(key, known);
+                }
                 Expected::Ended => {
                     assert_eq!(update, Update::Ended);
                     model.known.remove(&key);
@@ -167,10 +173,15 @@ enum Expected {
     State(State),
     Unchanged,
     Invalid,
+    Cut,
     Ended,
 }
 
 fn expected_state(known: &Known, reply: bool, transport: &Transport) -> Expected {
+    if known.state == State::Cut {
+        let anew = matches!(transport, Transport::Tcp(segment) if segment.flags == TcpFlags::SYN);
+        return if anew { Expected::Ended } else { Expected::Cut };
+    }
     let Transport::Tcp(segment) = transport else {
         return match transport {
             Transport::EchoReply if !reply => Expected::Invalid,
@@ -263,15 +274,24 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
             packet(table, model, flow(n).reversed(), &segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 101));
         }
         Op::Refusal { .. } => {}
-        Op::Judge { n, epoch } => {
+        Op::Judge { n, epoch, allowed } => {
             model.epoch = epoch;
             let now = Timestamp::from_millis(model.millis);
-            if let Some(conn) = table.find(&table.prepare(&flow(n)), now) {
-                assert!(conn.set_epoch(Epoch(epoch)));
-                model.known.get_mut(&flow(n).key().0).unwrap().epoch = Epoch(epoch);
+            if let Some(mut conn) = table.find(&table.prepare(&flow(n)), now) {
+                let known = model.known.get_mut(&flow(n).key().0).unwrap();
+                // What the windows of a TCP connection say that was never whole is no matter of this model.
+                let allowed = allowed && (known.state != State::Cut || flow(n).protocol != Protocol::TCP);
+                known.epoch = Epoch(epoch);
+                let expected = match (known.state == State::Cut, allowed) {
+                    (false, false) => (State::Cut, Judged::Cut),
+                    (true, true) => (State::Replied, Judged::Restored),
+                    _ => (known.state, Judged::Kept),
+                };
+                known.state = expected.0;
+                assert_eq!(conn.set_judged(Epoch(epoch), allowed), expected.1);
             }
         }
-        Op::Cut { n } => {
+        Op::Remove { n } => {
             let now = Timestamp::from_millis(model.millis);
             if let Some(conn) = table.find(&table.prepare(&flow(n).reversed()), now) {
                 assert!(conn.remove());

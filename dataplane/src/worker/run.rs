@@ -15,7 +15,6 @@ use super::desk::{Desk, Turn};
 use super::mailbox::Command;
 use super::processor::Processor;
 use crate::Snapshot;
-use crate::answer::Answers;
 use crate::io::XskQueue;
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
@@ -147,8 +146,11 @@ impl<P: Processor> Worker<P> {
                 Verdict::Drop(cause) => self.desk.drop_frame(frame, ingress, cause),
             }
         }
-        for (port, octets) in self.processor.answers().into_iter().flat_map(Answers::take) {
-            self.desk.answer(octets, port, ingress);
+        if let Some(answers) = self.processor.answers() {
+            self.desk.counters().answers_withheld.add(answers.take_withheld());
+            for (port, octets) in answers.take() {
+                self.desk.answer(octets, port, ingress);
+            }
         }
         true
     }

@@ -58,6 +58,7 @@ pub(crate) struct WorkerCounters {
     pub(crate) batches: Counter,
     pub(crate) handed_over: Counter,
     pub(crate) answers: Counter,
+    pub(crate) answers_withheld: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) asleep_nanoseconds: Counter,
     /// How long turns took in which packets were moved.
@@ -246,6 +247,8 @@ pub struct WorkerStatistics {
     pub handed_over: u64,
     /// Packets of its own making, in answer to others.
     pub answers: u64,
+    /// Answers that were due and not given, because there had been too many.
+    pub answers_withheld: u64,
     /// How often it went to sleep.
     pub sleeps: u64,
     /// How long it slept.
@@ -275,6 +278,7 @@ impl WorkerStatistics {
             batches: counters.batches.get(),
             handed_over: counters.handed_over.get(),
             answers: counters.answers.get(),
+            answers_withheld: counters.answers_withheld.get(),
             sleeps: counters.sleeps.get(),
             asleep: Duration::from_nanos(counters.asleep_nanoseconds.get()),
             running,

@@ -261,6 +261,18 @@ impl Collected {
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.handed_over)),
         )?;
         to.family(
+            Kind::Counter,
+            "penstock_worker_answers",
+            "ICMP errors and TCP resets of the node's own making, in answer to packets that were dropped",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers)),
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_worker_answers_withheld",
+            "Answers that were due and not given, because there had been too many",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers_withheld)),
+        )?;
+        to.family(
             Kind::Gauge,
             "penstock_worker_waiting_packets",
             "Packets from other workers that wait for this one",
