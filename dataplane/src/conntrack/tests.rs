@@ -310,6 +310,7 @@ fn threads_that_meet_leave_a_sound_table() {
             match (table.find(&hashed, now), (random >> 32) % 32) {
                 (Some(conn), 0) => _ = conn.remove(),
                 (Some(conn), 1) => _ = conn.set_epoch(Epoch(random as u32)),
+                (Some(mut conn), 2) => _ = conn.set_judged(Epoch(random as u32), random & 4 == 0),
                 (Some(mut conn), _) => {
                     assert_eq!(
                         (conn.original_flow().key(), conn.owner()),
