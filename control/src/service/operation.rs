@@ -12,7 +12,7 @@ use super::admin::{self, Admin, Asker, Question, Questions, Served};
 use super::config::{Layers, Loaded};
 use super::metrics::Metrics;
 use super::progress::Progress;
-use super::samples::{self, Samples};
+use super::samples::{self, Sample, Samples};
 use super::verdicts::Verdicts;
 use crate::source::SourceHealth;
 
@@ -55,6 +55,8 @@ pub(super) enum Next {
 
 /// All that the daemon's loop has for its operation.
 pub(super) struct Operation {
+    /// Until the loop has begun.
+    asker: Option<Asker>,
     questions: Questions,
     pub(super) layers: Layers,
     pub(super) loaded: Loaded,
@@ -69,7 +71,7 @@ pub(super) struct Operation {
 }
 
 impl Operation {
-    /// From now on questions are answered, as long as [`Operation::next`] is waited for.
+    /// Questions are answered from when [`Operation::next`] is first waited for.
     pub(super) fn start(
         doors: Doors,
         layers: &Layers,
@@ -83,13 +85,13 @@ impl Operation {
             interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
             interval
         };
-        doors.asker.started();
         Ok(Self {
+            asker: Some(doors.asker),
             questions: doors.questions,
             layers: layers.clone(),
             loaded: loaded.clone(),
             source,
-            samples: Samples::new(dataplane),
+            samples: Samples::new(Sample::take(dataplane)),
             progress: Progress::new(),
             verdicts: verdicts.map_err(RunError::bad_input)?,
             started: Instant::now(),
@@ -101,6 +103,9 @@ impl Operation {
 
     /// Waits for what is to be done next. Nothing is lost if the wait is given up.
     pub(super) async fn next(&mut self) -> Next {
+        if let Some(asker) = self.asker.take() {
+            asker.started();
+        }
         let (awaits, writes) = (self.progress.awaits(), self.verdicts.is_on());
         tokio::select! {
             () = tokio::time::sleep(LOOK), if awaits => Next::Look,

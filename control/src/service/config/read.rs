@@ -344,7 +344,7 @@ mod tests {
             ("startup = \"shrug\"\n", ":1: startup = \"shrug\": not known; use \"closed\" or \"open\""),
             (
                 "pod_interfaces = [\"*\"]\n",
-                ":1: pod_interfaces[0] = [\"*\"]: not a name of interfaces; give a name, or how",
+                ":1: pod_interfaces[0] = \"*\": not a name of interfaces; give a name, or how",
             ),
             ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
             ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),

@@ -4,6 +4,7 @@ use super::super::admin::{Question, View};
 use super::super::config::{Loaded, differences};
 use super::super::metrics::Collected;
 use super::super::operation::Next;
+use super::super::samples::Sample;
 use super::super::{logging, preflight};
 use super::Daemon;
 
@@ -30,7 +31,7 @@ impl Daemon<'_> {
     pub(super) async fn operate(&mut self, next: Next) {
         match next {
             Next::Answer(question) => self.answer(question).await,
-            Next::Sample => self.operation.samples.keep(&self.dataplane),
+            Next::Sample => self.operation.samples.keep(Sample::take(&self.dataplane)),
             Next::Look => {
                 self.operation.progress.look(&self.dataplane);
             }
