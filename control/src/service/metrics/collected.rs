@@ -352,7 +352,8 @@ impl Collected {
                 })
             },
         )?;
-        let counts: [(&str, &str, fn(&KindHealth) -> u64); 3] = [
+        type Count = fn(&KindHealth) -> u64;
+        let counts: [(&str, &str, Count); 3] = [
             ("penstock_source_events", "Events of a kind", |health| health.events),
             ("penstock_source_outages", "How often the source was lost", |health| health.outages),
             ("penstock_source_lists", "How often all objects of a kind were read", |health| health.lists),
