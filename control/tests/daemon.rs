@@ -570,7 +570,7 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
         let bad =
             "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
         let cases = [
-            ("on_mis = \"drop\"", good(), "penstock.toml:7: on_mis: unknown key; take it out, or use one of: node,"),
+            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; take it out, or use one of: node,"),
             ("workers.cores = [999]", good(), "workers.cores: core 999 does not exist or is not open to this process;"),
             ("umem.memory = \"900GiB\"", good(), "MiB available; lower umem.memory or conntrack.entries"),
             (
@@ -627,7 +627,7 @@ fn check_tells_each_thing_and_changes_nothing() {
             "ok       capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF",
             "ok       AF_XDP: the kernel has it",
             "ok       workers.cores: 0",
-            "ok       manifests: 2 objects",
+            "ok       source: 2 objects",
             "ok       pod shop/web: veth5, MTU 1500; tso on, gso on, gro ",
             "ok       kernel ",
             "ok       RLIMIT_MEMLOCK: ",

@@ -169,7 +169,6 @@ fn status_flows_and_metrics_tell_what_packets_did() {
     assert_eq!(sum(&metrics, "penstock_umem_capacity_frames", &[]), f64::from(frames.total));
     let turns = sum(&metrics, "penstock_worker_turn_seconds_count", &[]);
     assert!(turns >= 1_000.0 && sum(&metrics, "penstock_worker_busy_seconds_total", &[]) > 0.0, "{turns}");
-    assert!(sum(&metrics, "penstock_enforced_seconds_count", &[]) >= 1.0);
     assert_eq!(sum(&metrics, "penstock_source_synced", &[]), 4.0);
     assert_eq!(open.page("/healthz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
     assert_eq!(open.page("/readyz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
@@ -247,6 +246,10 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
     assert_eq!(first.changed, pod(&before, "test/pod-0").changed, "its own rules are as they were");
     assert_eq!(second.changed, Some(after.published), "{second:?}");
     assert!(first.enforced && second.enforced, "{after:?}");
+    let metrics = open.metrics();
+    assert_eq!(sum(&metrics, "penstock_enforced_seconds_count", &[]), 1.0, "one event, the start not counted");
+    let took = metrics["penstock_enforced_seconds_sum"];
+    assert!(took > 0.0 && took < 0.5, "{took} s from the event to a snapshot in force");
     // A pod without an interface has no network, and is told with what it waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.world.save("all.yaml", &(pods(2) + &lost));

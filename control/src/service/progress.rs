@@ -116,7 +116,10 @@ impl Progress {
         if dataplane.in_force().iter().any(|&epoch| epoch != awaited.epoch) {
             return false;
         }
-        self.times.enforced.observe(awaited.seen.elapsed().as_secs_f64());
+        // The first one is the start: no event, and it takes as long as the interfaces do.
+        if self.programmed {
+            self.times.enforced.observe(awaited.seen.elapsed().as_secs_f64());
+        }
         self.awaited = None;
         self.programmed = true;
         true

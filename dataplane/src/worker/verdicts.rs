@@ -68,7 +68,8 @@ pub struct VerdictRecord {
     pub octets: usize,
     /// What became of it.
     pub outcome: Outcome,
-    /// Its flow; `None` where it could not be parsed.
+    /// Its flow; where the policy was asked for it, the one that was judged, in the direction in which its connection was
+    /// opened; `None` where it could not be parsed.
     pub flow: Option<Flow>,
     /// One number for all packets of a connection, in both directions; see [`ConnTable::connection_id`].
     pub connection: Option<u64>,

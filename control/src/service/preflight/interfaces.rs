@@ -15,7 +15,8 @@ pub(super) fn pod(port: &PodPort) -> Vec<Finding> {
     };
     let mut findings = vec![Finding::ok(settings)];
     findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
-    findings.extend(program(&port.name, port.link));
+    // The others are served; this one is tried again and again.
+    findings.extend(program(&port.name, port.link).map(Finding::warning));
     findings
 }
 
@@ -23,7 +24,7 @@ pub(super) fn pod(port: &PodPort) -> Vec<Finding> {
 pub(super) fn uplink(link: &Link) -> Vec<Finding> {
     let mut findings: Vec<Finding> =
         Offloads::read(&link.name).ok().and_then(|set| merging(&link.name, &set)).into_iter().collect();
-    findings.extend(program(&link.name, link.index));
+    findings.extend(program(&link.name, link.index).map(Finding::error));
     findings
 }
 
@@ -69,14 +70,15 @@ fn merging(name: &str, offloads: &Offloads) -> Option<Finding> {
     })
 }
 
-fn program(name: &str, index: u32) -> Option<Finding> {
+/// The line about somebody else's program, if there is one.
+fn program(name: &str, index: u32) -> Option<String> {
     // Without the right to look there are other errors already.
     let found = ForeignProgram::on(index).ok()??;
     let called = found.name.map_or_else(String::new, |called| format!(" ({called})"));
-    Some(Finding::error(format!(
+    Some(format!(
         "interface {name}: another XDP program is attached, number {}{called}; detach it (ip link set dev {name} xdp off)",
         found.id
-    )))
+    ))
 }
 
 #[cfg(test)]
