@@ -74,7 +74,7 @@ pub fn machine(config: &Config) -> Vec<Finding> {
         Err(line) => Finding::error(line),
     });
     findings.push(memory(config, available_memory()));
-    findings.extend(kernel::findings(config));
+    findings.extend(kernel::findings(config, permitted));
     findings.extend(source(&config.source.location()));
     findings
 }

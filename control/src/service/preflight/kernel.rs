@@ -15,10 +15,13 @@ const BUDGET: (u32, u32) = (6, 17);
 /// CAP_IPC_LOCK: locked memory is not limited.
 const IPC_LOCK: u32 = 14;
 
-/// Looks at all of it.
-pub(super) fn findings(config: &Config) -> Vec<Finding> {
+/// Looks at all of it; without privileges at the version alone, since all else follows from that.
+pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
     let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
     let mut findings = vec![version(&release.unwrap_or_default())];
+    if !permitted {
+        return findings;
+    }
     if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
         let root = Path::new("/sys/fs/bpf");
         let mounted = statfs(root).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC);
