@@ -183,6 +183,11 @@ impl Daemon {
         self.wait(END)
     }
 
+    /// Waits until it is gone, however it ended.
+    pub fn wait_until_ended(&self, limit: Duration) -> Result<ExitStatus> {
+        self.process.wait(limit)
+    }
+
     /// Waits until it ends by itself.
     pub fn wait(self, limit: Duration) -> Result<(ExitStatus, Vec<String>)> {
         let status = self

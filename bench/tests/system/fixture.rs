@@ -23,6 +23,7 @@ pub(crate) struct World {
     pub(crate) cluster: Cluster,
     pub(crate) manifests: PathBuf,
     pub(crate) scratch: Scratch,
+    config: DaemonConfig,
     _servers: Vec<Servers>,
 }
 
@@ -50,7 +51,18 @@ impl World {
         more(&mut cluster, &mut config);
         let servers = Servers::start_all(&cluster.sites, &SERVICES).unwrap();
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
-        Self { daemon, cluster, manifests, scratch, _servers: servers }
+        Self { daemon, cluster, manifests, scratch, config, _servers: servers }
+    }
+
+    /// Kills the daemon and waits until it is gone.
+    pub(crate) fn kill(&mut self) {
+        self.daemon.signal(Signal::SIGKILL).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+    }
+
+    /// Starts the next daemon, with the configuration of the one that was killed.
+    pub(crate) fn restart(&mut self) {
+        self.daemon = Daemon::start(self.cluster.node.namespace(), &self.config).unwrap();
     }
 
     /// Saves a manifest at once.

@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod connections;
+mod faults;
 mod fixture;
 mod forwarding;
 mod frames;
