@@ -140,6 +140,7 @@ fn remake_pods(times: u32) {
         let label = if turn % 2 == 0 { "a" } else { "b" };
         let seen = world.daemon.log().len();
         world.save("turning.yaml", &pod("turning", v4, v6).replace("app: turning", &format!("app: {label}")));
+        world.daemon.log().wait_for_after(seen, "published: Pod test/turning", Duration::from_secs(5)).unwrap();
         let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
         world.cluster.node.add_pod("test/turning", &addresses).unwrap();
         world.cluster.node.settle().unwrap();
@@ -158,7 +159,9 @@ fn remake_pods(times: u32) {
         }
     }
     assert!(traffic.stop() > 0);
-    assert_eq!(Some(descriptors(&world)), before, "no descriptor is leaked");
+    // The one that was counted may have been closing the port before.
+    let (before, after) = (before.expect("counted once"), descriptors(&world));
+    assert!(after <= before, "descriptors are leaked: {before} after four turns, {after} after {times}");
     let account = world.statistics().pop().unwrap();
     assert!(account.ends_with(": balanced"), "{account}");
 }
