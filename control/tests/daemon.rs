@@ -11,7 +11,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use netns::{GATEWAYS, Pod, ip, node_state, on_a_node};
+use netns::{BRIDGE_GATEWAYS, GATEWAYS, Pod, ip, node_state, on_a_node};
 use nix::libc;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -166,6 +166,11 @@ fn reaches(from: &Pod, to: &Pod) -> [bool; 2] {
 
 /// Whether the node reaches `to` and `to` the node, over IPv4 and over IPv6.
 fn reaches_node(pod: &Pod) -> [bool; 4] {
+    reaches_node_at(pod, GATEWAYS)
+}
+
+/// The same, by other addresses of the node.
+fn reaches_node_at(pod: &Pod, gateways: [&str; 2]) -> [bool; 4] {
     let [v4, v6] = [&pod.v4, &pod.v6].map(|address| arrives(pod, address, send));
     let to_node = |gateway: &str| {
         let receiver = UdpSocket::bind(SocketAddr::new(gateway.parse().unwrap(), 0)).unwrap();
@@ -176,7 +181,7 @@ fn reaches_node(pod: &Pod) -> [bool; 4] {
             receiver.recv(&mut [0; 16]).is_ok()
         })
     };
-    [v4, v6, to_node(GATEWAYS[0]), to_node(GATEWAYS[1])]
+    [v4, v6, to_node(gateways[0]), to_node(gateways[1])]
 }
 
 #[test]
@@ -257,6 +262,50 @@ fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
         assert!(said.contains("PORT  INTERFACE"), "statistics at the end: {said}");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
+    });
+}
+
+#[test]
+fn pods_on_a_bridge_are_found_by_their_neighbour_entries_and_policy_holds_between_them() {
+    on_a_node(|| {
+        for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv4/conf/all/rp_filter"] {
+            fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+        }
+        let [web, db] = [5, 6].map(Pod::on_bridge);
+        let routed = Pod::new(7);
+        let before = node_state();
+        let objects = [
+            NAMESPACE.to_owned(),
+            pod_manifest("web", web.addresses()),
+            pod_manifest("db", db.addresses()),
+            pod_manifest("routed", routed.addresses()),
+        ];
+        let files = Files::new("", &[("pods.yaml", objects.concat()), ("policies.yaml", policy("db", "web"))]);
+        let daemon = Daemon::start(&files);
+        // Nobody may have sent yet: the daemon has the kernel ask.
+        while daemon.wait_for("published").contains("pods=1") {}
+        assert_eq!(reaches(&web, &db), [true; 2]);
+        assert_eq!(reaches(&routed, &db), [false; 2]);
+        assert_eq!(reaches(&db, &routed), [true; 2]);
+        assert_eq!(reaches_node_at(&db, BRIDGE_GATEWAYS), [true; 4], "a pod and its node always reach each other");
+        files.save("policies.yaml", &policy("db", "routed"));
+        daemon.wait_for("published: NetworkPolicy shop/db");
+        assert_eq!(reaches(&web, &db), [false; 2], "though they are on one network");
+        assert_eq!(reaches(&routed, &db), [true; 2]);
+
+        // One that comes while running is closed at first.
+        let late = Pod::on_bridge(8);
+        daemon.wait_for("closed until its pod is known");
+        files.save("late.yaml", &pod_manifest("late", late.addresses()));
+        daemon.wait_for("attached");
+        daemon.wait_for("published");
+        assert_eq!(reaches(&late, &web), [true; 2]);
+        assert_eq!(reaches(&late, &db), [false; 2]);
+        drop(late);
+        daemon.wait_for("closed");
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_restored(&before);
     });
 }
 

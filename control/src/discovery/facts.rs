@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use ipnet::IpNet;
 use penstock_dataplane::forward::Mac;
 
 /// One reading of the kernel's links, routes and addresses.
@@ -12,6 +13,10 @@ pub struct Facts {
     pub links: BTreeMap<u32, Link>,
     /// Routes of the main table to single addresses without a gateway.
     pub routes: Vec<HostRoute>,
+    /// Addresses of neighbours that are directly behind a port of a bridge, as the `bridge` CNI plugin has them.
+    pub bridged: Vec<HostRoute>,
+    /// The networks that bridges have addresses in, each with the bridge's index.
+    pub networks: Vec<(IpNet, u32)>,
     /// Addresses of the node itself that a pod can reach: loopback and link-local ones left out.
     pub addresses: Vec<IpAddr>,
 }
@@ -33,13 +38,15 @@ pub struct Link {
     pub up: bool,
     /// Whether it is one end of a veth pair.
     pub veth: bool,
+    /// Whether it is a bridge.
+    pub bridge: bool,
     /// Whether its other end is in another network namespace.
     pub peer_elsewhere: bool,
     /// Index of the bridge, bond or the like that it belongs to.
     pub master: Option<u32>,
     /// How many receive queues it has.
     pub queues: u32,
-    /// The Ethernet address of a veth's other end; read only where a host route leads to the veth.
+    /// The Ethernet address of a veth's other end; read only where a host route leads to the veth or a bridge has it.
     pub peer_mac: Option<Mac>,
 }
 
@@ -56,5 +63,20 @@ impl Facts {
     /// The link with this name.
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
+    }
+
+    /// Which link each address is behind, where that is known. A route says more than a neighbour.
+    pub fn behind(&self) -> BTreeMap<IpAddr, u32> {
+        self.bridged.iter().chain(&self.routes).map(|found| (found.destination, found.link)).collect()
+    }
+
+    /// The bridge in whose network this address is.
+    pub fn bridge_of(&self, address: IpAddr) -> Option<u32> {
+        self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
+    }
+
+    /// Name of what a link belongs to.
+    pub fn master_of(&self, link: &Link) -> Option<&str> {
+        link.master.and_then(|index| self.links.get(&index)).map(|master| master.name.as_str())
     }
 }

@@ -21,6 +21,8 @@ pub struct PodPort {
     pub peer_mac: Mac,
     /// MTU of the host side, in octets.
     pub mtu: u32,
+    /// Name of the bridge that has the host side, if one does.
+    pub bridge: Option<String>,
     /// The pod.
     pub pod: ObjectKey,
     /// All addresses of the pod.
@@ -30,8 +32,10 @@ pub struct PodPort {
 /// Why a local pod has no port. It has no network until that is mended.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
 pub enum Problem {
-    /// No route leads to any of its addresses.
-    #[error("pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one")]
+    /// No route leads to any of its addresses, and no neighbour on a bridge has one.
+    #[error(
+        "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, or for a neighbour on a bridge to answer"
+    )]
     NoRoute {
         /// The pod.
         pod: ObjectKey,
@@ -142,7 +146,7 @@ pub fn pod_ports<'a>(
     node: &str,
     largest: u32,
 ) -> (BTreeMap<u32, PodPort>, BTreeSet<Problem>) {
-    let behind: BTreeMap<IpAddr, u32> = facts.routes.iter().map(|route| (route.destination, route.link)).collect();
+    let behind = facts.behind();
     let mut problems = BTreeSet::new();
     let mut ports: BTreeMap<u32, PodPort> = BTreeMap::new();
     let mut contested = BTreeSet::new();
@@ -218,7 +222,8 @@ fn pod_port(facts: &Facts, behind: &BTreeMap<IpAddr, u32>, pod: &Pod, largest: u
     }
     let Some(peer_mac) = link.peer_mac else { return Err(Problem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
-    Ok(PodPort { link: link.index, name, own_mac: link.mac, peer_mac, mtu: link.mtu, pod: pod_key, addresses })
+    let (own_mac, mtu, bridge) = (link.mac, link.mtu, facts.master_of(link).map(str::to_owned));
+    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, pod: pod_key, addresses })
 }
 
 #[cfg(test)]
@@ -235,6 +240,7 @@ mod tests {
             mtu: 1500,
             up: true,
             veth: true,
+            bridge: false,
             peer_elsewhere: true,
             master: None,
             queues: 1,
@@ -247,7 +253,7 @@ mod tests {
         Facts {
             links: links.into_iter().map(|link| (link.index, link)).collect(),
             routes: routes.iter().map(route).collect(),
-            addresses: Vec::new(),
+            ..Facts::default()
         }
     }
 
@@ -286,6 +292,20 @@ mod tests {
             assert_eq!((port.own_mac, port.peer_mac), (Mac([2, 0, 0, 0, 0, 7]), Mac([2, 0, 0, 0, 1, 7])));
             assert_eq!(port.addresses.len(), 2, "both addresses are the pod's, whichever route is there");
         }
+    }
+
+    #[test]
+    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_a_route_says_otherwise() {
+        let bridge = Link { veth: false, bridge: true, name: "cni0".into(), ..link(3) };
+        let port = |index| Link { master: Some(3), ..link(index) };
+        let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
+        let on_bridge = Facts { bridged, ..facts([bridge, port(7), port(8)], &[]) };
+        let (ports, problems) = pod_ports(&on_bridge, &[pod("a", &["10.1.1.5"])], "here", 1778);
+        assert!(problems.is_empty(), "{problems:?}");
+        assert_eq!(ports[&7].bridge.as_deref(), Some("cni0"));
+        let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 8 }];
+        let routed = Facts { routes, ..on_bridge };
+        assert_eq!(matched(&routed, &[pod("a", &["10.1.1.5"])]), (vec![(8, "a".into())], vec![]));
     }
 
     #[test]

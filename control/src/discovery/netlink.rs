@@ -3,12 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use futures_util::{Stream, StreamExt, TryStreamExt, pin_mut};
+use ipnet::IpNet;
 use netlink_packet_route::address::AddressAttribute;
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
-use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage};
+use netlink_packet_route::neighbour::{
+    NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
+};
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
 };
@@ -55,6 +58,8 @@ impl NetlinkError {
 #[derive(Clone, Debug)]
 pub struct Netlink {
     pub(super) handle: Handle,
+    /// Addresses whose neighbour entries are waited for.
+    awaited: Arc<Mutex<BTreeSet<IpAddr>>>,
 }
 
 /// Tells that links, routes or addresses changed.
@@ -84,44 +89,72 @@ impl Netlink {
             MulticastGroup::Ipv6Route,
             MulticastGroup::Ipv4Ifaddr,
             MulticastGroup::Ipv6Ifaddr,
+            MulticastGroup::Neigh,
         ];
         let (connection, _, mut messages) = rtnetlink::new_multicast_connection(&groups).map_err(failed)?;
         tokio::spawn(connection);
         let changed = Arc::new(Notify::new());
         let events = Events { changed: changed.clone() };
+        let netlink = Self { handle, awaited: Arc::default() };
+        let awaited = netlink.awaited.clone();
         tokio::spawn(async move {
             while let Some((message, _)) = messages.next().await {
-                use RouteNetlinkMessage::{DelRoute, NewRoute};
+                use RouteNetlinkMessage::{DelNeighbour, DelRoute, NewNeighbour, NewRoute};
                 match message.payload {
                     NetlinkPayload::InnerMessage(NewRoute(route) | DelRoute(route)) if table(&route) == own_table => {}
+                    // Neighbours come and go all the time: only those that were asked for are news.
+                    NetlinkPayload::InnerMessage(DelNeighbour(_)) => {}
+                    NetlinkPayload::InnerMessage(NewNeighbour(entry)) => {
+                        let known = neighbour(&entry).is_some_and(|(address, _)| lock(&awaited).remove(&address));
+                        if known {
+                            changed.notify_one();
+                        }
+                    }
                     _ => changed.notify_one(),
                 }
             }
         });
-        Ok((Self { handle }, events))
+        Ok((netlink, events))
     }
 
-    /// Reads all facts. The other end of a veth is asked after only where a host route leads to it.
+    /// Reads all facts. The other end of a veth is asked after only where a host route leads to it or a bridge has it.
     pub async fn facts(&self) -> Result<Facts, NetlinkError> {
         let mut routes = self.host_routes().await?;
         routes.sort_unstable();
-        let wanted: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
-        let mut links = BTreeMap::new();
+        let routed: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
+        let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
+        let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
+        let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
+        let on_bridge = |link: &Link| link.peer_elsewhere && link.master.is_some_and(|index| bridges.contains(&index));
         let mut unknown = BTreeSet::new();
-        for message in collect("cannot read the links", self.handle.link().get().execute()).await? {
-            let mut link = link(&message);
-            if link.veth && wanted.contains(&link.index) {
-                link.peer_mac = self.peer_mac(&message).await;
+        for message in &messages {
+            let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
+            if routed.contains(&link.index) || on_bridge(link) {
+                link.peer_mac = self.peer_mac(message).await;
                 if link.peer_mac.is_none() {
                     unknown.insert(link.index);
                 }
             }
-            links.insert(link.index, link);
         }
-        if !unknown.is_empty() {
-            self.macs_of_neighbours(&mut links, &unknown, &routes).await?;
+        let mut bridged = Vec::new();
+        if !unknown.is_empty() || links.values().any(on_bridge) {
+            let neighbours = self.neighbours().await?;
+            macs_of_neighbours(&neighbours, &mut links, &unknown, &routes);
+            bridged = behind_bridges(&neighbours, &links);
         }
-        Ok(Facts { links, routes, addresses: self.addresses().await? })
+        let (addresses, networks) = self.addresses(&bridges).await?;
+        Ok(Facts { links, routes, bridged, networks, addresses })
+    }
+
+    /// Has the kernel find out which Ethernet address `address` has on a link. Once it has, that is an event.
+    pub async fn solicit(&self, link: u32, address: IpAddr) {
+        lock(&self.awaited).insert(address);
+        let mut request = self.handle.neighbours().add(link, address).state(NeighbourState::None);
+        // NTF_USE: as if there were a packet to send (neigh_add in net/core/neighbour.c).
+        request = request.flags(NeighbourFlags::Use).replace();
+        if let Err(error) = request.execute().await {
+            tracing::debug!(%address, link, %error, "cannot be asked for");
+        }
     }
 
     /// The link with this name, if there is one.
@@ -166,22 +199,30 @@ impl Netlink {
         Ok(found.iter().filter_map(host_route).collect())
     }
 
-    async fn addresses(&self) -> Result<Vec<IpAddr>, NetlinkError> {
+    /// The node's own addresses, and the networks of those that bridges have.
+    async fn addresses(&self, bridges: &BTreeSet<u32>) -> Result<(Vec<IpAddr>, Vec<(IpNet, u32)>), NetlinkError> {
         let messages = collect("cannot read the addresses", self.handle.address().get().execute()).await?;
-        let local = messages.iter().filter_map(|message| {
-            // A point-to-point interface has its own address in LOCAL and its peer's in ADDRESS.
-            let own = |attribute: &AddressAttribute| match attribute {
-                AddressAttribute::Local(address) => Some((0, *address)),
-                AddressAttribute::Address(address) => Some((1, *address)),
-                _ => None,
-            };
-            message.attributes.iter().filter_map(own).min().map(|(_, address)| address)
-        });
         let reachable = |address: &IpAddr| match address {
             IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
             IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
         };
-        Ok(local.filter(reachable).collect::<BTreeSet<_>>().into_iter().collect())
+        let (mut own, mut networks) = (BTreeSet::new(), Vec::new());
+        for message in &messages {
+            // A point-to-point interface has its own address in LOCAL and its peer's in ADDRESS.
+            let local = message.attributes.iter().filter_map(|attribute| match attribute {
+                AddressAttribute::Local(address) => Some((0, *address)),
+                AddressAttribute::Address(address) => Some((1, *address)),
+                _ => None,
+            });
+            let Some(address) = local.min().map(|(_, address)| address).filter(reachable) else { continue };
+            own.insert(address);
+            if bridges.contains(&message.header.index)
+                && let Ok(network) = IpNet::new(address, message.header.prefix_len)
+            {
+                networks.push((network, message.header.index));
+            }
+        }
+        Ok((own.into_iter().collect(), networks))
     }
 
     /// Asks for a veth's other end, in whichever namespace it is. `None`: it cannot be told (any more).
@@ -202,25 +243,51 @@ impl Netlink {
         replies.ok()?.first().map(link).map(|peer| peer.mac).filter(|&mac| mac != Mac::default())
     }
 
-    /// Fills in what the neighbour table knows about the pods behind these links.
-    async fn macs_of_neighbours(
-        &self,
-        links: &mut BTreeMap<u32, Link>,
-        unknown: &BTreeSet<u32>,
-        routes: &[HostRoute],
-    ) -> Result<(), NetlinkError> {
-        for message in collect("cannot read the neighbours", self.handle.neighbours().get().execute()).await? {
-            let Some((address, mac)) = neighbour(&message) else { continue };
-            let index = message.header.ifindex;
-            if unknown.contains(&index)
-                && routes.contains(&HostRoute { destination: address, link: index })
-                && let Some(link) = links.get_mut(&index)
-            {
-                link.peer_mac = Some(mac);
-            }
-        }
-        Ok(())
+    /// The neighbour table.
+    async fn neighbours(&self) -> Result<Vec<Neighbour>, NetlinkError> {
+        let messages = collect("cannot read the neighbours", self.handle.neighbours().get().execute()).await?;
+        let known = messages.iter().filter_map(|message| Some((message.header.ifindex, neighbour(message)?)));
+        Ok(known.map(|(link, (address, mac))| Neighbour { link, address, mac }).collect())
     }
+}
+
+/// An entry of the neighbour table.
+struct Neighbour {
+    link: u32,
+    address: IpAddr,
+    mac: Mac,
+}
+
+/// Fills in what the neighbour table knows about the pods behind these links.
+fn macs_of_neighbours(
+    neighbours: &[Neighbour],
+    links: &mut BTreeMap<u32, Link>,
+    unknown: &BTreeSet<u32>,
+    routes: &[HostRoute],
+) {
+    for &Neighbour { link: index, address, mac } in neighbours.iter().filter(|entry| unknown.contains(&entry.link)) {
+        if routes.contains(&HostRoute { destination: address, link: index })
+            && let Some(link) = links.get_mut(&index)
+        {
+            link.peer_mac = Some(mac);
+        }
+    }
+}
+
+/// Which port of a bridge each neighbour on the bridge is behind: the one whose other end has its Ethernet address. The
+/// port is ours to know; the bridge's own table of addresses forgets who has not sent for a while.
+fn behind_bridges(neighbours: &[Neighbour], links: &BTreeMap<u32, Link>) -> Vec<HostRoute> {
+    let ports: BTreeMap<(u32, [u8; 6]), u32> =
+        links.values().filter_map(|port| Some(((port.master?, port.peer_mac?.0), port.index))).collect();
+    let found = |entry: &Neighbour| {
+        let link = *ports.get(&(entry.link, entry.mac.0))?;
+        Some(HostRoute { destination: entry.address, link })
+    };
+    neighbours.iter().filter_map(found).collect()
+}
+
+fn lock(awaited: &Mutex<BTreeSet<IpAddr>>) -> MutexGuard<'_, BTreeSet<IpAddr>> {
+    awaited.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 async fn collect<T>(
@@ -240,6 +307,7 @@ fn link(message: &LinkMessage) -> Link {
         mtu: 0,
         up: message.header.flags.contains(LinkFlags::Up),
         veth: false,
+        bridge: false,
         peer_elsewhere: false,
         master: None,
         queues: 1,
@@ -254,7 +322,10 @@ fn link(message: &LinkMessage) -> Link {
             LinkAttribute::LinkNetNsId(_) => link.peer_elsewhere = true,
             LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::Address(octets) => link.mac = mac(octets).unwrap_or_default(),
-            LinkAttribute::LinkInfo(info) => link.veth = info.contains(&LinkInfo::Kind(InfoKind::Veth)),
+            LinkAttribute::LinkInfo(info) => {
+                link.veth = info.contains(&LinkInfo::Kind(InfoKind::Veth));
+                link.bridge = info.contains(&LinkInfo::Kind(InfoKind::Bridge));
+            }
             _ => {}
         }
     }

@@ -26,7 +26,7 @@ use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
-use crate::model::{Change, Object};
+use crate::model::{Change, Object, ObjectKey};
 use crate::source::Source;
 
 /// How often the kernel is looked at without an event: what events missed is caught then.
@@ -288,6 +288,7 @@ impl<'a> Daemon<'a> {
         self.ports.close_new(&self.facts);
         let largest = self.config.umem.frame_size.largest_packet();
         let (wanted, problems) = pod_ports(&self.facts, self.objects.pods(), self.config.node.as_str(), largest);
+        self.seek(&problems).await;
         self.tell(problems);
         let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
         let gone = self.ports.take_gone(&self.facts);
@@ -341,6 +342,19 @@ impl<'a> Daemon<'a> {
             tracing::error!(%address, reason, "the node reaches this pod past its policies; trying again");
         }
         self.unrouted = refused;
+    }
+
+    /// Has the kernel ask on bridges for the pods that nothing leads to.
+    async fn seek(&self, problems: &BTreeSet<Problem>) {
+        let lost: BTreeSet<_> = problems.iter().filter(|problem| matches!(problem, Problem::NoRoute { .. })).collect();
+        let lost: BTreeSet<&ObjectKey> = lost.iter().flat_map(|problem| problem.pods()).collect();
+        for pod in self.objects.pods().filter(|pod| lost.contains(&pod.key)) {
+            for &address in &pod.addresses {
+                if let Some(bridge) = self.facts.bridge_of(address) {
+                    self.netlink.solicit(bridge, address).await;
+                }
+            }
+        }
     }
 
     /// Logs problems that are new, and those that are no more.

@@ -320,8 +320,10 @@ impl Ports {
 
     fn open_pod(&mut self, dataplane: &Dataplane, link: &Link, port: PodPort) -> Result<PodSide, OpenError> {
         let open = self.open(dataplane, link, Role::Pod, forwarding_port(&port))?;
-        if let Err(error) = keep_answering_arp(&mut self.settings, &port.name, self.follows) {
-            tracing::warn!(interface = port.name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
+        for name in std::iter::once(&port.name).chain(&port.bridge) {
+            if let Err(error) = keep_answering_arp(&mut self.settings, name, self.follows) {
+                tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
+            }
         }
         tracing::info!(pod = %port.pod, interface = port.name, port = %open.id, "attached");
         Ok(PodSide { open, last: port, served: true })

@@ -323,6 +323,7 @@ mod tests {
             mtu: 1500,
             up: true,
             veth: false,
+            bridge: false,
             peer_elsewhere: false,
             master: None,
             queues: 4,

@@ -12,6 +12,7 @@ use crate::discovery::{Facts, Link};
 pub(super) struct Waiting {
     startup: Startup,
     patterns: Vec<InterfacePattern>,
+    bridges: Vec<InterfacePattern>,
     uplinks: BTreeSet<String>,
     /// Interfaces that were there before the daemon, or turned out to be no pod's.
     left_alone: BTreeSet<u32>,
@@ -24,6 +25,7 @@ impl Waiting {
         Self {
             startup: config.startup,
             patterns: config.pod_interfaces.clone(),
+            bridges: config.pod_bridges.clone(),
             uplinks: config.uplinks.iter().map(|name| name.as_str().to_owned()).collect(),
             left_alone: now.links.keys().copied().collect(),
             closed: BTreeMap::new(),
@@ -40,17 +42,25 @@ impl Waiting {
         if !self.closes() {
             return Vec::new();
         }
-        let new =
-            facts.links.values().filter(|link| !self.left_alone.contains(&link.index) && self.may_be_a_pods(link));
+        let new = facts
+            .links
+            .values()
+            .filter(|link| !self.left_alone.contains(&link.index) && self.may_be_a_pods(facts, link));
         new.filter(|link| !self.closed.contains_key(&link.index)).map(interface).collect()
     }
 
-    fn may_be_a_pods(&self, link: &Link) -> bool {
+    fn may_be_a_pods(&self, facts: &Facts, link: &Link) -> bool {
         link.veth
             && link.peer_elsewhere
-            && link.master.is_none()
+            && self.may_have(facts, link)
             && !self.uplinks.contains(&link.name)
             && self.patterns.iter().any(|pattern| pattern.matches(&link.name))
+    }
+
+    /// Whether what has the interface, if anything has, may have a pod's.
+    fn may_have(&self, facts: &Facts, link: &Link) -> bool {
+        let master = facts.master_of(link).unwrap_or_default();
+        link.master.is_none() || self.bridges.iter().any(|pattern| pattern.matches(master))
     }
 
     /// An interface that is closed from now on.
@@ -73,12 +83,11 @@ impl Waiting {
         self.left_alone.insert(index);
     }
 
-    /// Lets go of interfaces that are gone, and of those that a bridge or the like took: these are no pod's that is
-    /// reached by a route.
+    /// Lets go of interfaces that are gone, and of those that a bridge or the like took that has no pods.
     pub(super) fn let_go(&mut self, facts: &Facts) {
         self.left_alone.retain(|index| facts.links.contains_key(index));
         let taken: Vec<u32> = (self.closed.keys().copied())
-            .filter(|index| facts.links.get(index).is_none_or(|link| link.master.is_some()))
+            .filter(|index| facts.links.get(index).is_none_or(|link| !self.may_have(facts, link)))
             .collect();
         for index in taken {
             let released = self.closed.remove(&index);
@@ -124,6 +133,7 @@ mod tests {
             mtu: 1500,
             up: true,
             veth: true,
+            bridge: false,
             peer_elsewhere: true,
             master: None,
             queues: 1,
@@ -145,7 +155,8 @@ mod tests {
         let cases = [
             ("a pod's", link(9, "vethabc"), true),
             ("its other end is here", Link { peer_elsewhere: false, ..link(9, "vethabc") }, false),
-            ("a bridge has it", Link { master: Some(3), ..link(9, "vethabc") }, false),
+            ("a bridge has it", Link { master: Some(2), ..link(9, "vethabc") }, false),
+            ("the bridge of pods has it", Link { master: Some(3), ..link(9, "vethabc") }, true),
             ("not a veth", Link { veth: false, ..link(9, "vethabc") }, false),
             ("another name", link(9, "tap0"), false),
             ("an uplink", link(9, "veth-up"), false),
@@ -153,7 +164,10 @@ mod tests {
         ];
         let found = waiting("", &[link(1, "veth1")]);
         for (what, link, closed) in cases {
-            assert_eq!(found.new_interfaces(&facts(&[link])).len(), usize::from(closed), "{what}");
+            let bridges =
+                [(2, "docker0"), (3, "cni0")].map(|(index, name)| Link { veth: false, ..self::link(index, name) });
+            let all = [&bridges[..], &[link]].concat();
+            assert_eq!(found.new_interfaces(&facts(&all)).len(), usize::from(closed), "{what}");
         }
     }
 

@@ -43,6 +43,9 @@ pub struct Config {
     /// Names of the interfaces that the CNI plugin makes for pods.
     #[serde(default = "default_pod_interfaces")]
     pub pod_interfaces: Vec<InterfacePattern>,
+    /// Names of the bridges whose ports may be pods'.
+    #[serde(default = "default_pod_bridges")]
+    pub pod_bridges: Vec<InterfacePattern>,
     /// Where objects come from.
     pub source: Source,
     /// The threads that move packets.
@@ -132,6 +135,10 @@ pub enum Startup {
 
 fn default_pod_interfaces() -> Vec<InterfacePattern> {
     vec![InterfacePattern::try_from("veth*".to_owned()).expect("a valid pattern")]
+}
+
+fn default_pod_bridges() -> Vec<InterfacePattern> {
+    vec![InterfacePattern::try_from("cni0".to_owned()).expect("a valid pattern")]
 }
 
 /// What holds while no daemon runs (`[fail]`).
