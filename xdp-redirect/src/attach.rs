@@ -33,6 +33,7 @@ pub enum Mode {
 #[derive(Debug)]
 pub struct Attached {
     interface: Interface,
+    options: AttachOptions,
     mode: Mode,
     program: Program,
     link: OwnedFd,
@@ -54,8 +55,8 @@ impl Drop for Attached {
 }
 
 impl Attached {
-    pub(crate) fn attach(program: Program, interface: &Interface, choice: ModeChoice) -> Result<Self, AttachError> {
-        let (link, mode) = match choice {
+    pub(crate) fn attach(program: Program, interface: &Interface, options: AttachOptions) -> Result<Self, AttachError> {
+        let (link, mode) = match options.mode {
             ModeChoice::Generic => (try_generic(&program, interface)?, Mode::Generic { because: None }),
             ModeChoice::Native => {
                 let link = create_link(&program, interface, libbpf_sys::XDP_FLAGS_DRV_MODE);
@@ -67,7 +68,7 @@ impl Attached {
                 Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
             },
         };
-        Ok(Self { interface: interface.clone(), mode, program, link, pin: None, kept: false })
+        Ok(Self { interface: interface.clone(), options, mode, program, link, pin: None, kept: false })
     }
 
     /// Takes over the link that is pinned for this interface, if there is one: its program is replaced by this one, in
@@ -85,7 +86,7 @@ impl Attached {
                     let mode = mode_of(interface);
                     let pin = Some((pins.clone(), pinned));
                     let interface = interface.clone();
-                    return Ok(Self { interface, mode, program, link, pin, kept: false });
+                    return Ok(Self { interface, options, mode, program, link, pin, kept: false });
                 }
                 Err(error) => {
                     tracing::warn!(%interface, %error, "the pinned XDP link cannot be taken over; a new one is made");
@@ -93,7 +94,7 @@ impl Attached {
                 }
             }
         }
-        let mut attached = Self::attach(program, interface, options.mode)?;
+        let mut attached = Self::attach(program, interface, options)?;
         pins.pin(pinned, attached.link.as_fd())
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
         attached.pin = Some((pins.clone(), pinned));
@@ -108,6 +109,11 @@ impl Attached {
     /// The interface that it is attached to.
     pub fn interface(&self) -> &Interface {
         &self.interface
+    }
+
+    /// What it was attached with.
+    pub fn options(&self) -> AttachOptions {
+        self.options
     }
 
     /// Where it runs, and why not in the driver.

@@ -66,12 +66,15 @@ pub struct AttachOptions {
     pub on_miss: OnMiss,
     /// How it may be attached.
     pub mode: ModeChoice,
+    /// The Ethernet address of the bridge that has the interface, if one does: neighbour discovery between its ports is
+    /// not the workers'.
+    pub bridge: Option<[u8; 6]>,
 }
 
 impl AttachOptions {
     /// For this role, with misses dropped, native where the driver can.
     pub const fn new(role: Role) -> Self {
-        Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric }
+        Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric, bridge: None }
     }
 }
 
@@ -138,7 +141,7 @@ impl Redirect {
             .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })?;
         match &self.pins {
             Some(pins) => Attached::attach_pinned(program, interface, options, pins),
-            None => Attached::attach(program, interface, options.mode),
+            None => Attached::attach(program, interface, options),
         }
     }
 }

@@ -53,6 +53,10 @@ fn load_skeleton<'a>(
         OnMiss::Pass => libbpf_rs::libbpf_sys::XDP_PASS,
     };
     constants.uplink = u32::from(options.role == Role::Uplink);
+    constants.bridged = u32::from(options.bridge.is_some());
+    // As it stands in a frame, whatever the machine's byte order.
+    let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();
+    constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
     open.maps.local_pods.reuse_fd(local_pods.map().as_fd()).map_err(failed)?;
     open.load().map_err(failed)
 }

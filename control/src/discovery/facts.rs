@@ -75,8 +75,13 @@ impl Facts {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }
 
-    /// Name of what a link belongs to.
-    pub fn master_of(&self, link: &Link) -> Option<&str> {
-        link.master.and_then(|index| self.links.get(&index)).map(|master| master.name.as_str())
+    /// What a link belongs to.
+    pub fn master_of(&self, link: &Link) -> Option<&Link> {
+        link.master.and_then(|index| self.links.get(&index))
+    }
+
+    /// The Ethernet address of the bridge that has a link, if one does.
+    pub fn bridge_mac(&self, link: &Link) -> Option<[u8; 6]> {
+        self.master_of(link).filter(|master| master.bridge).map(|bridge| bridge.mac.0)
     }
 }

@@ -222,7 +222,7 @@ fn pod_port(facts: &Facts, behind: &BTreeMap<IpAddr, u32>, pod: &Pod, largest: u
     }
     let Some(peer_mac) = link.peer_mac else { return Err(Problem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
-    let (own_mac, mtu, bridge) = (link.mac, link.mtu, facts.master_of(link).map(str::to_owned));
+    let (own_mac, mtu, bridge) = (link.mac, link.mtu, facts.master_of(link).map(|bridge| bridge.name.clone()));
     Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, pod: pod_key, addresses })
 }
 

@@ -97,7 +97,7 @@ impl Ports {
             mtu: mtu(node.mtu),
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, workers, Role::Host, port)?;
+        let open = self.open(dataplane, workers, Role::Host, None, port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -111,7 +111,7 @@ impl Ports {
             mtu: mtu(link.mtu),
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, link, Role::Uplink, port)?;
+        let open = self.open(dataplane, link, Role::Uplink, None, port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -121,7 +121,7 @@ impl Ports {
         self.waiting.let_go(facts);
         for interface in self.waiting.new_interfaces(facts) {
             if !self.pods.contains_key(&interface.index) {
-                self.close(&interface);
+                self.close(&interface, facts);
             }
         }
     }
@@ -135,7 +135,7 @@ impl Ports {
             let index = pinned.interface;
             match facts.links.get(&index).filter(|_| pinned.role == Role::Pod) {
                 Some(_) if self.pods.contains_key(&index) || self.waiting.has(index) => {}
-                Some(link) => self.close(&interface(link)),
+                Some(link) => self.close(&interface(link), facts),
                 None if fixed.contains(&index) => {}
                 None => pins.remove(pinned),
             }
@@ -143,8 +143,9 @@ impl Ports {
     }
 
     /// Drops what comes from an interface.
-    fn close(&mut self, interface: &Interface) {
-        let options = AttachOptions { on_miss: OnMiss::Drop, ..AttachOptions::new(Role::Pod) };
+    fn close(&mut self, interface: &Interface, facts: &Facts) {
+        let bridge = facts.links.get(&interface.index).and_then(|link| facts.bridge_mac(link));
+        let options = AttachOptions { on_miss: OnMiss::Drop, bridge, ..AttachOptions::new(Role::Pod) };
         match self.redirect.attach(interface, options) {
             Ok(attached) => {
                 tracing::info!(%interface, "closed until its pod is known");
@@ -177,7 +178,7 @@ impl Ports {
                 continue;
             }
             let Some(link) = facts.links.get(&index) else { continue };
-            match self.open_pod(dataplane, link, port) {
+            match self.open_pod(dataplane, link, facts.bridge_mac(link), port) {
                 Ok(side) => {
                     self.refused.remove(&index);
                     self.pods.insert(index, side);
@@ -189,7 +190,7 @@ impl Ports {
                 ) => {}
                 Err(error) => {
                     if self.waiting.closes() && !self.waiting.has(index) {
-                        self.close(&interface(link));
+                        self.close(&interface(link), facts);
                     }
                     self.tell(index, &error.to_string());
                 }
@@ -318,8 +319,14 @@ impl Ports {
         all.map(counted).collect()
     }
 
-    fn open_pod(&mut self, dataplane: &Dataplane, link: &Link, port: PodPort) -> Result<PodSide, OpenError> {
-        let open = self.open(dataplane, link, Role::Pod, forwarding_port(&port))?;
+    fn open_pod(
+        &mut self,
+        dataplane: &Dataplane,
+        link: &Link,
+        bridge: Option<[u8; 6]>,
+        port: PodPort,
+    ) -> Result<PodSide, OpenError> {
+        let open = self.open(dataplane, link, Role::Pod, bridge, forwarding_port(&port))?;
         for name in std::iter::once(&port.name).chain(&port.bridge) {
             if let Err(error) = keep_answering_arp(&mut self.settings, name, self.follows) {
                 tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
@@ -330,9 +337,16 @@ impl Ports {
     }
 
     /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
-    fn open(&mut self, dataplane: &Dataplane, link: &Link, role: Role, port: Port) -> Result<Open, OpenError> {
+    fn open(
+        &mut self,
+        dataplane: &Dataplane,
+        link: &Link,
+        role: Role,
+        bridge: Option<[u8; 6]>,
+        port: Port,
+    ) -> Result<Open, OpenError> {
         let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
-        let attached = self.attach(link, role).map_err(OpenError::from).and_then(|attached| {
+        let attached = self.attach(link, role, bridge).map_err(OpenError::from).and_then(|attached| {
             let given = dataplane.with_sockets(id, |sockets| {
                 sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
             });
@@ -358,14 +372,14 @@ impl Ports {
         }
     }
 
-    fn attach(&mut self, link: &Link, role: Role) -> Result<Attached, AttachError> {
-        // The program that closes it is the one that serves it, unless that is to pass what no worker takes.
-        if let Some(closed) = self.waiting.take(link.index)
-            && self.on_miss == OnMiss::Drop
-        {
-            return Ok(closed);
+    fn attach(&mut self, link: &Link, role: Role, bridge: Option<[u8; 6]>) -> Result<Attached, AttachError> {
+        let options = AttachOptions { on_miss: self.on_miss, bridge, ..AttachOptions::new(role) };
+        // The program that closes it is the one that serves it, if it would be the same; else it gives its place.
+        match self.waiting.take(link.index) {
+            Some(closed) if closed.options() == options => return Ok(closed),
+            Some(closed) => closed.keep(),
+            None => {}
         }
-        let options = AttachOptions { on_miss: self.on_miss, ..AttachOptions::new(role) };
         let attached = self.redirect.attach(&interface(link), options)?;
         if let Mode::Generic { because: Some(reason) } = attached.mode() {
             tracing::warn!(

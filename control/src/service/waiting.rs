@@ -59,7 +59,7 @@ impl Waiting {
 
     /// Whether what has the interface, if anything has, may have a pod's.
     fn may_have(&self, facts: &Facts, link: &Link) -> bool {
-        let master = facts.master_of(link).unwrap_or_default();
+        let master = facts.master_of(link).map_or("", |master| &master.name);
         link.master.is_none() || self.bridges.iter().any(|pattern| pattern.matches(master))
     }
 

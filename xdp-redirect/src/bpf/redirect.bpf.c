@@ -15,6 +15,8 @@ enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCA
 
 const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
+const volatile __u32 bridged = 0;        /* the interface is a port of a bridge, whose own address is this */
+const volatile __u16 bridge_mac[3] = {};
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
@@ -33,16 +35,20 @@ static __always_inline int done(__u32 outcome, int action)
 
 /* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here with no extension header before them. One
  * that the kernel would route onwards is no neighbour discovery, but would be a way round the workers. */
-static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const struct ipv6hdr *ip6, const void *end)
+static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const struct ethhdr *eth, const void *end)
 {
+	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
 	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
 	const __u8 *to = ip6->daddr.s6_addr;
+	const __u16 *mac = (const void *)eth->h_dest;
 	struct bpf_fib_lookup route = { .family = FAMILY_INET6, .ifindex = ctx->ingress_ifindex };
 
 	if (ip6->nexthdr != IPPROTO_ICMPV6 || ip6->hop_limit != 255 || (const void *)(icmp6 + 1) > end)
 		return 0;
 	if (icmp6->icmp6_type < 133 || icmp6->icmp6_type > 137)
 		return 0;
+	if (bridged && (mac[0] != bridge_mac[0] || mac[1] != bridge_mac[1] || mac[2] != bridge_mac[2]))
+		return 1; /* to a neighbour on the bridge: the node does not route it */
 	if ((to[0] == 0xff && (to[1] & 0x0f) == 2) || (to[0] == 0xfe && (to[1] & 0xc0) == 0x80))
 		return 1; /* link scope */
 	__builtin_memcpy(route.ipv6_src, &ip6->saddr, sizeof(route.ipv6_src));
@@ -77,7 +83,7 @@ int penstock(struct xdp_md *ctx)
 		break;
 	case bpf_htons(ETH_P_IPV6):
 		whole = (void *)(ip6 + 1) <= end;
-		if (whole && is_neighbour_discovery(ctx, ip6, end))
+		if (whole && is_neighbour_discovery(ctx, eth, end))
 			return done(NEIGHBOUR_DISCOVERY, XDP_PASS);
 		if (whole)
 			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
