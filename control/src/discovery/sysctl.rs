@@ -1,9 +1,10 @@
-//! Kernel settings under `/proc/sys/net`, which belong to the network namespace of the thread that opens them.
+//! Kernel settings under `/proc/sys/net` (`/host/proc/sys/net`, where that is mounted), which belong to the network namespace of the thread that opens them.
 
 use std::fmt;
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// One setting of one interface (or `all`): `net.<family>.conf.<interface>.<name>`.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -34,9 +35,20 @@ impl Sysctl {
         fs::write(self.path(), value.to_string())
     }
 
+    // In a container that is not privileged /proc/sys is read-only; the node's may be mounted beside it. The kernel shows
+    // the same network namespace by both.
+    fn root() -> &'static Path {
+        static ROOT: OnceLock<PathBuf> = OnceLock::new();
+        ROOT.get_or_init(|| {
+            let candidates = ["/host/proc/sys/net", "/proc/sys/net"].map(Path::new);
+            let found = candidates.into_iter().find(|path| path.is_dir());
+            found.unwrap_or(candidates[1]).to_owned()
+        })
+    }
+
     // An interface's name may hold dots, but no slash: the path is unambiguous where sysctl(8)'s notation is not.
     fn path(&self) -> PathBuf {
-        ["/proc/sys/net", self.family, "conf", &self.interface, self.name].iter().collect()
+        Self::root().join(self.family).join("conf").join(&self.interface).join(self.name)
     }
 }
 

@@ -35,6 +35,10 @@ const RECONCILE: Duration = Duration::from_secs(3);
 const HEARTBEAT: Duration = Duration::from_millis(250);
 /// What belongs to one change of the network comes in several events: those within this time are taken together.
 const SETTLE: Duration = Duration::from_millis(2);
+/// … and within this many times what the last look took, up to a limit: in a storm of events it is not the looks that
+/// keep a core busy, and policy does not wait for them long.
+const SETTLE_BY_LOOK: u32 = 3;
+const LONGEST_SETTLE: Duration = Duration::from_millis(20);
 
 /// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
 pub(super) async fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
@@ -94,6 +98,8 @@ struct Daemon<'a> {
     config: &'a Config,
     netlink: Netlink,
     facts: Facts,
+    /// How long reading them took.
+    look_took: Duration,
     objects: Objects,
     dataplane: Dataplane,
     ports: Ports,
@@ -154,6 +160,7 @@ impl<'a> Daemon<'a> {
             config,
             netlink,
             facts,
+            look_took: Duration::ZERO,
             objects,
             dataplane,
             ports,
@@ -228,7 +235,7 @@ impl<'a> Daemon<'a> {
                 }
                 () = events.changed() => {
                     let seen = Instant::now();
-                    tokio::time::sleep(SETTLE).await;
+                    tokio::time::sleep((SETTLE_BY_LOOK * self.look_took).clamp(SETTLE, LONGEST_SETTLE)).await;
                     self.look("network", seen).await?;
                 }
                 _ = reconcile.tick() => self.look("reconcile", Instant::now()).await?,
@@ -266,9 +273,11 @@ impl<'a> Daemon<'a> {
 
     /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
     async fn read_facts(&mut self) -> bool {
+        let began = Instant::now();
         match self.netlink.facts().await {
             Ok(facts) => {
                 self.facts = facts;
+                self.look_took = began.elapsed();
                 true
             }
             Err(error) => {
