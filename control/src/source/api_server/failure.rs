@@ -53,8 +53,10 @@ pub(super) enum Failure {
     /// No answer for too long.
     #[error("no answer within {} s: is the server up, and can it be reached from this node?", .0.as_secs())]
     Slow(Duration),
-    /// Watches end as soon as they have begun.
-    #[error("the server ends watches at once: is there a proxy between that does not stream?")]
+    /// A watch ended as soon as it had begun.
+    #[error(
+        "a watch ended as soon as it had begun: is the server going down, or is there a proxy that does not stream?"
+    )]
     Closed,
     /// An answer that is no answer.
     #[error("an answer that cannot be read: {0}: is this an API server?")]

@@ -8,7 +8,7 @@
 use std::fmt::Debug;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::{Stream, StreamExt};
 use kube::api::{ListParams, WatchEvent, WatchParams};
@@ -29,6 +29,8 @@ const PAGE: u32 = 500;
 /// A watch is to be ended by the server after a time in this range, in seconds, so that connections spread over the
 /// servers that there are.
 const WATCH_TIME: std::ops::Range<u32> = 240..480;
+/// How long to wait after a watch that was short.
+const PAUSE: Duration = Duration::from_millis(200);
 /// The annotation of the bookmark that ends a streamed list (KEP-3157).
 const END_OF_LIST: &str = "k8s.io/initial-events-end";
 
@@ -61,13 +63,17 @@ impl Follower {
         loop {
             let connected = self.shared.connection.get();
             let api = api(connected.client.clone());
+            let (began, watches) = (Instant::now(), self.position.is_some());
             let end = match self.position.clone() {
                 Some(position) => self.watch(&api, &position, read).await,
                 None if self.streams => self.stream(&api, read).await,
                 None => self.list(&api, read).await,
             };
-            if let Err(failure) = end {
-                self.fail(failure, &connected).await;
+            match end {
+                Err(failure) => self.fail(failure, &connected).await,
+                // Something came through it, but a server that ends each watch soon is not to be asked without a pause.
+                Ok(()) if watches && began.elapsed() < self.timing().stood => tokio::time::sleep(PAUSE).await,
+                Ok(()) => {}
             }
         }
     }
