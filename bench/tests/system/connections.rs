@@ -90,6 +90,7 @@ fn connections_go_on_after_the_daemon_was_killed_or_ended_and_policy_is_in_force
         daemon.wait(Duration::from_secs(10)).unwrap();
         daemon = Daemon::start(namespace, &config).unwrap();
         let line = daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
+        println!("after {signal}: {line}");
         assert!(line.contains("; 0 of pods that are gone removed"), "{line}");
         for connection in &mut connections {
             let outcome = exchange(connection);

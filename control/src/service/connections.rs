@@ -22,6 +22,9 @@ use crate::model::ObjectKey;
 /// Who has each address: the pod, and the index of its interface, which a pod that is made again has anew.
 pub(super) type Tenants = BTreeMap<IpAddr, (ObjectKey, u32)>;
 
+/// What the name of the file with the tenants ends in, behind that of the table's file.
+const PODS: &str = ".pods";
+
 /// Makes the directory of the connection table's file, if there is to be one.
 pub(super) fn make_directory(mapping: &Mapping) -> Result<(), RunError> {
     let Mapping::File(path) = mapping else { return Ok(()) };
@@ -109,16 +112,16 @@ impl Connections {
         }
     }
 
-    /// The file beside the table's.
-    fn beside(path: &Path) -> PathBuf {
+    /// A file beside the table's.
+    fn beside(path: &Path, suffix: &str) -> PathBuf {
         let mut name = path.as_os_str().to_owned();
-        name.push(".pods");
+        name.push(suffix);
         name.into()
     }
 
     fn read(&self) -> io::Result<BTreeMap<IpAddr, String>> {
         let Mapping::File(path) = &self.mapping else { return Ok(BTreeMap::new()) };
-        Ok(serde_json::from_slice(&fs::read(Self::beside(path))?)?)
+        Ok(serde_json::from_slice(&fs::read(Self::beside(path, PODS))?)?)
     }
 
     /// Written under another name and moved into place, so that a half is never read.
@@ -126,7 +129,7 @@ impl Connections {
         let Mapping::File(path) = &self.mapping else { return Ok(()) };
         let names: BTreeMap<&IpAddr, String> =
             self.tenants.iter().map(|(address, tenant)| (address, name(tenant))).collect();
-        let (whole, part) = (Self::beside(path), Self::beside(&Self::beside(path)));
+        let (whole, part) = (Self::beside(path, PODS), Self::beside(path, ".pods.new"));
         let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
         file.write_all(&serde_json::to_vec(&names)?)?;
         fs::rename(part, whole)
@@ -217,7 +220,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("conntrack");
         enter(&open(&path), &flow(1, 2), 1);
-        fs::write(Connections::beside(&path), "{\"10.0.0.1\": ").unwrap();
+        fs::write(Connections::beside(&path, PODS), "{\"10.0.0.1\": ").unwrap();
         let table = open(&path);
         let (tenants, forwarding) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
         Connections::new(&Mapping::File(path)).take_over(&table, &tenants, &forwarding);
