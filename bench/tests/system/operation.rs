@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
-use penstock_bench::testbed::{Namespace, Scratch, penstock_binary};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, Scratch, penstock_binary};
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::{Flows, FlowsQuery, Pod, Status};
 use serde_json::Value;
@@ -398,19 +398,43 @@ fn a_second_daemon_is_refused_the_socket_of_a_live_one_and_a_killed_ones_is_repl
     let open = Open::start(&pods(1), "");
     let text = std::fs::read_to_string(open.world.daemon.config()).unwrap();
     let node = Namespace::new("other").unwrap();
-    let other =
-        penstock_bench::testbed::Daemon::launch(&node, &text, penstock_bench::testbed::Privileges::All).unwrap();
+    let other = Daemon::launch(&node, &text, Privileges::All).unwrap();
     let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
     assert!(log.iter().any(|line| line.contains("a daemon listens there already")), "{}", log.join("\n"));
     open.world.daemon.signal(Signal::SIGKILL).unwrap();
     wait_for(|| std::os::unix::net::UnixStream::connect(&open.socket).is_err().then_some(()), "it is dead");
     assert!(open.socket.exists(), "nobody has removed it");
-    let config = penstock_bench::testbed::DaemonConfig {
-        admin: Some(open.socket.clone()),
-        ..penstock_bench::testbed::DaemonConfig::new("node", &open.world.manifests)
-    };
-    let again = penstock_bench::testbed::Daemon::start(open.world.cluster.node.namespace(), &config).unwrap();
+    let config = DaemonConfig { admin: Some(open.socket.clone()), ..DaemonConfig::new("node", &open.world.manifests) };
+    let again = Daemon::start(open.world.cluster.node.namespace(), &config).unwrap();
     assert_eq!(open.status().process, again.id().as_raw() as u32);
     again.stop().unwrap();
+}
+
+#[test]
+fn while_its_source_is_awaited_a_daemon_is_healthy_and_not_ready() {
+    let files = Scratch::new().unwrap();
+    let (kubeconfig, socket) = (files.path().join("kubeconfig"), files.path().join("admin.sock"));
+    // Nobody listens there.
+    std::fs::write(
+        &kubeconfig,
+        "{apiVersion: v1, kind: Config, current-context: a, contexts: [{name: a, context: {cluster: a, user: a}}], \
+         clusters: [{name: a, cluster: {server: 'http://127.0.0.1:1'}}], users: [{name: a, user: {}}]}",
+    )
+    .unwrap();
+    let config =
+        DaemonConfig { admin: Some(socket.clone()), metrics: Some(METRICS), ..DaemonConfig::new("node", &kubeconfig) };
+    let toml = config.to_toml().replace("manifests = ", "kubeconfig = ");
+    let node = Namespace::new("waits").unwrap();
+    let daemon = Daemon::launch(&node, &toml, Privileges::All).unwrap();
+    wait_for(|| socket.exists().then_some(()), "it listens");
+    assert_eq!(http(&node, "/healthz").0, "HTTP/1.1 200 OK");
+    for path in ["/readyz", "/metrics"] {
+        let (status, body) = http(&node, path);
+        assert!(status.contains(" 503 ") && body.contains("the daemon is starting"), "{path}: {status} {body}");
+    }
+    let refused = Client::new(&socket).unwrap().get::<Status>("/v1/status", &()).unwrap_err().to_string();
+    assert!(refused.contains("the daemon is starting"), "{refused}");
+    let (status, log) = daemon.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
 }

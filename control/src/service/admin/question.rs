@@ -47,8 +47,14 @@ pub(in crate::service) struct Listing {
 
 /// Nobody answered.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("the daemon's loop does not answer; it is starting, ending, or stuck: look at its log")]
-pub(in crate::service) struct NoAnswer;
+pub(in crate::service) enum NoAnswer {
+    /// The loop has not begun.
+    #[error("the daemon is starting: it waits until all objects have been read; ask again later")]
+    Starting,
+    /// The loop does not answer in time.
+    #[error("the daemon's loop does not answer: it is ending, or stuck; look at its log")]
+    Silent,
+}
 
 /// The end that asks.
 #[derive(Clone)]
@@ -83,13 +89,13 @@ impl Asker {
         question: impl FnOnce(oneshot::Sender<T>) -> Question,
     ) -> Result<T, NoAnswer> {
         if self.is_starting() {
-            return Err(NoAnswer);
+            return Err(NoAnswer::Starting);
         }
         let (answer, answered) = oneshot::channel();
         let asked = async {
-            self.questions.send(question(answer)).await.map_err(|_| NoAnswer)?;
-            answered.await.map_err(|_| NoAnswer)
+            self.questions.send(question(answer)).await.map_err(|_| NoAnswer::Silent)?;
+            answered.await.map_err(|_| NoAnswer::Silent)
         };
-        timeout(PATIENCE, asked).await.unwrap_or(Err(NoAnswer))
+        timeout(PATIENCE, asked).await.unwrap_or(Err(NoAnswer::Silent))
     }
 }

@@ -85,7 +85,7 @@ async fn list(asker: &Asker, query: &FlowsQuery) -> Result<Flows, Refusal> {
     let limit = query.limit.unwrap_or(SOME).min(MOST);
     // A full table takes some ten milliseconds: not on the thread that publishes policies.
     let found = tokio::task::spawn_blocking(move || filter.find(&listing, limit)).await;
-    let (matching, connections) = found.map_err(|_| NoAnswer)?;
+    let (matching, connections) = found.map_err(|_| NoAnswer::Silent)?;
     let flows = asker.ask(|answer| Question::Describe { connections, answer }).await?;
     Ok(Flows { matching, flows })
 }
