@@ -137,8 +137,11 @@ fn check(frame: &[u8]) -> Packet {
     packet
 }
 
-/// The RST that an answer is: from, to, sequence and acknowledgement number.
-fn rst((port, frame): &(PortId, Vec<u8>)) -> (PortId, (IpAddr, u16), (IpAddr, u16), u32, Option<u32>) {
+/// A RST: the port that it leaves by, from, to, sequence and acknowledgement number.
+type Rst = (PortId, (IpAddr, u16), (IpAddr, u16), u32, Option<u32>);
+
+/// The RST that an answer is.
+fn rst((port, frame): &(PortId, Vec<u8>)) -> Rst {
     let packet = check(frame);
     assert_eq!(frame[..12], [[2, 0, 0, 0, port.0 as u8, 2], [2, 0, 0, 0, port.0 as u8, 1]].concat(), "its MACs");
     let sliced = SlicedPacket::from_ethernet(frame).unwrap();

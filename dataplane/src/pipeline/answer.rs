@@ -1,5 +1,6 @@
 //! Beside the way: which drops are answered, and with what.
 
+use super::Refusal;
 use crate::answer::{Answers, IcmpError};
 use crate::forward::Forwarding;
 use crate::packet::Packet;
@@ -8,22 +9,15 @@ use crate::{Cause, Snapshot};
 /// The least MTU of an IPv6 link (RFC 8200 section 5), below which no packet too big may be told of.
 const LEAST_MTU_V6: u16 = 1280;
 
-/// Answers a packet that is dropped by `cause`, if that is one that its sender is told. `cut_at` as the tracker left it.
+/// Answers a packet that is dropped, if its sender is told of the cause.
 ///
 /// A packet that is too big is told of even if its sender would have it fragmented on the way: the workers do not
 /// fragment, and a stack that hears of the MTU does so itself.
 #[cold]
-pub(super) fn answer(
-    answers: &mut Answers,
-    snapshot: &Snapshot,
-    frame: &[u8],
-    packet: &Packet,
-    cause: Cause,
-    cut_at: Option<u32>,
-) {
+pub(super) fn answer(answers: &mut Answers, snapshot: &Snapshot, frame: &[u8], packet: &Packet, refusal: Refusal) {
     let forwarding = &snapshot.forwarding;
-    match cause {
-        Cause::ConnectionCut => answers.cut(forwarding, frame, packet, cut_at),
+    match refusal.cause {
+        Cause::ConnectionCut => answers.cut(forwarding, frame, packet, refusal.cut_at),
         Cause::TtlExpired => answers.error(forwarding, frame, packet, IcmpError::TtlExpired),
         Cause::TooBig => {
             if let Some(mtu) = mtu(forwarding, packet) {

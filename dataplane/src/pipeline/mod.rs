@@ -87,6 +87,20 @@ struct Admitted {
     hashed: Hashed,
 }
 
+/// Why a packet is dropped, and what its answer must know.
+#[derive(Clone, Copy)]
+struct Refusal {
+    cause: Cause,
+    /// As [`track::Tracker`] left it.
+    cut_at: Option<u32>,
+}
+
+impl From<Cause> for Refusal {
+    fn from(cause: Cause) -> Self {
+        Self { cause, cut_at: None }
+    }
+}
+
 /// What one worker needs to judge packets. It allocates nothing after it is made.
 pub struct Pipeline {
     connections: Arc<ConnTable>,
@@ -140,15 +154,15 @@ impl Pipeline {
         }
         let mut admitted = std::mem::take(&mut self.admitted);
         for entry in admitted.drain(..) {
-            let (frame, mut cut_at) = (frames.bytes(entry.index), None);
-            let outcome = self
-                .allow(snapshot, now, ingress, frame, &entry, observer, &mut cut_at)
-                .and_then(|()| dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet));
+            let frame = frames.bytes(entry.index);
+            let outcome = self.allow(snapshot, now, ingress, frame, &entry, observer).and_then(|()| {
+                dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet).map_err(Refusal::from)
+            });
             verdicts[entry.index] = match outcome {
                 Ok(port) => Verdict::Forward(port),
-                Err(cause) => {
-                    answer::answer(&mut self.answers, snapshot, frame, &entry.packet, cause, cut_at);
-                    Verdict::Drop(cause)
+                Err(refusal) => {
+                    answer::answer(&mut self.answers, snapshot, frame, &entry.packet, refusal);
+                    Verdict::Drop(refusal.cause)
                 }
             };
         }
@@ -185,13 +199,13 @@ impl Pipeline {
         frame: &[u8],
         entry: &Admitted,
         observer: &mut O,
-        cut_at: &mut Option<u32>,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), Refusal> {
         if self.mode == Mode::ForwardOnly {
             return Ok(());
         }
         let (connections, index) = (&*self.connections, entry.index);
-        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index, observer, cut_at };
-        tracker.track(frame, &entry.packet, &entry.hashed)
+        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index, observer, cut_at: None };
+        let outcome = tracker.track(frame, &entry.packet, &entry.hashed);
+        outcome.map_err(|cause| Refusal { cause, cut_at: tracker.cut_at })
     }
 }

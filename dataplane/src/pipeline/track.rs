@@ -17,7 +17,7 @@ pub(super) struct Tracker<'a, O> {
     pub(super) observer: &'a mut O,
     /// Set when this packet's connection was cut by being judged again: the sequence number that the packet's destination
     /// expects, if it is TCP's.
-    pub(super) cut_at: &'a mut Option<u32>,
+    pub(super) cut_at: Option<u32>,
 }
 
 impl<O: Observer> Tracker<'_, O> {
@@ -69,7 +69,7 @@ impl<O: Observer> Tracker<'_, O> {
             && let Transport::Tcp(segment) = packet.transport
         {
             // After a restart the segment's own number is the best that is known.
-            *self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
+            self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
     }
 
