@@ -37,6 +37,8 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 .PHONY: test
 test: build ## Every test, those on real veths included; they run the optimised daemon
 	$(CARGO) test --workspace --locked --no-fail-fast
+	@# Two million random and mutated frames, for which an optimised build takes less than a minute.
+	$(CARGO) test --release --locked -p penstock-pcap-tests --test frames
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 

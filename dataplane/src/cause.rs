@@ -29,6 +29,9 @@ causes! {
     Malformed = "malformed",
     /// Neither IPv4 nor IPv6: the XDP program leaves these to the kernel, so a worker should see none.
     NotIp = "not_ip",
+    /// Has a VLAN tag: the XDP program drops these on pods' ports, so a worker should see none. The kernel would take a
+    /// tag of VLAN 0 for none.
+    VlanTag = "vlan_tag",
     /// More IPv6 extension headers than are followed, or one that is not known.
     ExtensionHeaders = "extension_headers",
     /// Asks for a route of its sender's choosing (IPv4 source route, IPv6 routing header with segments left).

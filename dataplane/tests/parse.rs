@@ -147,7 +147,8 @@ fn what_is_not_understood_is_refused_by_cause() {
     for (name, frame, cause) in [
         ("empty", vec![], Cause::Truncated),
         ("ARP", ethernet(0x0806, &[0; 28]), Cause::NotIp),
-        ("VLAN tag", ethernet(0x8100, &good[12..]), Cause::NotIp),
+        ("VLAN tag", ethernet(0x8100, &good[12..]), Cause::VlanTag),
+        ("provider VLAN tag", ethernet(0x88a8, &good[12..]), Cause::VlanTag),
         ("version 5", edit(14, 0x55), Cause::Malformed),
         ("header length 4", edit(14, 0x44), Cause::Malformed),
         ("header checksum", edit(22, 63), Cause::HeaderChecksum),

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes the captures beside it with real tools between two network namespaces that have the addresses of the cases' pods
-# shop/web and shop/db. Needs root, tcpdump, curl, iperf3, openssl, ping and python3. Segmentation offloads are off, so
-# that packets are captured as they would be on a wire.
+# shop/web and shop/db. Needs root, tcpdump, curl, iperf3, openssl, nghttpd, ping and python3. Segmentation offloads are
+# off, so that packets are captured as they would be on a wire. ONLY=curl-http2 makes that one alone.
 set -euo pipefail
 cd "$(dirname "$0")"
 WEB=penstock-real-web-$$ DB=penstock-real-db-$$
@@ -29,6 +29,7 @@ setup "$DB" 10.0.1.2 fd00:1::2
 sleep 1
 in_db() { ip netns exec "$DB" "$@" >/dev/null 2>&1 & SERVERS+=($!); sleep 0.7; }
 record() { # name, command in web
+	[ "${ONLY:-$1}" = "$1" ] || return 0
 	ip netns exec "$WEB" tcpdump -q -U --immediate-mode -Z root -i eth0 -w "$1.pcap" 'not ip6 multicast' 2>/dev/null &
 	local tcpdump=$!
 	sleep 1.5
@@ -73,4 +74,7 @@ s.send(b"anybody there?")
 s.recv(512)
 '
 record ping ping -c 2 -i 0.3 10.0.1.2
+kill "${SERVERS[2]}"; sleep 0.5
+in_db nghttpd --no-tls -a 10.0.1.2 -d "$SCRATCH" 5432
+record curl-http2 curl -s --http2-prior-knowledge http://10.0.1.2:5432/page.txt
 chmod 644 ./*.pcap

@@ -139,6 +139,18 @@ pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
     subject.judge(1);
 }
 
+/// The input of the frames target that gives these frames, each to another port.
+pub fn frames_input(frames: &[Vec<u8>]) -> Vec<u8> {
+    let mut octets = Vec::new();
+    for (port, frame) in frames.iter().enumerate() {
+        let length = frame.len().min(usize::from(u16::MAX));
+        octets.push(port as u8 % PORTS as u8);
+        octets.extend((length as u16).to_be_bytes());
+        octets.extend(&frame[..length]);
+    }
+    octets
+}
+
 /// The capture target: octets as a capture file, read to its end or to its damage. How many packets it had.
 pub fn capture(octets: &[u8]) -> usize {
     let (mut interfaces, mut frames, mut packets) = (Vec::new(), Vec::new(), 0);

@@ -102,7 +102,7 @@ fn every_packet_has_the_expected_verdict() {
 fn captures_of_real_tools_have_the_expected_verdicts() {
     let mut failures = Vec::new();
     let cases = real();
-    assert!(cases.len() >= 7, "{} captures", cases.len());
+    assert!(cases.len() >= 8, "{} captures", cases.len());
     for case in cases {
         let scratch = tempfile::tempdir().unwrap();
         let (lines, _) = case.replay(&case.file, scratch.path());
@@ -134,6 +134,7 @@ fn the_corpus_meets_verdicts_reasons_and_standings_of_every_kind() {
         "truncated",
         "malformed",
         "not_ip",
+        "vlan_tag",
         "extension_headers",
         "source_route",
         "redirect",

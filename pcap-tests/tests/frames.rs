@@ -3,7 +3,7 @@
 use std::fs;
 
 use penstock_pcap_tests::cases;
-use penstock_pcap_tests::fuzz::{Subject, capture, frames};
+use penstock_pcap_tests::fuzz::{Subject, capture, frames, frames_input};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -77,6 +77,15 @@ fn the_frames_target_takes_any_octets() {
         frames(&mut subject, &octets);
     }
     assert!(subject.passed().1 > 100);
+}
+
+#[test]
+fn the_corpus_seeds_the_frames_target() {
+    let (mut subject, corpus) = (Subject::default(), corpus());
+    frames(&mut subject, &frames_input(&corpus));
+    let (passed, judged) = subject.passed();
+    assert_eq!(judged, corpus.len() as u64);
+    assert!(passed > 0, "no frame passed on the port that it was given to");
 }
 
 #[test]

@@ -2,9 +2,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag};
+use nix::unistd::linkat;
 use tempfile::NamedTempFile;
 
 /// An output that cannot be written.
@@ -17,14 +20,16 @@ pub struct OutputError {
     pub cause: io::Error,
 }
 
-/// A file being written. Under its own name it appears by [`Output::complete`]; dropped before, it leaves nothing. What
-/// is no regular file (a pipe, a device) and `-`, standard output, are written as it goes.
+/// A file being written. Under its own name it appears by [`Output::complete`]; dropped before, it leaves nothing, nor
+/// does a process that is interrupted or killed: until then it has no name at all, where the file system knows such
+/// files. What is no regular file (a pipe, a device) and `-`, standard output, are written as it goes.
 pub(super) struct Output {
     path: PathBuf,
     writer: BufWriter<Sink>,
 }
 
 enum Sink {
+    Unnamed(File),
     Temporary(NamedTempFile),
     Direct(File),
     Standard(io::Stdout),
@@ -34,7 +39,7 @@ impl Write for Sink {
     fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
         match self {
             Self::Temporary(file) => file.write(octets),
-            Self::Direct(file) => file.write(octets),
+            Self::Unnamed(file) | Self::Direct(file) => file.write(octets),
             Self::Standard(stdout) => stdout.write(octets),
         }
     }
@@ -42,7 +47,7 @@ impl Write for Sink {
     fn flush(&mut self) -> io::Result<()> {
         match self {
             Self::Temporary(file) => file.flush(),
-            Self::Direct(file) => file.flush(),
+            Self::Unnamed(file) | Self::Direct(file) => file.flush(),
             Self::Standard(stdout) => stdout.flush(),
         }
     }
@@ -66,6 +71,7 @@ impl Output {
         let Self { path, writer } = self;
         let complete = || -> io::Result<()> {
             match writer.into_inner().map_err(io::IntoInnerError::into_error)? {
+                Sink::Unnamed(file) => name(&file, &path),
                 Sink::Temporary(file) => file.persist(&path).map(drop).map_err(|error| error.error),
                 Sink::Direct(_) => Ok(()),
                 Sink::Standard(mut stdout) => stdout.flush(),
@@ -97,13 +103,34 @@ fn sink(path: &Path) -> io::Result<Sink> {
         Ok(there) if there.is_dir() => Err(io::Error::from(io::ErrorKind::IsADirectory)),
         Ok(there) if !there.is_file() => OpenOptions::new().write(true).open(path).map(Sink::Direct),
         _ => {
-            let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
             // As any file that is created, it gets what the umask leaves of these.
-            let permissions = std::fs::Permissions::from_mode(0o666);
-            let file = tempfile::Builder::new().prefix(".penstock-").permissions(permissions).tempfile_in(directory)?;
-            Ok(Sink::Temporary(file))
+            const PERMISSIONS: u32 = 0o666;
+            let mut unnamed = OpenOptions::new();
+            unnamed.write(true).mode(PERMISSIONS).custom_flags(OFlag::O_TMPFILE.bits());
+            if let Ok(file) = unnamed.open(directory(path)) {
+                return Ok(Sink::Unnamed(file));
+            }
+            let permissions = std::fs::Permissions::from_mode(PERMISSIONS);
+            let mut named = tempfile::Builder::new();
+            named.prefix(PREFIX).permissions(permissions).tempfile_in(directory(path)).map(Sink::Temporary)
         }
     }
+}
+
+/// What the names of files that are not complete begin with.
+const PREFIX: &str = ".penstock-";
+
+fn directory(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Gives a file that has no name the name `path`, in place of a file that has it now.
+fn name(file: &File, path: &Path) -> io::Result<()> {
+    // open(2): how a file that was opened by O_TMPFILE is linked. A link replaces nothing, so it gets another name first.
+    let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let link = |name: &Path| Ok(linkat(AT_FDCWD, unnamed.as_str(), AT_FDCWD, name, AtFlags::AT_SYMLINK_FOLLOW)?);
+    let named = tempfile::Builder::new().prefix(PREFIX).make_in(directory(path), link)?;
+    named.persist(path).map(drop).map_err(|error| error.error)
 }
 
 #[cfg(test)]

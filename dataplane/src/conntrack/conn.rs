@@ -18,6 +18,7 @@ use crate::snapshot::Epoch;
 #[derive(Clone, Copy)]
 pub struct Conn<'t> {
     table: &'t ConnTable,
+    entry: &'t Entry,
     hashed: Hashed,
     slot: u32,
     control: Control,
@@ -53,7 +54,7 @@ pub enum Judged {
 impl<'t> Conn<'t> {
     #[inline]
     pub(super) fn new(table: &'t ConnTable, hashed: &Hashed, slot: u32, control: Control) -> Self {
-        Self { table, hashed: *hashed, slot, control }
+        Self { table, entry: table.entry(slot), hashed: *hashed, slot, control }
     }
 
     /// The flow of the packet that opened it.
@@ -94,12 +95,12 @@ impl<'t> Conn<'t> {
     /// Whether it was last judged under this epoch. Epochs are told apart by their low 24 bits.
     #[inline]
     pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
-        self.entry().is_of_epoch(self.control, epoch)
+        self.entry.is_of_epoch(self.control, epoch)
     }
 
     /// Notes that it was judged under this epoch, and is still allowed. False if it is gone.
     pub fn set_epoch(&self, epoch: Epoch) -> bool {
-        self.entry().set_epoch(self.control, epoch)
+        self.entry.set_epoch(self.control, epoch)
     }
 
     /// Whether policy has ended it.
@@ -112,7 +113,7 @@ impl<'t> Conn<'t> {
     /// cut and is allowed again is restored. Of several threads that judge it at once, one is told that it did so.
     pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
         let judged = loop {
-            let control = self.entry().control();
+            let control = self.entry.control();
             if !control.is_same_stay(self.control) {
                 return Judged::Gone;
             }
@@ -123,7 +124,7 @@ impl<'t> Conn<'t> {
                 _ => break Judged::Kept,
             };
             let wanted = control.with(next.code(), control.tick());
-            if self.entry().exchange(control, wanted).is_ok() {
+            if self.entry.exchange(control, wanted).is_ok() {
                 self.control = wanted;
                 break judged;
             }
@@ -134,46 +135,72 @@ impl<'t> Conn<'t> {
     /// The sequence number that whoever receives what travels this way expects next: one past the highest that was let
     /// through. `None` if that is not known, or the protocol is not TCP.
     pub fn next_sequence(&self, orientation: Orientation) -> Option<u32> {
-        let (_, tracked) = self.entry().tracking(self.control).filter(|_| self.hashed.protocol() == Protocol::TCP)?;
+        let (_, tracked) = self.entry.tracking(self.control).filter(|_| self.hashed.protocol() == Protocol::TCP)?;
         Window::unpack(tracked[orientation as usize]).next()
     }
 
     /// Lets one of its packets act on it.
-    #[inline]
+    #[inline(always)]
     pub fn update(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
-        let now = now.tick();
-        loop {
-            // Each round that fails does so because another thread's succeeded.
-            let Some((control, tracked)) = self.entry().tracking(self.control) else { return Update::Ended };
-            let Some(state) = State::from_code(self.hashed.protocol(), control.state()) else { return Update::Ended };
-            match track::step(state, tracked, control.original(), orientation, transport) {
-                Step::Accept(next, tracking) => {
-                    let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
-                    let wanted = control.with(next.code(), tick);
-                    let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
-                    // Windows first: if the process ends between the steps, they are merely ahead of the state.
-                    if self.entry().exchange_tracking(low, tracked[0], tracking[0])
-                        && self.entry().exchange_tracking(high, tracked[1], tracking[1])
-                        && (wanted == control || self.entry().exchange(control, wanted).is_ok())
-                    {
-                        self.control = wanted;
-                        return Update::Accepted(next);
-                    }
-                }
-                Step::Pass => return Update::Accepted(state),
-                Step::Invalid => return Update::Invalid,
-                Step::Cut => {
-                    // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
-                    let _ = self.entry().exchange(control, control.with(state.code(), now));
-                    return Update::Cut;
-                }
-                Step::Reopen => {
-                    if self.take(control) {
-                        self.table.counters.count(Event::Reopened);
-                        return Update::Ended;
-                    }
-                }
+        match self.act(orientation, transport, now) {
+            Some(update) => update,
+            None => {
+                let update;
+                (*self, update) = self.act_again(orientation, transport, now);
+                update
             }
+        }
+    }
+
+    /// [`Conn::update`] after another thread was faster. Each round that fails does so because another's succeeded.
+    #[cold]
+    #[inline(never)]
+    fn act_again(mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> (Self, Update) {
+        loop {
+            let control = self.entry.control();
+            if !control.is_same_stay(self.control) {
+                return (self, Update::Ended);
+            }
+            self.control = control;
+            if let Some(update) = self.act(orientation, transport, now) {
+                return (self, update);
+            }
+        }
+    }
+
+    /// [`Conn::update`], unless another thread has changed the entry since its control word was read.
+    #[inline(always)]
+    fn act(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Option<Update> {
+        let (now, control) = (now.tick(), self.control);
+        let tracked = self.entry.tracking_under(control)?;
+        let Some(state) = State::from_code(self.hashed.protocol(), control.state()) else {
+            return Some(Update::Ended);
+        };
+        match track::step(state, tracked, control.original(), orientation, transport) {
+            Step::Accept(next, tracking) => {
+                let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
+                let wanted = control.with(next.code(), tick);
+                let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
+                // Windows first: if the process ends between the steps, they are merely ahead of the state.
+                let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
+                    && self.entry.exchange_tracking(high, tracked[1], tracking[1])
+                    && (wanted == control || self.entry.exchange(control, wanted).is_ok());
+                done.then(|| {
+                    self.control = wanted;
+                    Update::Accepted(next)
+                })
+            }
+            Step::Pass => Some(Update::Accepted(state)),
+            Step::Invalid => Some(Update::Invalid),
+            Step::Cut => {
+                // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
+                let _ = self.entry.exchange(control, control.with(state.code(), now));
+                Some(Update::Cut)
+            }
+            Step::Reopen => self.take(control).then(|| {
+                self.table.counters.count(Event::Reopened);
+                Update::Ended
+            }),
         }
     }
 
@@ -185,23 +212,19 @@ impl<'t> Conn<'t> {
                 self.table.counters.count(Event::Removed);
                 return true;
             }
-            control = self.entry().control();
+            control = self.entry.control();
         }
         false
     }
 
     /// Removes it if its control word is still this one.
+    #[inline]
     fn take(&self, control: Control) -> bool {
-        let taken = self.entry().exchange(control, control.claimed()).is_ok();
+        let taken = self.entry.exchange(control, control.claimed()).is_ok();
         if taken {
             self.table.release(self.slot, control);
         }
         taken
-    }
-
-    #[inline]
-    fn entry(&self) -> &'t Entry {
-        self.table.entry(self.slot)
     }
 }
 

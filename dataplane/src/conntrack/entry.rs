@@ -208,7 +208,7 @@ impl Entry {
     }
 
     /// The control word, if the entry holds a connection of this key.
-    #[inline]
+    #[inline(always)]
     pub(super) fn matches(&self, key: &KeyWords) -> Option<Control> {
         let before = self.control();
         // No early exit between the words: the comparison is one branch, and it is nearly always taken.
@@ -246,6 +246,14 @@ impl Entry {
         }
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
         self.still(now).then_some((now, tracking))
+    }
+
+    /// The tracking words as they are while the control word is exactly this one; `None` if it is not.
+    #[inline]
+    pub(super) fn tracking_under(&self, control: Control) -> Option<Tracking> {
+        let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
+        fence(Ordering::Acquire);
+        (self.control.load(Ordering::Relaxed) == control.0).then_some(tracking)
     }
 
     /// Compare-and-swap of a tracking word. It names no generation: the word itself tells connections apart (32 bits of

@@ -152,7 +152,7 @@ impl ConnTable {
 
     /// Makes a flow ready: hashes it, and asks for the tags of its group to be fetched. With a batch, prepare all
     /// its packets first, then [`ConnTable::locate`] all, then [`ConnTable::find`].
-    #[inline]
+    #[inline(always)]
     pub fn prepare(&self, flow: &Flow) -> Hashed {
         let hashed = Hashed::new(&self.seed, flow);
         prefetch(self.tags(home(hashed.hash, self.groups)));
@@ -168,7 +168,7 @@ impl ConnTable {
 
     /// Looks at the tags of a prepared flow and asks for the entry that it may be in to be fetched. Never needed, but
     /// it saves [`ConnTable::find`] the wait for memory if enough other work lies between the two.
-    #[inline]
+    #[inline(always)]
     pub fn locate(&self, hashed: &mut Hashed) {
         let group = home(hashed.hash, self.groups);
         let lanes = self.tags(group).lanes_with(hashed.tag());
@@ -181,7 +181,7 @@ impl ConnTable {
     }
 
     /// The connection that this packet belongs to, whichever its direction. One whose timeout has passed is not found.
-    #[inline]
+    #[inline(always)]
     pub fn find(&self, hashed: &Hashed, now: Timestamp) -> Option<Conn<'_>> {
         let (slot, control) = self.lookup(hashed)?;
         (!self.is_expired(hashed.protocol(), control, now.tick())).then(|| Conn::new(self, hashed, slot, control))
@@ -361,7 +361,7 @@ impl ConnTable {
     }
 
     /// The live entry of this key.
-    #[inline]
+    #[inline(always)]
     pub(super) fn lookup(&self, hashed: &Hashed) -> Option<Held> {
         if hashed.hint != NO_HINT
             && let Some(entry) = self.storage.entries().get(hashed.hint as usize)
@@ -370,13 +370,21 @@ impl ConnTable {
         {
             return Some((hashed.hint, control));
         }
+        self.search(hashed)
+    }
+
+    /// [`ConnTable::lookup`] without a hint, or with one that was wrong.
+    #[inline(never)]
+    fn search(&self, hashed: &Hashed) -> Option<Held> {
         self.written(hashed).find(|(_, control)| control.is_live())
     }
 
     /// Whether a connection's timeout has passed.
     #[inline]
     pub(super) fn is_expired(&self, protocol: Protocol, control: Control, now: Tick) -> bool {
-        control.tick().age(now) > self.lifetimes.of(protocol, control.state())
+        let age = control.tick().age(now);
+        // No timeout is that short, and a busy connection's last packet was just now.
+        age > 0 && age > self.lifetimes.of(protocol, control.state())
     }
 
     /// Removes the connection that `control` shows if its timeout has passed. One that was touched or re-used since

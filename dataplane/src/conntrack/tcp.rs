@@ -11,8 +11,8 @@ use crate::packet::{TcpFlags, TcpSegment};
 /// What a segment does to its connection; see [`super::track::Step`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// New state, and the windows of the segment's sender and receiver.
-    Accept(TcpState, Window, Window),
+    /// New state, and the windows of the segment's sender and receiver as the table keeps them.
+    Accept(TcpState, u64, u64),
     Pass,
     Invalid,
     Reopen,
@@ -29,12 +29,8 @@ pub(super) struct Window {
     reach: u8,
     /// Shift of the windows that it offers; [`UNKNOWN_SCALE`] if its SYN was not seen.
     scale: u8,
-    /// Whether `end` comes from a segment of its own.
-    seen: bool,
-    /// Whether it has sent a FIN.
-    fin: bool,
-    /// Whether the other side has acknowledged that FIN.
-    fin_acked: bool,
+    /// [`SEEN`], [`FIN`] and [`FIN_ACKED`].
+    marks: u8,
 }
 
 /// Greatest window (RFC 7323 section 2.3): 1 GiB.
@@ -52,9 +48,14 @@ const LIMIT_GRAIN: u32 = 1 << 12;
 
 const REACH_AT: u32 = 52;
 const SCALE_AT: u32 = 57;
-const SEEN: u64 = 1 << 61;
-const FIN: u64 = 1 << 62;
-const FIN_ACKED: u64 = 1 << 63;
+const MARKS_AT: u32 = 61;
+
+/// Its `end` comes from a segment of its own.
+const SEEN: u8 = 1;
+/// It has sent a FIN.
+const FIN: u8 = 2;
+/// The other side has acknowledged that FIN.
+const FIN_ACKED: u8 = 4;
 
 /// Whether sequence number `a` is at or before `b` (RFC 9293 section 3.4: modulo 2³²).
 #[inline]
@@ -68,35 +69,30 @@ const fn later(a: u32, b: u32) -> u32 {
 }
 
 impl Window {
-    #[inline]
+    #[inline(always)]
     pub(super) fn unpack(word: u64) -> Self {
         Self {
             end: word as u32,
             limit: ((word >> 32) as u32) << 12,
             reach: (word >> REACH_AT) as u8 & 31,
             scale: (word >> SCALE_AT) as u8 & 15,
-            seen: word & SEEN != 0,
-            fin: word & FIN != 0,
-            fin_acked: word & FIN_ACKED != 0,
+            marks: (word >> MARKS_AT) as u8,
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn pack(self) -> u64 {
-        let flag = |set: bool, bit: u64| if set { bit } else { 0 };
         u64::from(self.end)
             | u64::from(self.limit.wrapping_add(LIMIT_GRAIN - 1) >> 12) << 32
             | u64::from(self.reach) << REACH_AT
             | u64::from(self.scale) << SCALE_AT
-            | flag(self.seen, SEEN)
-            | flag(self.fin, FIN)
-            | flag(self.fin_acked, FIN_ACKED)
+            | u64::from(self.marks) << MARKS_AT
     }
 
     /// This word without what its numbers were: the next segment of either side is believed. For a table that was
     /// found again after segments may have passed it by.
     pub(super) fn unsynchronised(word: u64) -> u64 {
-        word & !SEEN
+        word & !(u64::from(SEEN) << MARKS_AT)
     }
 
     /// A side whose SYN this is.
@@ -107,15 +103,19 @@ impl Window {
             limit: end,
             reach: log2(u32::from(segment.window)),
             scale: segment.window_scale.unwrap_or(0).min(MAX_SCALE),
-            seen: true,
-            fin: false,
-            fin_acked: false,
+            marks: SEEN,
         }
     }
 
     /// The sequence number that follows all that it has sent, if that is known.
     pub(super) fn next(&self) -> Option<u32> {
-        self.seen.then_some(self.end)
+        self.is(SEEN).then_some(self.end)
+    }
+
+    /// Whether it has this mark.
+    #[inline]
+    const fn is(&self, mark: u8) -> bool {
+        self.marks & mark != 0
     }
 
     /// The greatest window that it has offered.
@@ -125,7 +125,7 @@ impl Window {
     }
 
     /// The window that this segment of its offers, in octets.
-    #[inline]
+    #[inline(always)]
     fn offer(&self, segment: &TcpSegment) -> u32 {
         let shift = if segment.flags.contains(TcpFlags::SYN) { 0 } else { self.scale.min(MAX_SCALE) };
         (u32::from(segment.window) << shift).min(MAX_WINDOW)
@@ -156,10 +156,11 @@ fn kind(flags: TcpFlags) -> Option<Kind> {
     const RST: u8 = TcpFlags::RST.0;
     const ACK: u8 = TcpFlags::ACK.0;
     match flags.0 & (SYN | FIN | RST | ACK) {
+        // Nearly all segments are of this kind.
+        n if n & !FIN == ACK => Some(Kind::Plain),
         SYN => Some(Kind::Syn),
         n if n == SYN | ACK => Some(Kind::SynAck),
-        n if n == RST || n == RST | ACK => Some(Kind::Reset),
-        n if n == ACK || n == ACK | FIN => Some(Kind::Plain),
+        n if n & !ACK == RST => Some(Kind::Reset),
         _ => None,
     }
 }
@@ -173,7 +174,7 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
             let offer = unknown.offer(segment);
             let reach = log2(offer).max(16);
             let end = segment.end();
-            let sender = Window { end, limit: end.wrapping_add(1 << reach), reach, seen: true, ..unknown };
+            let sender = Window { end, limit: end.wrapping_add(1 << reach), reach, marks: SEEN, ..unknown };
             let limit = segment.ack.wrapping_add(offer);
             let receiver = Window { end: segment.ack, limit, reach: 16, ..unknown };
             Some((TcpState::Established, sender, receiver))
@@ -182,24 +183,35 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
     }
 }
 
-/// A later segment of a connection in `state`.
-#[inline]
-pub(super) fn step(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+/// A later segment of a connection in `state`, with the windows of its sender and receiver as the table keeps them.
+#[inline(always)]
+pub(super) fn step(state: TcpState, sender: u64, receiver: u64, from_opener: bool, segment: &TcpSegment) -> Step {
+    // Unpacked where they are needed: those of a plain segment then never leave the registers.
+    let windows = || (Window::unpack(sender), Window::unpack(receiver));
     match kind(segment.flags) {
-        Some(Kind::Plain) => plain(state, sender, receiver, from_opener, segment),
-        Some(Kind::Syn) => syn(state, sender, receiver, from_opener, segment),
-        Some(Kind::SynAck) => syn_ack(state, sender, receiver, from_opener, segment),
-        Some(Kind::Reset) => reset(state, sender, receiver, from_opener, segment),
+        Some(Kind::Plain) => plain(state, windows(), from_opener, segment),
+        Some(Kind::Syn) => syn(state, windows(), from_opener, segment),
+        Some(Kind::SynAck) => syn_ack(state, windows(), from_opener, segment),
+        Some(Kind::Reset) => reset(state, windows(), from_opener, segment),
         None => Step::Invalid,
     }
 }
 
-fn syn(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+/// Of a segment's sender and of its receiver.
+type Windows = (Window, Window);
+
+#[inline(always)]
+fn accept(state: TcpState, sender: Window, receiver: Window) -> Step {
+    Step::Accept(state, sender.pack(), receiver.pack())
+}
+
+#[inline(never)]
+fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     match state {
         // Again, or a new attempt with another initial number.
-        TcpState::SynSent if from_opener => Step::Accept(state, Window::from_syn(segment), receiver),
-        TcpState::SynSent => Step::Accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
-        TcpState::SynSent2 if segment.end() == sender.end => Step::Accept(state, sender, receiver),
+        TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
+        TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
+        TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
         TcpState::TimeWait | TcpState::Close => Step::Reopen,
         // RFC 5961 section 4: the receiver answers with an acknowledgement, and if the sender has really forgotten the
         // connection, it is that answer which makes it send the RST that ends it.
@@ -207,7 +219,8 @@ fn syn(state: TcpState, sender: Window, receiver: Window, from_opener: bool, seg
     }
 }
 
-fn syn_ack(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+#[inline(never)]
+fn syn_ack(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     match state {
         TcpState::SynSent | TcpState::SynSent2 => {
             let simultaneous = state == TcpState::SynSent2;
@@ -224,23 +237,24 @@ fn syn_ack(state: TcpState, sender: Window, receiver: Window, from_opener: bool,
                 (sender.scale, receiver.scale) = (0, 0);
             }
             receiver.limit = later(receiver.limit, segment.ack.wrapping_add(u32::from(segment.window)));
-            Step::Accept(TcpState::SynReceived, sender, receiver)
+            accept(TcpState::SynReceived, sender, receiver)
         }
         _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => Step::Pass,
         _ => Step::Invalid,
     }
 }
 
-fn reset(state: TcpState, sender: Window, receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+#[inline(never)]
+fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     let has_ack = segment.flags.contains(TcpFlags::ACK);
     if state == TcpState::SynSent {
         return match from_opener {
             // It gives up. With another number it answers what we have not seen the cause of: its receiver judges.
-            true if segment.seq == sender.end => Step::Accept(TcpState::Close, sender, receiver),
+            true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
             true => Step::Pass,
             // RFC 9293 section 3.10.7.3: a refusal acknowledges the SYN.
             false if has_ack && receiver.end.wrapping_sub(segment.ack) <= MAX_SYN_DATA => {
-                Step::Accept(TcpState::Close, sender, receiver)
+                accept(TcpState::Close, sender, receiver)
             }
             false => Step::Invalid,
         };
@@ -252,15 +266,15 @@ fn reset(state: TcpState, sender: Window, receiver: Window, from_opener: bool, s
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
     // is less where octets were lost between here and there, which cannot be seen from here.
-    let exact = sender.seen && segment.seq == sender.end;
+    let exact = sender.is(SEEN) && segment.seq == sender.end;
     match state {
-        TcpState::Established | TcpState::Resetting if !exact => Step::Accept(TcpState::Resetting, sender, receiver),
-        _ => Step::Accept(TcpState::Close, sender, receiver),
+        TcpState::Established | TcpState::Resetting if !exact => accept(TcpState::Resetting, sender, receiver),
+        _ => accept(TcpState::Close, sender, receiver),
     }
 }
 
-#[inline]
-fn plain(state: TcpState, mut sender: Window, mut receiver: Window, from_opener: bool, segment: &TcpSegment) -> Step {
+#[inline(always)]
+fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     let (end, ack) = (segment.end(), segment.ack);
     match state {
         // The answering side believes in an older connection (RFC 9293 section 3.5.1): the opener will reset it.
@@ -271,42 +285,46 @@ fn plain(state: TcpState, mut sender: Window, mut receiver: Window, from_opener:
     }
     let offer = sender.offer(segment);
     sender.reach = sender.reach.max(log2(offer));
-    if sender.seen {
+    if sender.is(SEEN) {
         sender.end = later(sender.end, end);
         sender.limit = later(sender.limit, end);
     } else {
-        sender = Window { end, limit: end.wrapping_add(receiver.offered()), seen: true, ..sender };
+        sender = Window { end, limit: end.wrapping_add(receiver.offered()), marks: sender.marks | SEEN, ..sender };
     }
-    if !receiver.seen {
+    if !receiver.is(SEEN) {
         receiver.end = ack;
     }
     receiver.limit = later(receiver.limit, ack.wrapping_add(offer.max(1)));
-    sender.fin |= segment.flags.contains(TcpFlags::FIN);
-    receiver.fin_acked |= receiver.fin && ack == receiver.end;
-    Step::Accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
+    if segment.flags.contains(TcpFlags::FIN) {
+        sender.marks |= FIN;
+    }
+    if receiver.is(FIN) && ack == receiver.end {
+        receiver.marks |= FIN_ACKED;
+    }
+    accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
 }
 
-#[inline]
+#[inline(always)]
 fn after_plain(state: TcpState, sender: &Window, receiver: &Window, from_opener: bool) -> TcpState {
-    match (state, sender.fin, receiver.fin) {
+    match (state, sender.is(FIN), receiver.is(FIN)) {
         (TcpState::Close, ..) => TcpState::Close,
         (TcpState::SynReceived, false, false) if !from_opener => TcpState::SynReceived,
         (_, false, false) => TcpState::Established,
-        (_, true, true) if sender.fin_acked && receiver.fin_acked => TcpState::TimeWait,
+        (_, true, true) if sender.is(FIN_ACKED) && receiver.is(FIN_ACKED) => TcpState::TimeWait,
         (_, true, true) => TcpState::LastAck,
-        _ if sender.fin_acked || receiver.fin_acked => TcpState::CloseWait,
+        _ if sender.is(FIN_ACKED) || receiver.is(FIN_ACKED) => TcpState::CloseWait,
         _ => TcpState::FinWait,
     }
 }
 
 /// Whether a segment lies within what both sides have sent and offered. A side that has not been seen yet sets no
 /// bounds.
-#[inline]
+#[inline(always)]
 fn fits(sender: &Window, receiver: &Window, seq: u32, end: u32, ack: u32) -> bool {
-    let sent = !sender.seen
+    let sent = !sender.is(SEEN)
         // Not beyond what the receiver takes, and not so old that the receiver cannot still be missing it.
         || (at_or_before(seq, sender.limit) && at_or_before(sender.end.wrapping_sub(receiver.offered()), end));
-    let acknowledged = !receiver.seen
+    let acknowledged = !receiver.is(SEEN)
         // Nothing that was never sent, and not so old that it says nothing any more.
         || (at_or_before(ack, receiver.end)
             && at_or_before(receiver.end.wrapping_sub(sender.offered().max(MIN_ACK_WINDOW)), ack));

@@ -45,7 +45,7 @@ pub(super) fn open(
 }
 
 /// A later packet of a connection in `state`, travelling `orientation` where `original` opened it.
-#[inline]
+#[inline(always)]
 pub(super) fn step(
     state: State,
     tracked: Tracking,
@@ -58,10 +58,9 @@ pub(super) fn step(
     match (state, transport) {
         (State::Cut, transport) => after_cut(transport),
         (State::Tcp(state), Transport::Tcp(segment)) => {
-            let windows = (tcp::Window::unpack(sender), tcp::Window::unpack(receiver));
-            match tcp::step(state, windows.0, windows.1, from_opener, segment) {
+            match tcp::step(state, sender, receiver, from_opener, segment) {
                 tcp::Step::Accept(state, sender, receiver) => {
-                    Step::Accept(State::Tcp(state), tracking(orientation, sender.pack(), receiver.pack()))
+                    Step::Accept(State::Tcp(state), tracking(orientation, sender, receiver))
                 }
                 tcp::Step::Pass => Step::Pass,
                 tcp::Step::Invalid => Step::Invalid,

@@ -7,7 +7,7 @@ use std::fmt;
 
 use rustc_hash::FxHashMap;
 
-use crate::packet::Address;
+use crate::packet::{Address, Scope};
 
 /// A logical port of this node. Small and dense: it indexes arrays.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -140,7 +140,7 @@ impl Forwarding {
 
     /// An address of the node itself, of this family, by which others can name it.
     pub fn node_address(&self, v4: bool) -> Option<Address> {
-        let usable = |address: &Address| !address.is_loopback_or_unspecified() && !address.is_link_local();
+        let usable = |address: &Address| address.scope() == Scope::Routable;
         self.node.iter().copied().find(|address| address.is_v4() == v4 && usable(address))
     }
 

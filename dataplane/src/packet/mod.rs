@@ -7,9 +7,10 @@ mod parse;
 mod rewrite;
 mod transport;
 
-pub use address::Address;
+pub use address::{Address, Scope};
 pub use checksum::Sum;
 pub use flow::{Flow, FlowKey, Orientation, Protocol};
+pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub use rewrite::{NextHop, rewrite};
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

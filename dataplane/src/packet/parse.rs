@@ -3,7 +3,7 @@
 use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
-use super::{Address, Flow, Protocol};
+use super::{Address, Flow, Protocol, Sum};
 use crate::Cause;
 
 /// Octets of an Ethernet II header.
@@ -24,7 +24,7 @@ pub struct Fragment {
 
 /// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
 /// order and within it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Layout {
     /// Start of the IP header.
     pub network: u16,
@@ -35,7 +35,7 @@ pub struct Layout {
 }
 
 /// A packet whose headers have been validated.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Packet {
     /// Who talks to whom. For an ICMP error the outer packet's addresses, without ports.
     pub flow: Flow,
@@ -63,25 +63,26 @@ impl Packet {
 /// The cause by which a packet that is not understood is dropped.
 #[inline]
 pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
+    let mut packet = Packet::default();
+    parse_into(frame, &mut packet)?;
+    Ok(packet)
+}
+
+/// [`parse`](fn@parse) where the packet is to lie in the end: it is too large to be handed from function to function.
+/// What is in it after an error means nothing.
+#[inline(always)]
+pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(Cause::Truncated) };
     match EtherType(u16::from_be_bytes([ethertype[0], ethertype[1]])) {
-        EtherType::IPV4 => ipv4(frame, ETHERNET_LEN),
-        EtherType::IPV6 => ipv6(frame, ETHERNET_LEN),
+        EtherType::IPV4 => ipv4(frame, ETHERNET_LEN, packet),
+        EtherType::IPV6 => ipv6(frame, ETHERNET_LEN, packet),
+        EtherType::VLAN_TAGGED_FRAME | EtherType::PROVIDER_BRIDGING => Err(Cause::VlanTag),
         _ => Err(Cause::NotIp),
     }
 }
 
-/// What the network layer says of the transport layer.
-struct Network {
-    src: Address,
-    dst: Address,
-    protocol: Protocol,
-    layout: Layout,
-    ttl: u8,
-    fragment: Option<Fragment>,
-}
-
-fn ipv4(frame: &[u8], at: usize) -> Result<Packet, Cause> {
+#[inline(always)]
+fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     let bytes = &frame[at..];
     let header = ipv4_header(bytes)?;
     let total = usize::from(header.total_len());
@@ -91,36 +92,29 @@ fn ipv4(frame: &[u8], at: usize) -> Result<Packet, Cause> {
     if total > bytes.len() {
         return Err(Cause::Truncated);
     }
-    if super::checksum::Sum::default().add_bytes(header.slice()).folded() != 0xffff {
+    if Sum::default().add_ipv4_header(header.slice()).folded() != 0xffff {
         return Err(Cause::HeaderChecksum);
     }
     let options = &header.slice()[20..];
     if !options.is_empty() {
         check_ipv4_options(options)?;
     }
+    packet.flow.src = Address::from_v4_octets(header.source());
+    packet.flow.dst = Address::from_v4_octets(header.destination());
+    packet.flow.protocol = Protocol(header.protocol().0);
+    let transport = at + header.slice().len();
+    packet.layout = Layout { network: at as u16, transport: transport as u16, end: to_offset(at + total)? };
+    packet.ttl = header.ttl();
     let offset = header.fragments_offset().value() * 8;
-    let fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
+    packet.fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
         id: u32::from(header.identification()),
         offset,
         more: header.more_fragments(),
     });
-    transport(
-        frame,
-        Network {
-            src: Address::from_v4_octets(header.source()),
-            dst: Address::from_v4_octets(header.destination()),
-            protocol: Protocol(header.protocol().0),
-            layout: Layout {
-                network: at as u16,
-                transport: (at + header.slice().len()) as u16,
-                end: to_offset(at + total)?,
-            },
-            ttl: header.ttl(),
-            fragment,
-        },
-    )
+    transport_into(frame, packet)
 }
 
+#[inline]
 fn ipv4_header(bytes: &[u8]) -> Result<Ipv4HeaderSlice<'_>, Cause> {
     use etherparse::err::ipv4::HeaderSliceError;
     Ipv4HeaderSlice::from_slice(bytes).map_err(|error| match error {
@@ -150,7 +144,7 @@ fn check_ipv4_options(mut options: &[u8]) -> Result<(), Cause> {
     }
 }
 
-fn ipv6(frame: &[u8], at: usize) -> Result<Packet, Cause> {
+fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     let bytes = &frame[at..];
     let header = ipv6_header(bytes)?;
     let end = at + 40 + usize::from(header.payload_length());
@@ -163,17 +157,11 @@ fn ipv6(frame: &[u8], at: usize) -> Result<Packet, Cause> {
         return Err(Cause::Malformed);
     }
     let chain = extension_headers(&frame[..end], at + 40, header.next_header().0)?;
-    transport(
-        frame,
-        Network {
-            src,
-            dst,
-            protocol: Protocol(chain.protocol),
-            layout: Layout { network: at as u16, transport: to_offset(chain.at)?, end: to_offset(end)? },
-            ttl: header.hop_limit(),
-            fragment: chain.fragment,
-        },
-    )
+    (packet.flow.src, packet.flow.dst, packet.flow.protocol) = (src, dst, Protocol(chain.protocol));
+    packet.layout = Layout { network: at as u16, transport: to_offset(chain.at)?, end: to_offset(end)? };
+    packet.ttl = header.hop_limit();
+    packet.fragment = chain.fragment;
+    transport_into(frame, packet)
 }
 
 fn ipv6_header(bytes: &[u8]) -> Result<Ipv6HeaderSlice<'_>, Cause> {
@@ -240,22 +228,26 @@ fn to_offset(offset: usize) -> Result<u16, Cause> {
     u16::try_from(offset).map_err(|_| Cause::TooBig)
 }
 
-fn transport(frame: &[u8], network: Network) -> Result<Packet, Cause> {
-    let Network { src, dst, protocol, layout, ttl, fragment } = network;
-    let mut flow = Flow { src, dst, protocol, src_port: 0, dst_port: 0 };
-    if fragment.is_some_and(|fragment| fragment.offset > 0) {
-        return Ok(Packet { flow, transport: Transport::LaterFragment, layout, ttl, fragment });
+/// The transport header, once all else of the packet is known.
+#[inline(always)]
+fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+    let (flow, layout) = (&mut packet.flow, packet.layout);
+    (flow.src_port, flow.dst_port) = (0, 0);
+    if packet.fragment.is_some_and(|fragment| fragment.offset > 0) {
+        packet.transport = Transport::LaterFragment;
+        return Ok(());
     }
     let bytes = &frame[usize::from(layout.transport)..usize::from(layout.end)];
-    let transport = match protocol {
-        Protocol::TCP => tcp(bytes, &mut flow)?,
-        Protocol::UDP => udp(bytes, &mut flow, fragment.is_some())?,
-        Protocol::SCTP => sctp(bytes, &mut flow)?,
-        Protocol::ICMP if src.is_v4() => icmp(bytes, &mut flow, layout.transport)?,
-        Protocol::ICMPV6 if !src.is_v4() => icmpv6(bytes, &mut flow, layout.transport)?,
-        _ => Transport::Other,
-    };
-    Ok(Packet { flow, transport, layout, ttl, fragment })
+    // Assigned in each arm, so that each writes its own kind and nothing is put together for all of them.
+    match flow.protocol {
+        Protocol::TCP => packet.transport = tcp(bytes, flow)?,
+        Protocol::UDP => packet.transport = udp(bytes, flow, packet.fragment.is_some())?,
+        Protocol::SCTP => packet.transport = sctp(bytes, flow)?,
+        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp(bytes, flow, layout.transport)?,
+        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmpv6(bytes, flow, layout.transport)?,
+        _ => packet.transport = Transport::Other,
+    }
+    Ok(())
 }
 
 #[inline]
@@ -265,7 +257,7 @@ fn set_ports(bytes: &[u8], flow: &mut Flow) -> Result<(), Cause> {
     Ok(())
 }
 
-#[inline]
+#[inline(always)]
 fn tcp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     let Some(fixed) = bytes.first_chunk::<20>() else { return Err(Cause::Truncated) };
     set_ports(fixed, flow)?;
@@ -312,6 +304,7 @@ fn udp(bytes: &[u8], flow: &mut Flow, first_fragment: bool) -> Result<Transport,
     Ok(Transport::Udp)
 }
 
+#[inline(never)]
 fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     // Common header and the first chunk's type; a packet without a chunk is none (RFC 9260 section 3).
     let Some(header) = bytes.first_chunk::<16>() else { return Err(Cause::Truncated) };
@@ -331,6 +324,7 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     Ok(Transport::Sctp { chunk, tag })
 }
 
+#[inline(never)]
 fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
     match header[0] {
@@ -344,6 +338,7 @@ fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     }
 }
 
+#[inline(never)]
 fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
     match header[0] {

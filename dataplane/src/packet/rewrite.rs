@@ -19,7 +19,7 @@ pub struct NextHop {
 /// Makes a frame that [`parse`](fn@super::parse) gave `packet` for ready to leave towards `hop`.
 ///
 /// Where the hop spends TTL, it must be at least 2; whether it is was decided before.
-#[inline]
+#[inline(always)]
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
@@ -46,7 +46,7 @@ fn decrement_ttl(header: &mut [u8]) {
 
 /// Finishes a checksum that the sending stack left to its device. Fragments are never left open: a stack
 /// finishes the checksum before it splits the datagram.
-#[inline]
+#[inline(always)]
 fn finish_checksum(frame: &mut [u8], packet: &Packet) {
     if packet.fragment.is_some() {
         return;

@@ -81,7 +81,7 @@ pub enum SctpChunk {
 }
 
 /// What kind of packet this is to the connection table.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Transport {
     /// A TCP segment.
     Tcp(TcpSegment),
@@ -106,5 +106,6 @@ pub enum Transport {
     /// A later fragment of a datagram: has no ports of its own.
     LaterFragment,
     /// Any other protocol: known by its addresses and protocol alone.
+    #[default]
     Other,
 }

@@ -1,14 +1,13 @@
 //! First stage: a frame becomes a packet, or is refused for what it is.
 
 use crate::Cause;
-use crate::forward::{Forwarding, PortId, PortKind};
-use crate::packet::{Address, Packet, parse};
+use crate::forward::{Forwarding, Port, PortKind};
+use crate::packet::{Packet, Scope, parse_into};
 
-/// Parses a frame received on `ingress` and checks that it may come from there and be routed at all.
-#[inline]
-pub(super) fn admit(forwarding: &Forwarding, ingress: PortId, frame: &[u8]) -> Result<Packet, Cause> {
-    let port = forwarding.port(ingress).ok_or(Cause::NotReady)?;
-    let packet = parse(frame)?;
+/// Parses a frame received on `port` and checks that it may come from there and be routed at all.
+#[inline(always)]
+pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+    parse_into(frame, packet)?;
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     let own_source = match port.kind {
         PortKind::Pod => port.addresses.contains(&src),
@@ -19,17 +18,9 @@ pub(super) fn admit(forwarding: &Forwarding, ingress: PortId, frame: &[u8]) -> R
     if !own_source {
         return Err(Cause::SpoofedSource);
     }
-    if dst.is_multicast_or_broadcast() {
-        return Err(Cause::Multicast);
+    match (src.scope(), dst.scope()) {
+        (_, Scope::Many) => Err(Cause::Multicast),
+        (Scope::Routable, Scope::Routable) => Ok(()),
+        _ => Err(Cause::NotRoutable),
     }
-    if !(is_routable(src) && is_routable(dst)) {
-        return Err(Cause::NotRoutable);
-    }
-    Ok(packet)
-}
-
-/// Whether a router may carry a packet with this address as its source or its destination.
-#[inline]
-fn is_routable(address: Address) -> bool {
-    !address.is_loopback_or_unspecified() && !address.is_link_local() && !address.is_multicast_or_broadcast()
 }

@@ -1,25 +1,25 @@
 //! Last stage: an allowed packet gets its way out.
 
 use crate::Cause;
-use crate::forward::{Forwarding, PortId, PortKind};
+use crate::forward::{Forwarding, Port, PortId, PortKind};
 use crate::packet::{NextHop, Packet, rewrite};
 
-/// Finds the port that the packet leaves by and rewrites its frame for it.
-#[inline]
+/// Finds the port that a packet from port `from` leaves by and rewrites its frame for it.
+#[inline(always)]
 pub(super) fn dispatch(
     forwarding: &Forwarding,
-    ingress: PortId,
+    from: &Port,
     frame: &mut [u8],
     packet: &Packet,
 ) -> Result<PortId, Cause> {
     let egress = forwarding.next_hop(packet.flow.dst).ok_or(Cause::NoPort)?;
     let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
-    let from_host = forwarding.port(ingress).is_some_and(|port| port.kind == PortKind::Host);
-    if from_host && port.kind == PortKind::Host {
+    let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
+    if from_host && to_host {
         // The node's stack sent it here because it belongs to a pod; back to the stack it would come round again.
         return Err(Cause::NoPort);
     }
-    let spend_ttl = !from_host && port.kind != PortKind::Host;
+    let spend_ttl = !from_host && !to_host;
     if spend_ttl && packet.ttl <= 1 {
         return Err(Cause::TtlExpired);
     }

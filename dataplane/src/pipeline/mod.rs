@@ -4,12 +4,17 @@
 //! A packet's way is the order of the modules: `admit` (parse, spoofing, scope), `track` (connection, else
 //! policy), `dispatch` (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop; some drops are
 //! answered (`answer`).
+//!
+//! What every packet crosses is marked `inline(always)`, down to parser and connection table: [`Pipeline::process_batch`]
+//! is made anew for each kind of [`Frames`] in the crate that has it, and where there are several, the compiler would
+//! rather share the parts. A packet then takes a third longer.
 
 mod admit;
 mod answer;
 mod dispatch;
 mod track;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::Cause;
@@ -17,12 +22,15 @@ pub use crate::Cause;
 use crate::Snapshot;
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, Hashed, Timestamp};
-use crate::forward::PortId;
+use crate::forward::{Forwarding, Port, PortId};
 use crate::packet::{Flow, Packet};
 use crate::policy::Judgement;
 
 /// Most frames in one batch.
 pub const BATCH: usize = 64;
+
+/// Packets that are parsed while a cache line comes from memory.
+const FETCH: usize = 8;
 
 /// What becomes of a packet. There is no default but dropping: a verdict must be reached to pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -81,6 +89,7 @@ impl Observer for () {
 }
 
 /// A packet that was admitted: which frame of the batch, what it is, and its connection's hash.
+#[derive(Clone)]
 struct Admitted {
     index: usize,
     packet: Packet,
@@ -95,25 +104,21 @@ struct Refusal {
     cut_at: Option<u32>,
 }
 
-impl From<Cause> for Refusal {
-    fn from(cause: Cause) -> Self {
-        Self { cause, cut_at: None }
-    }
-}
-
 /// What one worker needs to judge packets. It allocates nothing after it is made.
 pub struct Pipeline {
     connections: Arc<ConnTable>,
     mode: Mode,
-    admitted: Vec<Admitted>,
+    /// Room for a batch: packets are written where they stay until they are judged.
+    slots: Vec<Admitted>,
     answers: Answers,
 }
 
 impl Pipeline {
     /// A pipeline over the connection table that all workers share.
     pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
-        let answers = Answers::new(OnCut::default());
-        Self { connections, mode, admitted: Vec::with_capacity(BATCH), answers }
+        let packet = Packet::default();
+        let slot = Admitted { index: 0, hashed: connections.prepare(&packet.flow), packet };
+        Self { connections, mode, slots: vec![slot; BATCH], answers: Answers::new(OnCut::default()) }
     }
 
     /// The same, but for what becomes of connections that policy ends.
@@ -146,66 +151,67 @@ impl Pipeline {
         observer: &mut O,
     ) {
         self.answers.begin(now);
-        self.admit_all(snapshot, ingress, frames, verdicts);
-        if self.mode == Mode::Full {
-            for entry in &mut self.admitted {
-                self.connections.locate(&mut entry.hashed);
-            }
-        }
-        let mut admitted = std::mem::take(&mut self.admitted);
-        for entry in admitted.drain(..) {
+        let Some(port) = snapshot.forwarding.port(ingress) else {
+            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(Cause::NotReady));
+            return;
+        };
+        let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
+        let connections = &*self.connections;
+        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, cut_at: None };
+        for entry in &self.slots[..admitted] {
             let frame = frames.bytes(entry.index);
-            let outcome = self.allow(snapshot, now, ingress, frame, &entry, observer).and_then(|()| {
-                dispatch::dispatch(&snapshot.forwarding, ingress, frame, &entry.packet).map_err(Refusal::from)
-            });
+            (tracker.index, tracker.cut_at) = (entry.index, None);
+            let allowed = match self.mode {
+                Mode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
+                Mode::ForwardOnly => Ok(()),
+            };
+            let outcome = allowed.and_then(|()| dispatch::dispatch(&snapshot.forwarding, port, frame, &entry.packet));
             verdicts[entry.index] = match outcome {
                 Ok(port) => Verdict::Forward(port),
-                Err(refusal) => {
+                Err(cause) => {
+                    let refusal = Refusal { cause, cut_at: tracker.cut_at };
                     answer::answer(&mut self.answers, snapshot, frame, &entry.packet, refusal);
-                    Verdict::Drop(refusal.cause)
+                    Verdict::Drop(cause)
                 }
             };
         }
-        self.admitted = admitted;
     }
 
     /// First pass: parses and checks every frame, and has the cache lines of their connections fetched while
-    /// the others are parsed.
+    /// the others are parsed: first the tags that tell where a connection is, some packets later the connection.
+    /// How many slots are filled by it.
+    #[inline(never)]
     fn admit_all<F: Frames>(
         &mut self,
-        snapshot: &Snapshot,
-        ingress: PortId,
+        forwarding: &Forwarding,
+        port: &Port,
         frames: &mut F,
         verdicts: &mut [Verdict; BATCH],
-    ) {
+    ) -> usize {
+        let (mut admitted, mut located) = (0, 0);
         for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
-            match admit::admit(&snapshot.forwarding, ingress, frames.bytes(index)) {
-                Ok(packet) => {
-                    let hashed = self.connections.prepare(&packet.flow);
-                    self.admitted.push(Admitted { index, packet, hashed });
+            let slot = &mut self.slots[admitted];
+            match admit::admit(forwarding, port, frames.bytes(index), &mut slot.packet) {
+                Ok(()) => {
+                    slot.index = index;
+                    slot.hashed = self.connections.prepare(&slot.packet.flow);
+                    admitted += 1;
+                    if admitted == located + 2 * FETCH {
+                        self.locate(located..located + FETCH);
+                        located += FETCH;
+                    }
                 }
                 Err(cause) => *verdict = Verdict::Drop(cause),
             }
         }
+        self.locate(located..admitted);
+        admitted
     }
-
-    /// Second pass, one packet: whether connection or policy lets it pass.
-    #[inline]
-    fn allow<O: Observer>(
-        &self,
-        snapshot: &Snapshot,
-        now: Timestamp,
-        ingress: PortId,
-        frame: &[u8],
-        entry: &Admitted,
-        observer: &mut O,
-    ) -> Result<(), Refusal> {
-        if self.mode == Mode::ForwardOnly {
-            return Ok(());
+    /// Has the entries of some slots' connections fetched, whose tags have come meanwhile.
+    #[inline(never)]
+    fn locate(&mut self, slots: Range<usize>) {
+        for slot in &mut self.slots[slots] {
+            self.connections.locate(&mut slot.hashed);
         }
-        let (connections, index) = (&*self.connections, entry.index);
-        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index, observer, cut_at: None };
-        let outcome = tracker.track(frame, &entry.packet, &entry.hashed);
-        outcome.map_err(|cause| Refusal { cause, cut_at: tracker.cut_at })
     }
 }

@@ -7,7 +7,7 @@ use crate::packet::{Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
 use crate::{Cause, Snapshot};
 
-/// One packet on its way through the stage.
+/// The stage for one batch, with the packet that is on its way through it.
 pub(super) struct Tracker<'a, O> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
@@ -22,7 +22,7 @@ pub(super) struct Tracker<'a, O> {
 
 impl<O: Observer> Tracker<'_, O> {
     /// Whether the packet may pass.
-    #[inline]
+    #[inline(always)]
     pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
@@ -41,6 +41,7 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// A later fragment belongs to the connection of its first one, which has the ports.
     #[cold]
+    #[inline(never)]
     fn later_fragment(&mut self, packet: &Packet) -> Result<(), Cause> {
         let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(Cause::Fragment)?;
         let hashed = self.connections.prepare(&flow);
@@ -49,10 +50,10 @@ impl<O: Observer> Tracker<'_, O> {
     }
 
     /// A packet of a known connection.
-    #[inline]
+    #[inline(always)]
     fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
-            self.follow_again(&mut connection, packet, hashed);
+            connection = self.follow_again(connection, packet, hashed);
         }
         match connection.update(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
@@ -64,16 +65,19 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// A packet of a connection that is to be judged again.
     #[cold]
-    fn follow_again(&mut self, connection: &mut Conn<'_>, packet: &Packet, hashed: &Hashed) {
-        if self.judge_again(connection) == Judged::Cut
+    #[inline(never)]
+    fn follow_again<'c>(&mut self, mut connection: Conn<'c>, packet: &Packet, hashed: &Hashed) -> Conn<'c> {
+        if self.judge_again(&mut connection) == Judged::Cut
             && let Transport::Tcp(segment) = packet.transport
         {
             // After a restart the segment's own number is the best that is known.
             self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
+        connection
     }
 
     /// A packet that belongs to no connection: its flow is judged, and a connection opened if it may be.
+    #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         self.judge(&packet.flow, Occasion::Opened)?;
         let new = NewConn {
@@ -101,6 +105,7 @@ impl<O: Observer> Tracker<'_, O> {
     }
 
     /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes.
+    #[inline(never)]
     fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<(), Cause> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
         if quoted.src != packet.flow.dst {

@@ -510,11 +510,11 @@ fn picking_up_in_the_middle() {
 #[test]
 fn a_window_survives_packing() {
     for limit in [0, 1, 4095, 4096, 4097, 0xffff_ffff] {
-        let window = Window { end: 0xdead_beef, limit, reach: 30, scale: 15, seen: true, fin: false, fin_acked: true };
+        let window = Window { end: 0xdead_beef, limit, reach: 30, scale: 15, marks: SEEN | FIN_ACKED };
         let unpacked = Window::unpack(window.pack());
         assert_eq!(Window { limit, ..unpacked }, window);
         assert!(unpacked.limit.wrapping_sub(limit) < LIMIT_GRAIN, "rounded up, {limit}");
-        assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { seen: false, ..unpacked });
+        assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { marks: FIN_ACKED, ..unpacked });
     }
     assert_eq!([0, 1, 2, 3, 1024, 1025, u32::MAX].map(log2), [0, 0, 1, 2, 10, 11, 30]);
 }
