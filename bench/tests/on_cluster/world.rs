@@ -42,10 +42,11 @@ impl World {
     }
 }
 
-/// The configuration of a daemon that follows an API server.
+/// The configuration of a daemon that follows an API server, with nothing outside of its network namespace that another
+/// daemon could have as well.
 pub(crate) fn configuration(kubeconfig: &Path, sections: &str) -> String {
     format!(
-        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[conntrack]\nmapping = \"off\"\nentries = 65536\n{sections}",
+        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n[conntrack]\nmapping = \"off\"\nentries = 65536\n{sections}",
         kubeconfig.display()
     )
 }
