@@ -192,9 +192,9 @@ impl Drop for ApiServer {
 async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let follower = |kind| Follower::new(kind, Arc::clone(&shared));
-    tasks.spawn(follower(Kind::Namespace).run(|client| Api::all(client), read::namespace));
-    tasks.spawn(follower(Kind::Node).run(|client| Api::all(client), read::node));
-    tasks.spawn(follower(Kind::Pod).run(|client| Api::all(client), read::pod));
+    tasks.spawn(follower(Kind::Namespace).run(Api::all, read::namespace));
+    tasks.spawn(follower(Kind::Node).run(Api::all, read::node));
+    tasks.spawn(follower(Kind::Pod).run(Api::all, read::pod));
     let policies = ApiResource::erase::<NetworkPolicy>(&());
     tasks
         .spawn(follower(Kind::NetworkPolicy).run(move |client| Api::all_with(client, &policies), read::network_policy));
