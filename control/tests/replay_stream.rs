@@ -3,13 +3,14 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{SigHandler, Signal, kill, signal};
 use nix::sys::stat::Mode;
 use nix::unistd::{Pid, mkfifo};
 
@@ -104,10 +105,17 @@ fn memory_stays_flat_however_long_the_capture_is() {
 
 #[test]
 fn an_interrupted_replay_leaves_no_file() {
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGKILL] {
+    for ending in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGKILL] {
         let place = place();
         let mut command = replay(place.path());
         command.args(["--verdicts", "v.jsonl", "--allowed", "a.pcapng", "--denied", "d.pcapng"]);
+        // Whoever runs the tests in the background may ignore SIGINT, and children inherit that.
+        let heed = || {
+            // SAFETY: the default disposition is no code of ours.
+            unsafe { signal(Signal::SIGINT, SigHandler::SigDfl) }.map(|_| ()).map_err(std::io::Error::from)
+        };
+        // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
+        unsafe { command.pre_exec(heed) };
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
         let mut pipe = pipe(place.path());
         pipe.write_all(&header()).unwrap();
@@ -116,14 +124,14 @@ fn an_interrupted_replay_leaves_no_file() {
             let open = fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
             open.filter_map(|fd| fs::metadata(fd.unwrap().path()).ok()).any(|file| file.is_file() && file.len() > 0)
         });
-        kill(Pid::from_raw(child.id() as i32), signal).unwrap();
-        assert!(!child.wait().unwrap().success());
+        kill(Pid::from_raw(child.id() as i32), ending).unwrap();
+        until("ended", || child.try_wait().unwrap().is_some_and(|status| !status.success()));
         let mut names: Vec<_> = fs::read_dir(place.path())
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
-        assert_eq!(names, ["cluster.yaml", "pipe.pcap"], "{signal}");
+        assert_eq!(names, ["cluster.yaml", "pipe.pcap"], "{ending}");
     }
 }
 
@@ -133,7 +141,8 @@ fn a_long_replay_shows_its_progress_on_a_terminal_and_nowhere_else() {
     let on_terminal = |place: &Path| {
         let command = format!("{:?}", replay(place));
         let mut script = Command::new("script");
-        script.args(["-qec", &command, "/dev/null"]).current_dir(place);
+        // Not every terminal has a bar: not the one that tests may be told that they run on.
+        script.args(["-qec", &command, "/dev/null"]).current_dir(place).env("TERM", "xterm");
         script
     };
     for (is_terminal, expected) in [(true, true), (false, false)] {
