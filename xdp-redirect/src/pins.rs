@@ -148,7 +148,7 @@ impl Pins {
     }
 
     /// Removes the files of links whose interfaces are gone.
-    pub fn sweep(&self) {
+    fn sweep(&self) {
         let names = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
         for pinned in names.filter_map(|name| parse(name.to_str()?)) {
             if self.take(pinned).is_none() {

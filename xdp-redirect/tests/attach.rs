@@ -169,8 +169,12 @@ fn without_a_socket_packets_are_dropped_unless_they_are_to_pass() {
 }
 
 /// A neighbour solicitation (RFC 4861 section 4.3) to this address.
+/// Whom [`solicitation`] is addressed to.
+const SOLICITED: [u8; 6] = [2, 0, 0, 0, 0, 1];
+
 fn solicitation(to: &str) -> Vec<u8> {
-    let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x86, 0xdd, 0x60, 0, 0, 0, 0, 24, 58, 255];
+    let mut frame = SOLICITED.to_vec();
+    frame.extend([2, 0, 0, 0, 0, 2, 0x86, 0xdd, 0x60, 0, 0, 0, 0, 24, 58, 255]);
     frame.extend("fd00::9".parse::<Ipv6Addr>().unwrap().octets());
     frame.extend(to.parse::<Ipv6Addr>().unwrap().octets());
     frame.extend([135, 0, 0, 0, 0, 0, 0, 0]);
@@ -202,6 +206,16 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
             expect(&attached, outcome, count);
         }
         assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
+        drop(attached);
+        // On a port of a bridge what the node would route is what is addressed to the bridge itself.
+        let cases = [([9; 6], Outcome::NeighbourDiscovery), (SOLICITED, Outcome::NoSocket)];
+        for (bridge, outcome) in cases {
+            let options = AttachOptions { bridge: Some(bridge), ..AttachOptions::new(Role::Pod) };
+            let attached = Redirect::new().unwrap().attach(&interface, options).unwrap();
+            let count = attached.outcomes().unwrap().get(outcome) + 1;
+            send("vp", &solicitation("fd00::2"));
+            expect(&attached, outcome, count);
+        }
     });
 }
 

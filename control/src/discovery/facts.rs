@@ -59,6 +59,27 @@ pub struct HostRoute {
     pub link: u32,
 }
 
+#[cfg(test)]
+impl Link {
+    /// A veth as a pod's is, for tests.
+    pub(crate) fn veth(index: u32, name: &str) -> Self {
+        Self {
+            index,
+            name: name.to_owned(),
+            alias: None,
+            mac: Mac([2, 0, 0, 0, 0, index as u8]),
+            mtu: 1500,
+            up: true,
+            veth: true,
+            bridge: false,
+            peer_elsewhere: true,
+            master: None,
+            queues: 1,
+            peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),
+        }
+    }
+}
+
 impl Facts {
     /// The link with this name.
     pub fn link(&self, name: &str) -> Option<&Link> {

@@ -232,20 +232,7 @@ mod tests {
     use super::*;
 
     fn link(index: u32) -> Link {
-        Link {
-            index,
-            name: format!("veth{index}"),
-            alias: None,
-            mac: Mac([2, 0, 0, 0, 0, index as u8]),
-            mtu: 1500,
-            up: true,
-            veth: true,
-            bridge: false,
-            peer_elsewhere: true,
-            master: None,
-            queues: 1,
-            peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),
-        }
+        Link::veth(index, &format!("veth{index}"))
     }
 
     fn facts(links: impl IntoIterator<Item = Link>, routes: &[(&str, u32)]) -> Facts {

@@ -141,7 +141,7 @@ impl<'a> Daemon<'a> {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
         let redirect = redirect(config)?;
-        let follows = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
+        let was_closed = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config);
@@ -176,7 +176,7 @@ impl<'a> Daemon<'a> {
             Ok(()) => Ok(daemon),
             Err(error) => {
                 // Where an earlier daemon left all closed, a start that fails does not open it.
-                let leaves = if follows { daemon.after_failure() } else { OnExit::Restore };
+                let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
                 daemon.stop(leaves).await.unwrap_or_else(|error| tracing::error!(%error, "not all was put back"));
                 Err(error)
             }
@@ -355,8 +355,8 @@ impl<'a> Daemon<'a> {
 
     /// Has the kernel ask on bridges for the pods that nothing leads to.
     async fn seek(&self, problems: &BTreeSet<Problem>) {
-        let lost: BTreeSet<_> = problems.iter().filter(|problem| matches!(problem, Problem::NoRoute { .. })).collect();
-        let lost: BTreeSet<&ObjectKey> = lost.iter().flat_map(|problem| problem.pods()).collect();
+        let lost = problems.iter().filter(|problem| matches!(problem, Problem::NoRoute { .. }));
+        let lost: BTreeSet<&ObjectKey> = lost.flat_map(Problem::pods).collect();
         for pod in self.objects.pods().filter(|pod| lost.contains(&pod.key)) {
             for &address in &pod.addresses {
                 if let Some(bridge) = self.facts.bridge_of(address) {
@@ -503,7 +503,8 @@ fn leave_cores_to_workers(config: &Config) {
 
 /// The pair carries what the pods' interfaces carry: the largest MTU of those that there are, at least Ethernet's.
 fn pair_mtu(config: &Config, facts: &Facts) -> u32 {
-    let pods = facts.routes.iter().filter_map(|route| facts.links.get(&route.link)).filter(|link| link.veth);
+    let behind = facts.behind();
+    let pods = behind.values().filter_map(|index| facts.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
     largest.min(config.umem.frame_size.largest_packet())
 }

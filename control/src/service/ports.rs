@@ -97,7 +97,7 @@ impl Ports {
             mtu: mtu(node.mtu),
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, workers, Role::Host, None, port)?;
+        let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -111,7 +111,7 @@ impl Ports {
             mtu: mtu(link.mtu),
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, link, Role::Uplink, None, port)?;
+        let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -178,7 +178,8 @@ impl Ports {
                 continue;
             }
             let Some(link) = facts.links.get(&index) else { continue };
-            match self.open_pod(dataplane, link, facts.bridge_mac(link), port) {
+            let options = AttachOptions { bridge: facts.bridge_mac(link), ..self.options(Role::Pod) };
+            match self.open_pod(dataplane, link, options, port) {
                 Ok(side) => {
                     self.refused.remove(&index);
                     self.pods.insert(index, side);
@@ -323,10 +324,10 @@ impl Ports {
         &mut self,
         dataplane: &Dataplane,
         link: &Link,
-        bridge: Option<[u8; 6]>,
+        options: AttachOptions,
         port: PodPort,
     ) -> Result<PodSide, OpenError> {
-        let open = self.open(dataplane, link, Role::Pod, bridge, forwarding_port(&port))?;
+        let open = self.open(dataplane, link, options, forwarding_port(&port))?;
         for name in std::iter::once(&port.name).chain(&port.bridge) {
             if let Err(error) = keep_answering_arp(&mut self.settings, name, self.follows) {
                 tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
@@ -341,12 +342,11 @@ impl Ports {
         &mut self,
         dataplane: &Dataplane,
         link: &Link,
-        role: Role,
-        bridge: Option<[u8; 6]>,
+        options: AttachOptions,
         port: Port,
     ) -> Result<Open, OpenError> {
         let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
-        let attached = self.attach(link, role, bridge).map_err(OpenError::from).and_then(|attached| {
+        let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
             let given = dataplane.with_sockets(id, |sockets| {
                 sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
             });
@@ -354,7 +354,7 @@ impl Ports {
                 Ok(()) => Ok(attached),
                 Err(error) => {
                     // What was closed stays closed.
-                    if role == Role::Pod && self.waiting.closes() && self.on_miss == OnMiss::Drop {
+                    if options.role == Role::Pod && self.waiting.closes() && options.on_miss == OnMiss::Drop {
                         self.waiting.put(attached);
                     }
                     Err(error)
@@ -372,8 +372,12 @@ impl Ports {
         }
     }
 
-    fn attach(&mut self, link: &Link, role: Role, bridge: Option<[u8; 6]>) -> Result<Attached, AttachError> {
-        let options = AttachOptions { on_miss: self.on_miss, bridge, ..AttachOptions::new(role) };
+    /// How a port of this role is attached.
+    fn options(&self, role: Role) -> AttachOptions {
+        AttachOptions { on_miss: self.on_miss, ..AttachOptions::new(role) }
+    }
+
+    fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<Attached, AttachError> {
         // The program that closes it is the one that serves it, if it would be the same; else it gives its place.
         match self.waiting.take(link.index) {
             Some(closed) if closed.options() == options => return Ok(closed),

@@ -257,8 +257,6 @@ fn list(cores: &[u16]) -> String {
 mod tests {
     use std::path::Path;
 
-    use penstock_dataplane::forward::Mac;
-
     use super::*;
 
     fn config(more: &str) -> Config {
@@ -315,20 +313,7 @@ mod tests {
 
     #[test]
     fn an_uplink_must_exist_be_up_and_fit() {
-        let good = Link {
-            index: 2,
-            name: "eth0".into(),
-            alias: None,
-            mac: Mac::default(),
-            mtu: 1500,
-            up: true,
-            veth: false,
-            bridge: false,
-            peer_elsewhere: false,
-            master: None,
-            queues: 4,
-            peer_mac: None,
-        };
+        let good = Link { veth: false, queues: 4, ..Link::veth(2, "eth0") };
         for (link, level, line) in [
             (Some(good.clone()), Level::Ok, "uplinks: eth0, MTU 1500"),
             (None, Level::Error, "uplinks: interface eth0 does not exist; create it"),

@@ -120,26 +120,7 @@ pub(super) fn interface(link: &Link) -> Interface {
 mod tests {
     use std::path::Path;
 
-    use penstock_dataplane::forward::Mac;
-
     use super::*;
-
-    fn link(index: u32, name: &str) -> Link {
-        Link {
-            index,
-            name: name.into(),
-            alias: None,
-            mac: Mac::default(),
-            mtu: 1500,
-            up: true,
-            veth: true,
-            bridge: false,
-            peer_elsewhere: true,
-            master: None,
-            queues: 1,
-            peer_mac: None,
-        }
-    }
 
     fn facts(links: &[Link]) -> Facts {
         Facts { links: links.iter().map(|link| (link.index, link.clone())).collect(), ..Facts::default() }
@@ -153,19 +134,19 @@ mod tests {
     #[test]
     fn only_a_new_veth_into_another_namespace_that_nobody_else_has_is_closed() {
         let cases = [
-            ("a pod's", link(9, "vethabc"), true),
-            ("its other end is here", Link { peer_elsewhere: false, ..link(9, "vethabc") }, false),
-            ("a bridge has it", Link { master: Some(2), ..link(9, "vethabc") }, false),
-            ("the bridge of pods has it", Link { master: Some(3), ..link(9, "vethabc") }, true),
-            ("not a veth", Link { veth: false, ..link(9, "vethabc") }, false),
-            ("another name", link(9, "tap0"), false),
-            ("an uplink", link(9, "veth-up"), false),
-            ("it was there before", link(1, "veth1"), false),
+            ("a pod's", Link::veth(9, "vethabc"), true),
+            ("its other end is here", Link { peer_elsewhere: false, ..Link::veth(9, "vethabc") }, false),
+            ("a bridge has it", Link { master: Some(2), ..Link::veth(9, "vethabc") }, false),
+            ("the bridge of pods has it", Link { master: Some(3), ..Link::veth(9, "vethabc") }, true),
+            ("not a veth", Link { veth: false, ..Link::veth(9, "vethabc") }, false),
+            ("another name", Link::veth(9, "tap0"), false),
+            ("an uplink", Link::veth(9, "veth-up"), false),
+            ("it was there before", Link::veth(1, "veth1"), false),
         ];
-        let found = waiting("", &[link(1, "veth1")]);
+        let found = waiting("", &[Link::veth(1, "veth1")]);
         for (what, link, closed) in cases {
             let bridges =
-                [(2, "docker0"), (3, "cni0")].map(|(index, name)| Link { veth: false, ..self::link(index, name) });
+                [(2, "docker0"), (3, "cni0")].map(|(index, name)| Link { veth: false, ..Link::veth(index, name) });
             let all = [&bridges[..], &[link]].concat();
             assert_eq!(found.new_interfaces(&facts(&all)).len(), usize::from(closed), "{what}");
         }
@@ -173,13 +154,13 @@ mod tests {
 
     #[test]
     fn nothing_is_closed_where_the_setting_says_open() {
-        assert!(waiting("startup = \"open\"", &[]).new_interfaces(&facts(&[link(9, "vethabc")])).is_empty());
+        assert!(waiting("startup = \"open\"", &[]).new_interfaces(&facts(&[Link::veth(9, "vethabc")])).is_empty());
     }
 
     #[test]
     fn an_index_that_was_freed_may_be_a_new_pods() {
-        let mut found = waiting("", &[link(1, "veth1")]);
+        let mut found = waiting("", &[Link::veth(1, "veth1")]);
         found.let_go(&facts(&[]));
-        assert_eq!(found.new_interfaces(&facts(&[link(1, "veth1")])).len(), 1);
+        assert_eq!(found.new_interfaces(&facts(&[Link::veth(1, "veth1")])).len(), 1);
     }
 }

@@ -77,42 +77,24 @@ pub(crate) const BRIDGE_GATEWAYS: [&str; 2] = ["10.2.2.1", "fd00:2::1"];
 impl Pod {
     /// Pod number `number` (2 to 250), from within [`on_a_node`].
     pub(crate) fn new(number: u8) -> Self {
-        let pod = Self {
-            namespace: format!("pst-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)),
-            veth: format!("veth{number}"),
-            v4: format!("10.1.1.{number}"),
-            v6: format!("fd00:1::{number:x}"),
-        };
-        let Self { namespace, veth, v4, v6 } = &pod;
+        let pod = Self::unwired(number, "10.1.1", "fd00:1");
         let [gateway4, gateway6] = GATEWAYS;
-        ip(&format!("netns add {namespace}"));
-        ip(&format!("link add {veth} type veth peer name eth0 netns {namespace}"));
-        ip(&format!("addr add {gateway4}/32 dev {veth}"));
-        ip(&format!("addr add {gateway6}/128 dev {veth} nodad"));
-        ip(&format!("link set {veth} up"));
-        ip(&format!("-n {namespace} addr add {v4}/32 dev eth0"));
-        ip(&format!("-n {namespace} addr add {v6}/128 dev eth0 nodad"));
-        ip(&format!("-n {namespace} link set eth0 up"));
-        ip(&format!("-n {namespace} link set lo up"));
-        for (family, gateway) in [("-4", gateway4), ("-6", gateway6)] {
-            ip(&format!("-n {namespace} {family} route add {gateway} dev eth0"));
-            ip(&format!("-n {namespace} {family} route add default via {gateway} dev eth0"));
-        }
-        ip(&format!("route add {v4}/32 dev {veth} scope link"));
-        ip(&format!("-6 route add {v6}/128 dev {veth}"));
-        pod
+        pod.wire([32, 128], |Self { namespace, veth, v4, v6 }| {
+            ip(&format!("addr add {gateway4}/32 dev {veth}"));
+            ip(&format!("addr add {gateway6}/128 dev {veth} nodad"));
+            ip(&format!("link set {veth} up"));
+            for (family, gateway) in [("-4", gateway4), ("-6", gateway6)] {
+                ip(&format!("-n {namespace} {family} route add {gateway} dev eth0"));
+                ip(&format!("-n {namespace} {family} route add default via {gateway} dev eth0"));
+            }
+            ip(&format!("route add {v4}/32 dev {veth} scope link"));
+            ip(&format!("-6 route add {v6}/128 dev {veth}"));
+        })
     }
 
     /// Pod number `number` on the bridge `cni0`, as the `bridge` CNI plugin leaves it; the first one makes the bridge.
     #[allow(dead_code, reason = "not every test binary has pods on a bridge")]
     pub(crate) fn on_bridge(number: u8) -> Self {
-        let pod = Self {
-            namespace: format!("pst-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)),
-            veth: format!("veth{number}"),
-            v4: format!("10.2.2.{number}"),
-            v6: format!("fd00:2::{number:x}"),
-        };
-        let Self { namespace, veth, v4, v6 } = &pod;
         let [gateway4, gateway6] = BRIDGE_GATEWAYS;
         if !attempt("ip link show cni0").0 {
             ip("link add cni0 type bridge");
@@ -120,17 +102,34 @@ impl Pod {
             ip(&format!("addr add {gateway6}/64 dev cni0 nodad"));
             ip("link set cni0 up");
         }
+        Self::unwired(number, "10.2.2", "fd00:2").wire([24, 64], |Self { namespace, veth, .. }| {
+            ip(&format!("link set {veth} master cni0 up"));
+            for (family, gateway) in [("-4", gateway4), ("-6", gateway6)] {
+                ip(&format!("-n {namespace} {family} route add default via {gateway} dev eth0"));
+            }
+        })
+    }
+
+    fn unwired(number: u8, network4: &str, network6: &str) -> Self {
+        Self {
+            namespace: format!("pst-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)),
+            veth: format!("veth{number}"),
+            v4: format!("{network4}.{number}"),
+            v6: format!("{network6}::{number:x}"),
+        }
+    }
+
+    /// Makes its namespace, its veth and its addresses, of these prefix lengths, then the `rest`.
+    fn wire(self, [length4, length6]: [u8; 2], rest: impl FnOnce(&Self)) -> Self {
+        let Self { namespace, veth, v4, v6 } = &self;
         ip(&format!("netns add {namespace}"));
         ip(&format!("link add {veth} type veth peer name eth0 netns {namespace}"));
-        ip(&format!("link set {veth} master cni0 up"));
-        ip(&format!("-n {namespace} addr add {v4}/24 dev eth0"));
-        ip(&format!("-n {namespace} addr add {v6}/64 dev eth0 nodad"));
+        ip(&format!("-n {namespace} addr add {v4}/{length4} dev eth0"));
+        ip(&format!("-n {namespace} addr add {v6}/{length6} dev eth0 nodad"));
         ip(&format!("-n {namespace} link set eth0 up"));
         ip(&format!("-n {namespace} link set lo up"));
-        for (family, gateway) in [("-4", gateway4), ("-6", gateway6)] {
-            ip(&format!("-n {namespace} {family} route add default via {gateway} dev eth0"));
-        }
-        pod
+        rest(&self);
+        self
     }
 
     /// Its addresses.

@@ -143,25 +143,6 @@ fn every_kind_of_packet_goes_where_its_port_says() {
     assert_eq!(reached.len(), Outcome::ALL.len() - 1, "all but the miss: {reached:?}");
 }
 
-/// What the frames of these tests are addressed to.
-const FRAMES_TO: [u8; 6] = [2, 0, 0, 0, 0, 1];
-
-#[test]
-fn between_ports_of_a_bridge_neighbour_discovery_is_left_to_it() {
-    let kept = (PASS, Outcome::NeighbourDiscovery);
-    let handed_over = (DROP, Outcome::NoSocket);
-    let (solicitation, echo) = (icmpv6(LOCAL_V6, 255, 135), icmpv6(LOCAL_V6, 255, 128));
-    // To an address that is no neighbour of this node, in a frame to a neighbour on the bridge or to the bridge itself.
-    let cases =
-        [([2, 0, 0, 0, 0, 9], &solicitation, kept), ([9; 6], &echo, handed_over), (FRAMES_TO, &echo, handed_over)];
-    for (bridge, frame, expected) in cases {
-        let (mut storage, pods) = (MaybeUninit::uninit(), local_pods());
-        let options = AttachOptions { bridge: Some(bridge), ..options(Role::Pod, OnMiss::Drop) };
-        let loaded = load_skeleton(&mut storage, options, &pods).unwrap();
-        assert_eq!(run(&loaded, frame), expected, "{bridge:x?}");
-    }
-}
-
 #[test]
 fn a_miss_is_dropped_unless_it_is_to_pass() {
     let pods = local_pods();

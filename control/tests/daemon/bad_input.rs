@@ -1,0 +1,119 @@
+//! Bad input is told in one line, and leaves nothing behind.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::libc;
+
+use crate::fixture::{Files, NAMESPACE, assert_restored, output, pod_manifest};
+use crate::netns::{Pod, ip, node_state, on_a_node};
+
+/// Takes these capabilities (numbers of linux/capability.h) from what the command starts.
+fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
+    let drop = move || {
+        for &capability in capabilities {
+            // SAFETY: prctl takes no pointer here; it changes this process alone, which is about to be replaced.
+            if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure makes system calls only; it neither allocates nor takes a lock.
+    unsafe { command.pre_exec(drop) };
+}
+
+fn refused(command: Command, line: &str) {
+    let output = output(command);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(2), "{line}: {told}");
+    assert!(told.lines().any(|told| told.contains(line)), "not said: {line}\n{told}");
+}
+
+#[test]
+fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
+    on_a_node(|| {
+        let pod = Pod::new(5);
+        ip("link add down0 type veth peer name down1");
+        ip("link add long0 type veth peer name long1");
+        ip("link set long0 mtu 9000 up");
+        let before = node_state();
+        let good = || NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses());
+        let twice = good() + &pod_manifest("other", pod.addresses());
+        let bad =
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
+        let cases = [
+            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; take it out, or use one of: node,"),
+            ("workers.cores = [999]", good(), "workers.cores: core 999 does not exist or is not open to this process;"),
+            ("umem.memory = \"900GiB\"", good(), "MiB available; lower umem.memory or conntrack.entries"),
+            (
+                "uplinks = [\"nowhere0\"]",
+                good(),
+                "uplinks: interface nowhere0 does not exist; create it, or take it out",
+            ),
+            ("uplinks = [\"down0\"]", good(), "uplinks: interface down0 is down; set it up (ip link set down0 up)"),
+            (
+                "uplinks = [\"long0\"]",
+                good(),
+                "uplinks: MTU 9000 of interface long0 is more than the 1778 that a frame",
+            ),
+            ("uplinks = [\"veth5\"]", good(), "uplinks: interface veth5 is pod shop/web's; take it out of the list"),
+            ("host_port.workers = \"down0\"", good(), "interface down0 exists and is not penstock's; delete it, or"),
+            ("", twice, "10.1.1.5"),
+            ("", bad.to_owned(), "10.1.1.300"),
+        ];
+        for (keys, manifests, line) in cases {
+            let files = Files::new(keys, &[("all.yaml", manifests)]);
+            refused(files.command("run"), line);
+            assert_eq!(node_state(), before, "{line}");
+        }
+        let files = Files::new("", &[("all.yaml", good())]);
+        fs::remove_dir_all(files.path("manifests")).unwrap();
+        refused(files.command("run"), "is not a directory; create it, or correct the path");
+
+        let files = Files::new("", &[("all.yaml", good())]);
+        for subcommand in ["run", "check"] {
+            let mut command = files.command(subcommand);
+            without(&mut command, &[12, 13, 21, 39]);
+            refused(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
+        }
+        ip("link set veth5 mtu 9000");
+        refused(
+            files.command("run"),
+            "pod shop/web: MTU 9000 of veth5 is more than the 1778 that a frame holds; lower it",
+        );
+        ip("link set veth5 mtu 1500");
+        assert_restored(&before);
+    });
+}
+
+#[test]
+fn check_tells_each_thing_and_changes_nothing() {
+    on_a_node(|| {
+        let pod = Pod::new(5);
+        let before = node_state();
+        let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
+        let output = output(files.command("check"));
+        let told = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{told}");
+        for line in [
+            "ok       capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF",
+            "ok       AF_XDP: the kernel has it",
+            "ok       workers.cores: 0",
+            "ok       source: 2 objects",
+            "ok       pod shop/web: veth5, MTU 1500; tso on, gso on, gro ",
+            "ok       kernel ",
+            "ok       RLIMIT_MEMLOCK: ",
+            "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
+        ] {
+            assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");
+        }
+        assert_restored(&before);
+
+        refused(
+            Files::new("uplinks = [\"nowhere0\"]", &[]).command("check"),
+            "uplinks: interface nowhere0 does not exist",
+        );
+    });
+}

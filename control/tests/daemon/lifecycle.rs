@@ -1,0 +1,205 @@
+//! The daemon dies, ends, and follows another: what is open and what is closed meanwhile.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::{SocketAddr, UdpSocket};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::fixture::{
+    Daemon, Files, NAMESPACE, assert_forwarded_by_kernel, assert_restored, output, pod_manifest, policy, reaches,
+    reaches_node,
+};
+use crate::netns::{Pod, ip, node_state, on_a_node};
+
+/// The interfaces that have an XDP program.
+fn xdp_programs() -> Vec<String> {
+    let links = ip("-o link");
+    let with = links.lines().filter(|line| line.contains(" xdp"));
+    with.filter_map(|line| Some(line.split(": ").nth(1)?.to_owned())).collect()
+}
+
+/// Two pods that may reach each other, and the files of their node's daemon.
+fn two_pods(keys: &str) -> ([Pod; 2], Files) {
+    // As a node is set, with reverse path filtering at its strictest.
+    for setting in
+        ["ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv4/conf/all/rp_filter", "ipv4/conf/default/rp_filter"]
+    {
+        fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+    }
+    let [web, db] = [5, 6].map(Pod::new);
+    let objects = [NAMESPACE.to_owned(), pod_manifest("web", web.addresses()), pod_manifest("db", db.addresses())];
+    let files = Files::new(keys, &[("all.yaml", objects.concat())]);
+    ([web, db], files)
+}
+
+#[test]
+fn after_a_kill_all_is_closed_until_the_next_daemon_takes_over_and_puts_all_back() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("");
+        let before = node_state();
+        let daemon = Daemon::start(&files);
+        let second = output(files.command("run"));
+        assert_eq!(second.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&second.stderr).contains("another penstock runs in this network namespace"));
+        assert_eq!(reaches(&web, &db), [true; 2], "the first one goes on");
+        let attached = xdp_programs();
+        daemon.end(Signal::SIGKILL);
+        assert_eq!(xdp_programs(), attached, "the programs stay");
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        assert_eq!(reaches_node(&web), [false; 4]);
+
+        // One that cannot start opens nothing either.
+        let manifests = fs::read_to_string(files.path("manifests/all.yaml")).unwrap();
+        files.save("all.yaml", "kind: Pod\nspec: 3\n");
+        assert_eq!(output(files.command("run")).status.code(), Some(2));
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        files.save("all.yaml", &manifests);
+
+        let daemon = Daemon::start(&files);
+        assert_eq!(reaches(&web, &db), [true; 2]);
+        assert_eq!(reaches_node(&web), [true; 4]);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_restored(&before);
+        assert_forwarded_by_kernel(&web, &db);
+    });
+}
+
+#[test]
+fn what_a_kill_left_is_taken_away_by_cleanup() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("");
+        let before = node_state();
+        let daemon = Daemon::start(&files);
+        let refusal = output(files.command("cleanup"));
+        assert_eq!(refusal.status.code(), Some(2), "not under a running daemon");
+        daemon.end(Signal::SIGKILL);
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        let said = output(files.command("cleanup"));
+        assert_eq!(said.status.code(), Some(0));
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host port\n");
+        assert_restored(&before);
+        assert_forwarded_by_kernel(&web, &db);
+        let again = output(files.command("cleanup"));
+        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host port\n");
+    });
+}
+
+#[test]
+fn a_daemon_that_is_told_to_keep_the_node_closed_does_so_until_the_next_one() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("fail.on_exit = \"keep\"");
+        let before = node_state();
+        for _ in 0..2 {
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [true; 2]);
+            let (status, _, said) = daemon.end(Signal::SIGTERM);
+            assert_eq!(status.code(), Some(0), "{said}");
+            assert!(said.contains("stay closed until the next start"), "{said}");
+            assert_eq!(reaches(&web, &db), [false; 2]);
+        }
+        assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
+        assert_restored(&before);
+    });
+}
+
+#[test]
+fn where_the_setting_says_open_the_kernel_has_the_pods_a_tenth_of_a_second_after_the_daemon_died() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("fail.mode = \"open\"");
+        files.save("policies.yaml", &policy("db", "nobody"));
+        let before = node_state();
+        for _ in 0..2 {
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2], "judged");
+            assert_eq!(reaches_node(&web), [true; 4]);
+            daemon.end(Signal::SIGKILL);
+            // The process is gone. (While it goes, the kernel closes its sockets one by one.)
+            let gone = Instant::now();
+            let took = first_datagram(&web, &db) - gone;
+            assert!(took < Duration::from_millis(100), "{took:?}");
+            assert_forwarded_by_kernel(&web, &db);
+        }
+        let daemon = Daemon::start(&files);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert_restored(&before);
+    });
+}
+
+/// When the first of many datagrams arrives, sent one a millisecond for at most five seconds.
+fn first_datagram(from: &Pod, to: &Pod) -> Instant {
+    let receiver = to.inside(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+    receiver.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+    let address = SocketAddr::new(to.v4.parse().unwrap(), receiver.local_addr().unwrap().port());
+    let sender = from.inside(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < deadline {
+        // Refused while the route that led into the pair is going.
+        let _ = sender.send_to(b"?", address);
+        if receiver.recv(&mut [0; 16]).is_ok() {
+            return Instant::now();
+        }
+    }
+    panic!("nothing arrives");
+}
+
+#[test]
+fn a_new_pod_is_closed_until_its_object_is_known() {
+    on_a_node(|| {
+        let ([web, _db], files) = two_pods("");
+        let daemon = Daemon::start(&files);
+        let late = Pod::new(8);
+        daemon.wait_for("closed until its pod is known");
+        assert_eq!(reaches_node(&late)[2..], [false; 2], "nothing of it reaches the node");
+        daemon.signal(Signal::SIGUSR1);
+        let line = daemon.wait_for("(not known yet)");
+        assert!(line.contains("veth8") && line.contains("no_socket"), "{line}");
+        files.save("late.yaml", &pod_manifest("late", late.addresses()));
+        daemon.wait_for("attached");
+        daemon.wait_for("published");
+        assert_eq!(reaches(&late, &web), [true; 2]);
+        assert_eq!(reaches_node(&late), [true; 4]);
+    });
+    on_a_node(|| {
+        let (_pods, files) = two_pods("startup = \"open\"");
+        let _daemon = Daemon::start(&files);
+        let late = Pod::new(8);
+        assert_eq!(reaches_node(&late)[2..], [true; 2], "open, as the setting says");
+    });
+}
+
+#[test]
+fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_pods_stay_closed() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("log = { level = \"error\", format = \"json\" }");
+        let before = node_state();
+        let mut daemon = Daemon::start(&files);
+        ip("link del penstock-host");
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
+        daemon.wait_for("penstock: host_port: interface penstock-host is gone; restart penstock");
+        assert_eq!(reaches(&web, &db), [false; 2]);
+        assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
+        assert_restored(&before);
+    });
+}
+
+#[test]
+fn a_reader_of_the_log_that_goes_away_is_no_reason_to_leave_anything_behind() {
+    on_a_node(|| {
+        let web = Pod::new(5);
+        let before = node_state();
+        let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", web.addresses()))]);
+        let mut child = files.command("run").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        assert!(lines.any(|line| line.contains("ready: ")));
+        drop((lines, child.stdout.take()));
+        kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+        assert_restored(&before);
+    });
+}
