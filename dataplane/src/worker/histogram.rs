@@ -1,4 +1,7 @@
 //! How long things took: counts by bucket that one thread writes and anybody may read.
+//!
+//! The buckets are hdrhistogram's, the memory is our own: the library's histogram is read by who writes it, or handed over
+//! through a queue that allocates, and a worker does neither for a reader.
 
 use std::time::Duration;
 
