@@ -9,11 +9,11 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 export PENSTOCK_BIN := $(abspath $(TARGET))/release/penstock
 
 # Compilers, headers and tools that the build and the tests need, by their Debian names.
-PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump
+PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump python3
 
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
-AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,KEEP,PENSTOCK_BIN
+AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,KEEP,PENSTOCK_BIN,TREX_DIR
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 endif

@@ -1,0 +1,1 @@
+"""Measures Penstock with a TRex server. `../run.py` is the command."""

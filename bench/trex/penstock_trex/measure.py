@@ -1,0 +1,87 @@
+"""What is measured of each profile, and what is checked first."""
+
+import shlex
+
+from . import library
+from .failure import bad_input
+from .search import Search, summary
+from .stateful import Stateful
+from .stateless import Stateless
+
+# Latency is told at these shares of the no-drop rate.
+LATENCY_AT = (0.1, 0.5, 0.9)
+
+
+class Refused(Exception):
+    """A check failed: figures of this profile would mean nothing."""
+
+
+def named(mode, text, fixed):
+    """A profile's name and tunables; `fixed` are added where they are not given."""
+    words = shlex.split(text)
+    if not words or not library.profile_file(mode, words[0]).is_file() or words[0].startswith('penstock'):
+        there = sorted(file.stem for file in library.profile_file(mode, 'x').parent.glob('*.py'))
+        there = [name for name in there if not name.startswith('penstock')]
+        raise bad_input(f'--profile {text!r}: no such profile; there are {", ".join(there)}')
+    name, tunables = words[0], words[1:]
+    given = {word.split('=')[0] for word in tunables}
+    for key, value in fixed.items():
+        if key not in given:
+            tunables += [key, str(value)]
+    return name, tunables
+
+
+def checked(trial, what):
+    """Nothing is measured where what policy allows is lost at leisure, or what it denies arrives."""
+    if trial.sent == 0:
+        raise Refused(f'no {what} were sent')
+    if trial.denied_received:
+        raise Refused(f'{trial.denied_received} {what} arrived that policy should deny: is it in force?')
+    if trial.loss > 0:
+        raise Refused(f'{trial.lost} of {trial.sent} {what} were lost at only {trial.offered:.0f} a second: does the policy '
+                      'allow them, and does every route lead to the right port?')
+
+
+def guarded(trial):
+    """A denied packet that arrives ends the measurement, at whatever rate."""
+    if trial.denied_received:
+        raise Refused(f'{trial.denied_received} arrived that policy denies, at {trial.offered:.0f} a second')
+    return trial
+
+
+def repeated(measure, args, allowed):
+    def search():
+        return Search(lambda rate, seconds: guarded(measure(rate, seconds)), args.lowest, args.highest, args.precision,
+                      args.short, args.long).highest_with(allowed)
+    return summary([search() for _ in range(args.repetitions)])
+
+
+def stateless(api, client, ports, args, text):
+    """No-drop rate, partial-drop rate, and latency at shares of the first."""
+    ends = {'--src': ports[0].address, '--dst': ports[1].address}
+    name, tunables = named('stl', text, ends)
+    profile = Stateless(api, client, ports, name, tunables, args.both)
+    checked(profile.trial(args.lowest, args.short), 'packets')
+    result = {'rate_unit': 'packets/s', 'ndr': repeated(profile.trial, args, 0.0),
+              'pdr': {'loss': args.loss, **repeated(profile.trial, args, args.loss)}}
+    result['latency'] = []
+    if args.latency_pps and result['ndr']['median']:
+        timed = Stateless(api, client, ports, name, [*tunables, '--latency-pps', str(args.latency_pps)], args.both)
+        for part in LATENCY_AT:
+            rate = max(part * result['ndr']['median'], args.lowest)
+            result['latency'].append({'share_of_ndr': part, 'offered': rate, 'streams': timed.latencies(rate, args.long)})
+    return tunables, result
+
+
+def stateful(api, client, ports, args, text):
+    """Connections a second for the profile of that; what went through for the others."""
+    ends = {'--clients': ports[0].address, '--servers': ports[1].address}
+    name, tunables = named('astf', text, ends)
+    profile = Stateful(api, client, name, tunables)
+    if name != 'connections':
+        sustained = [profile.sustained(args.long, args.short) for _ in range(args.repetitions)]
+        if not all(one['counters']['allowed']['client']['tcps_connects'] for one in sustained):
+            raise Refused('no connection was established: does the policy allow them?')
+        return tunables, {'sustained': sustained}
+    checked(profile.trial(min(args.lowest, 100), args.short), 'connections')
+    return tunables, {'rate_unit': 'connections/s', 'no_loss': repeated(profile.trial, args, 0.0)}

@@ -1,0 +1,119 @@
+"""The highest rate at which no more than some share is lost: short trials find it, long ones confirm it.
+
+A trial that the generator could not send as fast as it was asked to says nothing about what is measured: it bounds the search
+like a loss, and the result says that the generator was its limit.
+"""
+
+import statistics
+from dataclasses import dataclass, field
+
+# Sent at less than this share of the rate that was asked for, a trial is the generator's limit.
+SHORT_OF = 0.98
+
+
+@dataclass
+class Trial:
+    """What was sent at one rate, and what became of it. `sent` and `received` are of what policy allows."""
+
+    offered: float
+    seconds: float
+    sent: int
+    received: int
+    denied_sent: int = 0
+    denied_received: int = 0
+    details: dict = field(default_factory=dict)
+
+    @property
+    def lost(self):
+        return max(self.sent - self.received, 0)
+
+    @property
+    def loss(self):
+        return self.lost / self.sent if self.sent else 1.0
+
+    @property
+    def rate(self):
+        """Packets or connections a second that were sent, the denied ones included."""
+        return (self.sent + self.denied_sent) / self.seconds
+
+    @property
+    def short(self):
+        return self.rate < SHORT_OF * self.offered
+
+    def as_json(self):
+        return {'offered': self.offered, 'seconds': self.seconds, 'sent': self.sent, 'received': self.received,
+                'lost': self.lost, 'loss': self.loss, 'denied_sent': self.denied_sent,
+                'denied_received': self.denied_received, 'generator_short': self.short, **self.details}
+
+
+@dataclass
+class Found:
+    """The result of one search. `limited_by` is loss, generator or range (the highest rate of the search passed)."""
+
+    rate: float
+    limited_by: str
+    trials: list
+
+
+class Search:
+    """Searches between two rates. `measure(rate, seconds)` makes a trial."""
+
+    def __init__(self, measure, lowest, highest, precision=0.01, short=1.0, long=10.0):
+        if not 0 < lowest < highest:
+            raise ValueError(f'a search from {lowest} to {highest}: the first must be above 0 and below the second')
+        self.measure, self.lowest, self.highest = measure, lowest, highest
+        self.precision, self.short, self.long = precision, short, long
+
+    def highest_with(self, allowed):
+        """The highest confirmed rate with at most this share lost."""
+        self.allowed, self.trials, self.limited_by = allowed, [], 'range'
+        if self.passes(self.highest, self.short) and self.passes(self.highest, self.long):
+            return Found(self.trials[-1].rate, 'range', self.trials)
+        low, high = self.narrow(self.lowest, self.highest, self.short)
+        low, high = self.confirm(low, high)
+        if low is None:
+            return Found(0.0, self.limited_by, self.trials)
+        low, _ = self.narrow(low, high, self.long)
+        # What was sent at that rate, not what was asked for.
+        confirmed = [trial for trial in self.trials if trial.offered == low and trial.seconds >= self.long * 0.9]
+        return Found(confirmed[-1].rate, self.limited_by, self.trials)
+
+    def passes(self, rate, seconds):
+        trial = self.measure(rate, seconds)
+        # Known by what was asked for: the bounds of the search are compared.
+        trial.offered = rate
+        self.trials.append(trial)
+        good = not trial.short and trial.loss <= self.allowed
+        if not good:
+            self.limited_by = 'generator' if trial.short and trial.loss <= self.allowed else 'loss'
+        return good
+
+    def narrow(self, low, high, seconds):
+        """Closes in between a rate that is taken to pass and one that does not."""
+        while high / low > 1 + self.precision:
+            middle = (low * high) ** 0.5
+            if self.passes(middle, seconds):
+                low = middle
+            else:
+                high = middle
+        return low, high
+
+    def confirm(self, low, high):
+        """Goes down in growing steps until a long trial passes; nothing where not even the lowest rate does."""
+        step = self.precision
+        while True:
+            if self.passes(low, self.long):
+                return low, high
+            if low <= self.lowest:
+                return None, low
+            high, low = low, max(low * (1 - step), self.lowest)
+            step = min(step * 2, 0.5)
+
+
+def summary(founds):
+    """Median and spread of several searches."""
+    rates = [found.rate for found in founds]
+    limits = sorted({found.limited_by for found in founds})
+    return {'median': statistics.median(rates), 'lowest': min(rates), 'highest': max(rates), 'repetitions': rates,
+            'limited_by': limits,
+            'trials': [[trial.as_json() for trial in found.trials] for found in founds]}

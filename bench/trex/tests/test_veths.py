@@ -1,0 +1,143 @@
+"""The node of `veths up`, and a NIC in a pod's place by `nic-pod up`, with Penstock on it: the profiles' own packets, from where TRex would be to where TRex would be."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+
+from penstock_trex import library
+
+from . import FOLDER
+from .using import api
+
+PENSTOCK = os.environ.get('PENSTOCK_BIN', '')
+CONFIGS = FOLDER.parent.parent.parent / 'configs' / 'trex'
+LIMIT = 20
+
+# Sends frames on trex0, all of them again and again, and tells which arrive on trex1; ends once the last of them has, or after
+# ten seconds. It is told names and frames in base64.
+EXCHANGE = '''
+import base64, json, socket, sys, time
+frames = {name: base64.b64decode(text) for name, text in json.load(sys.stdin).items()}
+ports = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) for _ in range(2)]
+for number, port in enumerate(ports):
+    port.bind((f'trex{number}', 0))
+ports[1].settimeout(0.2)
+arrived, last, end = set(), list(frames)[-1], time.monotonic() + 10
+while last not in arrived and time.monotonic() < end:
+    for frame in frames.values():
+        ports[0].send(frame)
+    try:
+        while True:
+            got = ports[1].recv(2048)
+            arrived |= {name for name, frame in frames.items() if got[26:] == frame[26:]}
+    except TimeoutError:
+        pass
+print(json.dumps(sorted(arrived)))
+'''
+
+
+def command(*words, **options):
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=LIMIT, **options).stdout
+
+
+@unittest.skipUnless(os.geteuid() == 0 and shutil.which('ip') and PENSTOCK,
+                     'needs root, iproute2 and PENSTOCK_BIN: the veths were not tried')
+class VethsTest(unittest.TestCase):
+    def setUp(self):
+        self.name = f'pentrex{os.getpid()}'
+        environment = {**os.environ, 'NAME': self.name}
+        veths = str(FOLDER.parent / 'veths')
+        self.addCleanup(command, veths, 'down', env=environment)
+        command(veths, 'up', env=environment)
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def start_penstock(self):
+        """Penstock with the configuration that is shipped, but for what would be shared with another one on this machine."""
+        settings = ['admin.socket=off', 'metrics.listen=off', 'conntrack.mapping=off', f'fail.pins=/sys/fs/bpf/{self.name}',
+                    f'workers.cores=[{max(os.sched_getaffinity(0))}]', 'umem.memory=64MiB']
+        words = [word for setting in settings for word in ('--set', setting)]
+        process = subprocess.Popen(
+            ['ip', 'netns', 'exec', f'{self.name}-node', PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, 'NO_COLOR': '1'})
+        watchdog = threading.Timer(LIMIT, process.kill)
+        watchdog.start()
+        self.addCleanup(watchdog.cancel)
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if 'ready: ' in line:
+                watchdog.cancel()
+                reader = threading.Thread(target=process.stdout.read, daemon=True)
+                reader.start()
+                self.addCleanup(process.stdout.close)
+                self.addCleanup(reader.join)
+                self.addCleanup(self.stop, process)
+                return
+        self.stop(process)
+        process.stdout.close()
+        self.fail('penstock did not get ready:\n' + ''.join(said))
+
+    @staticmethod
+    def stop(process):
+        process.terminate()
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def frames(self):
+        """A frame of each stream of the profile `mix`, as port 0 sends it to the node."""
+        links = json.loads(command('ip', '-n', f'{self.name}-node', '-j', 'link', 'show', 'veth-trex0'))
+        client = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'link', 'show', 'trex0'))
+        ethernet = bytes.fromhex((links[0]['address'] + client[0]['address']).replace(':', ''))
+        profile = api('stl').STLProfile.load(str(library.profile_file('stl', 'mix')), direction=0, port_id=0,
+                                             tunables=['--src', '10.244.1.10', '--dst', '10.244.1.11'])
+        found = {stream.get_name(): ethernet + base64.b64decode(stream.to_json()['packet']['binary'])[12:]
+                 for stream in profile.get_streams()}
+        # The allowed one ends the exchange: by then the denied one, sent before it each time, had its chance.
+        return {name: base64.b64encode(found[name]).decode() for name in ('denied', 'allowed')}
+
+    def exchange(self):
+        words = ['ip', 'netns', 'exec', f'{self.name}-trex', sys.executable, '-c', EXCHANGE]
+        return json.loads(command(*words, input=json.dumps(self.frames())))
+
+    def test_what_the_profiles_call_allowed_arrives_and_what_they_call_denied_does_not(self):
+        # TRex answers to address resolution; here nobody does.
+        server = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'link', 'show', 'trex1'))[0]['address']
+        command('ip', '-n', f'{self.name}-node', 'neigh', 'replace', '10.244.1.11', 'lladdr', server, 'dev', 'veth-trex1')
+        self.assertEqual(self.exchange(), ['allowed', 'denied'], 'without Penstock the node forwards both')
+        self.start_penstock()
+        self.assertEqual(self.exchange(), ['allowed'])
+
+    def test_a_nic_stands_in_for_a_pods_interface(self):
+        """The pod `server` behind a veth that plays the NIC, whose other end, called trex1, plays TRex's port."""
+        node, trex = f'{self.name}-node', f'{self.name}-trex'
+        command('ip', '-n', node, 'link', 'delete', 'veth-trex1')
+        command('ip', '-n', node, 'link', 'add', 'nic', 'type', 'veth', 'peer', 'name', 'trex1', 'netns', trex)
+        command('ip', '-n', trex, 'link', 'set', 'trex1', 'up')
+        script, environment = str(FOLDER.parent / 'nic-pod'), {**os.environ, 'NAME': f'{self.name}-pod', 'NODE': node}
+        self.addCleanup(command, script, 'down', 'nic', env=environment)
+        command(script, 'up', 'nic', '10.244.1.11', '02:00:00:00:01:11', env=environment)
+        self.start_penstock()
+        self.assertEqual(self.exchange(), ['allowed'])
+        command(script, 'down', 'nic', env=environment)
+        self.assertIn('nic', [link['ifname'] for link in json.loads(command('ip', '-n', node, '-j', 'link'))])
+
+    def test_no_stack_answers_in_the_place_of_trex(self):
+        for port in (0, 1):
+            told = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'address', 'show', f'trex{port}'))
+            self.assertEqual(told[0]['addr_info'], [])
+
+
+if __name__ == '__main__':
+    unittest.main()
