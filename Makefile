@@ -63,6 +63,19 @@ lint: setup ## Format, clippy and documentation, all without warnings   (licence
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --document-private-items
 
+# What `make bench` measures Penstock beside; a peer that is missing is left out and said to be.
+PEERS := nftables iptables ipset openvswitch-switch dpdk-dev librte-net-af-xdp23 librte-mempool-ring23
+
+.PHONY: bench
+bench: build ## Throughput, latency and loss beside what one would run instead; the report is target/bench/report.html
+	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
+	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench
+
+.PHONY: bench-long
+bench-long: build ## The same with more and longer repetitions
+	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
+	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11
+
 .PHONY: bench-smoke
 bench-smoke: build ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables
 	$(AS_ROOT) $(TARGET)/release/smoke

@@ -79,6 +79,42 @@ impl Generator {
         })
     }
 
+    /// Sends each of these frames once; returns how many the kernel took. One that the interface refuses, as an overload
+    /// has it, is not sent again.
+    pub fn send_frames<F: AsRef<[u8]>>(&self, frames: &[F]) -> Result<usize> {
+        // SAFETY: all fields of the C structs are integers and pointers, for which zero is a value.
+        let (mut parts, mut headers): ([libc::iovec; BATCH], [libc::mmsghdr; BATCH]) = unsafe { std::mem::zeroed() };
+        let mut taken = 0;
+        for frames in frames.chunks(BATCH) {
+            for (index, frame) in frames.iter().enumerate() {
+                let frame = frame.as_ref();
+                parts[index] = libc::iovec { iov_base: frame.as_ptr().cast_mut().cast(), iov_len: frame.len() };
+                headers[index].msg_hdr.msg_iov = &raw mut parts[index];
+                headers[index].msg_hdr.msg_iovlen = 1;
+            }
+            let mut next = 0;
+            while next < frames.len() {
+                let left = &mut headers[next..frames.len()];
+                // SAFETY: headers, parts and frames outlive the call, which only reads the frames.
+                let result = unsafe {
+                    libc::sendmmsg(self.socket.as_raw_fd(), left.as_mut_ptr(), left.len() as libc::c_uint, 0)
+                };
+                match usize::try_from(result) {
+                    Ok(count) => {
+                        taken += count;
+                        // Where it stopped before the end, the next one was refused.
+                        next += count + 1;
+                    }
+                    Err(_) => {
+                        is_overload(io::Error::last_os_error())?;
+                        next += 1;
+                    }
+                }
+            }
+        }
+        Ok(taken)
+    }
+
     fn run(&self, frame: &[u8], more: impl Fn(u64) -> bool) -> Result<u64> {
         let mut part = libc::iovec { iov_base: frame.as_ptr().cast_mut().cast(), iov_len: frame.len() };
         // SAFETY: all fields of the C struct are integers and pointers, for which zero is a value.
@@ -94,16 +130,18 @@ impl Generator {
                 unsafe { libc::sendmmsg(self.socket.as_raw_fd(), headers.as_mut_ptr(), BATCH as libc::c_uint, 0) };
             match u64::try_from(result) {
                 Ok(count) => sent += count,
-                Err(_) => {
-                    let error = io::Error::last_os_error();
-                    // The interface dropped one, or its queue is full: that is what an overload does.
-                    if !matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EAGAIN | libc::EINTR)) {
-                        return Err(error).context("cannot send frames");
-                    }
-                }
+                Err(_) => is_overload(io::Error::last_os_error())?,
             }
         }
         Ok(sent)
+    }
+}
+
+/// The interface dropped a frame, or its queue is full: that is what an overload does. All else is a fault.
+fn is_overload(error: io::Error) -> Result<()> {
+    match error.raw_os_error() {
+        Some(libc::ENOBUFS | libc::EAGAIN | libc::EINTR) => Ok(()),
+        _ => Err(error).context("cannot send frames"),
     }
 }
 

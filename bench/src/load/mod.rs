@@ -1,12 +1,24 @@
 //! Load for the benchmarks: a generator of small frames, a sink that counts, and where their work runs.
 
 mod bulk;
+mod cores;
 mod generator;
+mod meter;
+mod search;
 mod sink;
+mod station;
+mod streams;
+mod traffic;
 
 pub use bulk::{Receipt, transfer, transfer_for};
+pub use cores::CoreTimes;
 pub use generator::{Generator, UdpFlow};
+pub use meter::{Count, Meter};
+pub use search::{Found, Search};
 pub use sink::Sink;
+pub use station::{Outcome, PORTS, PROBE_PORT, Probes, Probing, Station, Trial, of_length};
+pub use streams::{connections_for, streams_for};
+pub use traffic::{Lengths, Traffic};
 
 use anyhow::{Context, Result};
 use nix::sched::{CpuSet, sched_setaffinity};

@@ -67,7 +67,7 @@ impl Sink {
 }
 
 /// A counter of `/proc/net/snmp`: a line of names is followed by one of values, both marked `Udp:`.
-fn udp_v4(text: &str, name: &str) -> Result<u64> {
+pub(super) fn udp_v4(text: &str, name: &str) -> Result<u64> {
     let mut lines = text.lines().filter(|line| line.starts_with("Udp: ")).map(str::split_whitespace);
     let (names, values) = lines.next().zip(lines.next()).context("no UDP counters in /proc/net/snmp")?;
     let value = names.zip(values).find(|(other, _)| *other == name).map(|(_, value)| value);

@@ -2,9 +2,9 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,15 +14,13 @@ use nix::unistd::Pid;
 
 use super::cleanup::Guard;
 use super::namespace::Namespace;
+use super::process::{END, Process};
 use super::scratch::Scratch;
 
 /// What the daemon logs once it is in force.
 const READY: &str = "ready: ";
 /// How long it may take until then.
 const START: Duration = Duration::from_secs(20);
-/// How long it may take to end after SIGTERM.
-const END: Duration = Duration::from_secs(10);
-
 /// What the daemon is told.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
@@ -148,7 +146,7 @@ impl Daemon {
         let log = Arc::new(Log::default());
         log.collect(child.stdout.take());
         log.collect(child.stderr.take());
-        let process = Arc::new(Process { id: Pid::from_raw(child.id().cast_signed()), child: Mutex::new(child) });
+        let process = Arc::new(Process::new(child));
         let guard = Guard::new({
             let process = process.clone();
             move || process.end()
@@ -206,47 +204,6 @@ impl Daemon {
         let ticks: u64 = fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap_or(0)).sum();
         // The kernel tells this time in units of USER_HZ, which is 100 wherever Linux runs on x86 and Arm.
         Ok(Duration::from_millis(ticks * 10))
-    }
-}
-
-struct Process {
-    id: Pid,
-    child: Mutex<Child>,
-}
-
-impl Process {
-    fn status(&self) -> Option<ExitStatus> {
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        // A child that cannot be waited for is as good as gone.
-        child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
-    }
-
-    fn has_ended(&self) -> bool {
-        self.status().is_some()
-    }
-
-    fn wait(&self, limit: Duration) -> Result<ExitStatus> {
-        let deadline = Instant::now() + limit;
-        loop {
-            if let Some(status) = self.status() {
-                return Ok(status);
-            }
-            if Instant::now() > deadline {
-                bail!("process {} is still there after {limit:?}", self.id);
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    fn end(&self) {
-        for (signal, limit) in [(Signal::SIGTERM, END), (Signal::SIGKILL, END)] {
-            if self.has_ended() {
-                return;
-            }
-            // It may end by itself in between; waiting tells.
-            let _ = kill(self.id, signal);
-            let _ = self.wait(limit);
-        }
     }
 }
 

@@ -13,6 +13,8 @@ mod inventory;
 mod namespace;
 mod netlink;
 mod node;
+mod offloads;
+mod process;
 mod scratch;
 
 pub use cleanup::Guard;
@@ -21,4 +23,6 @@ pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
 pub use netlink::{Netlink, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
+pub use offloads::Offload;
+pub use process::Service;
 pub use scratch::Scratch;

@@ -1,0 +1,109 @@
+//! What must be reached, as ratios within one run.
+
+use crate::results::Results;
+
+/// Which side of a bar is the right one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Side {
+    AtLeast,
+    AtMost,
+}
+
+/// A figure of one case against one of another, or by itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bar {
+    pub(crate) what: &'static str,
+    scenario: &'static str,
+    metric: &'static str,
+    of: &'static str,
+    against: Option<&'static str>,
+    pub(crate) side: Side,
+    pub(crate) bar: f64,
+}
+
+/// What came of a bar.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum Reached {
+    /// The ratio, and whether it is on the right side.
+    Measured(f64, bool),
+    /// Why there is none.
+    Not(String),
+}
+
+const fn least(what: &'static str, scenario: &'static str, metric: &'static str, bar: f64) -> Bar {
+    Bar { what, scenario, metric, of: "Penstock", against: None, side: Side::AtLeast, bar }
+}
+
+const fn most(what: &'static str, scenario: &'static str, metric: &'static str, bar: f64) -> Bar {
+    Bar { side: Side::AtMost, ..least(what, scenario, metric, bar) }
+}
+
+impl Bar {
+    const fn of(self, of: &'static str) -> Self {
+        Self { of, ..self }
+    }
+
+    const fn against(self, against: &'static str) -> Self {
+        Self { against: Some(against), ..self }
+    }
+}
+
+/// All bars.
+pub(crate) const BARS: &[Bar] = &[
+    least("full pipeline with 10,000 policies against own raw AF_XDP forward, 64 octets", "pps", "received", 0.92)
+        .of("Penstock, 10,000 policies")
+        .against("Penstock, raw forward"),
+    least("one UDP connection, 64 octets, against kernel + nftables sets + conntrack", "pps", "received", 1.5)
+        .against("nftables, sets + conntrack"),
+    least("the same against kernel + 1,000 linear rules", "pps", "received", 5.0)
+        .against("nftables, 1000 linear rules"),
+    least("the same against Open vSwitch, userspace, with conntrack", "pps", "received", 2.0)
+        .against("Open vSwitch, userspace"),
+    most("first packet of a connection, p99 of the added latency, against NFQUEUE", "first-packet", "added p99", 0.1)
+        .against("NFQUEUE"),
+    least("new TCP connections a second against kernel + nftables + conntrack", "tcp-connections", "opened", 1.0)
+        .against("nftables, sets + conntrack"),
+    most("round trip p99 at half load against plain kernel routing", "round-trip", "p99", 1.3)
+        .of("50 %: Penstock")
+        .against("50 %: kernel routing"),
+    least("bulk TCP, one stream, against kernel without GSO", "bulk", "one stream", 0.8)
+        .against("kernel routing, without GSO"),
+    least("bulk TCP, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.2)
+        .against("kernel routing"),
+    least("bulk TCP, one stream, largest single frame, against kernel with GSO", "bulk", "one stream", 0.4)
+        .of("Penstock, largest single frame")
+        .against("kernel routing"),
+    most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
+    most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
+];
+
+impl Bar {
+    /// What the results say.
+    pub(crate) fn reached(&self, results: &Results) -> Reached {
+        let Some(scenario) = results.scenario(self.scenario) else {
+            return Reached::Not(format!("scenario {} was not run", self.scenario));
+        };
+        let median = |case: &str| {
+            // A loss that is to be zero is zero only if it is so in every repetition.
+            let samples = scenario.samples(case, self.metric);
+            let value = samples.and_then(|samples| if self.bar == 0.0 { samples.highest() } else { samples.median() });
+            value.ok_or_else(|| {
+                let failure = scenario.cases.iter().find(|other| other.name == case);
+                let failure = failure.and_then(|case| case.failure.clone());
+                format!("{case}: {}", failure.unwrap_or_else(|| "not measured".to_owned()))
+            })
+        };
+        let against = self.against.map_or(Ok(1.0), median);
+        match (median(self.of), against) {
+            (Ok(of), Ok(against)) => {
+                let value = of / against;
+                let meets = match self.side {
+                    Side::AtLeast => value >= self.bar,
+                    Side::AtMost => value <= self.bar,
+                };
+                Reached::Measured(value, meets)
+            }
+            (Err(reason), _) | (_, Err(reason)) => Reached::Not(reason),
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! `make bench`: throughput, latency and loss of Penstock beside what one would run instead, in one run on one machine.
+//!
+//! Every figure is a median of repetitions that take turns with those of the others. What is measured is in `scenarios`,
+//! what forwards in [`penstock_bench::peers`], what must be reached in `bars`; `output` writes the report.
+
+mod bars;
+mod lanes;
+mod machine;
+mod output;
+mod results;
+mod run;
+mod scenarios;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use clap::Parser;
+use penstock_bench::peers::Cores;
+
+/// Measure Penstock beside what one would run instead, and write a report.
+#[derive(Parser, Debug)]
+struct Arguments {
+    /// Only scenarios whose name has this in it; may be given several times
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Only cases whose name has this in it; may be given several times
+    #[arg(long, value_name = "NAME")]
+    case: Vec<String>,
+    /// Seconds that what is counted takes in a measurement
+    #[arg(long, default_value_t = 0.5)]
+    seconds: f64,
+    /// How often everything is measured, in turn
+    #[arg(long, default_value_t = 5)]
+    repetitions: u32,
+    /// A quick look: 0.1 s, twice
+    #[arg(long)]
+    quick: bool,
+    /// List the scenarios and end
+    #[arg(long)]
+    list: bool,
+    /// Where the report is written
+    #[arg(long, value_name = "DIRECTORY", default_value = "target/bench")]
+    output: PathBuf,
+}
+
+/// How everything is measured.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    pub(crate) length: Duration,
+    pub(crate) repetitions: u32,
+    pub(crate) cores: Cores,
+}
+
+fn main() -> ExitCode {
+    match report(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn report(arguments: &Arguments) -> Result<()> {
+    let all = scenarios::all();
+    if arguments.list {
+        for scenario in &all {
+            println!("{:16} {}", scenario.name, scenario.title);
+        }
+        return Ok(());
+    }
+    let (seconds, repetitions) = match arguments.quick {
+        true => (0.1, 2),
+        false => (arguments.seconds, arguments.repetitions),
+    };
+    ensure!(repetitions > 0, "--repetitions 0 measures nothing; give 1 or more");
+    ensure!((0.05..=60.0).contains(&seconds), "--seconds must be between 0.05 and 60");
+    let named = |name: &str, only: &[String]| only.is_empty() || only.iter().any(|part| name.contains(part.as_str()));
+    let mut chosen: Vec<scenarios::Scenario> =
+        all.into_iter().filter(|scenario| named(scenario.name, &arguments.only)).collect();
+    for scenario in &mut chosen {
+        scenario.cases.retain(|case| named(&case.name, &arguments.case));
+    }
+    chosen.retain(|scenario| !scenario.cases.is_empty());
+    ensure!(!chosen.is_empty(), "no scenario is left by --only and --case; see --list");
+    let plan = Plan { length: Duration::from_secs_f64(seconds), repetitions, cores: Cores::first_two()? };
+    let results = run::run(&plan, chosen)?;
+    let files = output::write(&arguments.output, &results)?;
+    print!("{}", output::markdown::summary(&results));
+    for file in files {
+        println!("written: {}", file.display());
+    }
+    Ok(())
+}

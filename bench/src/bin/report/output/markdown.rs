@@ -1,0 +1,52 @@
+//! The report as Markdown.
+
+use std::fmt::Write;
+
+use super::tables::{self, Part};
+use crate::results::Results;
+
+/// The whole page.
+pub(crate) fn page(parts: &[Part]) -> String {
+    let mut text = "# Penstock: benchmark report\n".to_owned();
+    for part in parts {
+        // Writing to a string does not fail.
+        let _ = match part {
+            Part::Heading(heading) => writeln!(text, "\n## {heading}"),
+            Part::Text(paragraph) => writeln!(text, "\n{paragraph}"),
+            Part::Table(rows) => write!(text, "\n{}", table(rows)),
+            Part::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
+            Part::Verbatim(content) => writeln!(text, "\n```json\n{}\n```", content.trim_end()),
+        };
+    }
+    text
+}
+
+fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        for (column, width) in widths.iter().enumerate() {
+            let cell = row.get(column).map_or("", String::as_str).replace('|', "\\|");
+            // The first column is words, the others are figures.
+            let _ = if column == 0 { write!(text, "| {cell:width$} ") } else { write!(text, "| {cell:>width$} ") };
+        }
+        text.push_str("|\n");
+        if index == 0 {
+            for (column, width) in widths.iter().enumerate() {
+                let end = if column == 0 { '-' } else { ':' };
+                let _ = write!(text, "|{:-<1$}{end}", "", width + 1);
+            }
+            text.push_str("|\n");
+        }
+    }
+    text
+}
+
+/// What is said at the end of a run.
+pub(crate) fn summary(results: &Results) -> String {
+    table(&tables::bars(results))
+}

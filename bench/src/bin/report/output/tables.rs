@@ -1,0 +1,164 @@
+//! What the report says, before it is laid out.
+
+use crate::bars::{BARS, Reached, Side};
+use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
+
+/// A part of the report.
+#[derive(Clone, Debug)]
+pub(crate) enum Part {
+    Heading(String),
+    Text(String),
+    /// The first row is the heading.
+    Table(Vec<Vec<String>>),
+    /// The plot of a scenario.
+    Plot(&'static str),
+    /// What another program wrote, as it is.
+    Verbatim(String),
+}
+
+/// The whole report.
+pub(crate) fn document(results: &Results, trex: Option<&str>) -> Vec<Part> {
+    let mut parts = vec![Part::Text(introduction(results)), Part::Heading("What must be reached".to_owned())];
+    parts.push(Part::Table(bars(results)));
+    parts.push(Part::Heading("The machine".to_owned()));
+    parts.push(Part::Table(machine(results)));
+    for scenario in &results.scenarios {
+        parts.push(Part::Heading(scenario.title.to_owned()));
+        parts.push(Part::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
+        parts.push(Part::Table(cases(scenario)));
+        let failures = scenario.cases.iter().filter_map(|case| Some((case, case.failure.as_ref()?)));
+        parts.extend(failures.map(|(case, why)| Part::Text(format!("Not measured: {}: {why}.", case.name))));
+        parts.push(Part::Plot(scenario.name));
+    }
+    parts.push(Part::Heading("TRex".to_owned()));
+    match trex {
+        Some(json) => {
+            parts.push(Part::Text("What `bench/trex/run.py` wrote last, on its own machine and time:".to_owned()));
+            parts.push(Part::Verbatim(json.to_owned()));
+        }
+        None => parts.push(Part::Text(
+            "Not measured: there is no trex.json beside this report; `bench/trex/run.py` writes one against a TRex \
+             server."
+                .to_owned(),
+        )),
+    }
+    parts
+}
+
+fn introduction(results: &Results) -> String {
+    let plan = &results.plan;
+    let busy = match results.machine.load {
+        load if load > crate::machine::BUSY => {
+            format!(
+                " **The machine was busy when it began (load average {load:.1}): figures are not to be relied on.**"
+            )
+        }
+        _ => String::new(),
+    };
+    format!(
+        "Everything here was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, every case \
+         in turn with all others. Figures are medians, with the lowest and the highest behind them; ratios are to the \
+         first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
+         Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer was \
+         given the same policies by `penstock render` and seen to let an allowed packet and its answer pass and, if it \
+         enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do.{busy}",
+        (results.took.as_secs_f64() / 60.0).max(1.0),
+        plan.repetitions,
+        plan.length.as_secs_f64(),
+        plan.cores.generator,
+        plan.cores.worker,
+    )
+}
+
+/// The rows of what must be reached, under their heading.
+pub(crate) fn bars(results: &Results) -> Vec<Vec<String>> {
+    let mut rows = vec![["ratio", "must reach", "measured", ""].map(str::to_owned).to_vec()];
+    for bar in BARS {
+        let sign = if bar.side == Side::AtLeast { "≥" } else { "≤" };
+        let (measured, verdict) = match bar.reached(results) {
+            Reached::Measured(value, true) => (number(value, 2), "meets".to_owned()),
+            Reached::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
+            Reached::Not(why) => ("–".to_owned(), format!("not measured: {why}")),
+        };
+        rows.push(vec![bar.what.to_owned(), format!("{sign} {}", short(bar.bar)), measured, verdict]);
+    }
+    rows
+}
+
+fn machine(results: &Results) -> Vec<Vec<String>> {
+    let mut rows = vec![vec!["what".to_owned(), "is".to_owned()]];
+    rows.extend(results.machine.facts.iter().map(|(name, value)| vec![name.clone(), value.clone()]));
+    rows.extend(results.peers.iter().map(|(name, value)| vec![name.clone(), value.clone()]));
+    rows
+}
+
+fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
+    let mut heading = vec!["case".to_owned()];
+    for (index, metric) in scenario.metrics.iter().enumerate() {
+        heading.push(format!("{}, {}", metric.name, metric.unit));
+        if index == 0 {
+            heading.push("ratio".to_owned());
+        }
+    }
+    let base = scenario.cases.first().and_then(|case| case.samples.first()).and_then(Samples::median);
+    let rows = scenario.cases.iter().map(|case| row(case, scenario.metrics, base));
+    std::iter::once(heading).chain(rows).collect()
+}
+
+fn row(case: &CaseResult, metrics: &[Metric], base: Option<f64>) -> Vec<String> {
+    let mut cells = vec![case.name.clone()];
+    for (index, metric) in metrics.iter().enumerate() {
+        let samples = case.samples.get(index).filter(|samples| samples.count() > 0);
+        cells.push(samples.map_or_else(|| "–".to_owned(), |samples| figure(samples, metric)));
+        if index == 0 {
+            let ratio = samples.and_then(Samples::median).zip(base).filter(|(_, base)| *base != 0.0);
+            cells.push(ratio.map_or_else(|| "–".to_owned(), |(own, base)| number(own / base, 2)));
+        }
+    }
+    cells
+}
+
+fn figure(samples: &Samples, metric: &Metric) -> String {
+    let part = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| number(value, metric.digits));
+    format!("{} ({} – {})", part(samples.median()), part(samples.lowest()), part(samples.highest()))
+}
+
+/// A number with a comma at each thousand.
+pub(crate) fn number(value: f64, digits: usize) -> String {
+    let text = format!("{value:.digits$}");
+    let (whole, rest) = text.split_at(text.find('.').unwrap_or(text.len()));
+    let (sign, whole) = whole.strip_prefix('-').map_or(("", whole), |whole| ("-", whole));
+    let mut grouped = String::new();
+    for (index, digit) in whole.chars().enumerate() {
+        if index > 0 && (whole.len() - index) % 3 == 0 {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    format!("{sign}{grouped}{rest}")
+}
+
+fn short(value: f64) -> String {
+    let text = format!("{value:.2}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// Which of the metrics is plotted, and whether more of it is better.
+pub(crate) fn plotted(scenario: &ScenarioResult) -> Option<(&Metric, bool)> {
+    scenario.metrics.first().map(|metric| (metric, metric.better == Better::Higher))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_are_set_apart() {
+        for (value, digits, expected) in
+            [(0.5, 2, "0.50"), (999.0, 0, "999"), (1000.0, 0, "1,000"), (-1234567.0, 1, "-1,234,567.0")]
+        {
+            assert_eq!(number(value, digits), expected);
+        }
+        assert_eq!([short(0.92), short(200.0), short(1.5), short(0.0)], ["0.92", "200", "1.5", "0"]);
+    }
+}

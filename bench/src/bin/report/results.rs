@@ -1,0 +1,135 @@
+//! What was measured, by scenario, case and metric.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::machine::Machine;
+
+/// Which way a metric is better.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Better {
+    Higher,
+    Lower,
+}
+
+/// One of the figures of a scenario.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Metric {
+    pub(crate) name: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) better: Better,
+    /// Digits behind the point.
+    pub(crate) digits: usize,
+}
+
+impl Metric {
+    pub(crate) const fn higher(name: &'static str, unit: &'static str, digits: usize) -> Self {
+        Self { name, unit, better: Better::Higher, digits }
+    }
+
+    pub(crate) const fn lower(name: &'static str, unit: &'static str, digits: usize) -> Self {
+        Self { name, unit, better: Better::Lower, digits }
+    }
+}
+
+/// The figures of one metric of one case, in the order in which they were measured.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub(crate) struct Samples(Vec<f64>);
+
+impl Samples {
+    pub(crate) fn add(&mut self, value: f64) {
+        self.0.push(value);
+    }
+
+    fn sorted(&self) -> Vec<f64> {
+        let mut values = self.0.clone();
+        values.sort_by(f64::total_cmp);
+        values
+    }
+
+    /// The middle value; of an even number, the mean of the middle two.
+    pub(crate) fn median(&self) -> Option<f64> {
+        let sorted = self.sorted();
+        let middle = sorted.len() / 2;
+        match sorted.len() {
+            0 => None,
+            odd if odd % 2 == 1 => Some(sorted[middle]),
+            _ => Some(sorted[middle - 1].midpoint(sorted[middle])),
+        }
+    }
+
+    pub(crate) fn lowest(&self) -> Option<f64> {
+        self.sorted().first().copied()
+    }
+
+    pub(crate) fn highest(&self) -> Option<f64> {
+        self.sorted().last().copied()
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// One case of a scenario: who was measured, and what came of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CaseResult {
+    pub(crate) name: String,
+    /// By metric.
+    pub(crate) samples: Vec<Samples>,
+    /// Why there are no samples, or fewer than there should be.
+    pub(crate) failure: Option<String>,
+}
+
+/// A scenario and what came of it.
+#[derive(Clone, Debug)]
+pub(crate) struct ScenarioResult {
+    pub(crate) name: &'static str,
+    pub(crate) title: &'static str,
+    pub(crate) about: &'static str,
+    pub(crate) metrics: &'static [Metric],
+    pub(crate) cases: Vec<CaseResult>,
+}
+
+impl ScenarioResult {
+    /// The samples of a case's metric; `None` where there are none.
+    pub(crate) fn samples(&self, case: &str, metric: &str) -> Option<&Samples> {
+        let index = self.metrics.iter().position(|other| other.name == metric)?;
+        let case = self.cases.iter().find(|other| other.name == case)?;
+        case.samples.get(index).filter(|samples| samples.count() > 0)
+    }
+}
+
+/// A whole run.
+#[derive(Clone, Debug)]
+pub(crate) struct Results {
+    pub(crate) machine: Machine,
+    pub(crate) plan: crate::Plan,
+    pub(crate) took: Duration,
+    pub(crate) scenarios: Vec<ScenarioResult>,
+    /// What each peer says it is.
+    pub(crate) peers: BTreeMap<String, String>,
+}
+
+impl Results {
+    pub(crate) fn scenario(&self, name: &str) -> Option<&ScenarioResult> {
+        self.scenarios.iter().find(|scenario| scenario.name == name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_are_the_middle_of_odd_and_even_lists() {
+        for (values, expected) in [
+            (vec![5.0], Some(5.0)),
+            (vec![3.0, 1.0, 2.0], Some(2.0)),
+            (vec![4.0, 1.0, 2.0, 3.0], Some(2.5)),
+            (vec![], None),
+        ] {
+            assert_eq!(Samples(values).median(), expected);
+        }
+    }
+}

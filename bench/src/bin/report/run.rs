@@ -1,0 +1,67 @@
+//! Runs scenarios: every case of every scenario in turn, and then all of it again.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::Plan;
+use crate::lanes::Lanes;
+use crate::machine::{BUSY, Machine, Prepared};
+use crate::results::{CaseResult, Results, Samples, ScenarioResult};
+use crate::scenarios::{Known, Scenario};
+
+/// Measures everything, as often as the plan says.
+pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
+    let (machine, started) = (Machine::look()?, Instant::now());
+    if machine.load > BUSY {
+        println!("This machine is busy (load average {:.1}): figures are not to be relied on.", machine.load);
+    }
+    let _prepared = Prepared::new()?;
+    let mut lanes = Lanes::new(plan.cores);
+    let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
+    let mut known = Known::default();
+    let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
+    let bar = progress(steps as u64 * u64::from(plan.repetitions));
+    for repetition in 1..=plan.repetitions {
+        for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
+            for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
+                bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
+                // What has failed for good is not tried again.
+                if into.failure.is_none() {
+                    match lanes.get(&case.spec) {
+                        Ok(lane) => take(into, (case.measure)(lane, plan, &mut known)),
+                        Err(reason) => into.failure = Some(reason),
+                    }
+                }
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    let peers = std::mem::take(&mut lanes.descriptions);
+    drop(lanes);
+    Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
+}
+
+/// Takes what a case measured into its result.
+fn take(into: &mut CaseResult, measured: Result<Vec<Option<f64>>>) {
+    match measured {
+        Ok(values) => {
+            into.samples.resize(values.len(), Samples::default());
+            for (samples, value) in into.samples.iter_mut().zip(values) {
+                value.into_iter().for_each(|value| samples.add(value));
+            }
+        }
+        Err(error) => into.failure = Some(format!("{error:#}").replace('\n', "; ")),
+    }
+}
+
+fn progress(steps: u64) -> ProgressBar {
+    let bar = ProgressBar::new(steps);
+    let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {percent}% {eta} left  {msg}");
+    // The template is a constant; were it wrong, the bar would look otherwise.
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+    bar.enable_steady_tick(Duration::from_millis(500));
+    bar
+}

@@ -1,0 +1,140 @@
+//! What traffic notices of policy that changes, and of others' floods.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use penstock_bench::load::{Outcome, Probing, Traffic, Trial};
+use penstock_bench::peers::{Lane, Peer, Reload, Size, manifests};
+
+use super::{Case, Known, Scenario};
+use crate::Plan;
+use crate::results::Metric;
+
+/// Packets a second that are to go on undisturbed.
+const RATE: f64 = 100e3;
+/// Probes a second, which also tell how long nothing arrived.
+const PROBES: f64 = 10e3;
+
+const METRICS: &[Metric] = &[
+    Metric::lower("lost", "packets", 0),
+    Metric::lower("longest gap", "ms", 2),
+    Metric::lower("p99", "µs", 1),
+    Metric::higher("changes", "", 0),
+    Metric::higher("load", "k packets/s", 0),
+];
+
+fn figures(outcome: &Outcome, changes: f64) -> Vec<Option<f64>> {
+    vec![
+        Some((outcome.lost() + outcome.probes.lost()) as f64),
+        Some(outcome.probes.longest_gap.as_secs_f64() * 1e3),
+        Some(outcome.probes.round_trip.value_at_quantile(0.99) as f64 / 1e3),
+        Some(changes),
+        Some(outcome.offered_rate() / 1e3),
+    ]
+}
+
+fn steady(length: Duration) -> Trial {
+    Trial { probing: Probing::RoundTrip(PROBES), ..Trial::paced(Traffic::SMALLEST, RATE, length) }
+}
+
+/// Changes a policy so many times a second until the trial ends; returns how often.
+fn change(reload: &Reload, size: Size, a_second: f64, ends: &AtomicBool) -> Result<f64> {
+    let start = Instant::now();
+    let mut changes = 0.0;
+    while !ends.load(Ordering::Relaxed) {
+        if start.elapsed().as_secs_f64() * a_second < changes {
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        changes += 1.0;
+        reload.save(&manifests(size, changes as usize))?;
+    }
+    Ok(changes)
+}
+
+pub(crate) fn updates() -> Scenario {
+    let case = |peer: fn() -> Peer, a_second: f64| {
+        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+            let trial = steady((plan.length * 2).max(Duration::from_millis(300)));
+            let (reload, size) = (lane.reload(), lane.size());
+            let (outcome, changes) = match a_second {
+                0.0 => (lane.run(&trial)?, 0.0),
+                _ => lane.run_beside(&trial, move |ends| change(&reload, size, a_second, ends))?,
+            };
+            Ok(figures(&outcome, changes))
+        };
+        let case = Case::of(peer(), measure);
+        let name = format!("{}, {a_second} a second", case.spec.peer_name());
+        case.named(name)
+    };
+    let peers: [fn() -> Peer; 2] = [Peer::penstock, || Peer::Nftables];
+    Scenario {
+        name: "updates",
+        title: "Policy changes during traffic",
+        about: "100 k packets a second on one connection and 10 k probes a second; meanwhile 98 of 100 policies change at \
+                once, 10 and 100 times a second: for Penstock by saving the manifests, for nftables by loading what is \
+                rendered of them. The work of changing competes for the forwarding core. A peer may not get through as many.",
+        metrics: METRICS,
+        cases: peers.into_iter().flat_map(|peer| [0.0, 10.0, 100.0].map(|a_second| case(peer, a_second))).collect(),
+    }
+}
+
+pub(crate) fn swap() -> Scenario {
+    let case = |peer: fn() -> Peer| {
+        let mut turn = 0;
+        let measure = move |lane: &mut Lane, _: &Plan, _: &mut Known| {
+            turn += 1;
+            let (reload, size) = (lane.reload(), lane.size());
+            let text = manifests(size, turn);
+            let saved = move |ends: &AtomicBool| {
+                // The traffic is there first.
+                std::thread::sleep(Duration::from_millis(200));
+                ensure!(!ends.load(Ordering::Relaxed), "the traffic ended before the swap");
+                reload.save(&text)?;
+                Ok(1.0)
+            };
+            let before = lane.epoch()?;
+            let (outcome, changes) = lane.run_beside(&steady(SWAP), saved)?;
+            // A swap that came after the traffic would lose nothing, too.
+            if let (Some(before), Some(after)) = (before, lane.epoch()?) {
+                ensure!(after > before, "the new rules were not in force when the traffic ended");
+            }
+            Ok(figures(&outcome, changes))
+        };
+        Case::of(peer(), measure).with(|spec| spec.policies(10_000))
+    };
+    Scenario {
+        name: "swap",
+        title: "10,000 rules are replaced at once during traffic",
+        about: "100 k packets a second on one connection and 10 k probes a second for two seconds and a half; 9,998 of 10,000 \
+                policies that select the receiver get another port meanwhile. nftables loads the ruleset rendered of them.",
+        metrics: METRICS,
+        cases: vec![case(Peer::penstock), case(|| Peer::Nftables)],
+    }
+}
+
+/// Long enough for a swap to begin and to end in it.
+const SWAP: Duration = Duration::from_millis(2500);
+
+pub(crate) fn flood() -> Scenario {
+    let case = |peer: fn() -> Peer, syns: f64| {
+        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+            let trial = Trial { syns, ..steady(plan.length * 2) };
+            let outcome = lane.run(&trial)?;
+            Ok(figures(&outcome, syns * outcome.time.as_secs_f64()))
+        };
+        let case = Case::of(peer(), measure);
+        let name = format!("{}, {:.0} k SYNs a second", case.spec.peer_name(), syns / 1e3);
+        case.named(name)
+    };
+    let peers: [fn() -> Peer; 2] = [Peer::penstock, || Peer::Nftables];
+    Scenario {
+        name: "syn-flood",
+        title: "A SYN flood beside good traffic",
+        about: "100 k packets a second on one connection and 10 k probes a second; beside them the same pod sends SYNs from ports \
+                at random to an allowed port at which nobody listens. \"changes\" are the SYNs sent.",
+        metrics: METRICS,
+        cases: peers.into_iter().flat_map(|peer| [0.0, 50e3].map(|syns| case(peer, syns))).collect(),
+    }
+}

@@ -1,0 +1,87 @@
+//! What is measured.
+
+mod disturbances;
+mod latency;
+mod tcp;
+mod throughput;
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use penstock_bench::peers::{Lane, Peer};
+
+use crate::Plan;
+use crate::lanes::Spec;
+use crate::results::{CaseResult, Metric, ScenarioResult};
+
+/// What earlier scenarios found out and later ones go by, such as rates.
+pub(crate) type Known = BTreeMap<String, f64>;
+
+type Measure = Box<dyn FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>>>;
+
+/// Something that is measured on several lanes.
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) title: &'static str,
+    /// What is done, in full sentences.
+    pub(crate) about: &'static str,
+    /// The figures that every case gives, the most telling one first.
+    pub(crate) metrics: &'static [Metric],
+    /// The first is what the others are compared with.
+    pub(crate) cases: Vec<Case>,
+}
+
+/// One lane, measured in one way.
+pub(crate) struct Case {
+    pub(crate) name: String,
+    pub(crate) spec: Spec,
+    pub(crate) measure: Measure,
+}
+
+impl Case {
+    /// Named as its peer.
+    pub(crate) fn of(
+        peer: Peer,
+        measure: impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static,
+    ) -> Self {
+        let spec = Spec::of(peer);
+        Self { name: spec.peer_name().to_owned(), spec, measure: Box::new(measure) }
+    }
+
+    pub(crate) fn named(self, name: impl Into<String>) -> Self {
+        Self { name: name.into(), ..self }
+    }
+
+    pub(crate) fn with(self, change: impl FnOnce(Spec) -> Spec) -> Self {
+        Self { spec: change(self.spec), ..self }
+    }
+}
+
+impl Scenario {
+    /// The scenario before anything is measured.
+    pub(crate) fn empty_result(&self) -> ScenarioResult {
+        let cases = self.cases.iter().map(|case| CaseResult { name: case.name.clone(), ..CaseResult::default() });
+        let Self { name, title, about, metrics, .. } = *self;
+        ScenarioResult { name, title, about, metrics, cases: cases.collect() }
+    }
+}
+
+/// All scenarios, in the order in which they run.
+pub(crate) fn all() -> Vec<Scenario> {
+    vec![
+        throughput::one_connection(),
+        throughput::policies(),
+        throughput::lengths(),
+        throughput::connections(),
+        throughput::pods(),
+        tcp::new_udp(),
+        tcp::connections(),
+        tcp::bulk(),
+        latency::no_drop_rates(),
+        latency::round_trip(),
+        latency::first_packet(),
+        disturbances::updates(),
+        disturbances::swap(),
+        disturbances::flood(),
+    ]
+}

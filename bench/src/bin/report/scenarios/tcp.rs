@@ -1,0 +1,98 @@
+//! TCP between two pods, by their kernels' stacks.
+
+use std::net::SocketAddr;
+
+use anyhow::{Context, ensure};
+use penstock_bench::load::{PORTS, connections_for, streams_for};
+use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::testbed::Offload;
+
+use super::throughput::{FEW_MORE, opening};
+use super::{Case, Known, Scenario};
+use crate::Plan;
+use crate::results::Metric;
+
+const OPENED: &[Metric] = &[Metric::higher("opened", "k connections/s", 1), Metric::lower("failed", "", 0)];
+
+pub(crate) fn connections() -> Scenario {
+    let measure = |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        let length = plan.length;
+        let (rate, failed) = lane.with_peer(|lane| {
+            let (from, to) = (lane.pod(0)?, lane.pod(1)?);
+            let address = to.address(false).context("the pod has no IPv4 address")?;
+            // The lowest ports are the bulk transfers'.
+            connections_for(from.namespace(), to.namespace(), address, PORTS.start + 10, length)
+        })?;
+        ensure!(rate > 0.0, "no connection was opened, {failed} failed");
+        Ok(vec![Some(rate / 1e3), Some(failed as f64)])
+    };
+    Scenario {
+        name: "tcp-connections",
+        title: "New TCP connections",
+        about: "Two threads open connections and close them, one accepts and closes. They run on both cores, wherever the \
+                scheduler puts them, with whoever forwards.",
+        metrics: OPENED,
+        cases: FEW_MORE.map(|peer| Case::of(peer(), measure)).into(),
+    }
+}
+
+pub(crate) fn new_udp() -> Scenario {
+    opening()
+}
+
+/// The largest MTU whose packets fit into one frame of 4,096 octets.
+const LARGEST: u32 = 3826;
+
+const BULK: &[Metric] = &[Metric::higher("one stream", "Gb/s", 2), Metric::higher("eight streams", "Gb/s", 2)];
+
+pub(crate) fn bulk() -> Scenario {
+    let streams = |gso: bool| {
+        move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+            let length = plan.length;
+            lane.with_peer(|lane| {
+                let (from, to) = (lane.pod(0)?, lane.pod(1)?);
+                for offload in [Offload::Tso, Offload::Gso, Offload::Gro] {
+                    for (namespace, interface) in [
+                        (from.namespace(), "eth0"),
+                        (to.namespace(), "eth0"),
+                        (lane.node().namespace(), from.interface()),
+                        (lane.node().namespace(), to.interface()),
+                    ] {
+                        // An interface under an XDP program has some of them off for good.
+                        if lane.daemon().is_none() {
+                            namespace.set_offload(interface, offload, gso)?;
+                        }
+                    }
+                }
+                let address = to.address(false).context("the pod has no IPv4 address")?;
+                let run = |port: u16, streams: usize| {
+                    let address = SocketAddr::new(address, PORTS.start + port);
+                    streams_for(from.namespace(), to.namespace(), address, streams, length)
+                };
+                Ok(vec![Some(run(0, 1)?), Some(run(1, 8)?)])
+            })
+        }
+    };
+    let large = |peer: Peer, name: &str| {
+        Case::of(peer, streams(true)).with(|spec| spec.mtu(LARGEST)).named(format!("{name}, largest single frame"))
+    };
+    let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
+    Scenario {
+        name: "bulk",
+        title: "Bulk TCP between two pods of a node",
+        about: "What arrives of one stream and of eight. Native XDP on a veth turns segmentation offload of its other end \
+                off, so that Penstock's packets are as long as the MTU; the kernel's peers hand super-packets over unless that \
+                is turned off, too. The largest single frame is an MTU of 3,826 octets, with UMEM frames of 4,096.",
+        metrics: BULK,
+        cases: vec![
+            Case::of(Peer::penstock(), streams(true)),
+            large(large_frames(), "Penstock"),
+            Case::of(Peer::forward(), streams(true)),
+            Case::of(Peer::Kernel, streams(true)),
+            Case::of(Peer::Kernel, streams(false)).named("kernel routing, without GSO"),
+            large(Peer::Kernel, "kernel routing"),
+            Case::of(Peer::Nftables, streams(true)),
+            Case::of(Peer::Nftables, streams(false)).named("nftables, sets + conntrack, without GSO"),
+        ],
+    }
+}

@@ -1,0 +1,101 @@
+//! Finds the highest rate at which no more than a given share of the packets is lost.
+//!
+//! As in MLRsearch, short trials narrow an interval down and a longer one confirms its lower end; where that fails, the
+//! search goes on below.
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+/// What is searched for.
+#[derive(Clone, Copy, Debug)]
+pub struct Search {
+    /// The share of packets that may be lost: 0 for the no-drop rate.
+    pub may_lose: f64,
+    /// The highest rate that is tried, in packets a second.
+    pub highest: f64,
+    /// How long a trial is that narrows down.
+    pub short: Duration,
+    /// How long one is that confirms.
+    pub long: Duration,
+    /// The interval's width at which narrowing ends, as a share of its upper end.
+    pub width: f64,
+    /// Most trials altogether.
+    pub trials: u32,
+}
+
+/// What a search came to.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Found {
+    /// The highest rate that a long trial confirmed, in packets a second; zero if none was.
+    pub rate: f64,
+    /// How many trials it took.
+    pub trials: u32,
+}
+
+impl Search {
+    /// Searches; `trial` sends at a rate for so long and returns which share was lost.
+    pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<Found> {
+        let (mut low, mut high) = (0.0, self.highest);
+        let mut rate = high;
+        let mut trials = 0;
+        let mut narrows_by = self.short;
+        while trials < self.trials {
+            let narrow = high - low <= self.width * high;
+            let (at, length) = if narrow { (low, self.long) } else { (rate, narrows_by) };
+            if at <= 0.0 {
+                break;
+            }
+            trials += 1;
+            let passes = trial(at, length)? <= self.may_lose;
+            match (narrow, passes) {
+                (true, true) => return Ok(Found { rate: at, trials }),
+                // What short trials let pass a long one does not: from here on only long ones count.
+                (true, false) => (low, high, narrows_by) = (0.0, at, self.long),
+                (false, true) => low = at,
+                (false, false) => high = at,
+            }
+            // Most searches end near the top: the first steps down are small.
+            rate = if low > 0.0 { low.midpoint(high) } else { high * 0.85 };
+        }
+        Ok(Found { rate: 0.0, trials })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn search(may_lose: f64) -> Search {
+        let (short, long) = (Duration::from_millis(1), Duration::from_millis(5));
+        Search { may_lose, highest: 1000.0, short, long, width: 0.02, trials: 40 }
+    }
+
+    #[test]
+    fn what_is_found_is_just_below_where_the_loss_begins() {
+        for capacity in [999.0, 700.0, 333.0, 50.0] {
+            for may_lose in [0.0, 0.005] {
+                let loss = |rate: f64, _| Ok(((rate - capacity) / rate).max(0.0));
+                let found = search(may_lose).run(loss).unwrap();
+                let exact = capacity / (1.0 - may_lose);
+                assert!(found.rate <= exact && found.rate > exact * 0.96, "{found:?} for {capacity}, {may_lose}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_lost_at_the_highest_rate_is_confirmed_there() {
+        let found = search(0.0).run(|_, _| Ok(0.0)).unwrap();
+        assert_eq!(found.rate, 1000.0);
+        assert_eq!(found.trials, 2);
+    }
+
+    #[test]
+    fn what_only_short_trials_pass_is_not_reported() {
+        let loss =
+            |rate: f64, length: Duration| Ok(if length > Duration::from_millis(1) && rate > 400.0 { 0.1 } else { 0.0 });
+        let found = search(0.0).run(loss).unwrap();
+        assert!(found.rate <= 400.0 && found.rate > 330.0, "{found:?}");
+        assert_eq!(search(0.0).run(|_, _| Ok(1.0)).unwrap().rate, 0.0);
+    }
+}

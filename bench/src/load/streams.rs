@@ -1,0 +1,143 @@
+//! TCP between two pods: bulk streams, and connections that are opened and closed.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::testbed::Namespace;
+
+/// Octets read or written at once.
+const CHUNK: usize = 128 << 10;
+/// How long a connection may take to be opened.
+const OPEN: Duration = Duration::from_secs(3);
+/// How many threads open connections.
+const CLIENTS: usize = 2;
+/// On how many ports there are servers for them, so that no client runs out of ports of its own.
+const SERVERS: u16 = 16;
+
+/// Gigabits a second that so many streams carry together, counted where they arrive, after a fifth of `length`.
+pub fn streams_for(
+    from: &Namespace,
+    to: &Namespace,
+    address: SocketAddr,
+    streams: usize,
+    length: Duration,
+) -> Result<f64> {
+    let listener = to.run(|| TcpListener::bind(address)).with_context(|| format!("cannot listen on {address}"))?;
+    let (ends, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let mut senders = Vec::new();
+        let mut receivers = Vec::new();
+        for _ in 0..streams {
+            let sender = from.run(|| TcpStream::connect_timeout(&address, OPEN));
+            let sender = sender.with_context(|| format!("cannot connect to {address}"))?;
+            let (receiver, _) = listener.accept()?;
+            for stream in [&sender, &receiver] {
+                stream.set_read_timeout(Some(Duration::from_millis(100)))?;
+                stream.set_write_timeout(Some(Duration::from_millis(100)))?;
+            }
+            senders.push(sender);
+            receivers.push(receiver);
+        }
+        for receiver in receivers {
+            scope.spawn(|| read_until(receiver, &ends, &arrived));
+        }
+        for sender in senders {
+            scope.spawn(|| write_until(sender, &ends));
+        }
+        std::thread::sleep(length / 5);
+        let (start, before) = (Instant::now(), arrived.load(Ordering::Relaxed));
+        std::thread::sleep(length);
+        let (time, after) = (start.elapsed(), arrived.load(Ordering::Relaxed));
+        ends.store(true, Ordering::Relaxed);
+        Ok((after - before) as f64 * 8.0 / time.as_secs_f64() / 1e9)
+    })
+}
+
+fn write_until(mut stream: TcpStream, ends: &AtomicBool) {
+    let chunk = vec![0x5a; CHUNK];
+    // What does not go on for a while is tried again until the end; a stream that breaks carries nothing more.
+    while !ends.load(Ordering::Relaxed) && goes_on(stream.write(&chunk)) {}
+}
+
+fn read_until(mut stream: TcpStream, ends: &AtomicBool, arrived: &AtomicU64) {
+    let mut chunk = vec![0; CHUNK];
+    while !ends.load(Ordering::Relaxed) {
+        let result = stream.read(&mut chunk);
+        if let Ok(length) = result {
+            arrived.fetch_add(length as u64, Ordering::Relaxed);
+        }
+        if matches!(result, Ok(0)) || !goes_on(result) {
+            return;
+        }
+    }
+}
+
+fn goes_on(result: std::io::Result<usize>) -> bool {
+    match result {
+        Ok(_) => true,
+        Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted),
+    }
+}
+
+/// Connections a second that are opened and closed, after a fifth of `length`. The second figure is how many could not be
+/// opened.
+pub fn connections_for(
+    from: &Namespace,
+    to: &Namespace,
+    address: IpAddr,
+    first_port: u16,
+    length: Duration,
+) -> Result<(f64, u64)> {
+    let addresses: Vec<SocketAddr> = (0..SERVERS).map(|server| SocketAddr::new(address, first_port + server)).collect();
+    let listeners: Vec<TcpListener> =
+        to.run(|| addresses.iter().map(TcpListener::bind).collect::<std::io::Result<_>>()).context("cannot listen")?;
+    for listener in &listeners {
+        listener.set_nonblocking(true)?;
+    }
+    let (ends, opened, failed) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let server = scope.spawn(|| accept_until(&listeners, &ends));
+        for client in 0..CLIENTS {
+            let addresses = &addresses;
+            let (ends, opened, failed) = (&ends, &opened, &failed);
+            scope.spawn(move || from.run(|| open_until(addresses, client, ends, opened, failed)));
+        }
+        std::thread::sleep(length / 5);
+        let (start, before) = (Instant::now(), opened.load(Ordering::Relaxed));
+        std::thread::sleep(length);
+        let (time, after) = (start.elapsed(), opened.load(Ordering::Relaxed));
+        ends.store(true, Ordering::Relaxed);
+        server.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        Ok(((after - before) as f64 / time.as_secs_f64(), failed.load(Ordering::Relaxed)))
+    })
+}
+
+fn open_until(addresses: &[SocketAddr], client: usize, ends: &AtomicBool, opened: &AtomicU64, failed: &AtomicU64) {
+    let mut turn = client;
+    while !ends.load(Ordering::Relaxed) {
+        turn += 1;
+        match TcpStream::connect_timeout(&addresses[turn % addresses.len()], OPEN) {
+            Ok(_) => opened.fetch_add(1, Ordering::Relaxed),
+            Err(_) => failed.fetch_add(1, Ordering::Relaxed),
+        };
+    }
+}
+
+/// Accepts and closes at once.
+fn accept_until(listeners: &[TcpListener], ends: &AtomicBool) -> Result<()> {
+    let mut waiting: Vec<PollFd<'_>> =
+        listeners.iter().map(|listener| PollFd::new(listener.as_fd(), PollFlags::POLLIN)).collect();
+    while !ends.load(Ordering::Relaxed) {
+        poll(&mut waiting, PollTimeout::from(20_u16))?;
+        for listener in listeners {
+            while listener.accept().is_ok() {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,299 @@
+//! What a station sends: frames of one or several lengths, of one or many UDP connections, each with a number, the time at
+//! which it was to be sent, and a check of both.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+
+use anyhow::{Context, Result, ensure};
+use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
+
+use super::generator::UdpFlow;
+
+/// Octets of the headers before a frame's payload.
+const HEADERS: usize = 14 + 20 + 8;
+/// Where the UDP header begins.
+const UDP: usize = 14 + 20;
+/// Where the TCP header begins.
+const TCP: usize = UDP;
+/// Octets of number, time and check at the start of a payload.
+const STAMP: usize = 20;
+/// The smallest source port that a connection has.
+const FIRST_SOURCE: u16 = 1024;
+/// How many source ports there are for connections.
+const SOURCES: u32 = (u16::MAX - FIRST_SOURCE) as u32;
+/// Frames that are kept ready: a multiple of a mix's length.
+pub(super) const SLOTS: usize = 120;
+
+/// Lengths of frames, from the Ethernet header to the last octet, without the frame check sequence.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Lengths {
+    /// All alike.
+    Of(usize),
+    /// The simple Internet mix: seven of 64 octets to four of 576 and one of 1,500.
+    Imix,
+}
+
+impl Lengths {
+    fn of(self, slot: usize) -> usize {
+        const MIX: [usize; 12] = [64, 576, 64, 64, 576, 64, 1500, 64, 576, 64, 64, 576];
+        match self {
+            Self::Of(length) => length,
+            Self::Imix => MIX[slot % MIX.len()],
+        }
+    }
+
+    /// As a report calls them.
+    pub fn name(self) -> String {
+        match self {
+            Self::Of(length) => format!("{length}"),
+            Self::Imix => "IMIX".to_owned(),
+        }
+    }
+}
+
+/// What is sent.
+#[derive(Clone, Copy, Debug)]
+pub struct Traffic {
+    /// Lengths of the frames.
+    pub lengths: Lengths,
+    /// How many connections take turns.
+    pub connections: u32,
+    /// Which share of the packets opens a connection that was not there before, from 0 to 1.
+    pub new: f64,
+    /// The first connection that is used: those below are others'.
+    pub first: u32,
+}
+
+impl Traffic {
+    /// One connection with frames of 64 octets.
+    pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0, first: 0 };
+}
+
+/// Frames ready to be sent, with their payload's number and time still to be filled in.
+pub(super) struct Frames {
+    pub(super) octets: Vec<Vec<u8>>,
+    /// The one's complement sum of each frame's checksum without what varies.
+    sums: Vec<u32>,
+    traffic: Traffic,
+    ports: Range<u16>,
+    opened: u64,
+    due: f64,
+    /// How many packets were of connections that take turns.
+    turns: u64,
+}
+
+impl Frames {
+    /// Frames from one address to another, on destination ports of `ports`.
+    pub(super) fn new(hop: &UdpFlow, traffic: Traffic, ports: Range<u16>) -> Result<Self> {
+        ensure!(traffic.connections > 0, "traffic needs a connection");
+        let most = SOURCES * u32::from(ports.end - ports.start);
+        ensure!(traffic.first + traffic.connections <= most, "there are {most} connections at most");
+        let octets: Vec<Vec<u8>> =
+            (0..SLOTS).map(|slot| template(hop, traffic.lengths.of(slot))).collect::<Result<_>>()?;
+        let sums = octets.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
+        Ok(Self { octets, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
+    }
+
+    /// Goes on to connections that nobody has used, as if so many had been opened.
+    pub(super) fn skip_opened(&mut self, opened: u64) {
+        self.opened = opened;
+    }
+
+    pub(super) fn opened(&self) -> u64 {
+        self.opened
+    }
+
+    /// Makes the frame of `slot` packet `number`, which is to be sent at `time` nanoseconds.
+    #[inline]
+    pub(super) fn stamp(&mut self, slot: usize, number: u64, time: u64) {
+        let connection = self.connection();
+        let (source, destination) = connection_ports(connection, &self.ports);
+        self.stamp_as(slot, number, time, source, destination);
+    }
+
+    /// The same for given ports.
+    #[inline]
+    pub(super) fn stamp_as(&mut self, slot: usize, number: u64, time: u64, source: u16, destination: u16) {
+        let frame = &mut self.octets[slot];
+        frame[UDP..UDP + 2].copy_from_slice(&source.to_be_bytes());
+        frame[UDP + 2..UDP + 4].copy_from_slice(&destination.to_be_bytes());
+        let stamp = stamp(number, time);
+        frame[HEADERS..HEADERS + STAMP].copy_from_slice(&stamp);
+        let mut sum = self.sums[slot] + u32::from(source) + u32::from(destination);
+        for pair in stamp.chunks_exact(2) {
+            sum += u32::from(u16::from_be_bytes([pair[0], pair[1]]));
+        }
+        frame[UDP + 6..UDP + 8].copy_from_slice(&finish(sum).to_be_bytes());
+    }
+
+    #[inline]
+    fn connection(&mut self) -> u32 {
+        let Traffic { connections, new, first, .. } = self.traffic;
+        self.due += new;
+        if self.due >= 1.0 {
+            self.due -= 1.0;
+            self.opened += 1;
+            let room = SOURCES * u32::from(self.ports.end - self.ports.start) - first - connections;
+            return first + connections + ((self.opened - 1) % u64::from(room.max(1))) as u32;
+        }
+        self.turns += 1;
+        first + (self.turns % u64::from(connections)) as u32
+    }
+}
+
+/// The ports of a connection, of which consecutive ones differ in the source port.
+pub(super) fn connection_ports(connection: u32, ports: &Range<u16>) -> (u16, u16) {
+    let source = FIRST_SOURCE + (connection % SOURCES) as u16;
+    (source, ports.start + (connection / SOURCES) as u16)
+}
+
+fn template(hop: &UdpFlow, length: usize) -> Result<Vec<u8>> {
+    ensure!(length >= HEADERS + STAMP, "a frame of {length} octets has no room for number and time");
+    let mut frame = hop.frame(length)?;
+    frame[HEADERS..HEADERS + STAMP].fill(0);
+    frame[UDP..UDP + 4].fill(0);
+    frame[UDP + 6..UDP + 8].fill(0);
+    Ok(frame)
+}
+
+/// Number, time and a check that neither has changed on the way.
+fn stamp(number: u64, time: u64) -> [u8; STAMP] {
+    let mut stamp = [0; STAMP];
+    stamp[..8].copy_from_slice(&number.to_be_bytes());
+    stamp[8..16].copy_from_slice(&time.to_be_bytes());
+    stamp[16..].copy_from_slice(&check(number, time).to_be_bytes());
+    stamp
+}
+
+fn check(number: u64, time: u64) -> u32 {
+    let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ time.rotate_left(31).wrapping_mul(0xc2b2_ae3d_27d4_eb4f);
+    (mixed ^ (mixed >> 32)) as u32
+}
+
+/// Number and time of a payload; `None` if it is not as it was sent.
+pub(super) fn read_stamp(payload: &[u8]) -> Option<(u64, u64)> {
+    let number = u64::from_be_bytes(*payload.first_chunk()?);
+    let time = u64::from_be_bytes(*payload.get(8..)?.first_chunk()?);
+    let told = u32::from_be_bytes(*payload.get(16..)?.first_chunk()?);
+    let filled = payload[STAMP..].iter().all(|&octet| octet == FILL);
+    (told == check(number, time) && filled).then_some((number, time))
+}
+
+/// What a payload is filled with behind its stamp.
+pub(super) const FILL: u8 = 0x5a;
+
+/// The sum over the pseudo-header, the UDP header and the payload of a template.
+fn pseudo_header_and_udp(frame: &[u8]) -> u32 {
+    let words = |octets: &[u8]| -> u32 {
+        octets.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
+    };
+    let length = (frame.len() - UDP) as u32;
+    words(&frame[26..34]) + 17 + length + words(&frame[UDP..])
+}
+
+fn finish(mut sum: u32) -> u16 {
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    match !(sum as u16) {
+        0 => 0xffff,
+        checksum => checksum,
+    }
+}
+
+/// A raw TCP SYN to a port of `to`, as a flood sends them: from ports and with numbers at random.
+pub(super) struct Syns {
+    frame: Vec<u8>,
+    random: SmallRng,
+}
+
+impl Syns {
+    pub(super) fn new(hop: &UdpFlow) -> Result<Self> {
+        let (SocketAddr::V4(source), SocketAddr::V4(destination)) = (hop.source, hop.destination) else {
+            anyhow::bail!("SYNs are generated for IPv4 alone");
+        };
+        let mut frame = Vec::new();
+        etherparse::PacketBuilder::ethernet2(hop.source_mac, hop.gateway_mac)
+            .ipv4(source.ip().octets(), destination.ip().octets(), 64)
+            .tcp(1, destination.port(), 0, 65535)
+            .syn()
+            .write(&mut frame, &[])
+            .context("cannot build a SYN")?;
+        frame.resize(60.max(frame.len()), 0);
+        Ok(Self { frame, random: SmallRng::seed_from_u64(7) })
+    }
+
+    /// The next one.
+    pub(super) fn next(&mut self) -> &[u8] {
+        let number = self.random.next_u32();
+        let source = FIRST_SOURCE + (self.random.next_u32() % SOURCES) as u16;
+        self.frame[TCP..TCP + 2].copy_from_slice(&source.to_be_bytes());
+        self.frame[TCP + 4..TCP + 8].copy_from_slice(&number.to_be_bytes());
+        self.frame[TCP + 16..TCP + 18].fill(0);
+        let addresses: [u8; 8] = *self.frame[26..].first_chunk().unwrap_or(&[0; 8]);
+        let octets = |part: &[u8]| -> u32 {
+            part.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum()
+        };
+        let sum = octets(&addresses) + 6 + 20 + octets(&self.frame[TCP..TCP + 20]);
+        self.frame[TCP + 16..TCP + 18].copy_from_slice(&finish(sum).to_be_bytes());
+        &self.frame
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use etherparse::{SlicedPacket, TransportSlice};
+
+    use super::*;
+
+    fn frames(traffic: Traffic) -> Frames {
+        let (source, destination) = ("10.0.0.1:1".parse().unwrap(), "10.0.0.2:9000".parse().unwrap());
+        let hop = UdpFlow { source_mac: [2; 6], gateway_mac: [4; 6], source, destination };
+        Frames::new(&hop, traffic, 9000..9060).unwrap()
+    }
+
+    /// Ports and payload, after the checksum was seen to be right.
+    fn read(frame: &[u8]) -> (u16, u16, Vec<u8>) {
+        let packet = SlicedPacket::from_ethernet(frame).unwrap();
+        let Some(TransportSlice::Udp(udp)) = packet.transport else { panic!("no UDP: {packet:?}") };
+        let (source, destination) = ([10, 0, 0, 1], [10, 0, 0, 2]);
+        let right = udp.to_header().calc_checksum_ipv4_raw(source, destination, udp.payload()).unwrap();
+        assert_eq!(udp.checksum(), right);
+        (udp.source_port(), udp.destination_port(), udp.payload().to_vec())
+    }
+
+    #[test]
+    fn every_frame_has_a_right_checksum_and_says_what_it_is() {
+        for lengths in [Lengths::Of(64), Lengths::Of(1500), Lengths::Of(513), Lengths::Imix] {
+            let mut frames = frames(Traffic { lengths, connections: 3, new: 0.5, first: 7 });
+            for number in 0..3 * SLOTS as u64 {
+                let slot = number as usize % SLOTS;
+                frames.stamp(slot, number, number * 1_000_003 + (1 << 60));
+                let (_, _, mut payload) = read(&frames.octets[slot]);
+                assert_eq!(read_stamp(&payload), Some((number, number * 1_000_003 + (1 << 60))));
+                let at = number as usize % payload.len();
+                payload[at] ^= 0x10;
+                assert_eq!(read_stamp(&payload), None, "octet {at} was changed");
+            }
+        }
+    }
+
+    #[test]
+    fn connections_take_turns_and_new_ones_are_new() {
+        let mut frames = frames(Traffic { connections: 100_000, new: 0.25, ..Traffic::SMALLEST });
+        let (mut seen, mut opened) = (BTreeSet::new(), BTreeSet::new());
+        for _ in 0..200_000 {
+            let connection = frames.connection();
+            if connection < 100_000 {
+                seen.insert(connection_ports(connection, &(9000..9060)));
+            } else {
+                assert!(opened.insert(connection_ports(connection, &(9000..9060))), "{connection} was there before");
+            }
+        }
+        assert_eq!(opened.len(), 50_000);
+        assert!(seen.len() == 100_000 && seen.is_disjoint(&opened), "{} connections were there", seen.len());
+    }
+}

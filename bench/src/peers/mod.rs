@@ -1,0 +1,413 @@
+//! What forwards between two pods: Penstock, and what one would run instead, on the same topology, under the same policies
+//! and seen to enforce them before anything is measured.
+
+mod filters;
+mod nfqueue;
+mod openvswitch;
+mod policy;
+mod testpmd;
+mod tools;
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use penstock_control::service::admin::client::Client;
+use penstock_control::service::admin::types::Status;
+
+use crate::load::{Outcome, Probing, Sink, Station, Traffic, Trial, pin};
+use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Pod, Scratch, Service};
+
+pub use policy::{NODE, Size, manifests, pod_name};
+pub use tools::{Missing, find};
+
+/// The core of generator and receiver, and the one that forwards where a peer has one of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct Cores {
+    /// The generator's.
+    pub generator: usize,
+    /// The worker's.
+    pub worker: usize,
+}
+
+impl Cores {
+    /// The first two cores that this process may use.
+    pub fn first_two() -> Result<Self> {
+        let cores = core_affinity::get_core_ids().context("the system does not tell which cores there are")?;
+        let [generator, worker, ..] = cores.as_slice() else {
+            bail!("generator and worker need a core each, and there is one core; run it where there are two");
+        };
+        Ok(Self { generator: generator.id, worker: worker.id })
+    }
+}
+
+/// Who forwards.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Peer {
+    /// Penstock, with these sections in its configuration.
+    Penstock {
+        /// Whether policy is enforced, or all is forwarded.
+        enforces: bool,
+        /// Further sections of the configuration.
+        sections: String,
+    },
+    /// The kernel's routing, without any policy.
+    Kernel,
+    /// nftables: connection tracking, sets and verdict maps, as `penstock render --format nft` writes them.
+    Nftables,
+    /// nftables: one rule an entry of `penstock render --format acl`, no connection tracking; what is measured matches last.
+    Linear,
+    /// iptables with ipset and connection tracking.
+    Iptables,
+    /// iptables that hands the first packets of connections to a process, which judges them.
+    Nfqueue,
+    /// Open vSwitch's userspace datapath with its connection tracker.
+    OpenVSwitch,
+    /// DPDK's testpmd over AF_XDP, which forwards without looking.
+    Testpmd,
+}
+
+impl Peer {
+    /// Penstock as it is by default.
+    pub fn penstock() -> Self {
+        Self::Penstock { enforces: true, sections: String::new() }
+    }
+
+    /// Penstock without policy and connections.
+    pub fn forward() -> Self {
+        Self::Penstock { enforces: false, sections: String::new() }
+    }
+
+    /// Whether policy is enforced.
+    pub fn enforces(&self) -> bool {
+        !matches!(self, Self::Kernel | Self::Testpmd | Self::Penstock { enforces: false, .. })
+    }
+
+    /// Whether it occupies its core even when nothing is sent, so that it must be stopped while another is measured.
+    fn always_polls(&self) -> bool {
+        match self {
+            Self::OpenVSwitch | Self::Testpmd => true,
+            Self::Penstock { sections, .. } => sections.contains("busy"),
+            _ => false,
+        }
+    }
+}
+
+/// What keeps a peer running.
+enum Running {
+    Rules,
+    Penstock(Box<Daemon>),
+    Queue { _judge: nfqueue::Judge },
+    Services(Vec<Service>),
+}
+
+/// A node with pods and a peer that forwards between them.
+pub struct Lane {
+    peer: Peer,
+    node: Node,
+    station: Station,
+    running: Running,
+    manifests: PathBuf,
+    /// What the peer says it is, such as its version.
+    description: String,
+    size: Size,
+    cores: Cores,
+    scratch: Scratch,
+}
+
+impl Lane {
+    /// Builds it and sees that it does what it should: what policy allows arrives and is answered, what it denies does not.
+    pub fn build(label: &str, peer: Peer, size: Size, mtu: u32, cores: Cores) -> Result<Self> {
+        let scratch = Scratch::new()?;
+        let node = node(label, size, mtu)?;
+        let manifests = policy::write(&scratch, size)?;
+        let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
+        let gateway = node.netlink().mac(from.interface())?;
+        let station = Station::open(from, to, gateway)?;
+        let (running, description) =
+            start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
+        let mut lane = Self { peer, node, station, running, manifests, description, size, cores, scratch };
+        lane.verify().with_context(|| format!("{label} does not do what it should"))?;
+        lane.pause()?;
+        Ok(lane)
+    }
+
+    /// Who forwards.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// The node and its pods.
+    pub fn node(&self) -> &Node {
+        &self.node
+    }
+
+    /// What the peer says it is.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// The daemon, where Penstock forwards.
+    pub fn daemon(&self) -> Option<&Daemon> {
+        match &self.running {
+            Running::Penstock(daemon) => Some(daemon),
+            _ => None,
+        }
+    }
+
+    /// A pod.
+    pub fn pod(&self, number: usize) -> Result<&Pod> {
+        self.node.pod(&pod_name(number))
+    }
+
+    /// Runs a trial between the first two pods.
+    pub fn run(&mut self, trial: &Trial) -> Result<Outcome> {
+        self.resume()?;
+        let (station, core) = (&mut self.station, self.cores.generator);
+        let run = || {
+            pin(core)?;
+            station.run(trial)
+        };
+        let outcome = std::thread::scope(|scope| scope.spawn(run).join());
+        self.pause()?;
+        outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    /// Does something while the peer runs.
+    pub fn with_peer<T>(&mut self, work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+        self.resume()?;
+        let result = work(self);
+        self.pause()?;
+        result
+    }
+
+    /// Runs a trial, and something else meanwhile on another thread, which is told when the trial is over.
+    pub fn run_beside<T: Send>(
+        &mut self,
+        trial: &Trial,
+        beside: impl FnOnce(&AtomicBool) -> Result<T> + Send,
+    ) -> Result<(Outcome, T)> {
+        let core = self.cores.worker;
+        let ends = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let ends = &ends;
+            let other = scope.spawn(move || {
+                pin(core)?;
+                beside(ends)
+            });
+            let outcome = self.run(trial);
+            ends.store(true, Ordering::Relaxed);
+            let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            Ok((outcome?, other?))
+        })
+    }
+
+    /// What saves other manifests and sees to it that the peer goes by them.
+    pub fn reload(&self) -> Reload {
+        Reload {
+            peer: self.peer.clone(),
+            node: self.node.namespace().clone(),
+            manifests: self.manifests.clone(),
+            scratch: self.scratch.path().to_owned(),
+        }
+    }
+
+    /// How big the cluster is.
+    pub fn size(&self) -> Size {
+        self.size
+    }
+
+    /// What the daemon says of itself, where Penstock forwards.
+    pub fn status(&self) -> Result<Option<Status>> {
+        if self.daemon().is_none() {
+            return Ok(None);
+        }
+        let client = Client::new(&self.scratch.path().join("admin.sock"))?;
+        Ok(Some(client.get("/v1/status", &()).map_err(|error| anyhow::anyhow!("{error}"))?))
+    }
+
+    /// Under which snapshot all workers judge, where Penstock forwards.
+    pub fn epoch(&self) -> Result<Option<u32>> {
+        let status = self.status()?;
+        Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
+    }
+
+    /// Lets the kernel's part of the work run on the worker's core (receive packet steering), or where it arrives.
+    pub fn steer(&self, steered: bool) -> Result<()> {
+        let mask = if steered { 1 << self.cores.worker } else { 0 };
+        self.node.namespace().set_receive_steering(self.pod(0)?.interface(), mask)
+    }
+
+    fn processes(&self) -> Vec<Pid> {
+        match &self.running {
+            Running::Penstock(daemon) => vec![daemon.id()],
+            Running::Services(services) => services.iter().map(Service::id).collect(),
+            Running::Rules | Running::Queue { .. } => Vec::new(),
+        }
+    }
+
+    fn pause(&self) -> Result<()> {
+        self.signal(Signal::SIGSTOP)
+    }
+
+    fn resume(&self) -> Result<()> {
+        self.signal(Signal::SIGCONT)?;
+        if let Running::Services(services) = &self.running {
+            ensure!(services.iter().all(|service| !service.has_ended()), "it has ended by itself");
+        }
+        Ok(())
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        if self.peer.always_polls() {
+            for process in self.processes() {
+                kill(process, signal).with_context(|| format!("cannot send {signal} to process {process}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An allowed packet arrives and is answered; one that no policy allows does not arrive, unless nobody enforces any.
+    fn verify(&mut self) -> Result<()> {
+        let mut trial = Trial::paced(Traffic::SMALLEST, 1000.0, Duration::from_millis(200));
+        trial.probing = Probing::RoundTrip(200.0);
+        let mut answered = 0;
+        // Some peers need a moment until their ports are up.
+        for _ in 0..10 {
+            let outcome = self.run(&trial)?;
+            ensure!(outcome.corrupted + outcome.probes.corrupted == 0, "packets arrive otherwise than they were sent");
+            answered = outcome.probes.round_trip.len();
+            if answered > 0 {
+                break;
+            }
+        }
+        ensure!(answered > 0, "an allowed packet or its answer does not arrive");
+        match (self.peer.enforces(), self.with_peer(Self::denied_arrives)?) {
+            (true, true) => bail!("a packet that no policy allows arrived"),
+            (false, false) => bail!("a packet did not arrive, though nobody enforces a policy"),
+            (true, false) | (false, true) => Ok(()),
+        }
+    }
+
+    fn denied_arrives(&self) -> Result<bool> {
+        let (from, to) = (self.pod(0)?, self.pod(1)?);
+        let destination = SocketAddr::new(v4(to)?, policy::DENIED);
+        let sink = Sink::open(to.namespace(), destination)?;
+        let sender = from.namespace().run(|| UdpSocket::bind(SocketAddr::new(v4(from)?, 0)).context("cannot bind"))?;
+        for _ in 0..3 {
+            sender.send_to(b"denied", destination)?;
+        }
+        Ok(!sink.drain(Duration::from_millis(300))?.is_empty())
+    }
+}
+
+/// Changes the manifests of a lane while it is measured.
+pub struct Reload {
+    peer: Peer,
+    node: Namespace,
+    manifests: PathBuf,
+    scratch: PathBuf,
+}
+
+impl Reload {
+    /// Saves the manifests at once. Penstock watches them; nftables is given what is rendered of them.
+    pub fn save(&self, text: &str) -> Result<()> {
+        let new = self.scratch.join("being-saved");
+        std::fs::write(&new, text)?;
+        std::fs::rename(&new, self.manifests.join("all.yaml"))?;
+        match &self.peer {
+            Peer::Nftables => filters::nftables(&self.node, &policy::engine(&self.manifests)?, &self.scratch).map(drop),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // One that is stopped cannot end.
+        let _ = self.signal(Signal::SIGCONT);
+    }
+}
+
+fn node(label: &str, size: Size, mtu: u32) -> Result<Node> {
+    let mut node = Node::new(label, &[policy::NODE_ADDRESS.into()])?;
+    for number in 0..size.pods {
+        node.add_pod_with_mtu(&pod_name(number), &[policy::pod_address(number).into()], mtu)?;
+    }
+    node.settle()?;
+    Ok(node)
+}
+
+fn start(
+    peer: &Peer,
+    node: &Node,
+    manifests: &Path,
+    scratch: &Scratch,
+    size: Size,
+    cores: Cores,
+) -> Result<(Running, String)> {
+    let namespace = node.namespace();
+    let rules = |description: String| (Running::Rules, description);
+    match peer {
+        Peer::Penstock { enforces, sections } => {
+            let mode = if *enforces { "full" } else { "forward" };
+            let config = daemon_config(manifests, scratch, size, mode, sections, cores);
+            let daemon = Daemon::start(namespace, &config)?;
+            Ok((Running::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
+        }
+        Peer::Kernel => Ok(rules(tools::kernel()?)),
+        Peer::Nftables => filters::nftables(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
+        Peer::Linear => filters::linear(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
+        Peer::Iptables => filters::iptables(namespace, &policy::engine(manifests)?).map(rules),
+        Peer::Nfqueue => {
+            let judge = nfqueue::Judge::start(namespace, policy::engine(manifests)?, cores.worker)?;
+            Ok((Running::Queue { _judge: judge }, tools::version("iptables", "--version")?))
+        }
+        Peer::OpenVSwitch => {
+            let (services, description) = openvswitch::start(node, &policy::engine(manifests)?, scratch, cores)?;
+            Ok((Running::Services(services), description))
+        }
+        Peer::Testpmd => {
+            let (service, description) = testpmd::start(node, scratch, cores)?;
+            Ok((Running::Services(vec![service]), description))
+        }
+    }
+}
+
+fn daemon_config(
+    manifests: &Path,
+    scratch: &Scratch,
+    size: Size,
+    mode: &str,
+    sections: &str,
+    cores: Cores,
+) -> DaemonConfig {
+    let mut config = DaemonConfig::new(NODE, manifests);
+    // Room for the connections of every scenario, as the kernel is given, too.
+    config.conntrack = format!("mapping = \"off\"\nentries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
+    config.admin = Some(scratch.path().join("admin.sock"));
+    let memory = if size.pods > 8 { 512 } else { 64 };
+    let worker = cores.worker;
+    let (mut workers, mut umem) = (format!("cores = [{worker}]\n"), format!("memory = \"{memory}MiB\"\n"));
+    // Lines of the peer's own go into the sections that are written here.
+    for line in sections.lines() {
+        match line.split_once(' ') {
+            Some(("workers", line)) => workers += &format!("{line}\n"),
+            Some(("umem", line)) => umem += &format!("{line}\n"),
+            _ => {}
+        }
+    }
+    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[dataplane]\nmode = \"{mode}\"\n");
+    config
+}
+
+/// How many connections every peer has room for.
+pub const CONNECTIONS: usize = 1 << 22;
+
+fn v4(pod: &Pod) -> Result<IpAddr> {
+    pod.address(false).with_context(|| format!("pod {} has no IPv4 address", pod.name()))
+}

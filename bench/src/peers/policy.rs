@@ -1,0 +1,113 @@
+//! The cluster that all peers are configured with: pods on one node, and as many policies as asked for.
+
+use std::fmt::Write;
+use std::net::Ipv4Addr;
+
+use anyhow::Result;
+use penstock_control::engine::{Engine, Settings};
+use penstock_control::model::Change;
+use penstock_control::source::manifest::{Options, read_manifests};
+
+use crate::load::{PORTS, PROBE_PORT};
+use crate::testbed::Scratch;
+
+/// The node's name in the manifests.
+pub const NODE: &str = "bench";
+/// The node's address.
+pub(super) const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 18, 0, 2);
+/// A port that no policy allows.
+pub(super) const DENIED: u16 = 9100;
+
+/// How big the cluster is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Size {
+    /// Pods, of which every second sends to the one after it.
+    pub pods: usize,
+    /// Policies. All but two let one address each enter a receiver; those addresses send nothing.
+    pub policies: usize,
+}
+
+/// The name of a pod.
+pub fn pod_name(number: usize) -> String {
+    format!("bench/pod-{number}")
+}
+
+/// The address of a pod.
+pub(super) fn pod_address(number: usize) -> Ipv4Addr {
+    Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 1, 10).to_bits() + number as u32)
+}
+
+/// The manifests of a cluster. `turn` changes the ports of the policies that let nobody in who sends.
+pub fn manifests(size: Size, turn: usize) -> String {
+    let mut text = format!(
+        "apiVersion: v1\nkind: Namespace\nmetadata: {{ name: bench }}\n---\napiVersion: v1\nkind: Node\n\
+         metadata: {{ name: {NODE} }}\nstatus: {{ addresses: [{{ type: InternalIP, address: {NODE_ADDRESS} }}] }}\n"
+    );
+    for number in 0..size.pods {
+        let (role, address) = (if number % 2 == 0 { "sender" } else { "receiver" }, pod_address(number));
+        // Writing to a string does not fail.
+        let _ = write!(
+            text,
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: pod-{number}, labels: {{ role: {role} }} }}\n\
+             spec: {{ nodeName: {NODE}, containers: [{{ name: main, image: example.invalid/main }}] }}\n\
+             status: {{ phase: Running, podIPs: [{{ ip: {address} }}] }}\n"
+        );
+    }
+    for number in 0..size.policies {
+        text.push_str(&policy(number, turn));
+    }
+    text
+}
+
+/// One of the policies.
+pub(super) fn policy(number: usize, turn: usize) -> String {
+    let (first, last) = (PORTS.start, PROBE_PORT);
+    let ports = format!(
+        "ports: [{{ protocol: UDP, port: {first}, endPort: {last} }}, {{ protocol: TCP, port: {first}, endPort: {last} }}]"
+    );
+    let head = |name: &str, role: &str| {
+        format!(
+            "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: {name} }}\n\
+             spec:\n  podSelector: {{ matchLabels: {{ role: {role} }} }}\n"
+        )
+    };
+    match number {
+        0 => {
+            head("receivers", "receiver")
+                + &format!(
+                    "  ingress:\n    - from: [{{ podSelector: {{ matchLabels: {{ role: sender }} }} }}]\n      {ports}\n"
+                )
+        }
+        1 => {
+            head("senders", "sender")
+                + &format!(
+                    "  policyTypes: [Egress]\n  egress:\n    - to: [{{ podSelector: {{ matchLabels: {{ role: receiver }} }} }}]\n      {ports}\n"
+                )
+        }
+        _ => {
+            // Addresses for benchmarks (RFC 2544), which come before the pods' where a list is in order.
+            let from = Ipv4Addr::from_bits(Ipv4Addr::new(198, 18, 0, 0).to_bits() + number as u32);
+            let port = 7000 + (number + turn) % 64;
+            head(&format!("policy-{number}"), "receiver")
+                + &format!(
+                    "  ingress:\n    - from: [{{ ipBlock: {{ cidr: {from}/32 }} }}]\n      ports: [{{ protocol: UDP, port: {port} }}]\n"
+                )
+        }
+    }
+}
+
+/// Writes the manifests into a directory of their own and returns it.
+pub(super) fn write(scratch: &Scratch, size: Size) -> Result<std::path::PathBuf> {
+    let directory = scratch.path().join("manifests");
+    std::fs::create_dir(&directory)?;
+    std::fs::write(directory.join("all.yaml"), manifests(size, 0))?;
+    Ok(directory)
+}
+
+/// The engine that `penstock render` renders from.
+pub(super) fn engine(directory: &std::path::Path) -> Result<Engine> {
+    let documents = read_manifests(&[directory], &Options::default())?.documents;
+    let mut engine = Engine::new(Settings::for_node(NODE));
+    engine.apply(documents.into_iter().map(|document| Change::Set(document.object)));
+    Ok(engine)
+}

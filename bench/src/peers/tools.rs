@@ -1,0 +1,65 @@
+//! The programs that peers are, and what to install where they are missing.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::testbed::Namespace;
+
+/// A program is not installed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Missing {
+    program: &'static str,
+    package: &'static str,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "there is no {}; install it with: apt-get install {}", self.program, self.package)
+    }
+}
+
+impl std::error::Error for Missing {}
+
+/// Finds a program, in the directories that only root has in its path too.
+pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, Missing> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    let mut places = std::env::split_paths(&path).chain(usual).map(|directory| directory.join(program));
+    places.find(|file| file.is_file()).ok_or(Missing { program, package })
+}
+
+/// Runs a program inside a namespace to its end; what it reads is `input`.
+pub(super) fn run(namespace: &Namespace, program: &Path, arguments: &[&str], input: &str) -> Result<String> {
+    let mut command = namespace.command(program);
+    command.args(arguments);
+    finish(command, input).with_context(|| format!("{} {} failed", program.display(), arguments.join(" ")))
+}
+
+/// Runs a command to its end and returns what it printed.
+pub(super) fn finish(mut command: Command, input: &str) -> Result<String> {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A program that does not read to the end says why.
+        let _ = std::io::Write::write_all(&mut stdin, input.as_bytes());
+    }
+    let output = child.wait_with_output()?;
+    let complaint = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
+    ensure!(output.status.success(), "it ended with {}: {:.400}", output.status, complaint);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The first line that a program prints about itself.
+pub(super) fn version(program: &'static str, argument: &str) -> Result<String> {
+    let mut command = Command::new(find(program, program)?);
+    command.arg(argument);
+    Ok(finish(command, "")?.lines().next().unwrap_or_default().to_owned())
+}
+
+/// The kernel's name and release.
+pub(super) fn kernel() -> Result<String> {
+    let name = nix::sys::utsname::uname()?;
+    Ok(format!("{} {}", name.sysname().to_string_lossy(), name.release().to_string_lossy()))
+}
