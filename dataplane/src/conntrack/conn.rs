@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::counters::Event;
-use super::entry::{Control, Entry, OwnerId};
+use super::entry::{Control, Entry, OwnerId, Tracking};
 use super::hash::Hashed;
-use super::state::State;
+use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tcp::Window;
-use super::time::{TICK, Timestamp};
+use super::time::{TICK, Tick, Timestamp};
 use super::track::{self, Step};
 use crate::packet::{Flow, Orientation, Protocol, Transport};
 use crate::snapshot::Epoch;
@@ -173,23 +173,18 @@ impl<'t> Conn<'t> {
     fn act(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Option<Update> {
         let (now, control) = (now.tick(), self.control);
         let tracked = self.entry.tracking_under(control)?;
+        if control.state() == TcpState::Established as u8
+            && self.hashed.protocol() == Protocol::TCP
+            && let Transport::Tcp(segment) = transport
+            && let Some(tracking) = track::go_on(tracked, orientation, segment)
+        {
+            return self.accept(State::Tcp(TcpState::Established), tracked, tracking, now);
+        }
         let Some(state) = State::from_code(self.hashed.protocol(), control.state()) else {
             return Some(Update::Ended);
         };
         match track::step(state, tracked, control.original(), orientation, transport) {
-            Step::Accept(next, tracking) => {
-                let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
-                let wanted = control.with(next.code(), tick);
-                let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
-                // Windows first: if the process ends between the steps, they are merely ahead of the state.
-                let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
-                    && self.entry.exchange_tracking(high, tracked[1], tracking[1])
-                    && (wanted == control || self.entry.exchange(control, wanted).is_ok());
-                done.then(|| {
-                    self.control = wanted;
-                    Update::Accepted(next)
-                })
-            }
+            Step::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
             Step::Pass => Some(Update::Accepted(state)),
             Step::Invalid => Some(Update::Invalid),
             Step::Cut => {
@@ -202,6 +197,23 @@ impl<'t> Conn<'t> {
                 Update::Ended
             }),
         }
+    }
+
+    /// Goes on from what was tracked to what is now; `None` if another thread was faster.
+    #[inline(always)]
+    fn accept(&mut self, next: State, tracked: Tracking, tracking: Tracking, now: Tick) -> Option<Update> {
+        let control = self.control;
+        let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
+        let wanted = control.with(next.code(), tick);
+        let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
+        // Windows first: if the process ends between the steps, they are merely ahead of the state.
+        let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
+            && self.entry.exchange_tracking(high, tracked[1], tracking[1])
+            && (wanted == control || self.entry.exchange(control, wanted).is_ok());
+        done.then(|| {
+            self.control = wanted;
+            Update::Accepted(next)
+        })
     }
 
     /// Removes it. False if it was gone already.

@@ -45,6 +45,8 @@ const MIN_ACK_WINDOW: u32 = 66_000;
 const MAX_SYN_DATA: u32 = 9_000;
 /// Limits are kept in 20 bits.
 const LIMIT_GRAIN: u32 = 1 << 12;
+/// Where a word keeps the limit.
+const LIMIT_MASK: u64 = 0xf_ffff << 32;
 
 const REACH_AT: u32 = 52;
 const SCALE_AT: u32 = 57;
@@ -56,6 +58,12 @@ const SEEN: u8 = 1;
 const FIN: u8 = 2;
 /// The other side has acknowledged that FIN.
 const FIN_ACKED: u8 = 4;
+
+/// A limit where a word keeps it, rounded up.
+#[inline(always)]
+const fn limit_bits(limit: u32) -> u64 {
+    ((limit.wrapping_add(LIMIT_GRAIN - 1) >> 12) as u64) << 32
+}
 
 /// Whether sequence number `a` is at or before `b` (RFC 9293 section 3.4: modulo 2³²).
 #[inline]
@@ -83,7 +91,7 @@ impl Window {
     #[inline(always)]
     pub(super) fn pack(self) -> u64 {
         u64::from(self.end)
-            | u64::from(self.limit.wrapping_add(LIMIT_GRAIN - 1) >> 12) << 32
+            | limit_bits(self.limit)
             | u64::from(self.reach) << REACH_AT
             | u64::from(self.scale) << SCALE_AT
             | u64::from(self.marks) << MARKS_AT
@@ -195,6 +203,29 @@ pub(super) fn step(state: TcpState, sender: u64, receiver: u64, from_opener: boo
         Some(Kind::Reset) => reset(state, windows(), from_opener, segment),
         None => Step::Invalid,
     }
+}
+
+/// [`step`] for nearly every segment: one without SYN, FIN or RST, of a connection that is established, of which both sides
+/// were seen and neither has ended. The windows of its sender and receiver as they are after it; `None` if the segment is
+/// of another kind, widens its sender's window, or is refused, all of which [`step`] decides.
+///
+/// It works on the words as they are kept: unpacked and packed again, a segment takes twice the instructions.
+#[inline(always)]
+pub(super) fn go_on(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<(u64, u64)> {
+    const BITS: u8 = TcpFlags::SYN.0 | TcpFlags::FIN.0 | TcpFlags::RST.0 | TcpFlags::ACK.0;
+    let seen = u64::from(SEEN);
+    if segment.flags.0 & BITS != TcpFlags::ACK.0 || sender >> MARKS_AT != seen || receiver >> MARKS_AT != seen {
+        return None;
+    }
+    let (from, to) = (Window::unpack(sender), Window::unpack(receiver));
+    let (end, ack, offer) = (segment.end(), segment.ack, from.offer(segment));
+    if offer > from.offered() || !fits(&from, &to, segment.seq, end, ack) {
+        return None;
+    }
+    let numbers = u64::from(later(from.end, end)) | limit_bits(later(from.limit, end));
+    let kept = sender >> REACH_AT << REACH_AT;
+    let limit = limit_bits(later(to.limit, ack.wrapping_add(offer.max(1))));
+    Some((kept | numbers, receiver & !LIMIT_MASK | limit))
 }
 
 /// Of a segment's sender and of its receiver.

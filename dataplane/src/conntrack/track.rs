@@ -3,7 +3,7 @@
 use super::entry::Tracking;
 use super::state::State;
 use super::{sctp, tcp};
-use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, Transport};
+use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Transport};
 
 /// What a packet does to its connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -88,6 +88,15 @@ pub(super) fn step(
         }
         _ => Step::Invalid,
     }
+}
+
+/// [`step`] for nearly every segment of an established TCP connection: what is tracked after it, or `None` where [`step`]
+/// is to decide.
+#[inline(always)]
+pub(super) fn go_on(tracked: Tracking, orientation: Orientation, segment: &TcpSegment) -> Option<Tracking> {
+    let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
+    let (sender, receiver) = tcp::go_on(sender, receiver, segment)?;
+    Some(tracking(orientation, sender, receiver))
 }
 
 /// Nothing of a connection passes that policy has cut. What opens another one between the same ports is judged anew,

@@ -62,6 +62,13 @@ impl Address {
         }
     }
 
+    /// Whether this is an IPv4 address whose first octet alone says that its [`scope`](Self::scope) is
+    /// [`Scope::Routable`]: true of nearly all of them, and quick to tell.
+    #[inline]
+    pub const fn is_plainly_routable(self) -> bool {
+        self.is_v4() && matches!(V4_SCOPES[(self.0 as u32 >> 24) as usize], Scope::Routable)
+    }
+
     /// How far packets with this address as their source or destination may travel.
     #[inline]
     pub const fn scope(self) -> Scope {

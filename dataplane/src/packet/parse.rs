@@ -72,6 +72,68 @@ pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
 /// What is in it after an error means nothing.
 #[inline(always)]
 pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+    if plain(frame, packet).is_some() {
+        return Ok(());
+    }
+    parse_any(frame, packet)
+}
+
+/// [`parse_into`] for nearly every packet: TCP without SYN, or UDP, in one whole datagram over IPv4 without options. `None`
+/// is for all else, what is wrong included: [`parse_any`] then says what it is. Where both understand a packet they agree.
+///
+/// All that it reads is behind one comparison of the frame's length.
+#[inline(always)]
+fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
+    const IP: usize = ETHERNET_LEN;
+    const TRANSPORT: usize = IP + 20;
+    let head = frame.first_chunk::<{ TRANSPORT + 20 }>()?;
+    let word = |at: usize| u16::from_be_bytes([head[at], head[at + 1]]);
+    let long = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+    // Version 4 and five words of header; neither an offset nor more fragments.
+    let is_plain = word(12) == EtherType::IPV4.0 && head[IP] == 0x45 && word(IP + 6) & 0x3fff == 0;
+    let end = usize::from(word(IP + 2).checked_add(IP as u16)?);
+    let header = &head[IP..TRANSPORT];
+    if !is_plain || end > frame.len() || Sum::default().add_ipv4_header(header).folded() != 0xffff {
+        return None;
+    }
+    let protocol = Protocol(head[IP + 9]);
+    packet.transport = match protocol {
+        Protocol::TCP => {
+            let (header_len, flags) = (usize::from(head[TRANSPORT + 12] >> 4) * 4, TcpFlags(head[TRANSPORT + 13]));
+            let payload_len = end.checked_sub(TRANSPORT + header_len)?;
+            if header_len < 20 || flags.contains(TcpFlags::SYN) {
+                return None;
+            }
+            Transport::Tcp(TcpSegment {
+                seq: long(TRANSPORT + 4),
+                ack: long(TRANSPORT + 8),
+                window: word(TRANSPORT + 14),
+                flags,
+                payload_len: payload_len as u16,
+                window_scale: None,
+            })
+        }
+        Protocol::UDP if (8..=end.checked_sub(TRANSPORT)?).contains(&usize::from(word(TRANSPORT + 4))) => {
+            Transport::Udp
+        }
+        _ => return None,
+    };
+    packet.flow = Flow {
+        src: Address::from_v4_octets([head[IP + 12], head[IP + 13], head[IP + 14], head[IP + 15]]),
+        dst: Address::from_v4_octets([head[IP + 16], head[IP + 17], head[IP + 18], head[IP + 19]]),
+        protocol,
+        src_port: word(TRANSPORT),
+        dst_port: word(TRANSPORT + 2),
+    };
+    packet.layout = Layout { network: IP as u16, transport: TRANSPORT as u16, end: end as u16 };
+    packet.ttl = head[IP + 8];
+    packet.fragment = None;
+    Some(())
+}
+
+/// [`parse_into`] for every packet.
+#[inline(never)]
+fn parse_any(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(Cause::Truncated) };
     match EtherType(u16::from_be_bytes([ethertype[0], ethertype[1]])) {
         EtherType::IPV4 => ipv4(frame, ETHERNET_LEN, packet),
@@ -81,7 +143,6 @@ pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause>
     }
 }
 
-#[inline(always)]
 fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     let bytes = &frame[at..];
     let header = ipv4_header(bytes)?;
@@ -401,4 +462,74 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
         _ => {}
     }
     Some(flow)
+}
+
+#[cfg(test)]
+mod tests {
+    use etherparse::PacketBuilder;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A frame of TCP or UDP over IPv4, padded, in which some octets may be others, with its header checksum made good.
+    fn any_frame() -> impl Strategy<Value = Vec<u8>> {
+        let change = (12usize..60, any::<u8>());
+        let changes = prop::collection::vec(change, 0..3);
+        (any::<bool>(), 0usize..40, 0usize..70, changes, any::<bool>()).prop_map(
+            |(tcp, payload, length, changes, mend)| {
+                let builder = PacketBuilder::ethernet2([1; 6], [2; 6]).ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64);
+                let mut frame = Vec::new();
+                let payload = vec![7; payload];
+                if tcp {
+                    builder.tcp(1000, 80, 5, 100).ack(9).write(&mut frame, &payload).unwrap();
+                } else {
+                    builder.udp(1000, 53).write(&mut frame, &payload).unwrap();
+                }
+                frame.resize(frame.len().max(60) + length / 10, 0);
+                for (at, octet) in changes {
+                    frame[at] = octet;
+                }
+                if mend {
+                    frame[24..26].fill(0);
+                    let checksum = !Sum::default().add_bytes(&frame[14..34]).folded();
+                    frame[24..26].copy_from_slice(&checksum.to_be_bytes());
+                }
+                if length < 8 {
+                    frame.truncate(frame.len() - 10);
+                }
+                frame
+            },
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4_000))]
+        #[test]
+        fn what_is_plain_is_read_as_any_packet_is(frame in any_frame()) {
+            let (mut short, mut long) = (Packet::default(), Packet::default());
+            if plain(&frame, &mut short).is_some() {
+                prop_assert_eq!(parse_any(&frame, &mut long), Ok(()));
+                prop_assert_eq!(short, long);
+            } else if parse_any(&frame, &mut long) == Ok(()) {
+                let (at, tcp) = (usize::from(long.layout.transport), matches!(long.transport, Transport::Tcp(_)));
+                let rare = at != 34 || long.fragment.is_some() || frame.len() < 54 || !(tcp || long.transport == Transport::Udp);
+                prop_assert!(rare || (tcp && frame[47] & 2 != 0), "left to the longer way: {long:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_plain_packet_of_each_protocol_takes_the_short_way() {
+        for tcp in [true, false] {
+            let builder = PacketBuilder::ethernet2([1; 6], [2; 6]).ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64);
+            let mut frame = Vec::new();
+            if tcp {
+                builder.tcp(1, 2, 3, 4).ack(5).write(&mut frame, &[]).unwrap();
+            } else {
+                builder.udp(1, 2).write(&mut frame, &[0; 12]).unwrap();
+            }
+            assert_eq!(plain(&frame, &mut Packet::default()), Some(()));
+            assert_eq!(plain(&frame[..53], &mut Packet::default()), None, "shorter than what it looks at");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use crate::Cause;
 use crate::forward::{Forwarding, Port, PortKind};
-use crate::packet::{Packet, Scope, parse_into};
+use crate::packet::{Address, Packet, Scope, parse_into};
 
 /// Parses a frame received on `port` and checks that it may come from there and be routed at all.
 #[inline(always)]
@@ -18,6 +18,12 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
     if !own_source {
         return Err(Cause::SpoofedSource);
     }
+    if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
+}
+
+/// Whether a router may carry a packet between these two.
+#[inline(never)]
+fn routable(src: Address, dst: Address) -> Result<(), Cause> {
     match (src.scope(), dst.scope()) {
         (_, Scope::Many) => Err(Cause::Multicast),
         (Scope::Routable, Scope::Routable) => Ok(()),

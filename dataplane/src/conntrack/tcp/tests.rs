@@ -1,6 +1,7 @@
 //! TCP connections packet by packet: real frames, parsed and taken through the table as the pipeline does.
 
 use etherparse::{PacketBuilder, TcpOptionElement};
+use proptest::prelude::*;
 
 use super::super::state::{State, TcpState};
 use super::super::tests::{NOW, POD};
@@ -517,4 +518,37 @@ fn a_window_survives_packing() {
         assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { marks: FIN_ACKED, ..unpacked });
     }
     assert_eq!([0, 1, 2, 3, 1024, 1025, u32::MAX].map(log2), [0, 0, 1, 2, 10, 11, 30]);
+}
+
+prop_compose! {
+    /// A window near sequence number 2³², as a connection's both sides may have it.
+    fn any_window()(end in 0u32..40_000, ahead in 0u32..80_000, reach in 8u8..20, scale in 0u8..=UNKNOWN_SCALE, marks in prop_oneof![8 => Just(SEEN), 1 => 0u8..8]) -> Window {
+        let end = end.wrapping_sub(20_000);
+        Window { end, limit: end.wrapping_add(ahead), reach, scale, marks }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(4_000))]
+    #[test]
+    fn going_on_is_what_a_step_does(
+        sender in any_window(), receiver in any_window(), seq in 0u32..60_000, ack in 0u32..60_000, window: u16,
+        flags in prop_oneof![4 => Just(TcpFlags::ACK), 1 => any::<u8>().prop_map(TcpFlags)],
+        payload_len in prop_oneof![Just(0u16), 0u16..3000], from_opener: bool,
+    ) {
+        let (seq, ack) = (seq.wrapping_sub(30_000), ack.wrapping_sub(30_000));
+        let segment = TcpSegment { seq, ack, window, flags, payload_len, window_scale: None };
+        let (sender, receiver) = (sender.pack(), receiver.pack());
+        let whole = step(Established, sender, receiver, from_opener, &segment);
+        match go_on(sender, receiver, &segment) {
+            Some((sender, receiver)) => prop_assert_eq!(whole, Step::Accept(Established, sender, receiver)),
+            None => {
+                let from = Window::unpack(sender);
+                let wider = from.offer(&segment) > from.offered();
+                let both = from.marks == SEEN && Window::unpack(receiver).marks == SEEN;
+                let plain = kind(flags) == Some(Kind::Plain) && flags.0 & TcpFlags::FIN.0 == 0;
+                prop_assert!(whole == Step::Invalid || wider || !both || !plain, "left to step, which says {whole:?}");
+            }
+        }
+    }
 }
