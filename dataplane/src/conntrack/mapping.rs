@@ -66,10 +66,11 @@ impl Storage {
         Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, opened))
     }
 
-    fn new(map: MmapMut, file: Option<File>, tags_at: usize, groups: u32) -> Self {
+    fn new(mut map: MmapMut, file: Option<File>, tags_at: usize, groups: u32) -> Self {
         let groups = groups as usize;
         assert!(map.len() >= tags_at + table_len(groups as u32), "the mapping holds the table");
-        let base = NonNull::from(&map[..]).cast::<u8>();
+        // From a unique reference: what is made of it is written through.
+        let base = NonNull::from(&mut map[..]).cast::<u8>();
         // SAFETY: both parts lie within the mapping (asserted), one behind the other. A mapping begins on a page, and
         // header and tags are multiples of 64 octets long, so that both begin at multiples of 64.
         let (tags, entries) =

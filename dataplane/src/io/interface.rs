@@ -158,7 +158,9 @@ impl<'a> Request<'a> {
     }
 
     fn ask(&mut self, question: libc::Ioctl) -> io::Result<()> {
-        // SAFETY: all questions asked take a `struct ifreq`, which lives across the call.
+        // SAFETY: all questions asked take a `struct ifreq`, which lives across the call. The one that goes on from it to
+        // further memory, SIOCETHTOOL, is asked in `value` and `rx_queues` alone, which put a pointer to a live structure of
+        // the command's own form into it first.
         match unsafe { libc::ioctl(self.control.as_raw_fd(), question, &mut self.ifreq) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),

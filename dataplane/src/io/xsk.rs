@@ -32,7 +32,8 @@ pub(crate) struct XskStatistics {
     pub(crate) invalid_descriptors: u64,
 }
 
-/// A socket bound to one queue of an interface. It belongs to one worker at a time.
+/// A socket bound to one queue of an interface. It belongs to one worker at a time: xsk-rs and libxdp see to it that closing
+/// is serialised, and all else is this value's alone.
 #[derive(Debug)]
 pub(crate) struct XskQueue {
     slot: Slot,
@@ -49,7 +50,6 @@ pub(crate) struct XskQueue {
     dead: bool,
 }
 
-// xsk-rs and libxdp see to it that closing is serialised; all else is this value's alone.
 impl XskQueue {
     /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and fills its
     /// fill ring.
