@@ -9,6 +9,7 @@ pub mod compile;
 pub mod discovery;
 pub mod engine;
 pub mod model;
+pub mod privileges;
 pub mod render;
 pub mod replay;
 pub mod service;

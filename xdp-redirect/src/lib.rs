@@ -13,6 +13,7 @@ mod local_pods;
 mod outcome;
 mod pins;
 mod program;
+mod tag;
 
 pub use attach::{Attached, Mode};
 pub use error::{AttachError, LoadError, SocketError};
@@ -21,6 +22,7 @@ pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{Outcome, Outcomes};
 pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
+pub use tag::ProgramTag;
 
 use std::fmt;
 

@@ -67,9 +67,7 @@ impl Pins {
     /// at `/sys/fs/bpf` where none is, makes the directory, and clears away links whose interfaces are gone.
     pub fn open(root: &Path) -> Result<Self, PinError> {
         mount_bpffs(root)?;
-        let namespace = Path::new("/proc/thread-self/ns/net");
-        let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
-        let pins = Self { directory: root.join(inode.to_string()) };
+        let pins = Self::at(root)?;
         pins.make_directory().map_err(|source| PinError::File { path: pins.directory.clone(), source })?;
         // It may be gone again: who starts in another namespace takes empty ones away.
         if !pins.directory.ancestors().find(|directory| directory.exists()).is_some_and(is_bpffs) {
@@ -83,6 +81,13 @@ impl Pins {
         }
         pins.sweep();
         Ok(pins)
+    }
+
+    /// The same, without making or changing anything. There may be none.
+    pub fn at(root: &Path) -> Result<Self, PinError> {
+        let namespace = Path::new("/proc/thread-self/ns/net");
+        let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
+        Ok(Self { directory: root.join(inode.to_string()) })
     }
 
     fn make_directory(&self) -> io::Result<()> {
@@ -201,16 +206,19 @@ pub(crate) fn detach(link: &OwnedFd) {
     }
 }
 
-/// Index of the interface that an XDP link is attached to; `None` once that is gone, or if it is another kind of link.
-fn interface_of(link: &OwnedFd) -> Option<u32> {
+/// What the kernel tells of an XDP link; `None` of another kind of link.
+pub(crate) fn link_info(link: &OwnedFd) -> Option<libbpf_sys::bpf_link_info> {
     let mut info = libbpf_sys::bpf_link_info::default();
     let mut length = size_of::<libbpf_sys::bpf_link_info>() as u32;
     let to = (&raw mut info).cast();
     // SAFETY: `to` points to `length` octets that live across the call; the kernel writes no more than `length`.
     let result = unsafe { libbpf_sys::bpf_obj_get_info_by_fd(link.as_raw_fd(), to, &mut length) };
-    if result != 0 || info.type_ != libbpf_sys::BPF_LINK_TYPE_XDP {
-        return None;
-    }
+    (result == 0 && info.type_ == libbpf_sys::BPF_LINK_TYPE_XDP).then_some(info)
+}
+
+/// Index of the interface that an XDP link is attached to; `None` once that is gone, or if it is another kind of link.
+fn interface_of(link: &OwnedFd) -> Option<u32> {
+    let info = link_info(link)?;
     // SAFETY: the kernel has filled in this part of the union, as the type says; it is a plain number.
     let index = unsafe { info.__bindgen_anon_1.xdp.ifindex };
     (index != 0).then_some(index)

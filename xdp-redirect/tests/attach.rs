@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Pinned, Pins, Redirect, Role,
-    SocketError,
+    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Pinned, Pins, ProgramTag,
+    Redirect, Role, SocketError,
 };
 
 /// Runs a test in a network namespace that goes with it, whatever becomes of the test.
@@ -267,6 +267,55 @@ fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
         drop(after);
         assert_eq!(program(ip("-d link show dev v")), None);
         assert_eq!(redirect.pins().unwrap().links(), []);
+    });
+}
+
+/// Puts a program that passes everything in the place of the one that a pinned link has, past this crate.
+fn replace_by_another(pin: &std::path::Path) {
+    use libbpf_rs::libbpf_sys::{
+        BPF_PROG_TYPE_XDP, BPF_XDP, bpf_insn, bpf_link_update, bpf_obj_get, bpf_prog_load, bpf_prog_load_opts,
+    };
+
+    // r0 = XDP_PASS
+    let pass = bpf_insn { code: 0xb7, imm: 2, ..Default::default() };
+    let exit = bpf_insn { code: 0x95, ..Default::default() };
+    let (program, path) = ([pass, exit], std::ffi::CString::new(pin.to_str().unwrap()).unwrap());
+    let mut options = bpf_prog_load_opts { sz: size_of::<bpf_prog_load_opts>() as _, ..Default::default() };
+    // What the program has that it replaces, or the kernel refuses it.
+    options.expected_attach_type = BPF_XDP;
+    // SAFETY: instructions, strings and options live across the calls, and the number of instructions is given; both
+    // descriptors are new and nobody else's.
+    unsafe {
+        let license = c"GPL".as_ptr();
+        let loaded = bpf_prog_load(BPF_PROG_TYPE_XDP, c"other".as_ptr(), license, program.as_ptr(), 2, &mut options);
+        assert!(loaded >= 0, "{}", io::Error::from_raw_os_error(-loaded));
+        let (loaded, link) = (OwnedFd::from_raw_fd(loaded), OwnedFd::from_raw_fd(bpf_obj_get(path.as_ptr())));
+        assert_eq!(bpf_link_update(link.as_raw_fd(), loaded.as_raw_fd(), std::ptr::null()), 0);
+    }
+}
+
+#[test]
+fn every_instance_has_the_tag_of_this_binarys_program_and_another_program_is_found_out_and_replaced() {
+    in_namespace(|| {
+        let root = PinRoot::new("tag");
+        let interface = veth();
+        let redirect = Redirect::pinned(root.open()).unwrap();
+        let own = ProgramTag::own().unwrap();
+        let tags = || redirect.pins().unwrap().tags().into_iter().map(|(_, tag)| tag.unwrap()).collect::<Vec<_>>();
+        // Whatever its constants are.
+        for (role, on_miss) in [(Role::Pod, OnMiss::Drop), (Role::Uplink, OnMiss::Pass), (Role::Host, OnMiss::Drop)] {
+            let attached = redirect.attach(&interface, AttachOptions { on_miss, ..AttachOptions::new(role) }).unwrap();
+            assert_eq!(tags(), [own], "{role:?}");
+            drop(attached);
+        }
+        let attached = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        let directory = std::fs::read_dir(&root.0).unwrap().next().unwrap().unwrap().path();
+        replace_by_another(&directory.join(format!("pod-{}", interface.index)));
+        assert_ne!(tags(), [own]);
+        attached.keep();
+        let taken_over = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
+        assert_eq!(tags(), [own]);
+        drop(taken_over);
     });
 }
 

@@ -76,11 +76,13 @@ pub enum Privileges {
     All,
     /// No capability at all, though its user is the same.
     None,
+    /// No more than these capabilities, a bit each, as a service manager or a container's runtime grants them.
+    Bounded(u64),
 }
 
-/// Takes every capability out of the bounding set, so that the program that is executed next has none.
-fn drop_capabilities() {
-    for capability in 0..=63 {
+/// Takes every capability but these out of the bounding set, so that the program that is executed next has no more.
+fn drop_capabilities_but(kept: u64) {
+    for capability in (0..=63).filter(|capability| kept >> capability & 1 == 0) {
         // SAFETY: no memory is passed. The kernel refuses numbers that it does not know, which is well.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
@@ -116,7 +118,12 @@ impl Daemon {
     ///
     /// It also ends when the calling *thread* does, so that it cannot outlive a test that was killed.
     pub fn start(namespace: &Namespace, config: &DaemonConfig) -> Result<Self> {
-        let daemon = Self::launch(namespace, &config.to_toml(), Privileges::All)?;
+        Self::start_with(namespace, config, Privileges::All)
+    }
+
+    /// As [`Daemon::start`], with these privileges.
+    pub fn start_with(namespace: &Namespace, config: &DaemonConfig, privileges: Privileges) -> Result<Self> {
+        let daemon = Self::launch(namespace, &config.to_toml(), privileges)?;
         daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
             format!("the daemon did not get ready; its output was:\n{}", daemon.log.lines().join("\n"))
         })?;
@@ -133,8 +140,10 @@ impl Daemon {
         command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let prepare = move || {
-            if privileges == Privileges::None {
-                drop_capabilities();
+            match privileges {
+                Privileges::All => {}
+                Privileges::None => drop_capabilities_but(0),
+                Privileges::Bounded(kept) => drop_capabilities_but(kept),
             }
             nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from)
         };

@@ -10,4 +10,5 @@ mod frames;
 mod lifecycle;
 mod operation;
 mod policy;
+mod privileges;
 mod transfer;

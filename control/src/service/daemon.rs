@@ -27,6 +27,7 @@ use super::signals::{Signal, Signals};
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
 use crate::model::{Change, Object, ObjectKey};
+use crate::privileges;
 use crate::source::Source;
 
 /// How often the kernel is looked at without an event: what events missed is caught then.
@@ -199,6 +200,7 @@ impl<'a> Daemon<'a> {
         }
         self.settle("first state", Trigger { policy: true, network: true }, started).await?;
         self.ports.take_over_rest(&self.facts);
+        privileges::settle().map_err(RunError::failed)?;
         tracing::info!(
             target: logging::MILESTONES,
             "ready: {} pods, {} policies, epoch {}",

@@ -26,6 +26,7 @@ use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
+use anyhow::Context;
 use config::{Config, Layers, Loaded};
 use objects::Objects;
 use preflight::{Finding, Level};
@@ -33,6 +34,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::discovery::{Netlink, clear_left};
 use crate::model::Change;
+use crate::privileges;
 use crate::source::{Location, Source};
 
 /// How long a check waits for an API server.
@@ -64,6 +66,7 @@ impl RunError {
 /// Returns once all that it changed on the node is put back, also when it could not start.
 pub fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
     daemon::refuse(preflight::machine(&loaded.config))?;
+    privileges::begin().context("privileges cannot be given up")?;
     runtime().map_err(RunError::failed)?.block_on(daemon::run(layers, loaded))
 }
 
@@ -78,6 +81,7 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
             Err(error) => findings.push(Finding::error(error.to_string())),
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
+                findings.extend(preflight::programs(config));
                 match netlink.facts().await {
                     Ok(facts) => findings.extend(preflight::pods(config, &facts, &objects)),
                     Err(error) => findings.push(Finding::error(error.to_string())),
@@ -132,5 +136,6 @@ async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<
 }
 
 fn runtime() -> io::Result<Runtime> {
-    Builder::new_current_thread().enable_all().build()
+    // The threads that it starts for what takes long.
+    Builder::new_current_thread().enable_all().on_thread_start(privileges::forgo).build()
 }

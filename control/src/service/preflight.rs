@@ -11,6 +11,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
+use penstock_xdp_redirect::{Pins, ProgramTag};
 
 use super::config::Config;
 use super::objects::Objects;
@@ -116,6 +117,40 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Whether what is pinned for this network namespace, by a daemon that runs or has died, is this binary's program.
+pub(super) fn programs(config: &Config) -> Option<Finding> {
+    if capabilities(effective_capabilities()).level != Level::Ok {
+        return None;
+    }
+    let at = config.fail.pins.display();
+    let tags = Pins::at(&config.fail.pins).ok()?.tags();
+    let own = match ProgramTag::own() {
+        Ok(own) => own,
+        Err(error) => return Some(Finding::error(error.to_string())),
+    };
+    for (pinned, tag) in &tags {
+        match tag {
+            Ok(tag) if *tag == own => {}
+            Ok(tag) => {
+                return Some(Finding::warning(format!(
+                    "{at}: the program on interface {} is not this binary's ({tag}, not {own}); restart penstock, which replaces it",
+                    pinned.interface
+                )));
+            }
+            Err(error) => {
+                return Some(Finding::warning(format!(
+                    "{at}: the program on interface {} cannot be compared ({error}); run as root",
+                    pinned.interface
+                )));
+            }
+        }
+    }
+    Some(Finding::ok(match tags.len() {
+        0 => format!("XDP program: {own}; none is pinned"),
+        count => format!("XDP program: {own}, and so are all {count} that are pinned"),
+    }))
 }
 
 /// Tells of each local pod whether its interface can be served.

@@ -21,6 +21,7 @@ use serde::Serialize;
 use super::admin::{View, identifier};
 use super::config;
 use super::config::VerdictOutput;
+use crate::privileges;
 
 /// Most records that are named at once, so that the daemon's loop is not kept.
 const AT_ONCE: usize = 2_000;
@@ -194,6 +195,7 @@ fn append(path: &Path) -> Result<File, OpenError> {
 fn writer(mut output: impl Write + Send + 'static) -> Writer {
     let (sender, receiver) = sync_channel::<Vec<String>>(WAITING);
     let body = move || {
+        privileges::forgo();
         let mut failed = false;
         while let Ok(lines) = receiver.recv() {
             let portion: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();

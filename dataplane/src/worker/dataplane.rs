@@ -14,6 +14,7 @@ use crossbeam::channel::{Receiver, Sender, unbounded};
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
 use super::ports::PortTable;
+use super::privileges::forgo_capabilities;
 use super::processor::{Judge, Processor};
 use super::run::Worker;
 use super::statistics::{
@@ -355,6 +356,8 @@ fn spawn<P: Processor>(
         let _ = pinned.send((core, core_affinity::set_for_current(core_affinity::CoreId { id: core.0 })));
         drop(pinned);
         go_first();
+        // What it reads comes from pods; its queues are opened for it.
+        forgo_capabilities();
         match catch_unwind(AssertUnwindSafe(|| worker.run())) {
             Ok(queues) => queues,
             Err(panic) => {

@@ -13,6 +13,7 @@ mod error;
 mod histogram;
 mod mailbox;
 mod ports;
+mod privileges;
 mod processor;
 mod queue;
 mod run;
@@ -23,6 +24,7 @@ pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
+pub use privileges::forgo_capabilities;
 pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
 pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};
 

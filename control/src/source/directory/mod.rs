@@ -16,6 +16,7 @@ pub use files::Batch;
 use super::convert::Settings;
 use super::manifest::{self, Fault, ManifestErrors, Options};
 use crate::model::Object;
+use crate::privileges;
 use files::Files;
 use watch::{Message, Watch};
 
@@ -82,7 +83,10 @@ impl ManifestDirectory {
         let (sender, receiver) = batches::channel(WAITING_BATCHES);
         let thread = thread::Builder::new()
             .name("manifests".to_owned())
-            .spawn(move || watch.run(files, &sender))
+            .spawn(move || {
+                privileges::forgo();
+                watch.run(files, &sender);
+            })
             .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;
         Ok((Self { batches: Some(receiver), messages, thread: Some(thread) }, objects))
     }

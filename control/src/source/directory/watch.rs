@@ -19,6 +19,7 @@ use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::mpsc as batches;
 
 use super::files::{Batch, Files};
+use crate::privileges;
 use crate::source::manifest;
 
 /// A save is taken as complete when its events have paused this long …
@@ -72,7 +73,8 @@ pub(super) struct Watch {
 impl Watch {
     pub(super) fn new(path: &Path, messages: Sender<Message>, inbox: Receiver<Message>) -> notify::Result<Self> {
         // An error means that the thread has ended.
-        let watcher = notify::recommended_watcher(move |event| drop(messages.send(Message::Event(event))))?;
+        let tell = move |event| drop(messages.send(Message::Event(event)));
+        let watcher = privileges::without(move || notify::recommended_watcher(tell))?;
         let mut watch = Self {
             path: path.to_owned(),
             watcher,
