@@ -63,6 +63,10 @@ lint: setup ## Format, clippy and documentation, all without warnings   (licence
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --document-private-items
 
+.PHONY: audit
+audit: ## Known vulnerabilities of the dependencies; needs cargo-deny and the advisories' host
+	@./scripts/audit
+
 # What `make bench` measures Penstock beside; a peer that is missing is left out and said to be.
 PEERS := nftables iptables ipset openvswitch-switch dpdk-dev librte-net-af-xdp23 librte-mempool-ring23
 
