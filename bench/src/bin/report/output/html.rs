@@ -23,7 +23,6 @@ pub(crate) fn page(parts: &[Part], plots: &[(&'static str, String)]) -> String {
             Part::Heading(heading) => writeln!(text, "<h2>{}</h2>", escaped(heading)),
             Part::Text(paragraph) => writeln!(text, "<p>{}</p>", marked(paragraph)),
             Part::Table(rows) => writeln!(text, "{}", table(rows)),
-            Part::Verbatim(content) => writeln!(text, "<pre>{}</pre>", escaped(content)),
             Part::Plot(name) => {
                 let plot = plots.iter().find(|(other, _)| other == name);
                 writeln!(text, "{}", plot.map_or("", |(_, svg)| svg))

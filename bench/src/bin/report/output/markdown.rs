@@ -15,7 +15,6 @@ pub(crate) fn page(parts: &[Part]) -> String {
             Part::Text(paragraph) => writeln!(text, "\n{paragraph}"),
             Part::Table(rows) => write!(text, "\n{}", table(rows)),
             Part::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
-            Part::Verbatim(content) => writeln!(text, "\n```json\n{}\n```", content.trim_end()),
         };
     }
     text

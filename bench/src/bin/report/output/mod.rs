@@ -4,6 +4,7 @@ mod html;
 pub(crate) mod markdown;
 mod plots;
 mod tables;
+mod trex;
 
 use std::fs;
 use std::path::{Path, PathBuf};

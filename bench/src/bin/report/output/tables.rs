@@ -1,5 +1,6 @@
 //! What the report says, before it is laid out.
 
+use super::trex;
 use crate::bars::{BARS, Reached, Side};
 use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
 
@@ -12,8 +13,6 @@ pub(crate) enum Part {
     Table(Vec<Vec<String>>),
     /// The plot of a scenario.
     Plot(&'static str),
-    /// What another program wrote, as it is.
-    Verbatim(String),
 }
 
 /// The whole report.
@@ -31,17 +30,7 @@ pub(crate) fn document(results: &Results, trex: Option<&str>) -> Vec<Part> {
         parts.push(Part::Plot(scenario.name));
     }
     parts.push(Part::Heading("TRex".to_owned()));
-    match trex {
-        Some(json) => {
-            parts.push(Part::Text("What `bench/trex/run.py` wrote last, on its own machine and time:".to_owned()));
-            parts.push(Part::Verbatim(json.to_owned()));
-        }
-        None => parts.push(Part::Text(
-            "Not measured: there is no trex.json beside this report; `bench/trex/run.py` writes one against a TRex \
-             server."
-                .to_owned(),
-        )),
-    }
+    parts.extend(trex::parts(trex));
     parts
 }
 

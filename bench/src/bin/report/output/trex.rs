@@ -1,0 +1,146 @@
+//! What `bench/trex/run.py` wrote: its document's form is in docs/trex.md.
+
+use serde_json::Value;
+
+use super::tables::Part;
+
+/// The form that is understood.
+const FORMAT: u64 = 1;
+
+/// What the document says, or why it says nothing.
+pub(crate) fn parts(json: Option<&str>) -> Vec<Part> {
+    let Some(json) = json else {
+        return vec![Part::Text(
+            "Not measured: there is no trex.json beside this report; `bench/trex/run.py` writes one against a TRex server \
+             (docs/trex.md)."
+                .to_owned(),
+        )];
+    };
+    let document: Value = match serde_json::from_str(json) {
+        Ok(document) => document,
+        Err(error) => return vec![Part::Text(format!("Not measured: trex.json cannot be read ({error})."))],
+    };
+    if document["format"] != FORMAT {
+        return vec![Part::Text(format!("Not measured: trex.json has another form ({}).", document["format"]))];
+    }
+    let runs = document["runs"].as_array().into_iter().flatten();
+    runs.flat_map(|run| [Part::Text(origin(run)), Part::Table(profiles(run))]).collect()
+}
+
+fn origin(run: &Value) -> String {
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let drivers: Vec<String> =
+        run["ports"].as_array().into_iter().flatten().map(|port| text(&port["driver"])).collect();
+    format!(
+        "TRex {}, {} mode, on {} at {}, {} cores, ports of {}; not in the same run as the figures above, and on its own machine.",
+        text(&run["server"]["version"]["version"]),
+        text(&run["mode"]),
+        text(&run["server"]["host"]),
+        text(&run["time"]),
+        run["server"]["cores"],
+        drivers.join(" and "),
+    )
+}
+
+fn profiles(run: &Value) -> Vec<Vec<String>> {
+    let heading = ["profile", "no loss", "with some loss", "limited by", "latency at half of it", "sustained"];
+    let mut rows = vec![heading.map(str::to_owned).to_vec()];
+    for profile in run["profiles"].as_array().into_iter().flatten() {
+        let mut row = vec![profile["asked"].as_str().unwrap_or("?").to_owned()];
+        if let Some(error) = profile["error"].as_str() {
+            row.push(format!("not measured: {error}"));
+            row.resize(heading.len(), String::new());
+        } else {
+            let found = if profile["no_loss"].is_object() { &profile["no_loss"] } else { &profile["ndr"] };
+            let unit = profile["rate_unit"].as_str().unwrap_or_default();
+            let limits = found["limited_by"].as_array().into_iter().flatten().filter_map(Value::as_str);
+            row.extend([rate(found, unit), rate(&profile["pdr"], unit), limits.collect::<Vec<_>>().join(", ")]);
+            row.extend([latency(&profile["latency"]), sustained(&profile["sustained"])]);
+        }
+        rows.push(row);
+    }
+    rows
+}
+
+/// Median and spread of a search.
+fn rate(found: &Value, unit: &str) -> String {
+    let number = |key: &str| found[key].as_f64();
+    match (number("median"), number("lowest"), number("highest")) {
+        (Some(median), Some(lowest), Some(highest)) => format!("{median:.0} {unit} ({lowest:.0} to {highest:.0})"),
+        _ => String::new(),
+    }
+}
+
+/// Average and most of every stream.
+fn latency(points: &Value) -> String {
+    let half = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5);
+    let streams = half.and_then(|point| point["streams"].as_array()).into_iter().flatten();
+    let told = streams.map(|stream| format!("{} µs, at most {} µs", stream["average_us"], stream["most_us"]));
+    told.collect::<Vec<_>>().join("; ")
+}
+
+/// The median run of a profile that has no rate to search for.
+fn sustained(runs: &Value) -> String {
+    let of = |key: &str| {
+        let mut values: Vec<f64> = runs.as_array().into_iter().flatten().filter_map(|run| run[key].as_f64()).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied()
+    };
+    match (of("established_at_most"), of("received_by_clients_bit_s")) {
+        (Some(held), Some(bits)) => format!("{held:.0} connections, {:.2} Gbit/s to clients", bits / 1e9),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOCUMENT: &str = r#"{"format": 1, "runs": [{
+        "mode": "stl", "time": "2026-01-01T00:00:00+00:00",
+        "server": {"version": {"version": "v3.08"}, "host": "generator", "cores": 4},
+        "ports": [{"driver": "net_i40e"}, {"driver": "net_i40e"}],
+        "profiles": [
+            {"profile": "udp", "asked": "udp --size 64", "rate_unit": "packets/s",
+             "ndr": {"median": 1000000.4, "lowest": 990000, "highest": 1010000, "limited_by": ["loss"]},
+             "pdr": {"median": 1100000, "lowest": 1090000, "highest": 1110000, "limited_by": ["loss"]},
+             "latency": [{"share_of_ndr": 0.5, "streams": [{"average_us": 12.5, "most_us": 80}]}]},
+            {"profile": "mix", "asked": "mix", "error": "3 packets arrived that policy should deny"},
+            {"profile": "bulk", "asked": "bulk", "sustained": [
+                {"established_at_most": 8, "received_by_clients_bit_s": 2500000000.0}]}
+        ]}]}"#;
+
+    #[test]
+    fn what_the_runner_wrote_is_a_row_a_profile_and_what_it_could_not_measure_says_why() {
+        let parts = parts(Some(DOCUMENT));
+        let [Part::Text(origin), Part::Table(rows)] = &parts[..] else { panic!("{parts:?}") };
+        assert!(origin.starts_with("TRex v3.08, stl mode, on generator at 2026-01-01"), "{origin}");
+        assert_eq!(
+            rows[1],
+            [
+                "udp --size 64",
+                "1000000 packets/s (990000 to 1010000)",
+                "1100000 packets/s (1090000 to 1110000)",
+                "loss",
+                "12.5 µs, at most 80 µs",
+                "",
+            ]
+        );
+        assert_eq!(rows[2][1], "not measured: 3 packets arrived that policy should deny");
+        assert_eq!(rows[3][5], "8 connections, 2.50 Gbit/s to clients");
+        assert!(rows.iter().all(|row| row.len() == rows[0].len()));
+    }
+
+    #[test]
+    fn a_document_that_is_not_there_or_not_understood_is_told() {
+        for (json, told) in [
+            (None, "there is no trex.json"),
+            (Some("nothing"), "cannot be read"),
+            (Some(r#"{"format": 2}"#), "another form"),
+        ] {
+            let parts = parts(json);
+            let [Part::Text(text)] = &parts[..] else { panic!("{parts:?}") };
+            assert!(text.starts_with("Not measured: ") && text.contains(told), "{text}");
+        }
+    }
+}
