@@ -307,6 +307,10 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 #[inline(always)]
 fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     let (end, ack) = (segment.end(), segment.ack);
+    if !sender.is(SEEN) && receiver.is(SEEN) {
+        // What it has received may have passed by unseen, and what was seen be sent again.
+        receiver.end = later(receiver.end, ack);
+    }
     match state {
         // The answering side believes in an older connection (RFC 9293 section 3.5.1): the opener will reset it.
         TcpState::SynSent if !from_opener && end == segment.seq => return Step::Pass,
@@ -320,10 +324,11 @@ fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool
         sender.end = later(sender.end, end);
         sender.limit = later(sender.limit, end);
     } else {
+        let end = resume(sender.end, end, receiver.offered());
         sender = Window { end, limit: end.wrapping_add(receiver.offered()), marks: sender.marks | SEEN, ..sender };
     }
     if !receiver.is(SEEN) {
-        receiver.end = ack;
+        receiver.end = resume(receiver.end, ack, sender.offered().max(MIN_ACK_WINDOW));
     }
     receiver.limit = later(receiver.limit, ack.wrapping_add(offer.max(1)));
     if segment.flags.contains(TcpFlags::FIN) {
@@ -333,6 +338,13 @@ fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool
         receiver.marks |= FIN_ACKED;
     }
     accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
+}
+
+/// Where a side is that is heard again: at what is told of it now, unless that is so little behind what was known that it
+/// is a segment sent again, or an acknowledgement of what came before a gap. What was sent beyond it may have arrived.
+#[inline]
+fn resume(known: u32, told: u32, window: u32) -> u32 {
+    if known.wrapping_sub(told) <= window { known } else { told }
 }
 
 #[inline(always)]

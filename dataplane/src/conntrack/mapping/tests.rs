@@ -67,6 +67,41 @@ fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
     assert_eq!(step(&table, out, &segment(TcpFlags::ACK, 1001, 7_000_000)), Update::Invalid, "windows hold again");
 }
 
+/// While nobody took packets, data had arrived whose acknowledgements were lost: its sender sends from the first octet
+/// again, and the answer is about all of it.
+#[test]
+fn a_tcp_connection_goes_on_that_begins_again_with_a_segment_sent_before() {
+    let data = |seq, ack, payload_len| {
+        let flags = TcpFlags::ACK;
+        Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len, ..TcpSegment::default() })
+    };
+    let established = Update::Accepted(State::Tcp(TcpState::Established));
+    for answer_first in [false, true] {
+        let (_directory, path) = directory();
+        let (out, back) = (tcp(1).key().1, tcp(1).key().1.opposite());
+        let step = |table: &ConnTable, way, transport: &Transport| {
+            table.find(&table.prepare(&tcp(1)), NOW).unwrap().update(way, transport, NOW)
+        };
+        {
+            let table = open(&path).unwrap();
+            insert(&table, &tcp(1), &syn(), NOW).unwrap();
+            let flags = TcpFlags::SYN.with(TcpFlags::ACK);
+            let answer = TcpSegment { seq: 5000, ack: 1001, window: 1000, flags, ..TcpSegment::default() };
+            step(&table, back, &Transport::Tcp(answer));
+            for seq in [1001, 1101, 1201] {
+                assert_eq!(step(&table, out, &data(seq, 5001, 100)), established);
+            }
+        }
+        let table = open(&path).unwrap();
+        if answer_first {
+            assert_eq!(step(&table, back, &data(5001, 1101, 0)), established, "of what came before a gap");
+        }
+        assert_eq!(step(&table, out, &data(1101, 5001, 100)), established, "sent again");
+        assert_eq!(step(&table, back, &data(5001, 1301, 0)), established, "all of it, answer first: {answer_first}");
+        assert_eq!(step(&table, back, &data(5001, 1400, 0)), Update::Invalid, "windows hold again");
+    }
+}
+
 #[test]
 fn a_file_that_is_no_use_is_made_anew_and_says_why() {
     type Damage = (&'static str, fn(&Path), fn(&Unusable) -> bool);

@@ -499,6 +499,10 @@ fn picking_up_in_the_middle() {
             ],
         ),
         (
+            "a segment sent again, of which more had arrived",
+            &[first, s("A", 9000, 5100, 0).ok(Established), c("A", 5100, 9000, 10).ok(Established)],
+        ),
+        (
             "the server is heard first",
             &[s("A", 9000, 5000, 10).opens(Established), c("A", 5000, 9010, 10).ok(Established)],
         ),
