@@ -59,6 +59,11 @@ impl Stream {
         self.count() > before
     }
 
+    /// When the last packet arrived.
+    pub(crate) fn last_arrival(&self) -> Instant {
+        *self.arrivals.lock().unwrap().last().expect("some arrived")
+    }
+
     fn count(&self) -> usize {
         self.arrivals.lock().unwrap().len()
     }
@@ -87,7 +92,7 @@ impl Stream {
         while self.passes() {
             assert!(begin.elapsed() < Duration::from_secs(10), "packets still arrive after 10 s");
         }
-        self.arrivals.lock().unwrap().last().expect("some arrived").saturating_duration_since(begin)
+        self.last_arrival().saturating_duration_since(begin)
     }
 }
 

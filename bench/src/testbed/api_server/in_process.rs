@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use bytes::Bytes;
 use futures_util::stream;
 use http::{Method, Request, Response, StatusCode};
@@ -104,6 +104,27 @@ impl InProcess {
         lock(&self.state.requests).iter().filter(|request| **request == (verb, resource)).count()
     }
 
+    /// Creates an object with its status, as through another server of the same cluster: also while this one is stopped.
+    pub fn create_elsewhere(&self, object: &Value) -> Result<()> {
+        let place = place_of(object)?;
+        let refused = |(_, reason, message): Refusal| anyhow!("{reason}: {message}");
+        let mut cluster = lock(&self.state.cluster);
+        cluster.create(place.clone(), object.clone()).map_err(refused)?;
+        if object["status"].is_object() {
+            cluster.replace(place, object.clone(), true).map_err(refused)?;
+        }
+        self.state.version.send_replace(cluster.version());
+        Ok(())
+    }
+
+    /// Deletes an object in the same way.
+    pub fn delete_elsewhere(&self, object: &Value) -> Result<()> {
+        let mut cluster = lock(&self.state.cluster);
+        cluster.delete(&place_of(object)?).map_err(|(_, reason, message)| anyhow!("{reason}: {message}"))?;
+        self.state.version.send_replace(cluster.version());
+        Ok(())
+    }
+
     /// Forgets the history.
     pub fn compact(&self) {
         lock(&self.state.cluster).compact();
@@ -150,6 +171,11 @@ impl Drop for InProcess {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn place_of(object: &Value) -> Result<Place> {
+    let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+    Ok((Resource::of(object)?, text("namespace"), text("name")))
 }
 
 /// Serves all connections. Dropped, it breaks them.

@@ -8,6 +8,9 @@ use rand::Rng;
 const FIRST: Duration = Duration::from_millis(250);
 /// … doubled each time up to this.
 const LONGEST: Duration = Duration::from_secs(30);
+/// While there is nobody to connect to, it is doubled so many times alone: knocking costs a server that is down nothing,
+/// and once it is back what has changed meanwhile must not wait.
+const DOUBLINGS_UNREACHABLE: u32 = 2;
 /// What a server asks for is taken up to this: it must not silence us for good.
 const LONGEST_ASKED: Duration = Duration::from_secs(120);
 
@@ -19,6 +22,12 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
+    /// How long to wait after there was nobody to connect to.
+    pub(super) fn next_unreachable(&mut self) -> Duration {
+        self.failures = self.failures.min(DOUBLINGS_UNREACHABLE);
+        self.next(None)
+    }
+
     /// Between half and all of the present step, which then doubles. What the server asked for is kept to, and
     /// stretched by up to a quarter.
     pub(super) fn next(&mut self, asked: Option<Duration>) -> Duration {
@@ -59,6 +68,15 @@ mod tests {
         assert!(backoff.next(None) <= FIRST);
         let waits: Vec<Duration> = (0..8).map(|_| Backoff::default().next(None)).collect();
         assert!(waits.iter().any(|wait| *wait != waits[0]), "{waits:?}");
+    }
+
+    #[test]
+    fn a_server_that_cannot_be_reached_is_tried_every_second() {
+        let mut backoff = Backoff::default();
+        let waits: Vec<Duration> = (0..20).map(|_| backoff.next_unreachable()).collect();
+        let second = Duration::from_secs(1);
+        assert!(waits[0] <= FIRST && waits.iter().all(|wait| *wait <= second), "{waits:?}");
+        assert!(waits[2..].iter().all(|wait| *wait >= second / 2), "{waits:?}");
     }
 
     #[test]

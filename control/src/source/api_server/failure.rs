@@ -47,7 +47,10 @@ pub(super) enum Failure {
         /// How long it asks us to wait.
         retry_after: Option<Duration>,
     },
-    /// No connection, or one that broke.
+    /// No connection could be made.
+    #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
+    Unreachable(String),
+    /// A connection that broke.
     #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
     Connection(String),
     /// No answer for too long.
@@ -75,6 +78,7 @@ impl Failure {
                 Self::Malformed(super::chain(error))
             }
             kube::Error::Auth(error) => Self::Unauthorized(super::chain(error)),
+            other if is_of_connecting(other) => Self::Unreachable(super::chain(other)),
             other => Self::Connection(super::chain(other)),
         }
     }
@@ -96,6 +100,11 @@ impl Failure {
             }
             code => Self::Refused { code, message },
         }
+    }
+
+    /// Whether there was nobody to connect to.
+    pub(super) fn is_unreachable(&self) -> bool {
+        matches!(self, Self::Unreachable(_))
     }
 
     /// How long the server asks us to wait.
@@ -120,4 +129,12 @@ impl Failure {
     pub(super) fn asks_for_new_client(&self) -> bool {
         !matches!(self, Self::Gone(_) | Self::Forbidden { .. } | Self::Refused { .. } | Self::Server { .. })
     }
+}
+
+/// Whether the connection could not be made: nothing was asked of a server then.
+fn is_of_connecting(error: &kube::Error) -> bool {
+    let first: &(dyn std::error::Error + 'static) = error;
+    let mut causes = std::iter::successors(Some(first), |error| error.source());
+    causes
+        .any(|cause| cause.downcast_ref::<hyper_util::client::legacy::Error>().is_some_and(|error| error.is_connect()))
 }

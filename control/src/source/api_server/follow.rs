@@ -274,7 +274,8 @@ impl Follower {
         let asked = matches!(failure, Failure::Server { .. })
             .then(|| failure.retry_after().max(self.shared.connection.retry_after()))
             .flatten();
-        tokio::time::sleep(self.backoff.next(asked)).await;
+        let wait = if failure.is_unreachable() { self.backoff.next_unreachable() } else { self.backoff.next(asked) };
+        tokio::time::sleep(wait).await;
     }
 
     fn timing(&self) -> Timing {
