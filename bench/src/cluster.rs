@@ -1,13 +1,14 @@
-//! A cluster of one node, built from its manifests.
+//! Clusters built from their manifests: of one node, or of several.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use penstock_control::model::{Object, Pod};
+use ipnet::IpNet;
+use penstock_control::model::{self, Object, Pod};
 use penstock_control::source::manifest::{Options, read_manifests};
 
 use crate::probe::Site;
-use crate::testbed::Node;
+use crate::testbed::{Between, Node, Router};
 
 /// A node and its pods as the manifests of a directory have them.
 pub struct Cluster {
@@ -22,10 +23,7 @@ pub struct Cluster {
 impl Cluster {
     /// Builds the one node that there is, and a network namespace for each pod on it that has an address.
     pub fn build(objects: &[Object]) -> Result<Self> {
-        let mut nodes = objects.iter().filter_map(|object| match object {
-            Object::Node(node) => Some(node),
-            _ => None,
-        });
+        let mut nodes = nodes_in(objects);
         let (Some(described), None) = (nodes.next(), nodes.next()) else {
             bail!("a testbed's manifests have one Node, neither none nor several");
         };
@@ -42,6 +40,67 @@ impl Cluster {
     pub fn site(&self, name: &str) -> Result<usize> {
         self.sites.iter().position(|site| site.name == name).with_context(|| format!("no site {name} in this cluster"))
     }
+}
+
+/// Nodes that a router joins, and their pods, as the manifests have them.
+pub struct Nodes {
+    /// What joins them.
+    pub router: Router,
+    /// The nodes' names and the nodes, wired, in the manifests' order.
+    pub nodes: Vec<(String, Node)>,
+    /// Where probes start and end: the nodes first, then the pods of one after the other.
+    pub sites: Vec<Site>,
+}
+
+/// How nodes and pods are wired.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    /// How one node reaches the pods of another.
+    pub between: Between,
+    /// Lengths of the prefixes to which routes lead, for IPv4 and IPv6.
+    pub prefixes: (u8, u8),
+    /// Whether the pods of a node are on a bridge; else each has a route of its own.
+    pub bridged: bool,
+}
+
+impl Nodes {
+    /// Builds every node, and a network namespace for each pod on it that has an address.
+    pub fn build(objects: &[Object], layout: Layout) -> Result<Self> {
+        let Layout { between, prefixes: (v4, v6), bridged } = layout;
+        let mut router = Router::new("router")?;
+        let (mut nodes, mut networks) = (Vec::new(), Vec::new());
+        for described in nodes_in(objects) {
+            let mut node = router.add_node(&described.name, &described.addresses)?;
+            let mut of_its_pods: Vec<IpNet> = Vec::new();
+            for pod in pods_on(objects, &described.name) {
+                let name = pod.key.to_string();
+                match bridged {
+                    true => node.add_bridged_pod(&name, &pod.addresses, between.mtu())?,
+                    false => node.add_pod_with_mtu(&name, &pod.addresses, between.mtu())?,
+                };
+                let network = |&address| Ok(IpNet::new(address, if address.is_ipv4() { v4 } else { v6 })?.trunc());
+                of_its_pods.extend(pod.addresses.iter().map(network).collect::<Result<Vec<_>>>()?);
+            }
+            node.settle()?;
+            of_its_pods.sort();
+            of_its_pods.dedup();
+            nodes.push((described.name.clone(), node));
+            networks.push(of_its_pods);
+        }
+        let all: Vec<&Node> = nodes.iter().map(|(_, node)| node).collect();
+        router.join(&all, &networks, between)?;
+        let named = |(name, node): &(String, Node)| Site { name: name.clone(), ..Site::from(node) };
+        let pods = nodes.iter().flat_map(|(_, node)| node.pods()).map(Site::from);
+        let sites = nodes.iter().map(named).chain(pods).collect();
+        Ok(Self { router, nodes, sites })
+    }
+}
+
+fn nodes_in(objects: &[Object]) -> impl Iterator<Item = &model::Node> {
+    objects.iter().filter_map(|object| match object {
+        Object::Node(node) => Some(node),
+        _ => None,
+    })
 }
 
 fn pods_on<'a>(objects: &'a [Object], node: &str) -> impl Iterator<Item = &'a Pod> {

@@ -8,7 +8,7 @@ use owo_colors::{OwoColorize, Stream, Style};
 
 use crate::cluster::Cluster;
 use crate::judge::{Expectation, Judge};
-use crate::probe::{self, Outcome, Patience, Probe, Protocol};
+use crate::probe::{self, Outcome, Patience, Probe, Protocol, Site};
 
 /// One probe, what should come of it, and what came of it.
 #[derive(Clone, Debug)]
@@ -41,21 +41,26 @@ pub struct Matrix {
 impl Matrix {
     /// Sends a probe for each, and judges each. The cluster's servers must be running.
     pub fn measure(cluster: &Cluster, judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
-        let probes = probe::all_pairs(&cluster.sites, protocols);
-        let outcomes = probe::run(&cluster.sites, &probes, Patience::default())?;
+        Self::between(&cluster.sites, judge, protocols)
+    }
+
+    /// The same between any sites whose servers have their site's index as identity.
+    pub fn between(sites: &[Site], judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
+        let probes = probe::all_pairs(sites, protocols);
+        let outcomes = probe::run(sites, &probes, Patience::default())?;
         let mut entries: Vec<Entry> = probes
             .into_iter()
             .zip(outcomes)
             .map(|(probe, outcome)| {
-                let from = &cluster.sites[probe.from];
+                let from = &sites[probe.from];
                 let source = from.address(probe.destination.is_ipv6());
                 let source =
                     source.with_context(|| format!("{} lacks the family of {}", from.name, probe.destination))?;
                 Ok(Entry { probe, expected: judge.expect(source, &probe), outcome })
             })
             .collect::<Result<_>>()?;
-        ask_again(cluster, &mut entries)?;
-        let sites = cluster.sites.iter().map(|site| site.name.clone()).collect();
+        ask_again(sites, &mut entries)?;
+        let sites = sites.iter().map(|site| site.name.clone()).collect();
         Ok(Self { sites, protocols: protocols.to_vec(), entries })
     }
 
@@ -159,12 +164,12 @@ impl Matrix {
 
 /// Asks once more, with more patience, where an answer was expected and none came: on a machine that is busy with
 /// something else a packet may take a second, which is no denial.
-fn ask_again(cluster: &Cluster, entries: &mut [Entry]) -> Result<()> {
+fn ask_again(sites: &[Site], entries: &mut [Entry]) -> Result<()> {
     let late = |entry: &&mut Entry| entry.expected == Expectation::Allowed && entry.outcome == Outcome::Silent;
     let mut late: Vec<&mut Entry> = entries.iter_mut().filter(late).collect();
     let probes: Vec<Probe> = late.iter().map(|entry| entry.probe).collect();
     let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
-    let outcomes = probe::run(&cluster.sites, &probes, patience)?;
+    let outcomes = probe::run(sites, &probes, patience)?;
     late.iter_mut().zip(outcomes).for_each(|(entry, outcome)| entry.outcome = outcome);
     Ok(())
 }

@@ -14,7 +14,7 @@ use crate::testbed::Namespace;
 /// Octets written at once.
 const CHUNK: usize = 64 << 10;
 /// A transfer that moves nothing for this long has failed.
-const STALL: Duration = Duration::from_secs(5);
+const STALL: Duration = Duration::from_secs(15);
 
 /// What a transfer came to.
 #[derive(Clone, Copy, Debug)]

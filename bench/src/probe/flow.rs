@@ -19,6 +19,8 @@ const INTERVAL: Duration = Duration::from_micros(200);
 /// A TCP connection that exchanges eight octets several thousand times a second with an echo server.
 pub struct Flow {
     exchanges: Arc<AtomicU64>,
+    /// Nanoseconds that the slowest exchange took.
+    slowest: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     blocked: Receiver<Instant>,
     thread: Option<JoinHandle<()>>,
@@ -38,23 +40,29 @@ impl Flow {
             .run(|| connect(identity, address, silence))
             .with_context(|| format!("cannot open a connection to {address}"))?;
         let exchanges = Arc::new(AtomicU64::new(0));
+        let slowest = Arc::new(AtomicU64::new(0));
         let stop = Arc::new(AtomicBool::new(false));
         let (sender, blocked) = sync_channel(1);
         let thread = {
-            let (exchanges, stop) = (exchanges.clone(), stop.clone());
+            let (exchanges, slowest, stop) = (exchanges.clone(), slowest.clone(), stop.clone());
             std::thread::spawn(move || {
-                if let Some(at) = exchange(stream, &exchanges, &stop) {
+                if let Some(at) = exchange(stream, &exchanges, &slowest, &stop) {
                     // The receiver may be gone by now.
                     let _ = sender.send(at);
                 }
             })
         };
-        Ok(Self { exchanges, stop, blocked, thread: Some(thread) })
+        Ok(Self { exchanges, slowest, stop, blocked, thread: Some(thread) })
     }
 
     /// How many exchanges were completed so far.
     pub fn exchanges(&self) -> u64 {
         self.exchanges.load(Ordering::Relaxed)
+    }
+
+    /// How long the slowest exchange took since this was asked last: a gap in the connection.
+    pub fn take_slowest(&self) -> Duration {
+        Duration::from_nanos(self.slowest.swap(0, Ordering::Relaxed))
     }
 
     /// Waits until `more` further exchanges are completed, or fails once `limit` has passed.
@@ -97,7 +105,7 @@ fn connect(identity: u32, address: SocketAddr, silence: Duration) -> Result<TcpS
 }
 
 /// Exchanges until told to stop; returns when the octets were sent that were not answered.
-fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, stop: &AtomicBool) -> Option<Instant> {
+fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, slowest: &AtomicU64, stop: &AtomicBool) -> Option<Instant> {
     while !stop.load(Ordering::Relaxed) {
         let request = exchanges.load(Ordering::Relaxed).to_be_bytes();
         let sent = Instant::now();
@@ -109,6 +117,7 @@ fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, stop: &AtomicBool) -> 
             return Some(sent);
         }
         exchanges.fetch_add(1, Ordering::Relaxed);
+        slowest.fetch_max(sent.elapsed().as_nanos() as u64, Ordering::Relaxed);
         std::thread::sleep(INTERVAL);
     }
     None

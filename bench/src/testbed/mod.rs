@@ -15,6 +15,7 @@ mod netlink;
 mod node;
 mod offloads;
 mod process;
+mod router;
 mod scratch;
 
 pub use cleanup::Guard;
@@ -25,4 +26,5 @@ pub use netlink::{Netlink, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
 pub use process::Service;
+pub use router::{Between, Router};
 pub use scratch::Scratch;

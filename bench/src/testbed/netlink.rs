@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 use std::future::Future;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsRawFd;
 
 use anyhow::{Context, Result, bail};
@@ -12,10 +12,15 @@ use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType};
-use rtnetlink::{Handle, IpVersion, LinkMessageBuilder, LinkUnspec, LinkVeth, RouteMessageBuilder};
+use rtnetlink::{
+    Handle, IpVersion, LinkBridge, LinkMessageBuilder, LinkUnspec, LinkVeth, LinkVxlan, RouteMessageBuilder,
+};
 use tokio::runtime::{Builder, Runtime};
 
 use super::namespace::Namespace;
+
+/// The port that VXLAN has (RFC 7348 section 5).
+const VXLAN_PORT: u16 = 4789;
 
 /// A route netlink socket of one namespace.
 pub struct Netlink {
@@ -30,6 +35,8 @@ pub(super) enum Via {
     Link,
     /// Through a gateway on the link.
     Gateway(IpAddr),
+    /// The same, where what this machine itself sends has this source address.
+    GatewayAs { gateway: IpAddr, source: IpAddr },
 }
 
 impl Netlink {
@@ -86,6 +93,34 @@ impl Netlink {
             .build();
         self.wait(self.handle.link().add(link).execute()).with_context(|| format!("cannot add the veth {name}"))?;
         self.index(name)
+    }
+
+    /// Adds a VXLAN tunnel of this number between two machines, up: to the `remote` one over this link.
+    pub(super) fn add_vxlan(
+        &self,
+        name: &str,
+        vni: u32,
+        over: u32,
+        (local, remote): (Ipv4Addr, Ipv4Addr),
+        mtu: u32,
+    ) -> Result<u32> {
+        let tunnel = LinkVxlan::new(name, vni).dev(over).local(local).remote(remote).port(VXLAN_PORT);
+        self.wait(self.handle.link().add(tunnel.mtu(mtu).up().build()).execute())
+            .with_context(|| format!("cannot add the tunnel {name}"))?;
+        self.index(name)
+    }
+
+    /// Adds a bridge, up.
+    pub(super) fn add_bridge(&self, name: &str) -> Result<u32> {
+        self.wait(self.handle.link().add(LinkBridge::new(name).up().build()).execute())
+            .with_context(|| format!("cannot add the bridge {name}"))?;
+        self.index(name)
+    }
+
+    /// Makes an interface a port of a bridge.
+    pub(super) fn set_controller(&self, index: u32, bridge: u32) -> Result<()> {
+        self.change(LinkUnspec::new_with_index(index).controller(bridge).build())
+            .with_context(|| format!("cannot make interface {index} a port of {bridge}"))
     }
 
     fn change(&self, message: LinkMessage) -> Result<()> {
@@ -182,9 +217,13 @@ fn route(destination: IpNet, index: u32, via: Via) -> Result<RouteMessage> {
     match via {
         Via::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
         Via::Link => {}
-        Via::Gateway(gateway) => builder = builder.gateway(gateway)?,
+        Via::Gateway(gateway) | Via::GatewayAs { gateway, .. } => builder = builder.gateway(gateway)?,
     }
-    Ok(builder.build())
+    let mut message = builder.build();
+    if let Via::GatewayAs { source, .. } = via {
+        message.attributes.push(RouteAttribute::PrefSource(source.into()));
+    }
+    Ok(message)
 }
 
 fn name_of(link: &LinkMessage) -> Option<String> {

@@ -10,7 +10,10 @@ use super::namespace::Namespace;
 use super::netlink::{Netlink, Via};
 
 /// MTU of pods' veths, unless another is asked for.
-const MTU: u32 = 1500;
+pub(super) const MTU: u32 = 1500;
+
+/// Name of the bridge that has pods, where they are on one: what Penstock expects without a setting.
+const BRIDGE: &str = "cni0";
 
 /// Longest name of an interface (the kernel's `IFNAMSIZ` less its final NUL).
 const LONGEST_INTERFACE: usize = 15;
@@ -26,11 +29,17 @@ pub struct Gateways {
 
 impl Default for Gateways {
     fn default() -> Self {
-        Self { v4: Ipv4Addr::new(10, 244, 1, 1), v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, 1, 0, 0, 0, 1) }
+        Self::of_node(1)
     }
 }
 
 impl Gateways {
+    /// Of the node of this number among several: 10.244.NUMBER.1 and fd00:10:244:NUMBER::1.
+    pub fn of_node(number: u8) -> Self {
+        let v4 = Ipv4Addr::new(10, 244, number, 1);
+        Self { v4, v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, number.into(), 0, 0, 0, 1) }
+    }
+
     fn for_family_of(&self, address: IpAddr) -> IpAddr {
         if address.is_ipv4() { self.v4.into() } else { self.v6.into() }
     }
@@ -65,15 +74,19 @@ impl Node {
     /// A node with these addresses (on its loopback, since not every kernel has dummy interfaces) and the default
     /// gateways for its pods.
     pub fn new(label: &str, addresses: &[IpAddr]) -> Result<Self> {
-        let namespace = Namespace::new(label)?;
-        namespace.set_sysctl("net/ipv4/ip_forward", "1")?;
-        namespace.set_sysctl("net/ipv6/conf/all/forwarding", "1")?;
-        let netlink = namespace.netlink()?;
-        let index = netlink.index("lo")?;
+        let node = Self::unwired(label, addresses, Gateways::default())?;
+        let index = node.netlink.index("lo")?;
         for &address in addresses {
-            netlink.add_address(index, host_net(address))?;
+            node.netlink.add_address(index, host_net(address))?;
         }
-        Ok(Self { namespace, netlink, addresses: addresses.to_vec(), gateways: Gateways::default(), pods: Vec::new() })
+        Ok(node)
+    }
+
+    /// A node whose addresses are still to be put on an interface.
+    pub(super) fn unwired(label: &str, addresses: &[IpAddr], gateways: Gateways) -> Result<Self> {
+        let namespace = forwarding(label)?;
+        let netlink = namespace.netlink()?;
+        Ok(Self { namespace, netlink, addresses: addresses.to_vec(), gateways, pods: Vec::new() })
     }
 
     /// Its namespace.
@@ -122,6 +135,36 @@ impl Node {
         self.pods.last().context("a pod was just added")
     }
 
+    /// Adds a pod as a port of the bridge `cni0`, as the `bridge` CNI plugin does: pods of one node are neighbours on its
+    /// network, /24 and /64, and the gateways are the bridge's own. The first pod makes it.
+    pub fn add_bridged_pod(&mut self, name: &str, addresses: &[IpAddr], mtu: u32) -> Result<&Pod> {
+        let bridge = match self.netlink.interface_names()?.iter().any(|name| name == BRIDGE) {
+            true => self.netlink.index(BRIDGE)?,
+            false => self.add_bridge()?,
+        };
+        let namespace = Namespace::new(&name.replace('/', "-"))?;
+        let interface = self.free_interface_name(name)?;
+        let index = self.netlink.add_veth(&interface, "eth0", &namespace, mtu)?;
+        self.netlink.set_controller(index, bridge)?;
+        let inside = namespace.netlink()?;
+        let eth0 = inside.index("eth0")?;
+        inside.set_up(eth0)?;
+        for &address in addresses {
+            inside.add_address(eth0, on_bridge(address)?)?;
+            inside.add_route(every(address), eth0, Via::Gateway(self.gateways.for_family_of(address)))?;
+        }
+        self.pods.push(Pod { name: name.into(), namespace, addresses: addresses.to_vec(), interface, index });
+        self.pods.last().context("a pod was just added")
+    }
+
+    fn add_bridge(&self) -> Result<u32> {
+        let bridge = self.netlink.add_bridge(BRIDGE)?;
+        for gateway in [self.gateways.v4.into(), self.gateways.v6.into()] {
+            self.netlink.add_address(bridge, on_bridge(gateway)?)?;
+        }
+        Ok(bridge)
+    }
+
     /// Removes a pod, as a container runtime does: its veth first, then its namespace.
     pub fn remove_pod(&mut self, name: &str) -> Result<()> {
         let Some(position) = self.pods.iter().position(|pod| pod.name == name) else {
@@ -149,21 +192,7 @@ impl Node {
     /// Waits until the kernel has done what it does on its own some time after a link came up: before, it drops
     /// what is sent.
     pub fn settle(&self) -> Result<()> {
-        self.pods.iter().try_for_each(|pod| self.settle_pair(pod.index, &pod.namespace))
-    }
-
-    /// Both ends of a veth pair carry packets and have all of their IPv6 routes.
-    fn settle_pair(&self, index: u32, peer: &Namespace) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(5);
-        let inside = peer.netlink()?;
-        let eth0 = inside.index("eth0")?;
-        while !(self.netlink.is_settled(index)? && inside.is_settled(eth0)?) {
-            if Instant::now() > deadline {
-                bail!("the link to {} is not up after 5 s", peer.name());
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        Ok(())
+        self.pods.iter().try_for_each(|pod| settle_pair(&self.netlink, pod.index, &pod.namespace))
     }
 
     fn free_interface_name(&self, name: &str) -> Result<String> {
@@ -178,24 +207,7 @@ impl Node {
     /// Adds a machine behind the node, on a network of its own: 198.51.100.0/24 and fd00:51:100::/64, the node
     /// at .1 and the machine at .2.
     pub fn add_outside(&mut self, label: &str) -> Result<Outside> {
-        let namespace = Namespace::new(label)?;
-        let interface = "eth1".to_owned();
-        let index = self.netlink.add_veth(&interface, "eth0", &namespace, MTU)?;
-        let inside = namespace.netlink()?;
-        let eth0 = inside.index("eth0")?;
-        inside.set_up(eth0)?;
-        let networks: [(IpNet, IpAddr); 2] = [
-            ("198.51.100.1/24".parse()?, "198.51.100.2".parse()?),
-            ("fd00:51:100::1/64".parse()?, "fd00:51:100::2".parse()?),
-        ];
-        for (node, machine) in networks {
-            self.netlink.add_address(index, node)?;
-            inside.add_address(eth0, IpNet::new(machine, node.prefix_len())?)?;
-            inside.add_route(every(machine), eth0, Via::Gateway(node.addr()))?;
-        }
-        self.settle_pair(index, &namespace)?;
-        let addresses = networks.iter().map(|(_, machine)| *machine).collect();
-        Ok(Outside { namespace, addresses, interface })
+        Outside::behind(&self.netlink, label)
     }
 }
 
@@ -232,6 +244,28 @@ impl Pod {
 }
 
 impl Outside {
+    /// A machine behind whatever forwards: a node, or a router between nodes.
+    pub(super) fn behind(netlink: &Netlink, label: &str) -> Result<Self> {
+        let namespace = Namespace::new(label)?;
+        let interface = "eth1".to_owned();
+        let index = netlink.add_veth(&interface, "eth0", &namespace, MTU)?;
+        let inside = namespace.netlink()?;
+        let eth0 = inside.index("eth0")?;
+        inside.set_up(eth0)?;
+        let networks: [(IpNet, IpAddr); 2] = [
+            ("198.51.100.1/24".parse()?, "198.51.100.2".parse()?),
+            ("fd00:51:100::1/64".parse()?, "fd00:51:100::2".parse()?),
+        ];
+        for (gateway, machine) in networks {
+            netlink.add_address(index, gateway)?;
+            inside.add_address(eth0, IpNet::new(machine, gateway.prefix_len())?)?;
+            inside.add_route(every(machine), eth0, Via::Gateway(gateway.addr()))?;
+        }
+        settle_pair(netlink, index, &namespace)?;
+        let addresses = networks.iter().map(|(_, machine)| *machine).collect();
+        Ok(Self { namespace, addresses, interface })
+    }
+
     /// Its namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
@@ -248,11 +282,44 @@ impl Outside {
     }
 }
 
+/// A namespace that forwards both families.
+pub(super) fn forwarding(label: &str) -> Result<Namespace> {
+    let namespace = Namespace::new(label)?;
+    namespace.set_sysctl("net/ipv4/ip_forward", "1")?;
+    namespace.set_sysctl("net/ipv6/conf/all/forwarding", "1")?;
+    Ok(namespace)
+}
+
+/// Waits until both ends of a veth pair, the other one named `eth0`, carry packets and have all of their IPv6 routes.
+pub(super) fn settle_pair(netlink: &Netlink, index: u32, peer: &Namespace) -> Result<()> {
+    let inside = peer.netlink()?;
+    settle(netlink, index)?;
+    settle(&inside, inside.index("eth0")?).with_context(|| format!("in {}", peer.name()))
+}
+
+/// The same for one interface.
+pub(super) fn settle(netlink: &Netlink, index: u32) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while !netlink.is_settled(index)? {
+        if Instant::now() > deadline {
+            bail!("interface {index} is not ready after 5 s");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
 fn host_net(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
-fn every(family_of: IpAddr) -> IpNet {
+/// An address with the length of its bridge's network.
+fn on_bridge(address: IpAddr) -> Result<IpNet> {
+    Ok(IpNet::new(address, if address.is_ipv4() { 24 } else { 64 })?)
+}
+
+/// Every address of a family, as a route's destination.
+pub(super) fn every(family_of: IpAddr) -> IpNet {
     match family_of {
         IpAddr::V4(_) => Ipv4Net::default().into(),
         IpAddr::V6(_) => Ipv6Net::default().into(),

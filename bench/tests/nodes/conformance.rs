@@ -1,0 +1,324 @@
+//! The cases of a NetworkPolicy conformance tool, with its own expectations, as packets between pods of two nodes. The
+//! data is not part of the project: `../shared/conformance/` beside the repository, or wherever `PENSTOCK_CONFORMANCE`
+//! says. Where it is absent, the tests say so and skip.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use penstock_bench::probe::{self, Outcome, Patience, Probe, Protocol, Service};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::fixture::{Form, World};
+
+#[derive(Deserialize)]
+struct Suite {
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    id: u32,
+    description: String,
+    tags: BTreeSet<String>,
+    steps: Vec<Step>,
+}
+
+#[derive(Deserialize)]
+struct Step {
+    state: State,
+    expected: Vec<Expected>,
+}
+
+#[derive(Deserialize)]
+struct State {
+    namespaces: Vec<SuiteNamespace>,
+    pods: Vec<SuitePod>,
+    policies: Option<Vec<Value>>,
+}
+
+#[derive(Deserialize)]
+struct SuiteNamespace {
+    name: String,
+    labels: BTreeMap<String, String>,
+}
+
+#[derive(Deserialize)]
+struct SuitePod {
+    namespace: String,
+    name: String,
+    ip: String,
+    labels: BTreeMap<String, String>,
+    ports: Vec<SuitePort>,
+}
+
+#[derive(Deserialize)]
+struct SuitePort {
+    name: String,
+    port: u16,
+    protocol: String,
+}
+
+#[derive(Deserialize)]
+struct Expected {
+    from: String,
+    to: String,
+    resolved_port: u16,
+    protocol: String,
+    allowed: bool,
+    #[serde(default, rename = "self")]
+    is_self: bool,
+}
+
+/// The ports that the suite asks for, each over TCP and UDP.
+const SERVICES: [Service; 4] = [Service::Tcp(80), Service::Tcp(81), Service::Udp(80), Service::Udp(81)];
+/// One case in so many is taken where not all are.
+const SHARE: usize = 8;
+/// A denied probe is silent this often for so long.
+const PATIENCE: Patience = Patience { timeout: Duration::from_millis(150), attempts: 2 };
+
+fn suite() -> Option<Suite> {
+    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
+    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
+    let Ok(file) = File::open(folder.join("cyclonus-cases.json.gz")) else {
+        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
+        return None;
+    };
+    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
+}
+
+/// On which node a pod is, by its place among all pods that the suite has in any step.
+type Placement = fn(usize) -> usize;
+
+fn by_turns(place: usize) -> usize {
+    place % 2
+}
+
+fn by_pairs(place: usize) -> usize {
+    place / 2 % 2
+}
+
+fn node_name(node: usize) -> String {
+    format!("node-{node}")
+}
+
+/// Where each pod of the suite is.
+struct Places(BTreeMap<String, usize>);
+
+impl Places {
+    fn new(suite: &Suite, placement: Placement) -> Self {
+        let pods: BTreeSet<String> = suite.all_pods().map(SuitePod::full_name).collect();
+        Self(pods.into_iter().enumerate().map(|(place, pod)| (pod, placement(place))).collect())
+    }
+}
+
+impl Suite {
+    fn all_pods(&self) -> impl Iterator<Item = &SuitePod> {
+        self.cases.iter().flat_map(|case| &case.steps).flat_map(|step| &step.state.pods)
+    }
+}
+
+impl SuitePod {
+    fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    fn manifest(&self, places: &Places) -> Value {
+        let port = |port: &SuitePort| json!({"name": port.name, "containerPort": port.port, "protocol": port.protocol});
+        let ports: Vec<Value> = self.ports.iter().map(port).collect();
+        json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"namespace": self.namespace, "name": self.name, "labels": self.labels},
+            "spec": {
+                "nodeName": node_name(places.0[&self.full_name()]),
+                "containers": [{"name": "main", "image": "example.invalid/test", "ports": ports}],
+            },
+            "status": {"phase": "Running", "podIPs": [{"ip": self.ip}]},
+        })
+    }
+}
+
+impl State {
+    fn manifests(&self, places: &Places) -> String {
+        let namespace = |it: &SuiteNamespace| {
+            let mut labels = it.labels.clone();
+            labels.insert("kubernetes.io/metadata.name".to_owned(), it.name.clone());
+            json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": it.name, "labels": labels}})
+        };
+        let policy = |it: &Value| {
+            let mut policy = it.clone();
+            (policy["apiVersion"], policy["kind"]) = (json!("networking.k8s.io/v1"), json!("NetworkPolicy"));
+            policy
+        };
+        let pods = self.pods.iter().map(|pod| pod.manifest(places));
+        let policies = self.policies.iter().flatten().map(policy);
+        documents(self.namespaces.iter().map(namespace).chain(pods).chain(policies))
+    }
+}
+
+fn documents(objects: impl Iterator<Item = Value>) -> String {
+    objects.map(|object| format!("{object}\n")).collect::<Vec<_>>().join("---\n")
+}
+
+fn nodes() -> String {
+    let node = |number: usize| {
+        json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": node_name(number)},
+            "status": {"addresses": [{"type": "InternalIP", "address": format!("172.18.{}.2", number + 1)}]},
+        })
+    };
+    documents([0, 1].map(node).into_iter())
+}
+
+/// Nodes with all pods that the suite has in any step, and daemons that have been told of none.
+struct Bench {
+    world: World,
+    places: Places,
+    marks: u32,
+}
+
+impl Bench {
+    fn new(suite: &Suite, placement: Placement) -> Self {
+        let places = Places::new(suite, placement);
+        // The last pod of an address is as good as the first: they differ in their labels alone.
+        let pods: BTreeMap<String, &SuitePod> = suite.all_pods().map(|pod| (pod.full_name(), pod)).collect();
+        let namespaces: BTreeSet<&str> = pods.values().map(|pod| pod.namespace.as_str()).collect();
+        let namespace = |name| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
+        let pods = pods.values().map(|pod| pod.manifest(&places));
+        let all = nodes() + "---\n" + &documents(namespaces.into_iter().map(namespace).chain(pods));
+        let mut form = Form::routed(true);
+        // Pods of one network are on both nodes.
+        form.layout.prefixes = (32, 128);
+        let world = World::start_with(&all, form, &SERVICES, |config| config.sections += "[log]\nlevel = \"debug\"\n");
+        Self { world, places, marks: 0 }
+    }
+
+    /// Makes a state the cluster's, and waits until both nodes are in step with it.
+    fn set(&mut self, state: &State) {
+        self.world.save("all.yaml", &(nodes() + "---\n" + &state.manifests(&self.places)));
+        for (node, daemon) in self.world.daemons.iter().enumerate() {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            // What is saved later is taken later. A batch of both may be too long to be told in full: then once more.
+            loop {
+                self.marks += 1;
+                let mark = format!("mark-{}", self.marks);
+                let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": mark}});
+                let seen = daemon.log().len();
+                self.world.save("mark.yaml", &format!("{object}\n"));
+                if daemon.log().wait_for_after(seen, &mark, Duration::from_millis(500)).is_ok() {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", self.world.logs());
+            }
+        }
+    }
+
+    /// Sends all that a step expects something of, and tells what differs.
+    fn check(&self, expected: &[Expected], tally: &mut Tally) -> Vec<String> {
+        let is_sent = |row: &&Expected| !row.is_self && row.protocol != "SCTP";
+        let rows: Vec<&Expected> = expected.iter().filter(is_sent).collect();
+        let probes: Vec<Probe> = rows.iter().map(|row| self.probe(row)).collect();
+        let mut outcomes = probe::run(&self.world.sites, &probes, PATIENCE).unwrap();
+        // On a machine that is busy an answer may take longer, which is no denial.
+        let late: Vec<usize> =
+            (0..rows.len()).filter(|&at| rows[at].allowed && outcomes[at] == Outcome::Silent).collect();
+        let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
+        let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+        for (at, outcome) in late.into_iter().zip(probe::run(&self.world.sites, &again, patience).unwrap()) {
+            outcomes[at] = outcome;
+        }
+        let mut wrong = Vec::new();
+        for ((row, probe), outcome) in rows.iter().zip(&probes).zip(outcomes) {
+            let Expected { from, to, allowed, .. } = row;
+            let apart = self.places.0[from] != self.places.0[to];
+            tally.cells[usize::from(apart)][usize::from(!allowed)] += 1;
+            if outcome != if *allowed { Outcome::Reached } else { Outcome::Silent } {
+                let expected = if *allowed { "allowed" } else { "denied" };
+                wrong.push(format!("{from} to {to}, {}: expected {expected}; observed {outcome}", probe.protocol));
+            }
+        }
+        tally.sctp += expected.iter().filter(|row| row.protocol == "SCTP" && !row.is_self).count();
+        wrong
+    }
+
+    fn probe(&self, row: &Expected) -> Probe {
+        let (from, _) = self.world.target(&row.from, false);
+        let (to, destination) = self.world.target(&row.to, false);
+        let protocol = match row.protocol.as_str() {
+            "TCP" => Protocol::Tcp(row.resolved_port),
+            "UDP" => Protocol::Udp(row.resolved_port),
+            other => panic!("no such protocol: {other}"),
+        };
+        Probe { from: from as usize, to: to as usize, destination, protocol }
+    }
+}
+
+/// How many cells there were: on one node and on two, allowed and denied.
+#[derive(Default)]
+struct Tally {
+    cells: [[usize; 2]; 2],
+    sctp: usize,
+}
+
+fn run(suite: &Suite, placement: Placement, is_taken: impl Fn(usize) -> bool) {
+    let start = Instant::now();
+    let mut bench = Bench::new(suite, placement);
+    let (mut tally, mut wrong, mut cases) = (Tally::default(), Vec::new(), 0);
+    for (_, case) in suite.cases.iter().enumerate().filter(|(number, _)| is_taken(*number)) {
+        cases += 1;
+        for (number, step) in case.steps.iter().enumerate() {
+            bench.set(&step.state);
+            let place = format!("case {} ({}), step {number}", case.id, case.description);
+            let differences = bench.check(&step.expected, &mut tally);
+            wrong.extend(differences.into_iter().map(|difference| format!("{place}: {difference}")));
+        }
+    }
+    let [[allowed, denied], [allowed_apart, denied_apart]] = tally.cells;
+    println!(
+        "{cases} cases of {} in {:.1?}: on one node {allowed} allowed and {denied} denied, on two {allowed_apart} and \
+         {denied_apart}; {} expectations of SCTP are left out ({})",
+        suite.cases.len(),
+        start.elapsed(),
+        tally.sctp,
+        if Path::new("/proc/net/sctp").exists() { "there are no probes for it" } else { "this kernel has none" }
+    );
+    assert!(wrong.is_empty(), "{} cells differ:\n{}", wrong.len(), wrong[..wrong.len().min(40)].join("\n"));
+    assert!(tally.cells.iter().flatten().all(|&count| count > 100), "{:?}", tally.cells);
+}
+
+/// What a share must have, whichever cases it takes.
+const MUST_HAVE: [&str; 5] = ["named-port", "ip-block-with-except", "end-port", "action", "pathological"];
+
+#[test]
+fn a_share_of_the_conformance_cases_holds_between_pods_of_two_nodes() {
+    let mut seen: BTreeMap<&str, usize> = MUST_HAVE.map(|tag| (tag, 0)).into();
+    let Some(suite) = suite() else { return };
+    let mut taken = BTreeSet::new();
+    for (number, case) in suite.cases.iter().enumerate() {
+        // Of what matters most the first two cases are there, too.
+        let tags = seen.iter_mut().filter(|(tag, count)| case.tags.contains(**tag) && **count < 2);
+        let tags: Vec<_> = tags.collect();
+        if !tags.is_empty() || number % SHARE == 0 {
+            taken.insert(number);
+            tags.into_iter().for_each(|(_, count)| *count += 1);
+        }
+    }
+    assert!(seen.values().all(|&count| count == 2), "{seen:?}");
+    run(&suite, by_turns, |number| taken.contains(&number));
+}
+
+#[test]
+#[ignore = "takes minutes; make test-long runs it"]
+fn all_conformance_cases_hold_between_pods_of_two_nodes() {
+    let Some(suite) = suite() else { return };
+    run(&suite, by_turns, |_| true);
+}
+
+#[test]
+#[ignore = "takes minutes; make test-long runs it"]
+fn all_conformance_cases_hold_with_other_pods_on_the_same_node() {
+    let Some(suite) = suite() else { return };
+    run(&suite, by_pairs, |_| true);
+}

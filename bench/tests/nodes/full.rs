@@ -1,0 +1,148 @@
+//! A node with as many pods as a kubelet takes by default, and two workers.
+
+use std::fmt::Write;
+use std::time::{Duration, Instant};
+
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::judge::{Expectation, Judge};
+use penstock_bench::probe::{self, Outcome, Patience, Probe, Protocol, Servers, Service};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch};
+use penstock_dataplane::worker::available_cores;
+
+/// The kubelet's default.
+const PODS: usize = 110;
+/// Of so many pods each is labelled by its place.
+const GROUPS: usize = 5;
+/// All that the process has in memory, the UMEM included.
+const MOST_MEMORY: u64 = 400_000_000;
+/// Sources that send at the same time: each probe is a socket or two.
+const AT_ONCE: usize = 10;
+
+/// Group 0 lets in group 1 alone, group 2 sends to group 3 alone, group 4 answers TCP alone.
+fn manifests() -> String {
+    let mut yaml = String::from(
+        "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n---\n\
+         apiVersion: v1\nkind: Node\nmetadata: {name: node}\n\
+         status: {addresses: [{type: InternalIP, address: 172.18.0.2}, {type: InternalIP, address: \"fd00:172:18::2\"}]}\n",
+    );
+    for number in 0..PODS {
+        writeln!(
+            yaml,
+            "---\napiVersion: v1\nkind: Pod\n\
+             metadata: {{namespace: test, name: pod-{number}, labels: {{group: g{}}}}}\n\
+             spec: {{nodeName: node, containers: [{{name: main, image: example.invalid/test}}]}}\n\
+             status: {{phase: Running, podIPs: [{{ip: 10.244.1.{}}}, {{ip: \"fd00:10:244:1::{}\"}}]}}",
+            number % GROUPS,
+            10 + number,
+            10 + number
+        )
+        .unwrap();
+    }
+    for (group, rules) in [
+        (0, "ingress: [{from: [{podSelector: {matchLabels: {group: g1}}}]}]"),
+        (2, "policyTypes: [Egress], egress: [{to: [{podSelector: {matchLabels: {group: g3}}}]}]"),
+        (4, "ingress: [{ports: [{port: 8080}]}]"),
+    ] {
+        writeln!(
+            yaml,
+            "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: g{group}}}\n\
+             spec: {{podSelector: {{matchLabels: {{group: g{group}}}}}, {rules}}}"
+        )
+        .unwrap();
+    }
+    yaml
+}
+
+/// What a process has in memory, in octets: a field of `/proc/PID/status`.
+fn memory(daemon: &Daemon, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("the field is there");
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+}
+
+fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
+    let mut config = DaemonConfig::new("node", &scratch.path().join("manifests"));
+    // Everything else is at its default, so that what is measured is what a node has.
+    let cores: Vec<usize> = available_cores().iter().take(2).map(|core| core.0).collect();
+    config.sections = format!("[workers]\ncores = {cores:?}\n");
+    config.conntrack = format!("mapping = \"{}/run/conntrack\"\n", scratch.path().display());
+    let began = Instant::now();
+    let daemon = Daemon::launch(cluster.node.namespace(), &config.to_toml(), Privileges::All).unwrap();
+    let ready = daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(120));
+    assert!(ready.is_ok(), "not ready:\n{}", daemon.log().lines().join("\n"));
+    (daemon, began.elapsed())
+}
+
+/// A pair's one probe: families and protocols take turns.
+fn probe_of(cluster: &Cluster, from: usize, to: usize) -> Probe {
+    let protocol = [Protocol::Tcp(8080), Protocol::Udp(53), Protocol::Icmp][(from + 2 * to) % 3];
+    let destination = cluster.sites[to].address((from + to) % 2 == 1).unwrap();
+    Probe { from, to, destination, protocol }
+}
+
+/// Sends one probe for each pair and tells what differs, with how many were allowed and denied.
+fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
+    let (mut differences, mut counts) = (Vec::new(), [0, 0]);
+    let places: Vec<usize> = (0..cluster.sites.len()).collect();
+    for sources in places.chunks(AT_ONCE) {
+        let pairs = sources.iter().flat_map(|&from| places.iter().map(move |&to| (from, to)));
+        let probes: Vec<Probe> =
+            pairs.filter(|(from, to)| from != to).map(|(from, to)| probe_of(cluster, from, to)).collect();
+        let expected: Vec<Expectation> = (probes.iter())
+            .map(|probe| {
+                let source = cluster.sites[probe.from].address(probe.destination.is_ipv6()).unwrap();
+                judge.expect(source, probe)
+            })
+            .collect();
+        let quick = Patience { timeout: Duration::from_millis(200), attempts: 2 };
+        let mut outcomes = probe::run(&cluster.sites, &probes, quick).unwrap();
+        // On a machine that is busy an answer may take longer, which is no denial.
+        let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == Outcome::Silent;
+        let late: Vec<usize> = (0..probes.len()).filter(is_late).collect();
+        let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
+        let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+        for (at, outcome) in late.into_iter().zip(probe::run(&cluster.sites, &again, patience).unwrap()) {
+            outcomes[at] = outcome;
+        }
+        for ((probe, expected), outcome) in probes.iter().zip(expected).zip(outcomes) {
+            let allowed = expected == Expectation::Allowed;
+            counts[usize::from(!allowed)] += 1;
+            if outcome != if allowed { Outcome::Reached } else { Outcome::Silent } {
+                let (from, to) = (&cluster.sites[probe.from].name, &cluster.sites[probe.to].name);
+                differences
+                    .push(format!("{from} to {to} ({}): expected {expected}; observed {outcome}", probe.protocol));
+            }
+        }
+    }
+    (differences, counts)
+}
+
+#[test]
+fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judged_right() {
+    let scratch = Scratch::new().unwrap();
+    let directory = scratch.path().join("manifests");
+    std::fs::create_dir(&directory).unwrap();
+    std::fs::write(directory.join("all.yaml"), manifests()).unwrap();
+    let objects = read_objects(&directory).unwrap();
+    let cluster = Cluster::build(&objects).unwrap();
+    let _servers = Servers::start_all(&cluster.sites, &[Service::Tcp(8080), Service::Udp(53)]).unwrap();
+    let (daemon, took) = start(&cluster, &scratch);
+    let (differences, [allowed, denied]) = all_pairs(&cluster, &Judge::new(&objects));
+    let (now, peak) = (memory(&daemon, "VmRSS"), memory(&daemon, "VmHWM"));
+    println!(
+        "{PODS} pods, two workers: ready after {took:.2?}; {} MB in memory, {} MB at most; {allowed} pairs allowed, \
+         {denied} denied",
+        now / 1_000_000,
+        peak / 1_000_000
+    );
+    assert!(
+        differences.is_empty(),
+        "{} differ:\n{}",
+        differences.len(),
+        differences[..differences.len().min(40)].join("\n")
+    );
+    assert!(allowed > 3000 && denied > 3000, "{allowed} allowed, {denied} denied");
+    assert!(peak <= MOST_MEMORY, "{peak} octets in memory");
+    let (status, log) = daemon.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+}
