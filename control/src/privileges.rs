@@ -1,9 +1,10 @@
 //! What the daemon may do, and when it stops being able to do more.
 //!
 //! It begins with [`START`], whatever it was given: what memory, priority and namespaces take once. When it is ready,
-//! [`KEPT`] is left to the one thread that opens ports, and no capability to any other. So whoever takes over a worker,
-//! which reads what pods send, or a thread that reads manifests, has a process of root's uid without any of root's
-//! powers. Nothing is ever executed, and a set-uid program would give nothing back (`no_new_privs`).
+//! [`KEPT`] is left to the one thread that opens ports, and no capability to any other: a call that a worker, which reads
+//! what pods send, is brought to make is refused what root may do. That is no wall, since threads share their memory; the
+//! wall is that the process has no more than [`KEPT`]. No program that is executed gives any back (`no_new_privs`); the only
+//! one is what a kubeconfig may name to get a token.
 
 use std::thread;
 
