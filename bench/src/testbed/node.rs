@@ -179,10 +179,12 @@ impl Node {
         let eth0 = inside.index("eth0")?;
         inside.set_up(eth0)?;
         for &address in &pod.addresses {
-            let gateway = self.gateways.for_family_of(address);
-            self.netlink.add_address(pod.index, host_net(gateway))?;
             self.netlink.add_route(host_net(address), pod.index, Via::Link)?;
             inside.add_address(eth0, host_net(address))?;
+        }
+        for address in [false, true].into_iter().filter_map(|v6| pod.address(v6)) {
+            let gateway = self.gateways.for_family_of(address);
+            self.netlink.add_address(pod.index, host_net(gateway))?;
             inside.add_route(host_net(gateway), eth0, Via::Link)?;
             inside.add_route(every(address), eth0, Via::Gateway(gateway))?;
         }

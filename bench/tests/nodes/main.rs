@@ -4,5 +4,6 @@
 mod conformance;
 mod fixture;
 mod full;
+mod reach;
 mod topologies;
 mod upgrade;

@@ -1,0 +1,126 @@
+//! Who reaches whom beyond single packets between pods: pods with two addresses of a family, processes on nodes, and
+//! bulk transfers over every way between nodes.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::Duration;
+
+use penstock_bench::load::transfer;
+use penstock_bench::probe::Site;
+use penstock_bench::testbed::{Between, Offload};
+
+use crate::fixture::{Form, SERVICES, World};
+
+const CLUSTER: &str = include_str!("two-nodes.yaml");
+
+/// Pods `twice-a` on the one node and `twice-b` on the other have two addresses of each family, and `web-a` and `db-b`
+/// are reached from the one, and not from the other.
+fn pods_with_two_addresses() -> String {
+    let pod = |node: char, number: u8| {
+        let network = if node == 'a' { 1 } else { 2 };
+        let addresses = [number, number + 1]
+            .map(|host| format!("{{ip: 10.244.{network}.{host}}}, {{ip: \"fd00:10:244:{network}::{host}\"}}"));
+        format!(
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{namespace: ops, name: twice-{node}, labels: {{app: twice-{node}}}}}\n\
+             spec: {{nodeName: node-{node}, containers: [{{name: main, image: example.invalid/test}}]}}\n\
+             status: {{phase: Running, podIPs: [{}]}}\n",
+            addresses.join(", ")
+        )
+    };
+    let policy = |of: &str| {
+        format!(
+            "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: shop, name: {of}-from-twice}}\n\
+             spec:\n  podSelector: {{matchLabels: {{app: {of}}}}}\n  ingress:\n    \
+             - from: [{{namespaceSelector: {{}}, podSelector: {{matchLabels: {{app: twice-a}}}}}}]\n"
+        )
+    };
+    [CLUSTER, &pod('a', 40), &pod('b', 50), &policy("web"), &policy("db")].concat()
+}
+
+/// Whether a datagram from this very address of a site arrives at another one.
+fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
+    const PORT: u16 = 7000;
+    let there = SocketAddr::new(to.address(source.is_ipv6()).unwrap(), PORT);
+    let receiver = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
+    receiver.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    let sender = from.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
+    (0..3).any(|_| {
+        sender.send_to(b"from here", there).unwrap();
+        let mut octets = [0; 64];
+        receiver.recv_from(&mut octets).is_ok_and(|(length, by)| &octets[..length] == b"from here" && by.ip() == source)
+    })
+}
+
+#[test]
+fn every_address_of_a_pod_is_the_pods_on_its_own_node_and_on_another() {
+    let world = World::start(&pods_with_two_addresses(), Form::routed(true), &SERVICES);
+    // As destinations.
+    world.assert_as_expected(&world.matrix());
+    // As sources.
+    for (from, allowed) in [("ops/twice-a", true), ("ops/twice-b", false)] {
+        let from = world.site(from);
+        assert_eq!(from.addresses.len(), 4);
+        for to in ["shop/web-a", "shop/web-b", "shop/db-a", "shop/db-b"] {
+            for &source in &from.addresses {
+                assert_eq!(arrives(from, source, world.site(to)), allowed, "{} ({source}) to {to}", from.name);
+            }
+        }
+    }
+}
+
+/// From pod to pod, from a node's own process to a pod, and from a pod to a node's own process.
+const TRANSFERS: [(&str, &str); 4] = [
+    ("ops/lab-b", "ops/monitor-a"),
+    ("node-a", "ops/lab-b"),
+    ("ops/monitor-a", "node-b"),
+    ("shop/web-b", "ops/monitor-a"),
+];
+
+fn bulk_arrives(form: Form, prepare: fn(&World)) {
+    // Without policies: of interest is the way alone.
+    let open: Vec<&str> = CLUSTER.split("---\n").filter(|document| !document.contains("NetworkPolicy")).collect();
+    let world = World::start(&open.join("---\n"), form, &SERVICES);
+    prepare(&world);
+    for (from, to) in TRANSFERS {
+        let (from, to) = (world.site(from), world.site(to));
+        for v6 in [false, true] {
+            let receipt = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 10_000_000);
+            assert!(receipt.is_ok(), "{form:?}, {} to {}: {receipt:?}\n{}", from.name, to.name, world.logs());
+            let receipt = receipt.unwrap();
+            println!(
+                "{} to {} (IPv6: {v6}): {:.2} Gb/s, {} of {} segments sent again",
+                from.name,
+                to.name,
+                receipt.gigabits_per_second(),
+                receipt.retransmitted,
+                receipt.segments
+            );
+            assert!(receipt.retransmitted_share() < 0.05, "{form:?}, {} to {}: {receipt:?}", from.name, to.name);
+        }
+    }
+}
+
+#[test]
+fn bulk_transfers_between_nodes_arrive_octet_for_octet_with_uplinks() {
+    bulk_arrives(Form::routed(true), |_| {});
+}
+
+#[test]
+fn bulk_transfers_between_nodes_arrive_octet_for_octet_by_the_kernels_routes_alone() {
+    bulk_arrives(Form::routed(false), |_| {});
+}
+
+/// A tunnel has no XDP of its own, and what is longer than a frame is lost on such an uplink. A NIC cuts what the node's
+/// own stack sends before it is on the wire; here nothing is between, so that the tunnel is told to.
+#[test]
+fn bulk_transfers_between_nodes_arrive_octet_for_octet_through_a_tunnel_that_is_an_uplink() {
+    bulk_arrives(Form::tunnelled(), |world| {
+        for (_, node) in &world.nodes.nodes {
+            node.namespace().set_offload(Between::Vxlan.uplink(), Offload::Tso, false).unwrap();
+        }
+    });
+}
+
+#[test]
+fn bulk_transfers_between_nodes_arrive_octet_for_octet_through_a_tunnel_by_the_kernels_routes_alone() {
+    bulk_arrives(Form { uplink: false, ..Form::tunnelled() }, |_| {});
+}
