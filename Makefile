@@ -88,6 +88,22 @@ bench-smoke: build ## 64-byte packets per second: Penstock, raw forward, kernel,
 bench-pipeline: setup ## Nanoseconds a packet of the pipeline and of its stages, in memory
 	$(CARGO) bench --locked -p penstock-bench --bench pipeline
 
+.PHONY: bench-check
+bench-check: setup ## Instructions of the packet path's parts, counted by callgrind, against the committed baseline
+	@./scripts/setup valgrind
+	$(CARGO) bench --locked -p penstock-bench --bench instructions
+
+.PHONY: flamegraph
+flamegraph: build ## Where the worker's time goes: target/bench/flamegraph.svg   (perf and inferno; root)
+	@./scripts/setup linux-perf
+	command -v inferno-flamegraph >/dev/null || $(CARGO) install --locked inferno
+	mkdir -p $(TARGET)/bench
+	$(AS_ROOT) perf record --call-graph fp --freq 997 --output $(TARGET)/bench/perf.data -- \
+		$(TARGET)/release/report --only pps --case "Penstock" --seconds 3 --repetitions 3 --output $(TARGET)/bench/flamegraph
+	$(AS_ROOT) perf script --input $(TARGET)/bench/perf.data --comm worker-0 2>/dev/null | inferno-collapse-perf | \
+		inferno-flamegraph >$(TARGET)/bench/flamegraph.svg
+	@echo "written: $(TARGET)/bench/flamegraph.svg"
+
 .PHONY: bench-policy
 bench-policy: setup ## Policy lookup and compilation at scale, against what must be reached
 	$(CARGO) bench --locked -p penstock-bench --bench policy

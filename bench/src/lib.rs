@@ -6,6 +6,7 @@
 //! [`cluster`] builds what manifests describe, [`judge`] knows what their policies allow, and [`matrix`] compares.
 
 pub mod cluster;
+pub mod in_memory;
 pub mod judge;
 pub mod load;
 pub mod matrix;

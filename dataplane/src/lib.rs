@@ -6,6 +6,7 @@
 
 pub mod answer;
 mod cause;
+mod clocks;
 pub mod conntrack;
 pub mod forward;
 pub mod io;

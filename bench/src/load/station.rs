@@ -196,13 +196,15 @@ impl Station {
         };
         if !trial.warm_up.is_zero() {
             run.send_for(trial, trial.warm_up)?;
-            self.wait_until_quiet(&mut run)?;
+            // Flat out, what is under way at the start stands for what will be at the end.
+            if trial.rate.is_some() {
+                self.wait_until_quiet(&mut run)?;
+            }
         }
         run.probing = trial.probing;
         let (count, cores) = (self.meter.count()?, CoreTimes::read()?);
         let sent = run.send_for(trial, trial.length)?;
         let busy = CoreTimes::read()?.since(&cores);
-        // Flat out, what is under way at the end stands for what was at the start.
         let after = if trial.rate.is_none() { self.meter.count()? } else { self.wait_until_quiet(&mut run)? };
         (self.opened, self.probed) = (run.frames.opened(), run.next_probe);
         // The meter counts all datagrams of its pod: probes that were read there, too.
@@ -244,7 +246,7 @@ impl Probes {
         Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
     }
 
-    /// The share that did not arrive.
+    /// How many did not arrive.
     pub fn lost(&self) -> u64 {
         self.sent.saturating_sub(self.arrived + self.corrupted)
     }

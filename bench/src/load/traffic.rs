@@ -22,6 +22,8 @@ const STAMP: usize = 20;
 const FIRST_SOURCE: u16 = 1024;
 /// How many source ports there are for connections.
 const SOURCES: u32 = (u16::MAX - FIRST_SOURCE) as u32;
+/// The first connection that is new: those that take turns are below, in every trial, so that they are not in its way.
+const NEW: u32 = 1_200_000;
 /// Frames that are kept ready: a multiple of a mix's length.
 pub(super) const SLOTS: usize = 120;
 
@@ -61,13 +63,11 @@ pub struct Traffic {
     pub connections: u32,
     /// Which share of the packets opens a connection that was not there before, from 0 to 1.
     pub new: f64,
-    /// The first connection that is used: those below are others'.
-    pub first: u32,
 }
 
 impl Traffic {
     /// One connection with frames of 64 octets.
-    pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0, first: 0 };
+    pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0 };
 }
 
 /// Frames ready to be sent, with their payload's number and time still to be filled in.
@@ -87,8 +87,9 @@ impl Frames {
     /// Frames from one address to another, on destination ports of `ports`.
     pub(super) fn new(hop: &UdpFlow, traffic: Traffic, ports: Range<u16>) -> Result<Self> {
         ensure!(traffic.connections > 0, "traffic needs a connection");
-        let most = SOURCES * u32::from(ports.end - ports.start);
-        ensure!(traffic.first + traffic.connections <= most, "there are {most} connections at most");
+        ensure!(traffic.connections <= NEW, "there are {NEW} connections at most that take turns");
+        let all = SOURCES * u32::from(ports.end - ports.start);
+        ensure!(traffic.new == 0.0 || all > NEW, "new connections need more ports");
         let octets: Vec<Vec<u8>> =
             (0..SLOTS).map(|slot| template(hop, traffic.lengths.of(slot))).collect::<Result<_>>()?;
         let sums = octets.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
@@ -129,16 +130,16 @@ impl Frames {
 
     #[inline]
     fn connection(&mut self) -> u32 {
-        let Traffic { connections, new, first, .. } = self.traffic;
+        let Traffic { connections, new, .. } = self.traffic;
         self.due += new;
         if self.due >= 1.0 {
             self.due -= 1.0;
             self.opened += 1;
-            let room = SOURCES * u32::from(self.ports.end - self.ports.start) - first - connections;
-            return first + connections + ((self.opened - 1) % u64::from(room.max(1))) as u32;
+            let room = SOURCES * u32::from(self.ports.end - self.ports.start) - NEW;
+            return NEW + ((self.opened - 1) % u64::from(room)) as u32;
         }
         self.turns += 1;
-        first + (self.turns % u64::from(connections)) as u32
+        (self.turns % u64::from(connections)) as u32
     }
 }
 
@@ -268,7 +269,7 @@ mod tests {
     #[test]
     fn every_frame_has_a_right_checksum_and_says_what_it_is() {
         for lengths in [Lengths::Of(64), Lengths::Of(1500), Lengths::Of(513), Lengths::Imix] {
-            let mut frames = frames(Traffic { lengths, connections: 3, new: 0.5, first: 7 });
+            let mut frames = frames(Traffic { lengths, connections: 3, new: 0.5 });
             for number in 0..3 * SLOTS as u64 {
                 let slot = number as usize % SLOTS;
                 frames.stamp(slot, number, number * 1_000_003 + (1 << 60));

@@ -108,9 +108,10 @@ enum Running {
 /// A node with pods and a peer that forwards between them.
 pub struct Lane {
     peer: Peer,
+    /// Ends before its node does.
+    running: Running,
     node: Node,
     station: Station,
-    running: Running,
     manifests: PathBuf,
     /// What the peer says it is, such as its version.
     description: String,

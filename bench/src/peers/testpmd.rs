@@ -52,7 +52,7 @@ pub(super) fn start(node: &Node, scratch: &Scratch, cores: Cores) -> Result<(Ser
     }
     let log = scratch.path().join("testpmd.log");
     let output = std::fs::File::create(&log)?;
-    command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).env("XDG_RUNTIME_DIR", scratch.path());
+    command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).env("RUNTIME_DIRECTORY", scratch.path());
     let service = Service::start(command)?;
     let deadline = Instant::now() + START;
     loop {

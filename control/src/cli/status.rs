@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
+use penstock_dataplane::worker::Stage;
+
 use super::Failure;
 use super::daemon::{DaemonArgs, json, percent, short};
 use super::style;
@@ -16,7 +18,8 @@ use crate::service::table::layout;
 /// that a worker judges from then on is judged under anything older. `in force` names the snapshot.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Rates are those of the last one or two seconds. Rings show frames waiting to receive into and being sent.
+Rates are those of the last one or two seconds. Rings show frames waiting to receive into and being sent. Clocks are
+the processor's time stamp counter's, since the start, from one turn in many.
 
 Examples:
   penstock status
@@ -38,7 +41,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 
 fn text(status: &Status) -> String {
     let mut text = heading(status);
-    for table in [workers(status), ports(&status.ports), pods(&status.pods)] {
+    for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods)] {
         text.push('\n');
         text.push_str(&layout(&table));
     }
@@ -97,6 +100,20 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
         ]
     });
     std::iter::once(row(heading)).chain(told).collect()
+}
+
+/// Clocks a packet by stage; a worker that has timed none yet has none to show.
+fn stages(status: &Status) -> Vec<Vec<String>> {
+    let heading = std::iter::once("CLOCKS/PACKET".to_owned())
+        .chain(Stage::ALL.iter().map(|stage| stage.name().replace('_', " ").to_uppercase()));
+    let told = status.workers.iter().map(|worker| {
+        let clocks = Stage::ALL.iter().map(|stage| match worker.stages.packets {
+            0 => "-".to_owned(),
+            packets => (worker.stages.clocks.get(stage.name()).copied().unwrap_or(0) / packets).to_string(),
+        });
+        std::iter::once(format!("worker {}", worker.worker)).chain(clocks).collect()
+    });
+    std::iter::once(heading.collect()).chain(told).collect()
 }
 
 fn ports(ports: &[Port]) -> Vec<Vec<String>> {

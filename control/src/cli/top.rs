@@ -270,6 +270,7 @@ mod tests {
             turn_median_seconds: None,
             turn_p99_seconds: None,
             handed_over: 0,
+            stages: Default::default(),
         };
         Status {
             version: "1".to_owned(),

@@ -474,6 +474,8 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
             Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
             Polling::Busy => worker::Polling::Busy,
         },
+        time_stages: config.workers.time_stages,
+        tx_budget: config.workers.send_budget,
         connections: config.conntrack.settings().map_err(RunError::bad_input)?,
         on_cut: match config.conntrack.on_cut {
             OnCut::Drop => penstock_dataplane::answer::OnCut::Drop,

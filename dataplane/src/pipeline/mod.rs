@@ -12,12 +12,14 @@
 mod admit;
 mod answer;
 mod dispatch;
+mod timed;
 mod track;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::Cause;
+pub use timed::StageClocks;
 
 use crate::Snapshot;
 use crate::answer::{Answers, OnCut};
@@ -79,6 +81,10 @@ pub enum Occasion {
 /// Told of every judgement as it is made. Replay and logs listen; workers that need neither pass `()`, which
 /// costs nothing.
 pub trait Observer {
+    /// The policy is about to be asked.
+    #[inline]
+    fn asked(&mut self) {}
+
     /// The policy was asked about `flow` (in the connection's original direction) for frame `index`.
     fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion);
 }
@@ -165,15 +171,8 @@ impl Pipeline {
                 Mode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
                 Mode::ForwardOnly => Ok(()),
             };
-            let outcome = allowed.and_then(|()| dispatch::dispatch(&snapshot.forwarding, port, frame, &entry.packet));
-            verdicts[entry.index] = match outcome {
-                Ok(port) => Verdict::Forward(port),
-                Err(cause) => {
-                    let refusal = Refusal { cause, cut_at: tracker.cut_at };
-                    answer::answer(&mut self.answers, snapshot, frame, &entry.packet, refusal);
-                    Verdict::Drop(cause)
-                }
-            };
+            let allowed = allowed.map_err(|cause| Refusal { cause, cut_at: tracker.cut_at });
+            verdicts[entry.index] = conclude(&mut self.answers, snapshot, port, frame, &entry.packet, allowed);
         }
     }
 
@@ -212,6 +211,29 @@ impl Pipeline {
     fn locate(&mut self, slots: Range<usize>) {
         for slot in &mut self.slots[slots] {
             self.connections.locate(&mut slot.hashed);
+        }
+    }
+}
+
+/// The last stage: what may pass gets its way out; what may not is answered, if its sender is told.
+#[inline(always)]
+fn conclude(
+    answers: &mut Answers,
+    snapshot: &Snapshot,
+    port: &Port,
+    frame: &mut [u8],
+    packet: &Packet,
+    allowed: Result<(), Refusal>,
+) -> Verdict {
+    let outcome = allowed.and_then(|()| {
+        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet);
+        way.map_err(|cause| Refusal { cause, cut_at: None })
+    });
+    match outcome {
+        Ok(port) => Verdict::Forward(port),
+        Err(refusal) => {
+            answer::answer(answers, snapshot, frame, packet, refusal);
+            Verdict::Drop(refusal.cause)
         }
     }
 }

@@ -130,6 +130,7 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// Asks the policy, in the direction in which the connection is opened.
     fn judge(&mut self, flow: &Flow, occasion: Occasion) -> Result<(), Cause> {
+        self.observer.asked();
         let judgement = self.snapshot.policy.judge(flow);
         self.observer.judged(self.index, flow, &judgement, occasion);
         if self.is_unready(flow, &judgement) {

@@ -47,6 +47,8 @@ pub struct Config {
     pub cores: Vec<CoreId>,
     /// How workers wait for packets.
     pub polling: Polling,
+    /// Whether one turn in many is timed by stage.
+    pub time_stages: bool,
     /// The connection table.
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
@@ -68,6 +70,7 @@ impl Default for Config {
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),
+            time_stages: true,
             connections: conntrack::Config::default(),
             mode: Mode::Full,
             on_cut: OnCut::default(),

@@ -17,6 +17,7 @@ use super::ports::PortTable;
 use super::privileges::forgo_capabilities;
 use super::processor::{Judge, Processor};
 use super::run::Worker;
+use super::stages::StageTimer;
 use super::statistics::{
     Depths, KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
 };
@@ -350,7 +351,8 @@ fn spawn<P: Processor>(
     config: &Config,
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
     let failed = |source| StartError::Thread { worker: index, source };
-    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling)
+    let timer = StageTimer::new(config.time_stages);
+    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling, timer)
         .map_err(|error| failed(error.into()))?;
     let body = move || {
         let _ = pinned.send((core, core_affinity::set_for_current(core_affinity::CoreId { id: core.0 })));

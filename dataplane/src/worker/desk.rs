@@ -7,6 +7,7 @@ use xsk_rs::FrameDesc;
 use super::control::Shared;
 use super::mailbox::{HandOver, Holdings, Mailbox};
 use super::queue::PortQueue;
+use super::stages::TimedTurn;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use crate::forward::PortId;
 use crate::io::{FrameCache, Holder, Kick, XskQueue};
@@ -63,6 +64,8 @@ pub(super) struct Turn {
     pub(super) busy: bool,
     /// The kernel does not take what is to be sent.
     pub(super) stalled: bool,
+    /// It is one of those that are timed.
+    pub(super) timed: Option<TimedTurn>,
 }
 
 impl Desk {
@@ -210,7 +213,11 @@ impl Desk {
         dirty.retain(|&index| {
             let pool = self.shared.umem.pool();
             let Some(queue) = self.queues[index].as_mut() else { return false };
-            match queue.kick() {
+            let kick = match &mut turn.timed {
+                None => queue.kick(),
+                Some(timed) => timed.send(|| queue.kick()),
+            };
+            match kick {
                 Some(Kick::Stalled) => turn.stalled = true,
                 Some(Kick::More) => turn.busy = true,
                 Some(Kick::Drained) | None => {}

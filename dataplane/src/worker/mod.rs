@@ -17,6 +17,7 @@ mod privileges;
 mod processor;
 mod queue;
 mod run;
+mod stages;
 mod statistics;
 mod verdicts;
 
@@ -25,6 +26,7 @@ pub use dataplane::{Dataplane, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
 pub use privileges::forgo_capabilities;
+pub use stages::{Stage, StageStatistics};
 pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
 pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};
 

@@ -9,7 +9,7 @@ use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Mode, Pipeline, Verdict};
+use crate::pipeline::{BATCH, Mode, Pipeline, StageClocks, Verdict};
 
 /// What a worker does with a batch of packets: the pipeline, and in this module's tests something simpler.
 pub(crate) trait Processor: Send + 'static {
@@ -22,6 +22,19 @@ pub(crate) trait Processor: Send + 'static {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     );
+
+    /// The same, and what its stages took.
+    fn process_timed(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+    ) -> StageClocks {
+        self.process(snapshot, now, ingress, frames, verdicts);
+        StageClocks::default()
+    }
 
     /// What the last batch is to be answered with.
     fn answers(&mut self) -> Option<&mut Answers> {
@@ -91,6 +104,24 @@ impl Processor for Judge {
         } else {
             self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut ());
         }
+    }
+
+    fn process_timed(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+    ) -> StageClocks {
+        let timestamp = self.timestamp(now);
+        if !self.recorder.is_on() {
+            return self.pipeline.process_batch_timed(snapshot, timestamp, ingress, frames, verdicts, &mut ());
+        }
+        let clocks =
+            self.pipeline.process_batch_timed(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
+        self.recorder.tell(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
+        clocks
     }
 
     #[inline]

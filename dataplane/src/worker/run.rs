@@ -14,7 +14,9 @@ use super::control::Shared;
 use super::desk::{Desk, Turn};
 use super::mailbox::Command;
 use super::processor::Processor;
+use super::stages::{StageTimer, TimedTurn};
 use crate::Snapshot;
+use crate::clocks;
 use crate::io::XskQueue;
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
@@ -36,6 +38,7 @@ pub(super) struct Worker<P> {
     commands: Receiver<Command>,
     epoll: Epoll,
     polling: Polling,
+    timer: StageTimer,
     received: [FrameDesc; BATCH],
     verdicts: [Verdict; BATCH],
 }
@@ -47,6 +50,7 @@ impl<P: Processor> Worker<P> {
         processor: P,
         commands: Receiver<Command>,
         polling: Polling,
+        timer: StageTimer,
     ) -> Result<Self, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(shared.mailboxes[index].bell(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
@@ -59,6 +63,7 @@ impl<P: Processor> Worker<P> {
             commands,
             epoll,
             polling,
+            timer,
             received: [FrameDesc::default(); BATCH],
             verdicts: [Verdict::Drop(Cause::NotReady); BATCH],
         })
@@ -107,33 +112,45 @@ impl<P: Processor> Worker<P> {
 
     /// One turn: over all queues if `all` are to be looked at, else over the lively ones.
     fn turn(&mut self, now: Instant, all: bool) -> Turn {
-        let mut turn = Turn { busy: self.desk.take_handed_over() > 0, stalled: false };
+        let mut turn = Turn { timed: self.timer.begin(), ..Turn::default() };
+        turn.busy = self.desk.take_handed_over() > 0;
         if all {
             for index in 0..self.desk.queues.len() {
-                turn.busy |= self.receive(index, now);
+                turn.busy |= self.receive(index, now, &mut turn.timed);
             }
         } else {
             for position in 0..self.desk.lively.len() {
-                turn.busy |= self.receive(self.desk.lively[position], now);
+                turn.busy |= self.receive(self.desk.lively[position], now, &mut turn.timed);
             }
         }
         self.desk.forget_quiet();
         self.desk.flush(&mut self.received, &mut turn);
-        self.desk.counters().rounds.add(1);
+        let counters = self.desk.counters();
+        counters.rounds.add(1);
+        self.timer.end(turn.timed.take(), turn.busy, &counters.stages);
         turn
     }
 
     /// Receives and judges one batch of one queue. `false`: there was none.
-    fn receive(&mut self, index: usize, now: Instant) -> bool {
+    fn receive(&mut self, index: usize, now: Instant, timed: &mut Option<TimedTurn>) -> bool {
         let Some(queue) = self.desk.queues[index].as_mut() else { return false };
         let (shared, ingress) = (&self.desk.shared, queue.port);
+        let before = if timed.is_some() { clocks::now() } else { 0 };
         let mut batch = queue.xsk.receive(&shared.umem, &mut self.received);
         let count = batch.len();
         if count == 0 {
             queue.quiet = queue.quiet.map(|turns| turns + 1);
             return false;
         }
-        self.processor.process(self.snapshot.load(), now, ingress, &mut batch, &mut self.verdicts);
+        let snapshot = self.snapshot.load();
+        match timed {
+            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
+            Some(turn) => {
+                let ring_read = clocks::now().saturating_sub(before);
+                let stages = self.processor.process_timed(snapshot, now, ingress, &mut batch, &mut self.verdicts);
+                turn.received(count, ring_read, stages);
+            }
+        }
         let octets: usize = self.received[..count].iter().map(|frame| frame.lengths().data()).sum();
         queue.counters.rx_packets.add(count as u64);
         queue.counters.rx_bytes.add(octets as u64);

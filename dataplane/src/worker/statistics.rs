@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::histogram::{Durations, Histogram};
+use super::stages::{StageCounters, StageStatistics};
 use crate::forward::PortId;
 use crate::io::{FrameAccount, XskStatistics};
 use crate::pipeline::{BATCH, Cause};
@@ -63,6 +64,8 @@ pub(crate) struct WorkerCounters {
     pub(crate) asleep_nanoseconds: Counter,
     /// How long turns took in which packets were moved.
     pub(crate) busy_turns: Durations,
+    /// What the stages of some of them took.
+    pub(crate) stages: StageCounters,
     batch_sizes: [Counter; BATCH_SIZES],
     epoch: AtomicU32,
 }
@@ -257,6 +260,8 @@ pub struct WorkerStatistics {
     pub running: Duration,
     /// How long turns took in which packets were moved: judged, sent, handed over. Their sum is the time that it was busy.
     pub busy_turns: Histogram,
+    /// What the stages of some of these turns took.
+    pub stages: StageStatistics,
     /// Batches by how many packets they had: of each power of two, from 1 up to [`BATCH`], those with as many or fewer, and
     /// more than the power before.
     pub batch_sizes: Vec<u64>,
@@ -283,6 +288,7 @@ impl WorkerStatistics {
             asleep: Duration::from_nanos(counters.asleep_nanoseconds.get()),
             running,
             busy_turns: counters.busy_turns.read(),
+            stages: counters.stages.read(),
             batch_sizes: counters.batch_sizes.iter().map(Counter::get).collect(),
         }
     }

@@ -22,7 +22,7 @@ use penstock_bench::peers::Cores;
 /// Measure Penstock beside what one would run instead, and write a report.
 #[derive(Parser, Debug)]
 struct Arguments {
-    /// Only scenarios whose name has this in it; may be given several times
+    /// Only scenarios whose name begins with this; may be given several times
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Only cases whose name has this in it; may be given several times
@@ -78,8 +78,10 @@ fn report(arguments: &Arguments) -> Result<()> {
     ensure!(repetitions > 0, "--repetitions 0 measures nothing; give 1 or more");
     ensure!((0.05..=60.0).contains(&seconds), "--seconds must be between 0.05 and 60");
     let named = |name: &str, only: &[String]| only.is_empty() || only.iter().any(|part| name.contains(part.as_str()));
+    let begins =
+        |name: &str, only: &[String]| only.is_empty() || only.iter().any(|part| name.starts_with(part.as_str()));
     let mut chosen: Vec<scenarios::Scenario> =
-        all.into_iter().filter(|scenario| named(scenario.name, &arguments.only)).collect();
+        all.into_iter().filter(|scenario| begins(scenario.name, &arguments.only)).collect();
     for scenario in &mut chosen {
         scenario.cases.retain(|case| named(&case.name, &arguments.case));
     }

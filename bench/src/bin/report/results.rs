@@ -79,6 +79,8 @@ pub(crate) struct CaseResult {
     pub(crate) samples: Vec<Samples>,
     /// Why there are no samples, or fewer than there should be.
     pub(crate) failure: Option<String>,
+    /// How often it was tried in vain.
+    pub(crate) failed: u32,
 }
 
 /// A scenario and what came of it.

@@ -27,12 +27,10 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
-                // What has failed for good is not tried again.
-                if into.failure.is_none() {
-                    match lanes.get(&case.spec) {
-                        Ok(lane) => take(into, (case.measure)(lane, plan, &mut known)),
-                        Err(reason) => into.failure = Some(reason),
-                    }
+                // What fails twice is not tried again.
+                if into.failed < 2 {
+                    let lane = lanes.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
+                    take(into, lane.and_then(|lane| (case.measure)(lane, plan, &mut known)));
                 }
                 bar.inc(1);
             }
@@ -53,7 +51,10 @@ fn take(into: &mut CaseResult, measured: Result<Vec<Option<f64>>>) {
                 value.into_iter().for_each(|value| samples.add(value));
             }
         }
-        Err(error) => into.failure = Some(format!("{error:#}").replace('\n', "; ")),
+        Err(error) => {
+            into.failure = Some(format!("{error:#}").replace('\n', "; "));
+            into.failed += 1;
+        }
     }
 }
 

@@ -1,7 +1,6 @@
 //! 64-byte UDP packets per second of Penstock, of Penstock without policy, of the kernel, and of the kernel with
 //! nftables: one run, one topology, one generator.
 
-mod lane;
 mod report;
 
 use std::process::ExitCode;
@@ -9,9 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use penstock_bench::load::{Traffic, Trial};
+use penstock_bench::peers::{Cores, Lane, Missing, Peer, Size};
 
-use lane::{Cores, Lane};
-use report::{Case, Report};
+use report::{Case, Rates, Report};
 
 /// Packets per second of 64-byte UDP frames between two pods, in four configurations.
 #[derive(Parser, Debug)]
@@ -37,44 +37,43 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> Result<()> {
     ensure!(arguments.repetitions > 0, "--repetitions 0 measures nothing; give 1 or more");
     ensure!(arguments.seconds > 0.0 && arguments.seconds <= 60.0, "--seconds must be above 0 and at most 60");
-    let cores = cores()?;
+    let cores = Cores::first_two()?;
     report::introduce(cores);
+    let build = |label: &str, peer: Peer| Lane::build(label, peer, SIZE, 1500, cores);
     let mut lanes = vec![
-        (Lane::penstock("full", cores)?, vec![Case::Penstock]),
-        (Lane::penstock("forward", cores)?, vec![Case::Forward]),
-        (Lane::kernel()?, vec![Case::Kernel { steered: false }, Case::Kernel { steered: true }]),
+        (build("full", Peer::penstock())?, vec![Case::Penstock]),
+        (build("forward", Peer::forward())?, vec![Case::Forward]),
+        (build("kernel", Peer::Kernel)?, vec![Case::Kernel { steered: false }, Case::Kernel { steered: true }]),
     ];
-    if let Some(nft) = lane::nft_command() {
-        lanes.push((Lane::nftables(&nft)?, vec![Case::Nftables { steered: false }, Case::Nftables { steered: true }]));
-    } else {
-        println!("no nft command: (d) is left out; install it with: apt-get install nftables\n");
+    match build("nftables", Peer::Nftables) {
+        Ok(lane) => {
+            lanes.push((lane, vec![Case::Nftables { steered: false }, Case::Nftables { steered: true }]));
+        }
+        Err(error) if error.is::<Missing>() => println!("(d) is left out: {error:#}\n"),
+        Err(error) => return Err(error),
     }
+    let trial = Trial::flat_out(Traffic::SMALLEST, Duration::from_secs_f64(arguments.seconds));
     let mut report = Report::default();
     for repetition in 1..=arguments.repetitions {
-        for (lane, cases) in &lanes {
-            for &case in cases {
-                let length = Duration::from_secs_f64(arguments.seconds);
-                let rates = lane
-                    .measure(length, cores, case.steered())
+        for (lane, cases) in &mut lanes {
+            for &case in &*cases {
+                let rates = measure(lane, &trial, case)
                     .with_context(|| format!("{} in repetition {repetition}", case.name()))?;
                 report.add(case, rates);
             }
         }
         report.progress(repetition, arguments.repetitions);
     }
-    for (lane, cases) in &lanes {
-        let wrong = lane.wrong_checksums()?;
-        ensure!(wrong == 0, "{wrong} packets arrived with a wrong checksum ({})", cases[0].name());
-    }
     report.print();
     Ok(())
 }
 
-/// The first two cores that this process may use.
-fn cores() -> Result<Cores> {
-    let cores = core_affinity::get_core_ids().context("the system does not tell which cores there are")?;
-    let [generator, worker, ..] = cores.as_slice() else {
-        anyhow::bail!("generator and worker need a core each, and there is one core; run it where there are two");
-    };
-    Ok(Cores { generator: generator.id, worker: worker.id })
+/// Two pods, and a policy on either side of the connection that is measured.
+const SIZE: Size = Size { pods: 2, policies: 2 };
+
+fn measure(lane: &mut Lane, trial: &Trial, case: Case) -> Result<Rates> {
+    lane.steer(case.steered())?;
+    let outcome = lane.run(trial)?;
+    ensure!(outcome.corrupted == 0, "{} packets arrived with a wrong checksum", outcome.corrupted);
+    Ok(Rates { offered: outcome.offered_rate(), received: outcome.rate() })
 }

@@ -3,7 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 
-use super::lane::{Cores, Rates};
+use penstock_bench::peers::Cores;
+
+/// What one measurement came to, in packets per second.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rates {
+    pub(crate) offered: f64,
+    pub(crate) received: f64,
+}
 
 /// One configuration, as it is measured.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -35,7 +42,7 @@ impl Case {
 pub(crate) fn introduce(cores: Cores) {
     println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 octets");
     println!("  generator (AF_PACKET past the queueing discipline) on core {},", cores.generator);
-    println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP socket", cores.worker);
+    println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP sockets", cores.worker);
     println!("  kernel cases: as a node has it, all on the sender's core; and with RPS on the sender's veth, which");
     println!("  gives the forwarding core {} as Penstock has it", cores.worker);
     println!(

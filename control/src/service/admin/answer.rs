@@ -9,7 +9,7 @@ use penstock_dataplane::conntrack::Connection;
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::{Judgement, Side};
-use penstock_dataplane::worker::{Dataplane, Depths, KernelDrops, PortStatistics, QueueDepth};
+use penstock_dataplane::worker::{Dataplane, Depths, KernelDrops, PortStatistics, QueueDepth, Stage, StageStatistics};
 
 use super::question::Listing;
 use super::types;
@@ -120,6 +120,7 @@ impl View<'_> {
                     turn_median_seconds: figures.busy_turns.quantile(0.5).map(|time| time.as_secs_f64()),
                     turn_p99_seconds: figures.busy_turns.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
+                    stages: stages(&figures.stages),
                 }
             })
             .collect()
@@ -292,4 +293,9 @@ fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::Queue {
         sending: sum.sending + depth.sending,
         size: sum.size + ring,
     })
+}
+
+fn stages(timed: &StageStatistics) -> types::Stages {
+    let clocks = Stage::ALL.into_iter().map(|stage| (stage.name().to_owned(), timed.clocks(stage))).collect();
+    types::Stages { packets: timed.packets, interrupted: timed.interrupted, clocks }
 }

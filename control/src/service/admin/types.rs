@@ -82,6 +82,20 @@ pub struct Worker {
     pub turn_p99_seconds: Option<f64>,
     /// Packets from other workers that wait for it.
     pub handed_over: usize,
+    /// What packets cost it by stage.
+    #[serde(default)]
+    pub stages: Stages,
+}
+
+/// What packets cost a worker by stage, since the start: sums over one turn in many.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Stages {
+    /// Packets received in the turns that were timed.
+    pub packets: u64,
+    /// Turns that were timed and left out, because the core was taken away from the worker in between.
+    pub interrupted: u64,
+    /// Clocks of the processor's time stamp counter, by stage.
+    pub clocks: BTreeMap<String, u64>,
 }
 
 /// An open port.

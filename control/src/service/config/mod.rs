@@ -191,11 +191,21 @@ pub struct Workers {
     pub polling: Polling,
     /// How long an adaptive worker spins without a packet before it sleeps.
     pub spin: Time,
+    /// How many packets of a queue the kernel sends at one wake-up, where it can be told.
+    pub send_budget: u32,
+    /// Whether one turn in many is timed by stage.
+    pub time_stages: bool,
 }
 
 impl Default for Workers {
     fn default() -> Self {
-        Self { cores: None, polling: Polling::Adaptive, spin: Time::microseconds(50) }
+        Self {
+            cores: None,
+            polling: Polling::Adaptive,
+            spin: Time::microseconds(50),
+            send_budget: 1024,
+            time_stages: true,
+        }
     }
 }
 

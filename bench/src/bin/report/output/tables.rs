@@ -26,7 +26,10 @@ pub(crate) fn document(results: &Results, trex: Option<&str>) -> Vec<Part> {
         parts.push(Part::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
         parts.push(Part::Table(cases(scenario)));
         let failures = scenario.cases.iter().filter_map(|case| Some((case, case.failure.as_ref()?)));
-        parts.extend(failures.map(|(case, why)| Part::Text(format!("Not measured: {}: {why}.", case.name))));
+        parts.extend(failures.map(|(case, why)| {
+            let what = if case.samples.is_empty() { "Not measured" } else { "Failed in some repetitions" };
+            Part::Text(format!("{what}: {}: {why}.", case.name))
+        }));
         parts.push(Part::Plot(scenario.name));
     }
     parts.push(Part::Heading("TRex".to_owned()));

@@ -8,6 +8,7 @@ use penstock_bench::peers::{Lane, Peer};
 
 use super::{Case, Known, Scenario};
 use crate::Plan;
+use crate::lanes::Spec;
 use crate::results::Metric;
 
 /// Probes a second beside the load.
@@ -19,7 +20,7 @@ fn peers() -> [Peer; 6] {
 }
 
 fn search(lane: &mut Lane, plan: &Plan, may_lose: f64, highest: f64) -> Result<f64> {
-    let search = Search { may_lose, highest, short: plan.length / 4, long: plan.length, width: 0.04, trials: 14 };
+    let search = Search { may_lose, highest, short: plan.length / 4, long: plan.length, width: 0.04, trials: 10 };
     let trial = |rate: f64, length: Duration| {
         let mut trial = Trial::paced(Traffic::SMALLEST, rate, length);
         trial.warm_up = Duration::from_millis(20);
@@ -44,13 +45,12 @@ const RATES: &[Metric] = &[
 
 pub(crate) fn no_drop_rates() -> Scenario {
     let cases = peers().map(|peer| {
-        let case = Case::of(peer.clone(), |_, _, _| Ok(Vec::new()));
-        let name = case.name.clone();
+        let name = Spec::of(peer.clone()).peer_name();
         let measure = move |lane: &mut Lane, plan: &Plan, known: &mut Known| {
             let flat_out = lane.run(&Trial::flat_out(Traffic::SMALLEST, plan.length / 2))?;
             let partial = search(lane, plan, 0.005, flat_out.rate().max(1e4))?;
             let none = search(lane, plan, 0.0, partial)?;
-            let best = known.entry(known_as(&name)).or_insert(0.0);
+            let best = known.entry(known_as(name)).or_insert(0.0);
             *best = best.max(none);
             Ok(vec![Some(none / 1e3), Some(partial / 1e3), Some(none / flat_out.rate())])
         };

@@ -1,6 +1,7 @@
 //! What is measured.
 
 mod disturbances;
+mod inside;
 mod latency;
 mod tcp;
 mod throughput;
@@ -83,5 +84,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::updates(),
         disturbances::swap(),
         disturbances::flood(),
+        inside::stages(),
+        inside::matrix(),
     ]
 }

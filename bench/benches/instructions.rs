@@ -1,0 +1,196 @@
+//! Instructions of the packet path's parts, counted by callgrind: what must not drift, whatever else the machine does.
+//!
+//! `make bench-check` compares with `bench/baselines/instructions.txt` and fails where a part takes more than 3 % more.
+//! `PENSTOCK_BLESS=1 make bench-check` writes the baseline anew. A count is the difference of two runs of the same part
+//! that differ in how often they do it, so that what is done once is not in it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+
+use penstock_bench::in_memory::{Batch, frame, snapshot};
+use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_dataplane::forward::PortId;
+use penstock_dataplane::packet::{Sum, parse};
+use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+
+type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// The most that a part may take more than its baseline.
+const MARGIN: f64 = 0.03;
+/// How often each part is done in the two runs.
+const RUNS: (u64, u64) = (200, 1200);
+/// The parts, and how many packets one time of each is.
+const PARTS: [(&str, u64); 7] = [
+    ("parse", 1),
+    ("checksum of 1,480 octets", 1),
+    ("policy lookup", 1),
+    ("connection, find and update", 1),
+    ("pipeline, established", BATCH as u64),
+    ("pipeline, established, timed", BATCH as u64),
+    ("pipeline, forward only", BATCH as u64),
+];
+/// Flows of what has connections.
+const FLOWS: usize = 1024;
+const NOW: Timestamp = Timestamp::from_millis(5_000_000);
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().position(|argument| argument == "--part") {
+        Some(at) => work(&arguments[at + 1], arguments[at + 2].parse().unwrap_or(0)).map(|()| true),
+        None => check(),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("instructions: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Counts all parts and compares them with the baseline.
+fn check() -> Fallible<bool> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("baselines/instructions.txt");
+    let mut counted = BTreeMap::new();
+    for (part, packets) in PARTS {
+        let (few, many) = (count(part, RUNS.0)?, count(part, RUNS.1)?);
+        counted.insert(part, many.saturating_sub(few) as f64 / ((RUNS.1 - RUNS.0) * packets) as f64);
+    }
+    if std::env::var_os("PENSTOCK_BLESS").is_some() {
+        std::fs::write(&path, baseline(&counted))?;
+        println!("written: {}", path.display());
+        return Ok(true);
+    }
+    let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let known: BTreeMap<&str, f64> = text
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| line.rsplit_once(' '))
+        .filter_map(|(part, count)| Some((part.trim(), count.parse().ok()?)))
+        .collect();
+    let mut holds = true;
+    println!("{:32} {:>10} {:>10} {:>8}", "instructions a packet", "baseline", "now", "change");
+    for (part, _) in PARTS {
+        let now = counted[part];
+        let Some(&before) = known.get(part) else {
+            println!("{part:32} {:>10} {now:>10.1}   not in the baseline", "-");
+            holds = false;
+            continue;
+        };
+        let change = now / before - 1.0;
+        let verdict = if change > MARGIN { "more than 3 % above" } else { "" };
+        holds &= change <= MARGIN;
+        println!("{part:32} {before:>10.1} {now:>10.1} {:>+7.1}% {verdict}", change * 100.0);
+    }
+    if !holds {
+        println!("With another compiler than the baseline's counts differ: its first line names it.");
+    }
+    Ok(holds)
+}
+
+fn baseline(counted: &BTreeMap<&str, f64>) -> String {
+    let compiler = Command::new("rustc").arg("--version").output().map(|output| output.stdout).unwrap_or_default();
+    let mut text = format!("# Instructions a packet, {}", String::from_utf8_lossy(&compiler));
+    for (part, _) in PARTS {
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "{part} {:.1}", counted[part]);
+    }
+    text
+}
+
+/// Instructions of a process that does a part so many times.
+fn count(part: &str, times: u64) -> Fallible<u64> {
+    let program: PathBuf = std::env::current_exe()?;
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg(program)
+        .args(["--part", part, &times.to_string()])
+        .output()
+        .map_err(|error| format!("cannot run valgrind ({error}); install it with: apt-get install valgrind"))?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        return Err(format!("{part} failed under valgrind: {text}").into());
+    }
+    let collected = text.lines().find_map(|line| line.split_once("Collected : ")).map(|(_, count)| count.trim());
+    Ok(collected.ok_or("callgrind says no count")?.parse()?)
+}
+
+/// Does a part so many times: this is what callgrind runs.
+fn work(part: &str, times: u64) -> Fallible<()> {
+    let bytes = frame(0);
+    match part {
+        "parse" => repeat(times, || parse(black_box(&bytes))),
+        "checksum of 1,480 octets" => {
+            let payload = [0x5a; 1480];
+            repeat(times, || Sum::default().add_bytes(black_box(&payload)).folded());
+        }
+        "policy lookup" => {
+            let set = snapshot().policy;
+            let flow = parse(&bytes).map_err(|cause| format!("{cause:?}"))?.flow;
+            repeat(times, || set.judge(black_box(&flow)));
+        }
+        "connection, find and update" => connections(times)?,
+        "pipeline, established" => pipeline(Mode::Full, times, false)?,
+        "pipeline, established, timed" => pipeline(Mode::Full, times, true)?,
+        "pipeline, forward only" => pipeline(Mode::ForwardOnly, times, false)?,
+        _ => return Err(format!("there is no part {part}").into()),
+    }
+    Ok(())
+}
+
+fn repeat<T>(times: u64, work: impl Fn() -> T) {
+    for _ in 0..times {
+        black_box(work());
+    }
+}
+
+fn table() -> Fallible<Arc<ConnTable>> {
+    Ok(Arc::new(ConnTable::new(&Config { entries: 1 << 14, quota: Some(1 << 14), ..Config::default() })?))
+}
+
+fn connections(times: u64) -> Fallible<()> {
+    let table = table()?;
+    fill(&mut Pipeline::new(table.clone(), Mode::Full), &mut Batch::of(FLOWS))?;
+    let packets: Vec<_> = (0..FLOWS)
+        .map(|number| parse(&frame(number)).map_err(|cause| format!("{cause:?}")))
+        .collect::<Result<_, _>>()?;
+    for packet in packets.iter().cycle().take(times as usize) {
+        let hashed = table.prepare(&packet.flow);
+        let mut connection = table.find(&hashed, NOW).ok_or("a connection that was opened is not found")?;
+        black_box(connection.update(hashed.orientation(), &packet.transport, NOW));
+    }
+    Ok(())
+}
+
+/// Opens all connections of a batch's frames.
+fn fill(pipeline: &mut Pipeline, batch: &mut Batch) -> Fallible<()> {
+    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(Cause::NotReady); BATCH]);
+    for _ in 0..batch.count() / BATCH {
+        pipeline.process_batch(&snapshot, NOW, PortId(0), batch, &mut verdicts, &mut ());
+        if verdicts != [Verdict::Forward(PortId(1)); BATCH] {
+            return Err(format!("not every packet passes: {:?}", verdicts[0]).into());
+        }
+        batch.turn();
+    }
+    Ok(())
+}
+
+fn pipeline(mode: Mode, times: u64, timed: bool) -> Fallible<()> {
+    let (mut pipeline, mut batch) = (Pipeline::new(table()?, mode), Batch::of(FLOWS));
+    fill(&mut pipeline, &mut batch)?;
+    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(Cause::NotReady); BATCH]);
+    for _ in 0..times {
+        if timed {
+            black_box(pipeline.process_batch_timed(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ()));
+        } else {
+            pipeline.process_batch(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ());
+        }
+        batch.turn();
+    }
+    Ok(())
+}

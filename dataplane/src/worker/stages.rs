@@ -1,0 +1,209 @@
+//! What the stages of a turn cost: one turn in many is timed.
+
+use super::statistics::Counter;
+use crate::clocks;
+use crate::pipeline::StageClocks;
+
+/// Turns with packets between two that are timed. A timed one looks at the clock some ten times, a few hundred clocks in
+/// all, which is a few clocks a turn.
+const INTERVAL: u32 = 64;
+/// Clocks from which on a turn was not the worker's own: its core was taken away in between, by the system or by whoever runs
+/// the virtual machine.
+const INTERRUPTED: u64 = 1 << 22;
+
+/// What a worker does with packets, in order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Stage {
+    /// Taking descriptors from RX rings.
+    RingRead,
+    /// Parsing, checking the source, fetching what is needed of the connection table.
+    Parse,
+    /// Finding and updating connections, opening those that are new.
+    Connection,
+    /// Asking the policy.
+    Policy,
+    /// Finding the next hop and rewriting headers.
+    Rewrite,
+    /// Everything else outside of system calls: descriptors into TX and fill rings, frames that come back, counters.
+    RingWrite,
+    /// The system call that has the kernel send.
+    Send,
+}
+
+impl Stage {
+    /// How many there are.
+    pub const COUNT: usize = 7;
+    /// All of them, in order.
+    pub const ALL: [Self; Self::COUNT] =
+        [Self::RingRead, Self::Parse, Self::Connection, Self::Policy, Self::Rewrite, Self::RingWrite, Self::Send];
+
+    /// As statistics call it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::RingRead => "ring_read",
+            Self::Parse => "parse",
+            Self::Connection => "connection",
+            Self::Policy => "policy",
+            Self::Rewrite => "rewrite",
+            Self::RingWrite => "ring_write",
+            Self::Send => "send",
+        }
+    }
+}
+
+/// Sums over the turns that were timed. The worker alone writes.
+#[derive(Default, Debug)]
+pub(crate) struct StageCounters {
+    packets: Counter,
+    interrupted: Counter,
+    clocks: [Counter; Stage::COUNT],
+}
+
+/// Sums over the turns that were timed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StageStatistics {
+    /// Packets received in them.
+    pub packets: u64,
+    /// Turns that were timed and are not counted, because the core was taken away in between.
+    pub interrupted: u64,
+    clocks: [u64; Stage::COUNT],
+}
+
+impl StageStatistics {
+    /// Clocks of the processor's time stamp counter that a stage took (nanoseconds where it has none).
+    pub fn clocks(&self, stage: Stage) -> u64 {
+        self.clocks[stage as usize]
+    }
+}
+
+impl StageCounters {
+    pub(crate) fn read(&self) -> StageStatistics {
+        let clocks = Stage::ALL.map(|stage| self.clocks[stage as usize].get());
+        StageStatistics { packets: self.packets.get(), interrupted: self.interrupted.get(), clocks }
+    }
+
+    fn add(&self, turn: &TimedTurn, total: u64) {
+        if total >= INTERRUPTED {
+            self.interrupted.add(1);
+            return;
+        }
+        self.packets.add(turn.packets);
+        for (counter, clocks) in self.clocks.iter().zip(turn.clocks) {
+            counter.add(clocks);
+        }
+        let named: u64 = turn.clocks.iter().sum();
+        self.clocks[Stage::RingWrite as usize].add(total.saturating_sub(named));
+    }
+}
+
+/// A turn that is timed.
+#[derive(Default)]
+pub(super) struct TimedTurn {
+    start: u64,
+    packets: u64,
+    clocks: [u64; Stage::COUNT],
+}
+
+impl TimedTurn {
+    /// Counts what was read from a ring since `before`, and what became of it.
+    pub(super) fn received(&mut self, packets: usize, ring_read: u64, stages: StageClocks) {
+        self.packets += packets as u64;
+        let StageClocks { parse, connection, policy, rewrite } = stages;
+        let times = [
+            (Stage::RingRead, ring_read),
+            (Stage::Parse, parse),
+            (Stage::Connection, connection),
+            (Stage::Policy, policy),
+            (Stage::Rewrite, rewrite),
+        ];
+        for (stage, clocks) in times {
+            self.clocks[stage as usize] += clocks;
+        }
+    }
+
+    /// Does what has the kernel send.
+    pub(super) fn send<T>(&mut self, send: impl FnOnce() -> T) -> T {
+        let before = clocks::now();
+        let result = send();
+        self.clocks[Stage::Send as usize] += clocks::now().saturating_sub(before);
+        result
+    }
+}
+
+/// Decides which turns are timed.
+pub(super) struct StageTimer {
+    on: bool,
+    until_next: u32,
+}
+
+impl StageTimer {
+    pub(super) fn new(on: bool) -> Self {
+        Self { on, until_next: INTERVAL }
+    }
+
+    /// A turn begins.
+    #[inline]
+    pub(super) fn begin(&mut self) -> Option<TimedTurn> {
+        let due = self.on && self.until_next == 0;
+        due.then(|| TimedTurn { start: clocks::now(), ..TimedTurn::default() })
+    }
+
+    /// A turn is over. One without packets does not count: the next is timed in its place.
+    #[inline]
+    pub(super) fn end(&mut self, turn: Option<TimedTurn>, busy: bool, counters: &StageCounters) {
+        match turn {
+            Some(turn) if turn.packets > 0 => {
+                counters.add(&turn, clocks::now().saturating_sub(turn.start));
+                self.until_next = INTERVAL;
+            }
+            Some(_) => {}
+            None => self.until_next = self.until_next.saturating_sub(u32::from(busy)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_turn_in_many_is_timed_and_its_stages_add_up_to_the_whole() {
+        let (mut timer, counters) = (StageTimer::new(true), StageCounters::default());
+        let mut timed = 0;
+        for _ in 0..10 * (INTERVAL + 1) {
+            let mut turn = timer.begin();
+            if let Some(turn) = &mut turn {
+                timed += 1;
+                turn.received(8, 5, StageClocks { parse: 1, connection: 2, policy: 3, rewrite: 4 });
+                turn.send(|| std::hint::black_box(0));
+            }
+            timer.end(turn, true, &counters);
+        }
+        let read = counters.read();
+        assert_eq!((timed, read.packets + 8 * read.interrupted), (10, 80));
+        let counted = read.packets / 8;
+        let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
+        assert_eq!(stages.map(|stage| read.clocks(stage)), [5, 1, 2, 3, 4].map(|clocks| clocks * counted));
+        assert!(read.clocks(Stage::Send) > 0 || counted == 0);
+    }
+
+    #[test]
+    fn a_turn_without_packets_is_not_counted_and_one_that_is_off_never() {
+        for on in [true, false] {
+            let (mut timer, counters) = (StageTimer::new(on), StageCounters::default());
+            for _ in 0..3 * INTERVAL {
+                let turn = timer.begin();
+                assert!(on || turn.is_none());
+                timer.end(turn, true, &counters);
+            }
+            assert_eq!(counters.read(), StageStatistics::default());
+        }
+    }
+
+    #[test]
+    fn a_turn_from_which_the_core_was_taken_is_not_counted() {
+        let counters = StageCounters::default();
+        counters.add(&TimedTurn { packets: 3, ..TimedTurn::default() }, INTERRUPTED);
+        assert_eq!(counters.read(), StageStatistics { interrupted: 1, ..StageStatistics::default() });
+    }
+}
