@@ -55,6 +55,9 @@ causes! {
     TooBig = "too_big",
     /// The egress policy of the source does not allow it.
     EgressDenied = "egress_denied",
+    /// The same, and the destination is a Service's address. Rules for pods do not mean it, since it stands for several
+    /// pods and which one is not decided yet; an ipBlock rule may.
+    ServiceDenied = "service_denied",
     /// The ingress policy of the destination does not allow it.
     IngressDenied = "ingress_denied",
     /// Its connection was allowed once and is not any more.

@@ -22,7 +22,7 @@ pub use cleanup::Guard;
 pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
-pub use netlink::{Netlink, network_state};
+pub use netlink::{Netlink, Via, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
 pub use process::Service;

@@ -30,13 +30,18 @@ pub struct Netlink {
 
 /// Where a route leads.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Via {
+pub enum Via {
     /// Its destinations are on the link.
     Link,
     /// Through a gateway on the link.
     Gateway(IpAddr),
     /// The same, where what this machine itself sends has this source address.
-    GatewayAs { gateway: IpAddr, source: IpAddr },
+    GatewayAs {
+        /// The gateway.
+        gateway: IpAddr,
+        /// The source address.
+        source: IpAddr,
+    },
 }
 
 impl Netlink {
@@ -159,7 +164,7 @@ impl Netlink {
     }
 
     /// Adds a route to `destination` out of an interface.
-    pub(super) fn add_route(&self, destination: IpNet, index: u32, via: Via) -> Result<()> {
+    pub fn add_route(&self, destination: IpNet, index: u32, via: Via) -> Result<()> {
         let message = route(destination, index, via)?;
         self.wait(self.handle.route().add(message).execute())
             .with_context(|| format!("cannot add the route to {destination} by interface {index} ({via:?})"))

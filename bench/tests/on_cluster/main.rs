@@ -4,5 +4,6 @@
 mod away;
 mod churn;
 mod enforced;
+mod scale;
 mod stream;
 mod world;

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::judge::Expectation;
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, time_until_reached};
+use penstock_bench::testbed::Via;
 
 use crate::fixture::{World, pods, policy};
 
@@ -93,4 +94,35 @@ fn a_manifest_that_does_not_parse_keeps_the_last_good_state() {
     }
     world.save("all.yaml", &(pods(2) + &only_port(9090)));
     assert!(flow.wait_until_blocked(LIMIT).is_some(), "the next good save is taken");
+}
+
+#[test]
+fn a_services_address_is_no_pods_to_an_egress_policy_and_its_drops_say_so() {
+    let [service, other] = ["10.96.0.10", "10.97.0.10"].map(|text| text.parse::<std::net::IpAddr>().unwrap());
+    let egress =
+        |to: &str| policy("egress", "pod-0", &format!("  policyTypes: [Egress]\n  egress: [{{to: [{to}]}}]\n"));
+    let to_pods = egress("{podSelector: {}}");
+    let to_block = egress("{podSelector: {}}, {ipBlock: {cidr: 10.96.0.0/16}}");
+    let mut outside = None;
+    let world = World::of(&(pods(2) + &to_pods), |cluster, config| {
+        config.keys += "service_cidrs = [\"10.96.0.0/16\"]\n";
+        // What a Service's address leads to stands behind the node: to be answered is to have been let out.
+        let machine = cluster.node.add_outside("services").unwrap();
+        let (node, inside) = (cluster.node.netlink(), machine.namespace().netlink().unwrap());
+        for address in [service, other] {
+            inside.add_address(inside.index("lo").unwrap(), address.into()).unwrap();
+            let link = node.index(machine.interface()).unwrap();
+            node.add_route(address.into(), link, Via::Gateway(machine.addresses()[0])).unwrap();
+        }
+        outside = Some(machine);
+    });
+    let from = world.site("test/pod-0");
+    let ask = |address| probe::run_one(from, (0, address), Protocol::Icmp, Patience::default()).unwrap();
+    assert_eq!((ask(service), ask(other)), (Outcome::Silent, Outcome::Silent));
+    let told = world.statistics().join("\n");
+    assert!(told.contains("service_denied") && told.contains("egress_denied"), "{told}");
+    let seen = world.daemon.log().len();
+    world.save("all.yaml", &(pods(2) + &to_block));
+    world.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
+    assert_eq!((ask(service), ask(other)), (Outcome::Reached, Outcome::Silent));
 }

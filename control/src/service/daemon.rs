@@ -327,7 +327,7 @@ impl<'a> Daemon<'a> {
     fn publish(&mut self, why: &str, seen: Instant) {
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
         let (began, policy) = (Instant::now(), self.objects.policy_set());
-        let forwarding = self.ports.forwarding(&self.node);
+        let forwarding = self.ports.forwarding(&self.node, &self.config.service_cidrs);
         self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
         self.operation.progress.published(self.epoch, &policy, self.ports.served(), seen);
         self.dataplane.publish(Snapshot { epoch: self.epoch, policy, forwarding });

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use ipnet::IpNet;
 use penstock_dataplane::forward::{Forwarding, Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
@@ -269,8 +270,8 @@ impl Ports {
     }
 
     /// The forwarding table of the ports that are open.
-    pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>) -> Forwarding {
-        let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from));
+    pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>, services: &[IpNet]) -> Forwarding {
+        let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from)).with_services(services);
         for open in self.fixed.iter().chain(self.pods.values().map(|side| &side.open)) {
             if let Err(error) = forwarding.insert(open.id, open.port.clone()) {
                 tracing::error!(interface = %open.attached.interface(), %error, "port left out");

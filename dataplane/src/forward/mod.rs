@@ -4,7 +4,9 @@
 //! to [`crate::io`]. Keeping the two apart leaves room for other ways to reach a pod.
 
 use std::fmt;
+use std::net::IpAddr;
 
+use ipnet::IpNet;
 use rustc_hash::FxHashMap;
 
 use crate::packet::{Address, Scope};
@@ -77,6 +79,7 @@ pub struct Forwarding {
     ports: Vec<Option<Port>>,
     pods: FxHashMap<Address, PortId>,
     node: Vec<Address>,
+    services: Vec<IpNet>,
     host: Option<PortId>,
 }
 
@@ -98,6 +101,12 @@ impl Forwarding {
     /// A table without ports for a node with these addresses: every packet is dropped.
     pub fn new(node: impl IntoIterator<Item = Address>) -> Self {
         Self { node: node.into_iter().collect(), ..Self::default() }
+    }
+
+    /// The same, and Services have their addresses from these blocks.
+    #[must_use]
+    pub fn with_services(self, blocks: &[IpNet]) -> Self {
+        Self { services: blocks.to_vec(), ..self }
     }
 
     /// Adds a port under an identifier of the caller's choice; the last host port given is the one used.
@@ -148,6 +157,12 @@ impl Forwarding {
     #[inline]
     pub fn is_node(&self, address: Address) -> bool {
         self.node.contains(&address)
+    }
+
+    /// Whether this is an address of a Service.
+    pub fn is_service(&self, address: Address) -> bool {
+        let address = IpAddr::from(address);
+        self.services.iter().any(|block| block.contains(&address))
     }
 
     /// All ports with their identifiers, in order.

@@ -136,7 +136,11 @@ impl<O: Observer> Tracker<'_, O> {
         if self.is_unready(flow, &judgement) {
             return Err(Cause::NotReady);
         }
-        judgement.cause().map_or(Ok(()), Err)
+        match judgement.cause() {
+            None => Ok(()),
+            Some(Cause::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => Err(Cause::ServiceDenied),
+            Some(cause) => Err(cause),
+        }
     }
 
     /// Whether one end is a pod here of which the policy does not know yet. Its side must not pass for another

@@ -105,6 +105,12 @@ impl Cluster {
         Ok(object)
     }
 
+    /// Creates or replaces an object with its status.
+    pub(super) fn set(&mut self, place: Place, object: Value) {
+        let kind = if self.objects.contains_key(&place) { "MODIFIED" } else { "ADDED" };
+        self.put(place, kind, object);
+    }
+
     fn put(&mut self, place: Place, kind: &'static str, mut object: Value) -> Value {
         self.note(place.0, kind, &mut object);
         self.objects.insert(place, object.clone());

@@ -130,6 +130,17 @@ impl InProcess {
         lock(&self.state.cluster).compact();
     }
 
+    /// Creates or replaces objects with their status, all as one step and without a request each.
+    pub fn put(&self, objects: impl IntoIterator<Item = Value>) -> Result<()> {
+        let mut cluster = lock(&self.state.cluster);
+        for object in objects {
+            let text = |key: &str| object["metadata"][key].as_str().unwrap_or_default().to_owned();
+            cluster.set((Resource::of(&object)?, text("namespace"), text("name")), object);
+        }
+        self.state.version.send_replace(cluster.version());
+        Ok(())
+    }
+
     /// Breaks all connections and takes no new ones.
     pub fn stop(&self) {
         if let Some(Running { stop, thread }) = lock(&self.running).take() {

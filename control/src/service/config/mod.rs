@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
+use ipnet::IpNet;
 use penstock_dataplane::conntrack;
 use serde::Deserialize;
 
@@ -34,6 +35,10 @@ pub struct Config {
     /// Further addresses of this node. Those on its interfaces and in its Node object are known anyway.
     #[serde(default)]
     pub node_addresses: Vec<IpAddr>,
+    /// Blocks that Services have their addresses from. An egress policy that denies one of these says so by a cause of its
+    /// own.
+    #[serde(default)]
+    pub service_cidrs: Vec<IpNet>,
     /// NICs and tunnel devices on which packets for local pods arrive.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
@@ -81,7 +86,7 @@ pub struct Config {
 }
 
 /// The keys of the top level that are no sections.
-const KEYS: [&str; 5] = ["node", "node_addresses", "uplinks", "pod_interfaces", "startup"];
+const KEYS: [&str; 6] = ["node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
 impl Config {
     /// Has relative paths start at `directory`.

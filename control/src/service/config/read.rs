@@ -291,7 +291,10 @@ mod tests {
             ("node = \"a\n", ":1: not TOML: "),
             ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; give the metadata.name"),
             ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
-            ("nod = \"a\"\n", ":1: nod: unknown key; take it out, or use one of: node, node_addresses, uplinks"),
+            (
+                "nod = \"a\"\n",
+                ":1: nod: unknown key; take it out, or use one of: node, node_addresses, service_cidrs, uplinks",
+            ),
         ];
         let with_least = [
             (
@@ -348,6 +351,10 @@ mod tests {
             ),
             ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
             ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),
+            (
+                "service_cidrs = [\"10.96.0.0/33\"]\n",
+                ":1: service_cidrs[0] = \"10.96.0.0/33\": invalid IP address syntax",
+            ),
             ("node_addresses = [\"10.0.0.300\"]\n", ":1: node_addresses[0] = \"10.0.0.300\": invalid IP address"),
         ];
         let all = cases.map(|(text, line)| (text.to_owned(), line)).into_iter();
