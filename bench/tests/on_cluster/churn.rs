@@ -39,6 +39,23 @@ impl Held {
     }
 }
 
+impl Held {
+    /// Once nothing changes any more: what is told of a pod that goes comes before the last of it is gone.
+    fn at_rest(world: &World) -> Self {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let mut held = Self::by(world);
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = Self::by(world);
+            if now == held {
+                return now;
+            }
+            assert!(Instant::now() < deadline, "it does not come to rest: {now:?}");
+            held = now;
+        }
+    }
+}
+
 /// What its file descriptors stand for.
 fn open_files(daemon: &Daemon) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{}/fd", daemon.id())).unwrap().flatten();
@@ -70,13 +87,13 @@ fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
     let mut world = World::start("[umem]\nmemory = \"256MiB\"\n");
     // Once, so that what is made at first use is there.
     round(&mut world, 0);
-    let (before, sockets_before) = (Held::by(&world), sockets(&world.daemon));
+    let (before, sockets_before) = (Held::at_rest(&world), sockets(&world.daemon));
     let (memory, started) = (resident(&world.daemon), Instant::now());
     let mut slowest = Duration::ZERO;
     for number in 1..=ROUNDS {
         slowest = slowest.max(round(&mut world, number));
     }
-    let (after, grown) = (Held::by(&world), resident(&world.daemon).saturating_sub(memory));
+    let (after, grown) = (Held::at_rest(&world), resident(&world.daemon).saturating_sub(memory));
     println!(
         "{} pods in {:.1?}; at worst {slowest:.1?} for {AT_ONCE} pods to be served; memory grew by {grown} KiB",
         AT_ONCE * ROUNDS,
