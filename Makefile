@@ -98,7 +98,7 @@ flamegraph: build ## Where the worker's time goes: target/bench/flamegraph.svg  
 	@./scripts/setup linux-perf
 	command -v inferno-flamegraph >/dev/null || $(CARGO) install --locked inferno
 	mkdir -p $(TARGET)/bench
-	$(AS_ROOT) perf record --call-graph fp --freq 997 --output $(TARGET)/bench/perf.data -- \
+	$(AS_ROOT) perf record --event cpu-clock --call-graph dwarf,8192 --freq 499 --output $(TARGET)/bench/perf.data -- \
 		$(TARGET)/release/report --only pps --case "Penstock" --seconds 3 --repetitions 3 --output $(TARGET)/bench/flamegraph
 	$(AS_ROOT) perf script --input $(TARGET)/bench/perf.data --comm worker-0 2>/dev/null | inferno-collapse-perf | \
 		inferno-flamegraph >$(TARGET)/bench/flamegraph.svg

@@ -107,3 +107,73 @@ impl Bar {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use penstock_bench::peers::Cores;
+
+    use super::*;
+    use crate::Plan;
+    use crate::machine::Machine;
+    use crate::results::{CaseResult, Metric, Samples, ScenarioResult};
+
+    const METRICS: &[Metric] = &[Metric::higher("received", "", 0)];
+
+    fn results(cases: &[(&str, &[f64], Option<&str>)]) -> Results {
+        let case = |&(name, values, failure): &(&str, &[f64], Option<&str>)| {
+            let mut samples = Samples::default();
+            values.iter().for_each(|&value| samples.add(value));
+            CaseResult { name: name.into(), samples: vec![samples], failure: failure.map(Into::into), failed: 0 }
+        };
+        let cases = cases.iter().map(case).collect();
+        let scenario = ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases };
+        Results {
+            machine: Machine { facts: Vec::new(), load: 0.0 },
+            plan: Plan { length: Duration::ZERO, repetitions: 1, cores: Cores { generator: 0, worker: 1 } },
+            took: Duration::ZERO,
+            scenarios: vec![scenario],
+            peers: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_bar_is_met_fallen_short_of_or_not_measured_for_a_reason() {
+        let twice = least("", "pps", "received", 2.0).against("other");
+        let most_twice = most("", "pps", "received", 2.0).against("other");
+        let none = most("", "pps", "received", 0.0);
+        let measured: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[1.0, 6.0, 5.0], None), ("other", &[2.0, 2.5, 3.0], None)];
+        let slower: &[(&str, &[f64], Option<&str>)] = &[("Penstock", &[3.0], None), ("other", &[2.0], None)];
+        let missing: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[3.0], None), ("other", &[], Some("it is not installed"))];
+        for (bar, cases, expected) in [
+            (twice, measured, Reached::Measured(2.0, true)),
+            (most_twice, measured, Reached::Measured(2.0, true)),
+            (twice, slower, Reached::Measured(1.5, false)),
+            (most_twice, slower, Reached::Measured(1.5, true)),
+            (twice, missing, Reached::Not("other: it is not installed".into())),
+            // Where nothing may be lost, one repetition that loses something is enough.
+            (none, &[("Penstock", &[0.0, 0.0, 7.0][..], None)], Reached::Measured(7.0, false)),
+            (none, &[("Penstock", &[0.0, 0.0][..], None)], Reached::Measured(0.0, true)),
+        ] {
+            assert_eq!(bar.reached(&results(cases)), expected);
+        }
+        let elsewhere = least("", "bulk", "received", 1.0);
+        assert_eq!(elsewhere.reached(&results(measured)), Reached::Not("scenario bulk was not run".into()));
+    }
+
+    #[test]
+    fn every_bar_names_a_scenario_a_case_and_a_metric_that_there_are() {
+        let scenarios = crate::scenarios::all();
+        for bar in BARS {
+            let scenario = scenarios.iter().find(|scenario| scenario.name == bar.scenario).expect(bar.what);
+            assert!(scenario.metrics.iter().any(|metric| metric.name == bar.metric), "{}", bar.what);
+            for case in std::iter::once(bar.of).chain(bar.against) {
+                assert!(scenario.cases.iter().any(|other| other.name == case), "{}: {case}", bar.what);
+            }
+        }
+    }
+}

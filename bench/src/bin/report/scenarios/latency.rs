@@ -50,8 +50,9 @@ pub(crate) fn no_drop_rates() -> Scenario {
             let flat_out = lane.run(&Trial::flat_out(Traffic::SMALLEST, plan.length / 2))?;
             let partial = search(lane, plan, 0.005, flat_out.rate().max(1e4))?;
             let none = search(lane, plan, 0.0, partial)?;
-            let best = known.entry(known_as(name)).or_insert(0.0);
-            *best = best.max(none);
+            if none > 0.0 {
+                known.insert(known_as(name), none);
+            }
             Ok(vec![Some(none / 1e3), Some(partial / 1e3), Some(none / flat_out.rate())])
         };
         Case::of(peer, measure)
@@ -97,9 +98,10 @@ pub(crate) fn round_trip() -> Scenario {
         [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch].into_iter().map(
             move |peer| {
                 let measure = move |lane: &mut Lane, plan: &Plan, known: &mut Known| {
-                    let rate = |peer: &str| known.get(&known_as(peer)).copied().filter(|rate| *rate > 0.0);
                     // The same load for all: what both Penstock and the kernel carry without loss, where that was measured.
-                    let carried = rate("Penstock").into_iter().chain(rate("kernel routing")).fold(FALLBACK, f64::min);
+                    let rates =
+                        ["Penstock", "kernel routing"].into_iter().filter_map(|peer| known.get(&known_as(peer)));
+                    let carried = rates.copied().reduce(f64::min).unwrap_or(FALLBACK);
                     let mut trial = Trial::paced(Traffic::SMALLEST, carried * share / 100.0, plan.length);
                     trial.probing = Probing::RoundTrip(PROBES);
                     latencies(&lane.run(&trial)?)
@@ -123,7 +125,7 @@ pub(crate) fn round_trip() -> Scenario {
     }
 }
 
-/// The load that 100 % stands for where no rate was measured, and at most.
+/// The load that 100 % stands for where no rate was measured.
 const FALLBACK: f64 = 300e3;
 
 const FIRST: &[Metric] = &[
