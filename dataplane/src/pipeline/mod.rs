@@ -32,7 +32,7 @@ use crate::policy::Judgement;
 pub const BATCH: usize = 64;
 
 /// Packets that are parsed while a cache line comes from memory.
-const FETCH: usize = 8;
+const FETCH: usize = 16;
 
 /// What becomes of a packet. There is no default but dropping: a verdict must be reached to pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
