@@ -1,7 +1,9 @@
 //! Attaching by a BPF link: in the driver where it can, in the generic path where it may; pinned where it is to outlast
 //! the process.
 
+use std::collections::BTreeSet;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use libbpf_rs::query::ProgInfoIter;
@@ -9,7 +11,7 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
 use crate::pins::{Pinned, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
-use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, SocketError};
+use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, OwnError, SocketError, own};
 
 /// Where the program runs.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -137,6 +139,13 @@ impl Attached {
             queue,
             source,
         })
+    }
+
+    /// The pod behind this port has this MAC and these addresses alone, from now on: ARP and neighbour discovery that say
+    /// otherwise are dropped. Before it is told for the first time, the program cannot know.
+    pub fn set_own(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnError> {
+        own::set(&self.program.own, mac, addresses)
+            .map_err(|source| OwnError { interface: self.interface.name.clone(), source })
     }
 
     /// What the program did so far, by outcome.

@@ -11,6 +11,7 @@ mod error;
 mod foreign;
 mod local_pods;
 mod outcome;
+mod own;
 mod pins;
 mod program;
 mod tag;
@@ -20,6 +21,7 @@ pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{Outcome, Outcomes};
+pub use own::OwnError;
 pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
@@ -29,7 +31,7 @@ use std::fmt;
 /// Which packets of a port are handed over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
-    /// The host side of a pod's veth: all that is IP.
+    /// The host side of a pod's veth: all that is IP. What it says of neighbours must be of itself ([`Attached::set_own`]).
     Pod,
     /// The veth pair into the node's own stack: all that is IP.
     Host,

@@ -75,7 +75,7 @@ impl LocalPods {
 }
 
 /// Sixteen octets in network order, IPv4 as `::ffff:a.b.c.d`.
-fn key(address: IpAddr) -> [u8; 16] {
+pub(crate) fn key(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
         IpAddr::V6(v6) => v6.octets(),

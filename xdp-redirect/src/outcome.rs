@@ -22,11 +22,13 @@ pub enum Outcome {
     NotLocal,
     /// On a pod or host port, with a VLAN tag in the frame: dropped, since the kernel would take VLAN 0 for untagged.
     VlanTag,
+    /// On a pod's port, ARP or neighbour discovery in which the pod speaks for another than itself, or as a router: dropped.
+    ForgedNeighbour,
 }
 
 impl Outcome {
     /// Every outcome, in the order of its number.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -34,6 +36,7 @@ impl Outcome {
         Self::NotIp,
         Self::NotLocal,
         Self::VlanTag,
+        Self::ForgedNeighbour,
     ];
 
     /// Its name in counters and logs.
@@ -46,6 +49,7 @@ impl Outcome {
             Self::NotIp => "not_ip",
             Self::NotLocal => "not_local",
             Self::VlanTag => "vlan_tag",
+            Self::ForgedNeighbour => "forged_neighbour",
         }
     }
 }

@@ -23,6 +23,7 @@ pub(crate) struct Program {
     pub(crate) fd: OwnedFd,
     pub(crate) sockets: MapHandle,
     pub(crate) outcomes: MapHandle,
+    pub(crate) own: MapHandle,
 }
 
 impl Program {
@@ -35,6 +36,7 @@ impl Program {
             fd: loaded.progs.penstock.as_fd().try_clone_to_owned().map_err(duplicated)?,
             sockets: handle(&*loaded.maps.sockets)?,
             outcomes: handle(&*loaded.maps.outcomes)?,
+            own: handle(&*loaded.maps.own)?,
         })
     }
 }
@@ -53,6 +55,7 @@ fn load_skeleton<'a>(
         OnMiss::Pass => libbpf_rs::libbpf_sys::XDP_PASS,
     };
     constants.uplink = u32::from(options.role == Role::Uplink);
+    constants.pod = u32::from(options.role == Role::Pod);
     constants.bridged = u32::from(options.bridge.is_some());
     // As it stands in a frame, whatever the machine's byte order.
     let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();

@@ -1,5 +1,8 @@
 //! What the XDP program leaves to the kernel: the same rule as `xdp-redirect/src/bpf/redirect.bpf.c`, in Rust.
 //!
+//! The program drops ARP and neighbour discovery in which a pod speaks for others; here they are left to the kernel like the
+//! rest, since no policy is asked about either.
+//!
 //! The program asks the kernel's routing table whether neighbour discovery of a global address is for the node itself;
 //! here the node's addresses are asked.
 

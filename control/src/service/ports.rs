@@ -334,8 +334,10 @@ impl Ports {
                 tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
             }
         }
-        tracing::info!(pod = %port.pod, interface = port.name, port = %open.id, "attached");
-        Ok(PodSide { open, last: port, served: true })
+        let side = PodSide { open, last: port, served: true };
+        side.tell_own();
+        tracing::info!(pod = %side.last.pod, interface = side.last.name, port = %side.open.id, "attached");
+        Ok(side)
     }
 
     /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
@@ -411,6 +413,16 @@ impl PodSide {
         tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
         self.served = false;
         self.open.port.addresses.clear();
+        self.tell_own();
+    }
+
+    /// Has the program hold the pod to its own addresses in ARP and neighbour discovery.
+    fn tell_own(&self) {
+        let none = BTreeSet::new();
+        let addresses = if self.served { &self.last.addresses } else { &none };
+        if let Err(error) = self.open.attached.set_own(self.last.peer_mac.0, addresses) {
+            tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
+        }
     }
 
     fn tenant(&self) -> (ObjectKey, u32) {
@@ -421,6 +433,7 @@ impl PodSide {
         self.open.port = forwarding_port(&port);
         self.last = port;
         self.served = true;
+        self.tell_own();
     }
 }
 

@@ -39,7 +39,8 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[
         ]);
     }
     for (interface, outcomes) in waiting {
-        let dropped = outcomes.get(Outcome::NoSocket) + outcomes.get(Outcome::VlanTag);
+        let causes = [Outcome::NoSocket, Outcome::VlanTag, Outcome::ForgedNeighbour];
+        let dropped: u64 = causes.into_iter().map(|cause| outcomes.get(cause)).sum();
         let (none, no_worker) = ("-".to_owned(), "0".to_owned());
         rows.push(vec![
             none,

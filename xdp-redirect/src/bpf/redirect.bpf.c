@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Hands a port's IP packets to its AF_XDP sockets; address resolution and what is not IP stay with the kernel. */
+/* Hands a port's IP packets to its AF_XDP sockets; address resolution and what is not IP stay with the kernel. A pod
+ * speaks in address resolution for itself alone. */
 #include <linux/bpf.h>
 #include <linux/icmpv6.h>
 #include <linux/if_ether.h>
@@ -11,10 +12,11 @@
 
 #define FAMILY_INET6 10 /* AF_INET6, whose header is not for BPF */
 
-enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, OUTCOMES };
+enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, OUTCOMES };
 
 const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
+const volatile __u32 pod = 0;            /* what speaks here is a pod, no neighbour of any other kind */
 const volatile __u32 bridged = 0;        /* the interface is a port of a bridge, whose own address is this */
 const volatile __u16 bridge_mac[3] = {};
 
@@ -24,6 +26,11 @@ struct { /* IPv4 as ::ffff:a.b.c.d; shared by all uplinks */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, __u8);
 } local_pods SEC(".maps");
+
+struct mac { __u16 parts[3]; };
+struct { /* of a pod, by each of its addresses and by :: its MAC; none, if it is not known yet */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 32); __type(key, struct in6_addr); __type(value, struct mac);
+} own SEC(".maps");
 
 static __always_inline int done(__u32 outcome, int action)
 {
@@ -56,6 +63,75 @@ static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const stru
 	return bpf_fib_lookup(ctx, &route, sizeof(route), 0) == BPF_FIB_LKUP_RET_NOT_FWDED;
 }
 
+static __always_inline int is_mac(const struct mac *mac, const __u8 *octets)
+{
+	const __u16 *parts = (const void *)octets;
+
+	return mac->parts[0] == parts[0] && mac->parts[1] == parts[1] && mac->parts[2] == parts[2];
+}
+
+static __always_inline struct in6_addr mapped(const __u8 *ip4)
+{
+	struct in6_addr address = {};
+
+	address.s6_addr[10] = address.s6_addr[11] = 0xff;
+	__builtin_memcpy(&address.s6_addr[12], ip4, 4);
+	return address;
+}
+
+struct arp { /* of IPv4 over Ethernet (RFC 826) */
+	__be16 hardware, protocol; __u8 hardware_len, protocol_len; __be16 operation;
+	__u8 sender_mac[ETH_ALEN], sender[4], target_mac[ETH_ALEN], target[4];
+};
+
+/* A pod that is known names itself as the sender, or nobody: that asks whether an address is free (RFC 5227). Else each
+ * request would make an entry of its sender's choosing in the node's neighbour table, whose room all pods share. */
+static __always_inline int is_own_arp(const struct ethhdr *eth, const void *end)
+{
+	const struct arp *arp = (const void *)(eth + 1);
+	struct in6_addr sender = {};
+	const struct mac *mac = bpf_map_lookup_elem(&own, &sender);
+
+	if (!mac)
+		return 1;
+	if ((const void *)(arp + 1) > end || !is_mac(mac, eth->h_source) || !is_mac(mac, arp->sender_mac))
+		return 0;
+	sender = mapped(arp->sender);
+	return !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(&own, &sender);
+}
+
+/* Its own address; or a link-local one, which it chooses itself: as many of these as there is room for. */
+static __always_inline int is_own_address(const struct mac *mac, const struct in6_addr *address)
+{
+	struct in6_addr key = *address;
+
+	if (bpf_map_lookup_elem(&own, &key))
+		return 1;
+	return key.s6_addr[0] == 0xfe && (key.s6_addr[1] & 0xc0) == 0x80 &&
+	       bpf_map_update_elem(&own, &key, mac, BPF_NOEXIST) == 0;
+}
+
+/* No pod is a router: it neither advertises nor redirects. One that is known solicits by an address of its own, or by
+ * none to see whether one is free, and advertises its own alone (RFC 4861 sections 4.3 and 4.4). */
+static __always_inline int is_own_discovery(const struct ethhdr *eth, const void *end)
+{
+	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
+	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
+	const struct in6_addr *target = (const void *)(icmp6 + 1);
+	struct in6_addr none = {};
+	const struct mac *mac = bpf_map_lookup_elem(&own, &none);
+
+	if (icmp6->icmp6_type == 134 || icmp6->icmp6_type == 137)
+		return 0;
+	if (!mac)
+		return 1;
+	if (!is_mac(mac, eth->h_source))
+		return 0;
+	if (icmp6->icmp6_type == 136)
+		return (const void *)(target + 1) <= end && is_own_address(mac, &ip6->saddr) && is_own_address(mac, target);
+	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
+}
+
 SEC("xdp")
 int penstock(struct xdp_md *ctx)
 {
@@ -70,7 +146,7 @@ int penstock(struct xdp_md *ctx)
 		return done(NOT_IP, XDP_PASS);
 	switch (eth->h_proto) {
 	case bpf_htons(ETH_P_ARP):
-		return done(ARP, XDP_PASS);
+		return pod && !is_own_arp(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
 	case bpf_htons(ETH_P_8021Q):
 	case bpf_htons(ETH_P_8021AD): /* the kernel takes a tag of VLAN 0 for none: a pod would get past the workers with it */
 		return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);
@@ -84,7 +160,7 @@ int penstock(struct xdp_md *ctx)
 	case bpf_htons(ETH_P_IPV6):
 		whole = (void *)(ip6 + 1) <= end;
 		if (whole && is_neighbour_discovery(ctx, eth, end))
-			return done(NEIGHBOUR_DISCOVERY, XDP_PASS);
+			return pod && !is_own_discovery(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
 		if (whole)
 			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
 		break;

@@ -58,6 +58,7 @@ fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
     let not_local = (PASS, Outcome::NotLocal);
     let not_ip = (PASS, Outcome::NotIp);
     let discovery = (PASS, Outcome::NeighbourDiscovery);
+    let forged = (DROP, Outcome::ForgedNeighbour);
     let mut tagged_v4 = vec![0, 0];
     tagged_v4.extend(&ipv4(LOCAL_V4)[12..]);
     vec![
@@ -69,11 +70,11 @@ fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
         ("IPv6 cut inside its header", ipv6(LOCAL_V6, 17, 64, &[])[..50].to_vec(), redirected, not_local),
         ("ARP", ethernet(0x0806, &[0; 28]), (PASS, Outcome::Arp), (PASS, Outcome::Arp)),
         ("router solicitation", icmpv6("ff02::2", 255, 133), discovery, discovery),
-        ("router advertisement", icmpv6("ff02::1", 255, 134), discovery, discovery),
+        ("router advertisement", icmpv6("ff02::1", 255, 134), forged, discovery),
         ("neighbour solicitation", icmpv6("ff02::1:ff00:5", 255, 135), discovery, discovery),
         ("neighbour advertisement to a link-local address", icmpv6("fe80::1", 255, 136), discovery, discovery),
         ("neighbour advertisement to an address of this node", icmpv6("::1", 255, 136), discovery, discovery),
-        ("redirect message", icmpv6("fe80::1", 255, 137), discovery, discovery),
+        ("redirect message", icmpv6("fe80::1", 255, 137), forged, discovery),
         ("neighbour solicitation that was forwarded", icmpv6("fe80::1", 254, 135), redirected, not_local),
         ("neighbour solicitation behind an option", solicitation_behind_an_option(), redirected, not_local),
         ("ICMPv6 of the type below", icmpv6("ff02::1", 255, 132), redirected, not_local),
@@ -135,12 +136,94 @@ fn every_kind_of_packet_goes_where_its_port_says() {
         let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
         loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
         for (what, frame, on_pod, on_uplink) in packets() {
-            let expected = if role == Role::Uplink { on_uplink } else { on_pod };
+            let expected = match role {
+                // The node's own stack may be a router.
+                Role::Host if on_pod.1 == Outcome::ForgedNeighbour => on_uplink,
+                Role::Host | Role::Pod => on_pod,
+                Role::Uplink => on_uplink,
+            };
             assert_eq!(run(&loaded, &frame), expected, "{what} on {role:?}");
             reached.insert(expected.1);
         }
     }
     assert_eq!(reached.len(), Outcome::ALL.len() - 1, "all but the miss: {reached:?}");
+}
+
+const POD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
+const OTHER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
+
+/// An ARP packet for 10.0.0.1, in a frame from `frame_mac`.
+fn arp(frame_mac: [u8; 6], sender_mac: [u8; 6], sender: [u8; 4]) -> Vec<u8> {
+    let mut packet = vec![0, 1, 8, 0, 6, 4, 0, 1];
+    packet.extend(sender_mac);
+    packet.extend(sender);
+    packet.extend([0, 0, 0, 0, 0, 0, 10, 0, 0, 1]);
+    let mut frame = ethernet(0x0806, &packet);
+    frame[6..12].copy_from_slice(&frame_mac);
+    frame
+}
+
+/// Neighbour discovery of this type from an address, about a target.
+fn discovery(kind: u8, from: &str, target: &str) -> Vec<u8> {
+    let mut message = vec![kind, 0, 0, 0, 0, 0, 0, 0];
+    message.extend(target.parse::<Ipv6Addr>().unwrap().octets());
+    let mut frame = ipv6("ff02::1", 58, 255, &message);
+    frame[22..38].copy_from_slice(&from.parse::<Ipv6Addr>().unwrap().octets());
+    frame[6..12].copy_from_slice(&POD_MAC);
+    frame
+}
+
+#[test]
+fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() {
+    let mut stranger = discovery(135, LOCAL_V6, "fd00::1");
+    stranger[6..12].copy_from_slice(&OTHER_MAC);
+    let cases = [
+        ("a request", arp(POD_MAC, POD_MAC, LOCAL_V4), true),
+        ("a probe", arp(POD_MAC, POD_MAC, [0; 4]), true),
+        ("a request of another address", arp(POD_MAC, POD_MAC, OTHER_V4), false),
+        ("a request for another MAC", arp(POD_MAC, OTHER_MAC, LOCAL_V4), false),
+        ("a request in another's frame", arp(OTHER_MAC, POD_MAC, LOCAL_V4), false),
+        ("a request that is cut", arp(POD_MAC, POD_MAC, LOCAL_V4)[..40].to_vec(), false),
+        ("a solicitation", discovery(135, LOCAL_V6, "fd00::1"), true),
+        ("a solicitation from nobody", discovery(135, "::", LOCAL_V6), true),
+        ("a solicitation of another address", discovery(135, OTHER_V6, "fd00::1"), false),
+        ("a solicitation in another's frame", stranger, false),
+        ("an advertisement", discovery(136, LOCAL_V6, LOCAL_V6), true),
+        ("an advertisement of another address", discovery(136, LOCAL_V6, OTHER_V6), false),
+        ("an advertisement from another address", discovery(136, OTHER_V6, LOCAL_V6), false),
+        ("an advertisement of a link-local address", discovery(136, "fe80::5", "fe80::5"), true),
+        ("a router's solicitation", discovery(133, LOCAL_V6, "::"), true),
+        ("a router's advertisement", discovery(134, "fe80::5", "::"), false),
+        ("a redirect", discovery(137, LOCAL_V6, "fd00::1"), false),
+    ];
+    let mut storage = MaybeUninit::uninit();
+    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &local_pods()).unwrap();
+    let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
+    for known in [false, true] {
+        if known {
+            crate::own::set(&own, POD_MAC, &[LOCAL_V4.into(), LOCAL_V6.parse().unwrap()].into()).unwrap();
+        }
+        for (what, frame, passes) in &cases {
+            let routers = matches!(frame.get(54), Some(134 | 137));
+            let expected = if *passes || !known && !routers { PASS } else { DROP };
+            assert_eq!(run(&loaded, frame).0, expected, "{what}, known: {known}");
+        }
+    }
+    // Its address goes to another pod.
+    crate::own::set(&own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, Outcome::ForgedNeighbour);
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, Outcome::Arp);
+}
+
+#[test]
+fn a_pod_has_room_for_some_link_local_addresses_and_no_more() {
+    let mut storage = MaybeUninit::uninit();
+    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &local_pods()).unwrap();
+    let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
+    crate::own::set(&own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
+    let solicits = |n: u16| run(&loaded, &discovery(135, &format!("fe80::{n:x}"), "fd00::1")).0 == PASS;
+    assert_eq!((1..=1000).filter(|&n| solicits(n)).count(), 30, "with its address and the mark, the map is full");
+    assert!(solicits(1), "the first ones stay");
 }
 
 #[test]
