@@ -391,6 +391,12 @@ fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
     ] {
         assert_eq!(node.verdict(HOST, &frame), expected, "{name}");
     }
+    // A pod speaks of what was sent to itself.
+    let request = udp(WEB4, DB4, (40000, 5432));
+    assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
+    assert_eq!(node.verdict(DB, &error(DB4, WEB4, &request)), Verdict::Forward(WEB));
+    let elsewhere = udp(WEB4, WORLD4, (40000, 53));
+    assert_eq!(node.verdict(DB, &error(DB4, WEB4, &elsewhere)), Verdict::Drop(Cause::NoConnection));
 }
 
 #[test]

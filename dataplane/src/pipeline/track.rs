@@ -104,11 +104,13 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes.
+    /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes. Routers send such, and the
+    /// packet's destination; a pod is no router, and has nothing to say of other pods' connections.
     #[inline(never)]
     fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<(), Cause> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
-        if quoted.src != packet.flow.dst {
+        let is_router = self.snapshot.forwarding.pod_port(packet.flow.src).is_none();
+        if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
             return Err(Cause::NoConnection);
         }
         let mut connection = self.connections.related(&quoted, self.now).ok_or(Cause::NoConnection)?;

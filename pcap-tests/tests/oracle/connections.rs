@@ -162,6 +162,9 @@ impl Oracle {
             Kind::Wrong => return Some(false),
             Kind::Error(quoted) => {
                 let Some(quoted) = quoted.filter(|quoted| quoted.src == seen.flow.dst) else { return Some(false) };
+                if self.world.local_pod(seen.flow.src).is_some() && quoted.dst != seen.flow.src {
+                    return Some(false);
+                }
                 let found = self.find(now, &quoted).or_else(|| self.find(now, &reversed(quoted)));
                 return Some(found.is_some_and(|found| self.connections[&found].allowed));
             }
