@@ -3,7 +3,6 @@
 mod operate;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Write};
 use std::net::IpAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};

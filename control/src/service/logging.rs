@@ -1,4 +1,7 @@
 //! The log: structured events on standard error, the last of them also kept for a support bundle.
+//!
+//! Nobody waits for whoever reads standard error or standard output: policy must not stop because a log does. Lines that
+//! find no room are counted, and told of when there is room again.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Write};
@@ -11,20 +14,33 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, reload};
 
 use super::config::{Log, LogFormat, LogLevel};
+use super::outlet::Outlet;
 
 /// Events of this target are logged whatever the level: what a supervisor waits for.
 pub(super) const MILESTONES: &str = "penstock";
+
+/// Lines that may wait to be written.
+const WAITING: usize = 1_024;
 
 /// Lines that are kept.
 const KEPT: usize = 1_000;
 
 static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
+static OUTPUTS: Mutex<Option<Outputs>> = Mutex::new(None);
 static RECENT: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
+
+/// Where all that the daemon says goes.
+struct Outputs {
+    log: Outlet,
+    /// Lines of the log that found no room.
+    lost: u64,
+    statistics: Outlet,
+}
 
 /// Starts logging for the whole process. A second call changes nothing.
 pub fn start(log: &Log) {
     let (filter, handle) = reload::Layer::new(filter(log.level));
-    let output = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_target(false);
+    let output = tracing_subscriber::fmt::layer().with_writer(|| Line).with_target(false);
     let output = match log.format {
         LogFormat::Json => output.json().flatten_event(true).boxed(),
         LogFormat::Text => {
@@ -37,6 +53,30 @@ pub fn start(log: &Log) {
     if tracing_subscriber::registry().with(filter).with(output).with(kept).try_init().is_ok() {
         let _ = FILTER.set(handle);
     }
+}
+
+/// From now on threads write, and nobody waits for them, until [`finish`]. They have the privileges of the calling thread
+/// at most.
+pub(super) fn never_wait() {
+    // Whoever read it may be gone: no reason to stop.
+    let log = Outlet::new("log", WAITING, io::stderr(), |_| ());
+    let statistics = Outlet::new("statistics", 1, io::stdout(), |_| ());
+    *outputs() = log.ok().zip(statistics.ok()).map(|(log, statistics)| Outputs { log, lost: 0, statistics });
+}
+
+/// Has written what can be; from now on lines are written by whoever logs them.
+pub(super) fn finish() {
+    let outputs = outputs().take();
+    drop(outputs);
+}
+
+/// Prints statistics on standard output; `false` where the last ones are still to be read.
+pub(super) fn print(text: String) -> bool {
+    outputs().as_ref().is_some_and(|outputs| outputs.statistics.offer(text.into_bytes()))
+}
+
+fn outputs() -> MutexGuard<'static, Option<Outputs>> {
+    OUTPUTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Logs from this level on.
@@ -68,6 +108,28 @@ fn filter(level: LogLevel) -> Targets {
 
 fn recent_lines() -> MutexGuard<'static, VecDeque<String>> {
     RECENT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Offers what is written to it, each write being an event's line.
+struct Line;
+
+impl Write for Line {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut outputs = outputs();
+        let Some(Outputs { log, lost, .. }) = outputs.as_mut() else {
+            drop(outputs);
+            return io::stderr().write_all(line).map(|()| line.len());
+        };
+        if *lost > 0 && log.offer(format!("{lost} lines of the log were lost: they were not read in time\n").into()) {
+            *lost = 0;
+        }
+        *lost += u64::from(!log.offer(line.to_vec()));
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Keeps what is written to it, each write being an event's line.

@@ -11,6 +11,7 @@ pub mod logging;
 mod metrics;
 mod objects;
 mod operation;
+mod outlet;
 mod ports;
 pub mod preflight;
 mod progress;
@@ -28,6 +29,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use config::{Config, Layers, Loaded};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
@@ -65,9 +67,14 @@ impl RunError {
 ///
 /// Returns once all that it changed on the node is put back, also when it could not start.
 pub fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
+    raise_descriptors();
     daemon::refuse(preflight::machine(&loaded.config))?;
     privileges::begin().context("privileges cannot be given up")?;
-    runtime().map_err(RunError::failed)?.block_on(daemon::run(layers, loaded))
+    let runtime = runtime().map_err(RunError::failed)?;
+    logging::never_wait();
+    let ended = runtime.block_on(daemon::run(layers, loaded));
+    logging::finish();
+    ended
 }
 
 /// Looks whether this machine can run this configuration. Changes nothing.
@@ -132,6 +139,16 @@ async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<
             "source: the API server did not list all objects within {} s; the log says why",
             SOURCE_TIME.as_secs()
         ))),
+    }
+}
+
+/// As many open files as the system lets this process have: each pod takes several, each client one, and the usual 1,024 are
+/// soon used up.
+fn raise_descriptors() {
+    let raised =
+        getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit of open files stays as it is");
     }
 }
 

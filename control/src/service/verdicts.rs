@@ -8,9 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::Occasion;
@@ -21,7 +19,7 @@ use serde::Serialize;
 use super::admin::{View, identifier};
 use super::config;
 use super::config::VerdictOutput;
-use crate::privileges;
+use super::outlet::Outlet;
 
 /// Most records that are named at once, so that the daemon's loop is not kept.
 const AT_ONCE: usize = 2_000;
@@ -39,29 +37,13 @@ pub(super) struct OpenError {
 /// The log's end in the daemon's loop.
 pub(super) struct Verdicts {
     log: Arc<VerdictLog>,
-    /// `None` while it is off.
-    writer: Option<Writer>,
+    /// `None` while it is off, or has no thread.
+    writer: Option<Outlet>,
+    is_on: bool,
     /// Packets without a record, by outcome, as of the last line that told of them.
     suppressed: Vec<(Outcome, u64)>,
     /// Lines that were not written.
     unwritten: u64,
-}
-
-/// The way to the thread that writes.
-struct Writer {
-    lines: Option<SyncSender<Vec<String>>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for Writer {
-    /// Lets it write what it was given, for as long as a disk may take that is no worse than slow.
-    fn drop(&mut self) {
-        self.lines = None;
-        let until = Instant::now() + Duration::from_secs(1);
-        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < until {
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
 }
 
 /// One line.
@@ -127,7 +109,7 @@ fn is_zero(port: &u16) -> bool {
 impl Verdicts {
     /// Starts as configured.
     pub(super) fn start(log: Arc<VerdictLog>, settings: &config::VerdictLog) -> Result<Self, OpenError> {
-        let mut verdicts = Self { log, writer: None, suppressed: Vec::new(), unwritten: 0 };
+        let mut verdicts = Self { log, writer: None, is_on: false, suppressed: Vec::new(), unwritten: 0 };
         verdicts.change(settings)?;
         Ok(verdicts)
     }
@@ -137,15 +119,16 @@ impl Verdicts {
         // The one before writes what it was given, and ends.
         self.writer = match &settings.output {
             VerdictOutput::Off => None,
-            VerdictOutput::Stdout => Some(writer(io::stdout())),
-            VerdictOutput::File(path) => Some(writer(append(path)?)),
+            VerdictOutput::Stdout => writer(io::stdout()),
+            VerdictOutput::File(path) => writer(append(path)?),
         };
+        self.is_on = settings.output != VerdictOutput::Off;
         self.log.set_budget(settings.budget());
         Ok(())
     }
 
     pub(super) fn is_on(&self) -> bool {
-        self.writer.is_some()
+        self.is_on
     }
 
     /// Lines that were made and could not be written.
@@ -162,11 +145,11 @@ impl Verdicts {
     /// Has lines written, and one of what is missing.
     pub(super) fn write(&mut self, mut lines: Vec<String>) {
         lines.extend(self.missing());
-        let writer = self.writer.as_ref().and_then(|writer| writer.lines.as_ref());
-        let Some(writer) = writer.filter(|_| !lines.is_empty()) else { return };
-        if let Err(refused) = writer.try_send(lines) {
-            let (std::sync::mpsc::TrySendError::Full(lines) | std::sync::mpsc::TrySendError::Disconnected(lines)) =
-                refused;
+        if lines.is_empty() {
+            return;
+        }
+        let portion: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
+        if !self.writer.as_ref().is_some_and(|writer| writer.offer(portion.into_bytes())) {
             self.unwritten += lines.len() as u64;
         }
     }
@@ -191,29 +174,11 @@ fn append(path: &Path) -> Result<File, OpenError> {
     opened.map_err(|source| OpenError { path: path.to_owned(), source })
 }
 
-/// A thread that writes lines until there are no more to come.
-fn writer(mut output: impl Write + Send + 'static) -> Writer {
-    let (sender, receiver) = sync_channel::<Vec<String>>(WAITING);
-    let body = move || {
-        privileges::forgo();
-        let mut failed = false;
-        while let Ok(lines) = receiver.recv() {
-            let portion: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
-            let written = output.write_all(portion.as_bytes()).and_then(|()| output.flush());
-            if let Err(error) = &written
-                && !failed
-            {
-                tracing::error!(%error, "the verdict log cannot be written; its lines are lost until it can");
-            }
-            failed = written.is_err();
-        }
-    };
-    // Without the thread the channel is closed, and every line is counted as not written.
-    let thread = thread::Builder::new().name("verdict-log".to_owned()).spawn(body);
-    if let Err(error) = &thread {
-        tracing::error!(%error, "the verdict log has no thread to write it");
-    }
-    Writer { lines: Some(sender), thread: thread.ok() }
+/// A thread that writes lines until there are no more to come; without it every line is counted as not written.
+fn writer(output: impl Write + Send + 'static) -> Option<Outlet> {
+    let failed = |error| tracing::error!(%error, "the verdict log cannot be written; its lines are lost until it can");
+    let outlet = Outlet::new("verdict-log", WAITING, output, failed);
+    outlet.inspect_err(|error| tracing::error!(%error, "the verdict log has no thread to write it")).ok()
 }
 
 fn line(view: &View<'_>, record: &VerdictRecord) -> String {
