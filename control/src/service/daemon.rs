@@ -140,6 +140,9 @@ impl<'a> Daemon<'a> {
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
+        if let Some(after) = config.debug.worker_panics_after {
+            tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
+        }
         let redirect = redirect(config)?;
         let was_closed = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
@@ -216,9 +219,14 @@ impl<'a> Daemon<'a> {
         for ticks in [&mut reconcile, &mut heartbeat] {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         }
+        let mut fault = self.config.debug.worker_panics_after.map(|after| Instant::now() + after.duration());
         loop {
             tokio::select! {
                 biased;
+                () = tokio::time::sleep_until(fault.unwrap_or_else(Instant::now).into()), if fault.is_some() => {
+                    fault = None;
+                    self.dataplane.kill_worker(0);
+                }
                 signal = signals.next() => match signal {
                     Signal::End(name) => {
                         tracing::info!(signal = name, "ending");
@@ -393,9 +401,8 @@ impl<'a> Daemon<'a> {
             Ok(frames) => text.push_str(&report::frames(&frames)),
             Err(error) => tracing::warn!(%error, "the frames could not be counted"),
         }
-        // Whoever read it may be gone: no reason to stop.
-        if let Err(error) = io::stdout().write_all(text.as_bytes()) {
-            tracing::debug!(%error, "the statistics could not be written");
+        if !logging::print(text) {
+            tracing::warn!("the statistics are not printed: nobody reads the last ones");
         }
     }
 

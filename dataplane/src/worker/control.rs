@@ -43,7 +43,7 @@ pub(super) struct Control {
 const SETTLE: Duration = Duration::from_millis(50);
 
 impl Control {
-    fn send(&self, worker: usize, command: Command) {
+    pub(super) fn send(&self, worker: usize, command: Command) {
         // A worker that has died leaves its answer's channel closed, which is how the caller learns of it.
         let _ = self.commands[worker].send(command);
         self.shared.mailboxes[worker].command();

@@ -265,6 +265,11 @@ impl Dataplane {
         self.shared.died.get().cloned()
     }
 
+    /// Has a worker panic: for tests of what holds when one dies by a fault. [`Dataplane::failed`] tells of it then.
+    pub fn kill_worker(&self, worker: usize) {
+        self.control().send(worker, Command::Panic);
+    }
+
     /// Stops the workers and closes all ports. The account is by the frames' holders: all are free.
     pub fn stop(mut self) -> Result<FrameAccount, WorkerDied> {
         self.end();

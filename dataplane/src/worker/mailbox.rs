@@ -41,6 +41,8 @@ pub(crate) enum Command {
     Detach { port: PortId, done: Sender<Vec<XskQueue>> },
     /// Where the worker's frames are.
     Count { done: Sender<Holdings> },
+    /// The worker is to panic, as by a fault of its own.
+    Panic,
     /// The worker is to end.
     Stop,
 }

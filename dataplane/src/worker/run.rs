@@ -214,6 +214,7 @@ impl<P: Processor> Worker<P> {
                     self.desk.flush(&mut self.received, &mut Turn::default());
                     let _ = done.send(self.desk.holdings());
                 }
+                Command::Panic => panic!("told to, to see what holds then"),
                 Command::Stop => return false,
             }
         }

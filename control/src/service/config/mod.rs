@@ -20,7 +20,7 @@ use crate::source::Location;
 use crate::source::api_server::Access;
 
 pub use layers::{Layers, Loaded, differences};
-pub use operation::{Admin, AdminSocket, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
+pub use operation::{Admin, AdminSocket, Faults, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
@@ -83,6 +83,9 @@ pub struct Config {
     /// What is told of single packets.
     #[serde(default)]
     pub verdict_log: VerdictLog,
+    /// Faults on purpose.
+    #[serde(default)]
+    pub debug: Faults,
 }
 
 /// The keys of the top level that are no sections.

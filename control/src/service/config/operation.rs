@@ -1,4 +1,4 @@
-//! What a running daemon can be asked and what it tells: `[admin]`, `[metrics]`, `[verdict_log]`.
+//! What a running daemon can be asked and what it tells: `[admin]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use penstock_dataplane::worker::VerdictBudget;
 use serde::Deserialize;
 
-use super::values::{Refused, refused};
+use super::values::{Refused, Time, refused};
 use crate::service::admin::client::DEFAULT_SOCKET;
 
 /// The admin API (`[admin]`).
@@ -97,6 +97,14 @@ impl TryFrom<String> for MetricsAddress {
             },
         }
     }
+}
+
+/// Faults on purpose, for tests of what holds then (`[debug]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Faults {
+    /// The first worker panics so long after the daemon is in force; none given: never.
+    pub worker_panics_after: Option<Time>,
 }
 
 /// What is told of single packets (`[verdict_log]`).
