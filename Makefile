@@ -9,7 +9,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 export PENSTOCK_BIN := $(abspath $(TARGET))/release/penstock
 
 # Compilers, headers and tools that the build and the tests need, by their Debian names.
-PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump python3
+PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump faketime python3
 
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
@@ -45,7 +45,7 @@ test: build ## Every test, those on real veths included; they run the optimised 
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
-	$(CARGO) test --locked -p penstock-bench --test system --test nodes --test on_cluster -- --ignored --nocapture
+	$(CARGO) test --locked -p penstock-bench --test system --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-control --test mutation -- --ignored --nocapture
 
 .PHONY: test-apiserver

@@ -145,7 +145,7 @@ fn is_overload(error: io::Error) -> Result<()> {
     }
 }
 
-fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
+pub(super) fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
     let size = size_of_val(&value) as libc::socklen_t;
     // SAFETY: the option's value is an int, and lives through the call.
     let result = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const value).cast(), size) };
@@ -155,7 +155,7 @@ fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()
     Ok(())
 }
 
-fn link_address(interface: &str) -> Result<SockAddr> {
+pub(super) fn link_address(interface: &str) -> Result<SockAddr> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
     let mut storage = SockAddrStorage::zeroed();
     // SAFETY: a sockaddr_ll fits into the storage, is plain old data, and its fields are all set here or zero.

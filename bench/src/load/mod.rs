@@ -1,4 +1,4 @@
-//! Load for the benchmarks: a generator of small frames, a sink that counts, and where their work runs.
+//! Load for tests and benchmarks: a generator of small frames, a sink that counts, single frames, and where their work runs.
 
 mod bulk;
 mod cores;
@@ -9,6 +9,7 @@ mod sink;
 mod station;
 mod streams;
 mod traffic;
+mod wire;
 
 pub use bulk::{Receipt, transfer, transfer_for};
 pub use cores::CoreTimes;
@@ -19,6 +20,7 @@ pub use sink::Sink;
 pub use station::{Outcome, PORTS, PROBE_PORT, Probes, Probing, Station, Trial, of_length};
 pub use streams::{connections_for, streams_for};
 pub use traffic::{Lengths, Traffic};
+pub use wire::Wire;
 
 use anyhow::{Context, Result};
 use nix::sched::{CpuSet, sched_setaffinity};

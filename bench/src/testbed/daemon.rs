@@ -38,6 +38,8 @@ pub struct DaemonConfig {
     pub admin: Option<PathBuf>,
     /// Where its metrics are served, if they are.
     pub metrics: Option<SocketAddr>,
+    /// What is added to its environment.
+    pub environment: Vec<(String, String)>,
 }
 
 impl DaemonConfig {
@@ -52,12 +54,13 @@ impl DaemonConfig {
             sections: "[umem]\nmemory = \"64MiB\"\n".into(),
             admin: None,
             metrics: None,
+            environment: Vec::new(),
         }
     }
 
     /// As TOML.
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, keys, conntrack, sections, admin, metrics } = self;
+        let Self { node, manifests, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
         // Daemons of several nodes run on one machine: each has its own, or none.
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
@@ -123,7 +126,7 @@ impl Daemon {
 
     /// As [`Daemon::start`], with these privileges.
     pub fn start_with(namespace: &Namespace, config: &DaemonConfig, privileges: Privileges) -> Result<Self> {
-        let daemon = Self::launch(namespace, &config.to_toml(), privileges)?;
+        let daemon = Self::launch_with(namespace, &config.to_toml(), privileges, &config.environment)?;
         daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
             format!("the daemon did not get ready; its output was:\n{}", daemon.log.lines().join("\n"))
         })?;
@@ -132,12 +135,21 @@ impl Daemon {
 
     /// Starts it with this configuration and does not wait.
     pub fn launch(namespace: &Namespace, toml: &str, privileges: Privileges) -> Result<Self> {
+        Self::launch_with(namespace, toml, privileges, &[])
+    }
+
+    fn launch_with(
+        namespace: &Namespace,
+        toml: &str,
+        privileges: Privileges,
+        environment: &[(String, String)],
+    ) -> Result<Self> {
         let scratch = Scratch::new()?;
         let config = scratch.path().join("penstock.toml");
         std::fs::write(&config, toml)?;
         let binary = penstock_binary()?;
         let mut command = namespace.command(&binary);
-        command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1");
+        command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1").envs(environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let prepare = move || {
             match privileges {

@@ -1,5 +1,6 @@
 //! The few route netlink requests that a testbed needs, without async.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::future::Future;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,6 +12,7 @@ use ipnet::IpNet;
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
+use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute};
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType};
 use rtnetlink::{
     Handle, IpVersion, LinkBridge, LinkMessageBuilder, LinkUnspec, LinkVeth, LinkVxlan, RouteMessageBuilder,
@@ -202,6 +204,24 @@ impl Netlink {
 
     fn links(&self) -> Result<Vec<LinkMessage>> {
         self.wait(self.handle.link().get().execute().try_collect())
+    }
+
+    /// The kernel's neighbours: interface, address and MAC of each that has one.
+    pub fn neighbours(&self) -> Result<BTreeSet<(u32, IpAddr, Vec<u8>)>> {
+        let entries: Vec<_> = self.wait(self.handle.neighbours().get().execute().try_collect())?;
+        let known = entries.into_iter().filter_map(|entry| {
+            let mut known = (entry.header.ifindex, None, None);
+            for attribute in entry.attributes {
+                match attribute {
+                    NeighbourAttribute::Destination(NeighbourAddress::Inet(address)) => known.1 = Some(address.into()),
+                    NeighbourAttribute::Destination(NeighbourAddress::Inet6(address)) => known.1 = Some(address.into()),
+                    NeighbourAttribute::LinkLayerAddress(mac) => known.2 = Some(mac),
+                    _ => {}
+                }
+            }
+            Some((known.0, known.1?, known.2?))
+        });
+        Ok(known.collect())
     }
 
     /// The names of all interfaces.

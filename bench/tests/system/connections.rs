@@ -134,7 +134,7 @@ fn a_second_daemon_on_the_same_file_is_refused() {
         config.conntrack = in_a_file(config);
         told = Some(config.clone());
     });
-    let config = told.unwrap();
+    let config = DaemonConfig { admin: None, ..told.unwrap() };
     let other = Cluster::build(&read_objects(&world.manifests).unwrap()).unwrap();
     let second = Daemon::launch(other.node.namespace(), &config.to_toml(), Privileges::All).unwrap();
     let (status, log) = second.wait(Duration::from_secs(20)).unwrap();

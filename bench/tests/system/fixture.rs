@@ -1,6 +1,9 @@
 //! What the tests stand on: a node with pods from manifests, servers on all of them, and the daemon.
+#![allow(dead_code, reason = "several test programs share it, and each uses a part")]
 
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::io::{Read, Write as _};
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +13,8 @@ use penstock_bench::judge::Judge;
 use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::{Protocol, Servers, Service, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch};
+use penstock_control::service::admin::client::Client;
+use penstock_control::service::admin::types::{Port, Status};
 
 /// What every site serves.
 pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
@@ -48,6 +53,7 @@ impl World {
     fn start(scratch: Scratch, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        config.admin = Some(scratch.path().join("admin.sock"));
         more(&mut cluster, &mut config);
         let servers = Servers::start_all(&cluster.sites, &SERVICES).unwrap();
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
@@ -58,6 +64,11 @@ impl World {
     pub(crate) fn kill(&mut self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
         self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+    }
+
+    /// Changes what the next daemon is started with.
+    pub(crate) fn change_config(&mut self, change: impl FnOnce(&mut DaemonConfig)) {
+        change(&mut self.config);
     }
 
     /// Starts the next daemon, with the configuration of the one that was killed.
@@ -92,6 +103,35 @@ impl World {
         self.daemon.signal(Signal::SIGUSR1).unwrap();
         self.daemon.log().wait_for_after(seen, "frames: ", Duration::from_secs(5)).unwrap();
         self.daemon.log().lines().split_off(seen)
+    }
+
+    /// What the daemon tells of itself.
+    pub(crate) fn status(&self) -> Status {
+        Client::new(self.admin()).unwrap().get("/v1/status", &()).unwrap()
+    }
+
+    /// Where its admin API listens.
+    pub(crate) fn admin(&self) -> &Path {
+        self.config.admin.as_deref().expect("a test that asks has left it on")
+    }
+
+    /// Its figures of a pod's port.
+    pub(crate) fn port(&self, pod: &str) -> Port {
+        let ports = self.status().ports;
+        ports.into_iter().find(|port| port.pod.as_deref() == Some(pod)).expect("a port of this pod")
+    }
+
+    /// A page of the metrics' port: status line, head and body. Nothing, if it does not answer.
+    pub(crate) fn http(&self, address: SocketAddr, path: &str) -> String {
+        let ask = || -> std::io::Result<String> {
+            let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
+            stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer)?;
+            Ok(answer)
+        };
+        self.cluster.node.namespace().run(ask).unwrap_or_default()
     }
 
     /// Fails, with what the daemon wrote, unless there is no difference.

@@ -3,7 +3,6 @@
 
 mod bad_input;
 mod connections;
-mod faults;
 mod fixture;
 mod forwarding;
 mod frames;

@@ -1,122 +1,12 @@
-//! Things go wrong, and nothing passes unjudged that should not.
+//! Pods and policies change under traffic, as often as can be.
 
-use std::collections::BTreeMap;
-use std::net::{SocketAddr, UdpSocket};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 
 use crate::fixture::{World, pod, pods, policy};
-
-/// Numbered datagrams from one site to another, one a millisecond, each with the time at which it was sent.
-struct Stream {
-    ends: Arc<AtomicBool>,
-    sender: JoinHandle<u64>,
-}
-
-impl Stream {
-    /// The sender's port tells one stream from another.
-    fn start(from: &Site, port: u16, to: SocketAddr, epoch: Instant) -> Self {
-        let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), port);
-        let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
-        let ends = Arc::new(AtomicBool::new(false));
-        let ended = ends.clone();
-        let sender = std::thread::spawn(move || {
-            let mut count = 0u64;
-            while !ended.load(Ordering::Relaxed) {
-                let now = epoch.elapsed().as_nanos() as u64;
-                let datagram = [count.to_be_bytes(), now.to_be_bytes()].concat();
-                // A refusal that came back for an earlier one is no reason to stop.
-                count += u64::from(socket.send_to(&datagram, to).is_ok());
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            count
-        });
-        Self { ends, sender }
-    }
-
-    /// How many were sent.
-    fn stop(self) -> u64 {
-        self.ends.store(true, Ordering::Relaxed);
-        self.sender.join().unwrap()
-    }
-}
-
-/// What arrives of all streams to one socket: by the sender's port, the numbers and times of sending.
-struct Sniffer {
-    ends: Arc<AtomicBool>,
-    receiver: JoinHandle<BTreeMap<u16, Vec<(u64, Duration)>>>,
-}
-
-impl Sniffer {
-    fn start(at: &Site, address: SocketAddr) -> Self {
-        let socket = at.namespace.run(|| UdpSocket::bind(address)).unwrap();
-        socket.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
-        let ends = Arc::new(AtomicBool::new(false));
-        let ended = ends.clone();
-        let receiver = std::thread::spawn(move || {
-            let mut arrived = BTreeMap::<u16, Vec<_>>::new();
-            let mut datagram = [0; 16];
-            while !ended.load(Ordering::Relaxed) {
-                let Ok((16, from)) = socket.recv_from(&mut datagram) else { continue };
-                let number = u64::from_be_bytes(datagram[..8].try_into().unwrap());
-                let sent = Duration::from_nanos(u64::from_be_bytes(datagram[8..].try_into().unwrap()));
-                arrived.entry(from.port()).or_default().push((number, sent));
-            }
-            arrived
-        });
-        Self { ends, receiver }
-    }
-
-    fn stop(self) -> BTreeMap<u16, Vec<(u64, Duration)>> {
-        // What was sent last is still on its way.
-        std::thread::sleep(Duration::from_millis(200));
-        self.ends.store(true, Ordering::Relaxed);
-        self.receiver.join().unwrap()
-    }
-}
-
-const ALLOWED: u16 = 40_001;
-const DENIED: u16 = 40_002;
-const NODE: u16 = 40_003;
-
-#[test]
-fn between_a_kill_and_the_next_start_not_one_packet_reaches_a_pod() {
-    let only_pod_0 = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
-    let mut world = World::of(&(pods(3) + &policy("only", "pod-1", only_pod_0)), |_, _| {});
-    let epoch = Instant::now();
-    let mut quickest = Duration::MAX;
-    for v6 in [false, true, false] {
-        let to = SocketAddr::new(world.site("test/pod-1").address(v6).unwrap(), 7000);
-        let sniffer = Sniffer::start(world.site("test/pod-1"), to);
-        let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED), ("node", NODE)];
-        let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
-        std::thread::sleep(Duration::from_millis(300));
-        world.kill();
-        let dead = epoch.elapsed();
-        std::thread::sleep(Duration::from_millis(500));
-        let starts = epoch.elapsed();
-        world.restart();
-        std::thread::sleep(Duration::from_millis(300));
-        let sent = streams.map(Stream::stop);
-        let arrived = sniffer.stop();
-        assert!(sent.iter().all(|&count| count > 300), "the streams ran: {sent:?}");
-        assert_eq!(arrived.get(&DENIED), None, "never what policy denies");
-        for port in [ALLOWED, NODE] {
-            let times = || arrived[&port].iter().map(|&(_, sent)| sent);
-            assert!(times().any(|sent| sent < dead), "before");
-            assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "nobody judges: none passes");
-            let first = times().filter(|&sent| sent > starts).min().expect("after");
-            println!("in force {:?} after the start (v6: {v6})", first - starts);
-            quickest = quickest.min(first - starts);
-        }
-    }
-    // What else the machine does can only add to it.
-    assert!(quickest < Duration::from_secs(1), "in force after {quickest:?} at best");
-}
+use crate::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 
 #[test]
 fn a_pod_that_is_made_anew_under_an_address_inherits_no_verdict() {

@@ -1,0 +1,19 @@
+//! Things go wrong, or a pod means ill: nothing passes unjudged, nobody else loses anything, and it is told by cause.
+//!
+//! As the system tests: the real daemon on real veths, each test with a node of its own.
+
+mod changes;
+mod clock;
+#[path = "../system/fixture.rs"]
+mod fixture;
+mod floods;
+mod forged;
+mod forger;
+mod mutated;
+mod operation;
+mod paths;
+mod restarts;
+mod rings;
+mod spoofing;
+mod stopped;
+mod traffic;

@@ -1,0 +1,159 @@
+//! A pod sends frames of nothing but chance, and good ones with something wrong.
+
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use etherparse::Icmpv4Type;
+use penstock_bench::load::Generator;
+use penstock_bench::probe::Flow;
+use penstock_control::service::admin::types::Port;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+use crate::fixture::{World, pods, policy};
+use crate::forger::{Forger, kernel_lost};
+
+/// Octets of the longest frame of a link with an MTU of 1,500.
+const LONGEST: usize = 1514;
+/// Frames that are made anew for each round, and sent at once.
+const ROUND: usize = 4096;
+
+/// Good frames of all kinds that a pod sends, to those whom it reaches and to those whom it does not.
+fn good_frames(world: &World, forger: &Forger) -> Vec<Vec<u8>> {
+    let mut frames = Vec::new();
+    for v6 in [false, true] {
+        let address = |name: &str| world.site(name).address(v6).unwrap();
+        let own = address("test/pod-2");
+        for to in ["test/pod-0", "test/pod-1", "node"].map(address) {
+            frames.push(forger.udp((own, 1000), (to, 53), b"a question"));
+            frames.push(forger.tcp((own, 1001), (to, 8080), |tcp| tcp.syn = true));
+            frames.push(forger.tcp((own, 1001), (to, 8080), |tcp| tcp.ack = true));
+            let mut echo = Vec::new();
+            let ip = forger.ip(own, to);
+            match own {
+                IpAddr::V4(_) => ip.icmpv4_echo_request(1, 1).write(&mut echo, b"echo").unwrap(),
+                IpAddr::V6(_) => ip.icmpv6_echo_request(1, 1).write(&mut echo, b"echo").unwrap(),
+            }
+            frames.push(echo);
+            if own.is_ipv4() {
+                let mut error = Vec::new();
+                let unreachable = etherparse::icmpv4::DestUnreachableHeader::Port;
+                let kind = Icmpv4Type::DestinationUnreachable(unreachable);
+                let quoted = forger.udp((to, 53), (own, 1000), b"a question");
+                forger.ip(own, to).icmpv4(kind).write(&mut error, &quoted[14..]).unwrap();
+                frames.push(error);
+            }
+            // Longer than a link's MTU is for the kernel to refuse; this is nearly so long.
+            frames.push(forger.udp((own, 1002), (to, 9), &[0; 1400]));
+        }
+    }
+    frames
+}
+
+/// One of them, as it is or with something wrong; or nothing but chance.
+fn mutated(good: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
+    let mut frame = good[random.random_range(0..good.len())].clone();
+    match random.random_range(0..8) {
+        0 => frame = (0..random.random_range(14..200)).map(|_| random.random()).collect(),
+        1 => frame.truncate(random.random_range(14..=frame.len())),
+        2 => frame.extend((0..random.random_range(0..64)).map(|_| random.random::<u8>())),
+        3 => {
+            let other = &good[random.random_range(0..good.len())];
+            let at = random.random_range(14..=frame.len().min(other.len()));
+            frame.truncate(at);
+            frame.extend(&other[at..]);
+        }
+        4 | 5 => {
+            for _ in 0..random.random_range(1..4) {
+                let at = random.random_range(12..frame.len());
+                frame[at] = *[0, 1, 0x7f, 0x80, 0xff, random.random()].get(random.random_range(0..6)).unwrap();
+            }
+        }
+        6 => {
+            // Behind the IPv4 header and its checksum, so that the packet goes further.
+            let at = random.random_range(34..frame.len());
+            frame[at] = random.random();
+        }
+        _ => {}
+    }
+    // The pod's own link takes no longer ones.
+    frame.truncate(LONGEST);
+    frame
+}
+
+/// What became of the packets that came in by a port, as its counters tell.
+struct Fate {
+    seen: u64,
+    redirected: u64,
+    kernel: u64,
+    received: u64,
+    dropped: u64,
+}
+
+fn fate(port: &Port) -> Fate {
+    Fate {
+        seen: port.xdp.values().sum(),
+        redirected: port.xdp.get("redirected").copied().unwrap_or(0),
+        kernel: kernel_lost(port),
+        received: port.total.rx_packets,
+        dropped: port.drops.values().sum(),
+    }
+}
+
+#[test]
+fn random_mutated_and_truncated_frames_harm_nobody_and_are_all_accounted_for() {
+    send_mutated(200_000);
+}
+
+#[test]
+#[ignore = "takes minutes; make test-long runs it"]
+fn ten_million_random_mutated_and_truncated_frames_harm_nobody() {
+    send_mutated(10_000_000);
+}
+
+fn send_mutated(frames: u64) {
+    let seed = rand::random();
+    println!("seed {seed}");
+    let mut random = SmallRng::seed_from_u64(seed);
+    let yaml = pods(3) + &policy("closed", "pod-1", "  ingress: [{ports: [{port: 53, protocol: UDP}]}]\n");
+    let world = World::of(&yaml, |_, _| {});
+    let flow =
+        Flow::open(&world.site("test/pod-0").namespace, world.target("node", false), 8080, Duration::from_secs(5))
+            .unwrap();
+    let forger = Forger::of(&world, "test/pod-2");
+    let good = good_frames(&world, &forger);
+    let generator = world.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
+    // What the pod's own stack sends of itself is counted too.
+    let before = fate(&world.port("test/pod-2"));
+    let mut sent = 0;
+    while sent < frames {
+        let round: Vec<Vec<u8>> = (0..ROUND).map(|_| mutated(&good, &mut random)).collect();
+        sent += generator.send_frames(&round).unwrap() as u64;
+    }
+    flow.wait_for(100, Duration::from_secs(5)).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while world.status().frames.in_flight > 0 {
+        assert!(Instant::now() < deadline, "stuck: {:?}", world.status().frames);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let status = world.status();
+    let (port, frames) = (world.port("test/pod-2"), status.frames);
+    let after = fate(&port);
+    let seen = after.seen - before.seen;
+    println!("{sent} sent, {seen} seen; {:?}; {:?}; {:?}", port.xdp, port.drops, port.kernel_drops);
+    // A little more than was sent: the pod's stack answers what reaches it.
+    assert!((sent..sent + sent / 50 + 100).contains(&seen), "{seen} of {sent} seen by the program");
+    assert_eq!(after.redirected, after.received + after.kernel, "each is received, or lost by cause");
+    assert!(after.dropped > before.dropped && after.dropped <= after.received, "{:?}", port.drops);
+    for cause in ["spoofed_source", "truncated", "malformed", "ingress_denied", "header_checksum"] {
+        assert!(port.drops.get(cause).copied().unwrap_or(0) > 0, "no {cause} among {:?}", port.drops);
+    }
+    let others = status.ports.iter().map(|port| port.total.tx_packets).sum::<u64>();
+    assert!(others >= after.received - after.dropped, "what was not dropped was sent");
+    assert_eq!(frames.free + frames.fill, frames.total, "no frame is stuck: {frames:?}");
+    let lines = world.daemon.log().lines();
+    assert!(!lines.iter().any(|line| line.contains("panicked")), "{}", lines.join("\n"));
+    drop(flow);
+    let (ended, log) = world.daemon.stop().unwrap();
+    assert!(ended.success(), "{ended}\n{}", log.join("\n"));
+}

@@ -1,0 +1,250 @@
+//! What is around the daemon fails: its disk is full, nobody reads its log, its clients are many or stuck.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use penstock_bench::probe::{self, Outcome, Patience, Protocol};
+use penstock_bench::testbed::{Daemon, Guard, Privileges, Scratch, penstock_binary};
+
+use crate::fixture::{World, pod, pods, policy};
+use crate::traffic::{ALLOWED, Sniffer, Stream};
+
+/// A policy by which `pod-1` lets in TCP to one port.
+fn only_port(port: u16) -> String {
+    policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}, {{port: 7000, protocol: UDP}}]}}]\n"))
+        .trim_start_matches("---\n")
+        .to_owned()
+}
+
+/// A small file system of its own, unmounted at the end.
+struct Disk {
+    path: PathBuf,
+    _guard: Guard,
+}
+
+impl Disk {
+    fn new(scratch: &Scratch, octets: u32) -> Self {
+        let path = scratch.path().join("disk");
+        std::fs::create_dir(&path).unwrap();
+        let size = format!("size={octets}");
+        mount(Some("penstock-test"), &path, Some("tmpfs"), MsFlags::empty(), Some(size.as_str())).unwrap();
+        let _guard = Guard::new({
+            let path = path.clone();
+            // A directory of the scratch at worst.
+            move || {
+                let _ = umount2(&path, MntFlags::MNT_DETACH);
+            }
+        });
+        Self { path, _guard }
+    }
+
+    /// Takes all room that is left.
+    fn fill(&self) -> PathBuf {
+        let file = self.path.join("filler");
+        let mut filler = std::fs::File::create(&file).unwrap();
+        while filler.write_all(&[0; 4096]).is_ok() {}
+        assert!(std::fs::write(self.path.join("more"), [0; 4096]).is_err(), "it is full");
+        file
+    }
+}
+
+fn tcp(world: &World, port: u16) -> Outcome {
+    let target = world.target("test/pod-1", false);
+    probe::run_one(world.site("test/pod-0"), target, Protocol::Tcp(port), Patience::default()).unwrap()
+}
+
+/// Forwarding and changes of policy go on: what is saved is in force soon.
+fn assert_unaffected(world: &World) {
+    for (open, closed) in [(8080, 9090), (9090, 8080)] {
+        world.save("only.yaml", &only_port(open));
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while tcp(world, closed) != Outcome::Silent || tcp(world, open) != Outcome::Reached {
+            assert!(Instant::now() < deadline, "a change of policy is not in force");
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_stops_neither_packets_nor_policy() {
+    let disk_of = Scratch::new().unwrap();
+    let disk = Disk::new(&disk_of, 1 << 20);
+    let verdicts = disk.path.join("verdicts.jsonl");
+    let mut world = World::of(&pods(2), |_, config| {
+        let directory = disk.path.display();
+        config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\n");
+        config.sections +=
+            &format!("[verdict_log]\noutput = \"{directory}/verdicts.jsonl\"\neach_second = 1000\nopened = true\n");
+    });
+    assert_unaffected(&world);
+    let filler = disk.fill();
+    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+    let stream = Stream::start(world.site("test/pod-0"), ALLOWED, to, Instant::now());
+    assert_unaffected(&world);
+    // A pod that comes is to be written down beside the connections; that cannot be, and it is served all the same.
+    let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
+    world.save("late.yaml", late.trim_start_matches("---\n"));
+    let addresses = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
+    let seen = world.daemon.log().len();
+    world.cluster.node.add_pod("test/late", &addresses).unwrap();
+    world.daemon.log().wait_for_after(seen, "pod=test/late", Duration::from_secs(5)).unwrap();
+    let told = world.daemon.log().wait_for_after(seen, "No space left", Duration::from_secs(5)).unwrap();
+    println!("{told}");
+    let numbers = stream.stop();
+    assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
+    // With room again the log goes on.
+    let length = std::fs::metadata(&verdicts).unwrap().len();
+    std::fs::remove_file(filler).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while std::fs::metadata(&verdicts).unwrap().len() <= length {
+        assert!(Instant::now() < deadline, "the verdict log does not go on");
+        tcp(&world, 1);
+    }
+}
+
+#[test]
+fn a_disk_too_small_for_the_connection_table_is_told_at_the_start_in_one_line() {
+    let scratch = Scratch::new().unwrap();
+    let disk = Disk::new(&scratch, 64 << 10);
+    let world = World::of(&pods(1), |_, _| {});
+    let path = disk.path.join("conntrack");
+    let toml = std::fs::read_to_string(world.daemon.config()).unwrap();
+    let toml = toml.replace("mapping = \"off\"", &format!("mapping = \"{}\"", path.display()));
+    let toml = toml.replace(&world.admin().display().to_string(), "off");
+    let other = penstock_bench::testbed::Namespace::new("other").unwrap();
+    let (status, lines) =
+        Daemon::launch(&other, &toml, Privileges::All).unwrap().wait(Duration::from_secs(20)).unwrap();
+    assert_eq!(status.code(), Some(2), "{}", lines.join("\n"));
+    let told: Vec<_> = lines.iter().filter(|line| line.contains("conntrack")).collect();
+    assert!(told.len() == 1 && told[0].contains("No space left"), "{}", lines.join("\n"));
+}
+
+/// A daemon whose log nobody reads, into a pipe that holds a page.
+struct Unread {
+    child: Child,
+    stderr: ChildStderr,
+}
+
+impl Unread {
+    fn start(world: &World) -> Self {
+        let mut command = world.cluster.node.namespace().command(penstock_binary().unwrap());
+        command.arg("run").arg("--config").arg(world.daemon.config()).env("NO_COLOR", "1");
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        for pipe in [stdout.as_raw_fd(), stderr.as_raw_fd()] {
+            // SAFETY: an open descriptor and a number; no memory is passed.
+            let size = unsafe { libc::fcntl(pipe, libc::F_SETPIPE_SZ, 4096) };
+            assert_eq!(size, 4096);
+        }
+        child.stdout = Some(stdout);
+        Self { child, stderr }
+    }
+
+    fn wait(&mut self, limit: Duration) -> Option<i32> {
+        let deadline = Instant::now() + limit;
+        while Instant::now() < deadline {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        None
+    }
+}
+
+impl Drop for Unread {
+    fn drop(&mut self) {
+        // It may have ended long ago.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_log_that_nobody_reads_stops_neither_packets_nor_policy_nor_the_clean_end() {
+    let mut world = World::of(&pods(2), |_, _| {});
+    world.kill();
+    let mut unread = Unread::start(&world);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while tcp(&world, 8080) != Outcome::Reached {
+        assert!(Instant::now() < deadline, "it does not start");
+    }
+    // More lines than the pipe holds.
+    for number in 0..100 {
+        world.save("only.yaml", &only_port(1 + number));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_unaffected(&world);
+    assert!(world.status().in_force);
+    let process = Pid::from_raw(unread.child.id().cast_signed());
+    kill(process, Signal::SIGUSR1).unwrap();
+    assert_unaffected(&world);
+    kill(process, Signal::SIGTERM).unwrap();
+    assert_eq!(unread.wait(Duration::from_secs(10)), Some(0), "it ends in order");
+    let mut first = vec![0; 64];
+    unread.stderr.read_exact(&mut first).unwrap();
+}
+
+fn descriptors(process: Pid) -> usize {
+    std::fs::read_dir(format!("/proc/{process}/fd")).unwrap().count()
+}
+
+#[test]
+fn a_thousand_admin_clients_and_scrapers_that_never_read_stop_neither_packets_nor_policy_nor_new_pods() {
+    const CLIENTS: usize = 1_000;
+    let metrics: SocketAddr = "127.0.0.1:9469".parse().unwrap();
+    let mut world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
+    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+    let stream = Stream::start(world.site("test/pod-0"), ALLOWED, to, Instant::now());
+    let before = descriptors(world.daemon.id());
+    let admin: Vec<UnixStream> = (0..CLIENTS).map(|_| ask_admin(world.admin())).collect();
+    let scrapers: Vec<TcpStream> = world.cluster.node.namespace().run(|| (0..50).map(|_| scrape(metrics)).collect());
+    assert_unaffected(&world);
+    let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
+    world.save("late.yaml", late.trim_start_matches("---\n"));
+    let addresses = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
+    let seen = world.daemon.log().len();
+    world.cluster.node.add_pod("test/late", &addresses).unwrap();
+    world.daemon.log().wait_for_after(seen, "attached pod=test/late", Duration::from_secs(10)).unwrap();
+    println!("{} descriptors, {before} before", descriptors(world.daemon.id()));
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", world.daemon.id())).unwrap();
+    let limit: Vec<_> =
+        limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
+    assert_eq!(limit[3], limit[4], "as many as it may have, and not the usual 1,024");
+    let numbers = stream.stop();
+    assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
+    drop((admin, scrapers));
+    // Those who are gone hold nothing; the late pod's port does.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while descriptors(world.daemon.id()) > before + 20 {
+        assert!(Instant::now() < deadline, "{} descriptors, {before} before", descriptors(world.daemon.id()));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(world.status().in_force, "and it answers");
+}
+
+/// A client of the admin API that asks and does not read.
+fn ask_admin(socket: &Path) -> UnixStream {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: node\r\n\r\n").unwrap();
+    stream
+}
+
+/// A scraper that asks for many pages and reads none.
+fn scrape(address: SocketAddr) -> TcpStream {
+    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5)).unwrap();
+    socket2::SockRef::from(&stream).set_recv_buffer_size(4096).unwrap();
+    for _ in 0..20 {
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n").unwrap();
+    }
+    stream
+}

@@ -1,0 +1,221 @@
+//! A pod says that it is another: by its addresses, in ARP and neighbour discovery, as a router or a DHCP server.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use penstock_bench::load::Wire;
+use penstock_bench::probe::{self, Outcome, Patience, Protocol};
+use penstock_bench::testbed::network_state;
+
+use crate::fixture::{World, pods};
+use crate::forger::{BROADCAST, Forger, count, count_to};
+
+const MARK: u16 = 47_112;
+/// A MAC that nobody has.
+const NOBODY: [u8; 6] = [2, 0, 0, 0xbe, 0xef, 0];
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(v4) => v4.octets().to_vec(),
+        IpAddr::V6(v6) => v6.octets().to_vec(),
+    }
+}
+
+/// An ARP packet (RFC 826): operation, and who says to have which address.
+fn arp(forger: &Forger, operation: u8, mac: [u8; 6], sender: IpAddr, target: IpAddr) -> Vec<u8> {
+    let mut frame = [BROADCAST, forger.mac].concat();
+    frame.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, operation]);
+    frame.extend(mac);
+    frame.extend(octets(sender));
+    frame.extend(BROADCAST);
+    frame.extend(octets(target));
+    frame
+}
+
+/// A message of neighbour discovery (RFC 4861) with its checksum; `rest` is what follows type, code and checksum.
+fn discovery(forger: &Forger, kind: u8, from: IpAddr, to: IpAddr, rest: &[u8]) -> Vec<u8> {
+    let IpAddr::V6(destination) = to else { panic!("{to} is no IPv6 address") };
+    let IpAddr::V6(source) = from else { panic!("{from} is no IPv6 address") };
+    let kind = etherparse::Icmpv6Type::Unknown { type_u8: kind, code_u8: 0, bytes5to8: rest[..4].try_into().unwrap() };
+    let mut frame = Vec::new();
+    etherparse::PacketBuilder::ethernet2(forger.mac, forger.gateway)
+        .ipv6(source.octets(), destination.octets(), 255)
+        .icmpv6(kind)
+        .write(&mut frame, &rest[4..])
+        .unwrap();
+    frame
+}
+
+/// An option of neighbour discovery that names a link-layer address.
+fn link_address(kind: u8, mac: [u8; 6]) -> Vec<u8> {
+    [&[kind, 1][..], &mac].concat()
+}
+
+/// All in which a pod speaks for others; `own` and the others are of both families.
+fn lies(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpAddr; 2]) -> Vec<Vec<u8>> {
+    let all: IpAddr = "ff02::1".parse().unwrap();
+    let mut lies = Vec::new();
+    for [v4, v6] in others {
+        for mac in [forger.mac, NOBODY] {
+            lies.push(arp(forger, 1, mac, *v4, gateway[0]));
+            lies.push(arp(forger, 2, mac, *v4, *v4));
+            // Who has the gateway's address, says the other; and: the other's address is here.
+            let asks = [&[0; 4][..], &octets(gateway[1]), &link_address(1, mac)].concat();
+            lies.push(discovery(forger, 135, *v6, gateway[1], &asks));
+            let tells = [&[0x60, 0, 0, 0][..], &octets(*v6), &link_address(2, mac)].concat();
+            lies.push(discovery(forger, 136, *v6, all, &tells));
+            lies.push(discovery(forger, 136, own[1], gateway[1], &tells));
+        }
+    }
+    lies.push(arp(forger, 2, NOBODY, own[0], gateway[0]));
+    let link_local: IpAddr = "fe80::bad".parse().unwrap();
+    // A router for an hour, with a prefix of its own; and a better way to all else.
+    let prefix = [&[3, 4, 64, 0xc0][..], &[0, 0, 0xe, 0x10].repeat(2), &[0; 4], &octets("2001:db8::".parse().unwrap())];
+    let router = [&[64, 0, 0xe, 0x10][..], &[0; 8], &link_address(1, forger.mac), &prefix.concat()].concat();
+    lies.push(discovery(forger, 134, link_local, all, &router));
+    let redirect = [&[0; 4][..], &octets(link_local), &octets("2001:db8::1".parse().unwrap())].concat();
+    lies.push(discovery(forger, 137, link_local, gateway[1], &redirect));
+    lies
+}
+
+/// The addresses of a name, of both families.
+fn addresses(world: &World, name: &str) -> [IpAddr; 2] {
+    [false, true].map(|v6| world.site(name).address(v6).unwrap())
+}
+
+fn reach_all(world: &World) {
+    world.assert_as_expected(&world.matrix());
+}
+
+#[test]
+fn a_pod_that_speaks_for_others_poisons_no_neighbour_and_is_counted() {
+    const STRANGERS: u16 = 2_000;
+    let world = World::of(&pods(3), |cluster, _| {
+        // A node as credulous as can be.
+        let interface = cluster.node.pod("test/pod-2").unwrap().interface().to_owned();
+        for key in ["ipv4/conf/IF/arp_accept", "ipv4/conf/IF/accept_redirects", "ipv6/conf/IF/accept_redirects"] {
+            let key = format!("net/{}", key.replace("IF", &interface));
+            cluster.node.namespace().set_sysctl(&key, "1").unwrap();
+        }
+        cluster.node.namespace().set_sysctl(&format!("net/ipv6/conf/{interface}/accept_ra"), "2").unwrap();
+    });
+    let node = world.cluster.node.netlink();
+    reach_all(&world);
+    let (before, state) = (node.neighbours().unwrap(), network_state(node).unwrap());
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let gateways = world.cluster.node.gateways();
+    let gateway = [gateways.v4.into(), gateways.v6.into()];
+    let others = ["test/pod-0", "test/pod-1", "node"].map(|name| addresses(&world, name));
+    let lies = lies(&forger, addresses(&world, "test/pod-2"), &[&others[..], &[gateway]].concat(), gateway);
+    lies.iter().for_each(|lie| forger.send(lie));
+    // Each of these would be an entry of its own in a table whose room all pods of the machine share.
+    for number in 0..STRANGERS {
+        let [high, low] = number.to_be_bytes();
+        forger.send(&arp(&forger, 1, forger.mac, IpAddr::from([10, 9, high, low]), gateway[0]));
+        let stranger: IpAddr = format!("fd00:bad::{number:x}").parse().unwrap();
+        let asks = [&[0; 4][..], &octets(gateway[1]), &link_address(1, forger.mac)].concat();
+        forger.send(&discovery(&forger, 135, stranger, gateway[1], &asks));
+    }
+    let forged = count_to(&world, "test/pod-2", "forged_neighbour", forger.sent);
+    assert_eq!(forged, forger.sent, "each is dropped and counted");
+    reach_all(&world);
+    let own = addresses(&world, "test/pod-2");
+    let now = node.neighbours().unwrap();
+    let poisoned: Vec<_> = (now.difference(&before))
+        .filter(|(_, address, mac)| mac == &NOBODY || mac == &forger.mac && !own.contains(address))
+        .collect();
+    assert!(poisoned.is_empty(), "{} neighbours, such as {:?}", poisoned.len(), poisoned.first());
+    assert_eq!(network_state(node).unwrap(), state, "no address, no route, no router");
+}
+
+#[test]
+fn a_packet_from_an_address_that_is_not_the_pods_reaches_nobody_and_is_counted() {
+    let world = World::of(&pods(3), |_, _| {});
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let seen = ["test/pod-0", "test/pod-1"].map(|name| Wire::open(&world.site(name).namespace).unwrap());
+    let from_others = [
+        "10.244.1.10",
+        "10.244.1.1",
+        "172.18.0.2",
+        "192.0.2.1",
+        "127.0.0.1",
+        "169.254.0.1",
+        "0.0.0.0",
+        "fd00:10:244:1::10",
+        "fd00:172:18::2",
+        "2001:db8::1",
+        "::1",
+        "fe80::1",
+        "::",
+    ];
+    for source in from_others {
+        let source: IpAddr = source.parse().unwrap();
+        let to = (world.site("test/pod-1").address(source.is_ipv6()).unwrap(), MARK);
+        forger.send(&forger.udp((source, 1000), to, b"spoofed"));
+        forger.send(&forger.tcp((source, 1000), to, |tcp| tcp.syn = true));
+    }
+    for wire in seen {
+        let arrived = wire.received(Duration::from_millis(200)).unwrap();
+        let marked = arrived.iter().filter(|frame| frame.windows(2).any(|octets| octets == MARK.to_be_bytes()));
+        assert_eq!(marked.count(), 0, "{arrived:02x?}");
+    }
+    assert_eq!(count(&world, "test/pod-2", "spoofed_source") + count(&world, "test/pod-2", "malformed"), forger.sent);
+}
+
+#[test]
+fn a_mac_that_is_not_the_pods_leads_nobody_astray() {
+    let world = World::of(&pods(3), |_, _| {});
+    reach_all(&world);
+    let before = world.cluster.node.netlink().neighbours().unwrap();
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let honest = forger.mac;
+    let seen = Wire::open(&world.site("test/pod-1").namespace).unwrap();
+    let victim = world.site("test/pod-1").namespace.netlink().unwrap().mac("eth0").unwrap();
+    let own = addresses(&world, "test/pod-2");
+    for mac in [NOBODY, victim, forger.gateway] {
+        forger.mac = mac;
+        forger.send(&forger.udp((own[0], 1000), (addresses(&world, "test/pod-1")[0], MARK), b"hello"));
+    }
+    let arrived = seen.received(Duration::from_millis(300)).unwrap();
+    let marked: Vec<_> = arrived.iter().filter(|frame| frame.windows(2).any(|two| two == MARK.to_be_bytes())).collect();
+    assert_eq!(marked.len(), 3, "what the pod may send, it may: its MAC ends at the node");
+    let host_side = world.cluster.node.pod("test/pod-1").unwrap().interface();
+    let gateway = world.cluster.node.netlink().mac(host_side).unwrap();
+    assert!(marked.iter().all(|frame| frame[..6] == victim && frame[6..12] == gateway), "{marked:02x?}");
+    assert_eq!(world.cluster.node.netlink().neighbours().unwrap().difference(&before).count(), 0);
+    forger.mac = honest;
+    reach_all(&world);
+}
+
+#[test]
+fn dhcp_from_a_pod_reaches_nobody_and_is_counted() {
+    let world = World::of(&pods(3), |_, _| {});
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let seen = ["test/pod-0", "test/pod-1"].map(|name| Wire::open(&world.site(name).namespace).unwrap());
+    let node = world.cluster.node.namespace().run(|| std::net::UdpSocket::bind("0.0.0.0:67")).unwrap();
+    node.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let [v4, v6] = addresses(&world, "test/pod-2");
+    let (any, every): (IpAddr, IpAddr) = ("0.0.0.0".parse().unwrap(), "255.255.255.255".parse().unwrap());
+    let (link_local, servers): (IpAddr, IpAddr) = ("fe80::2".parse().unwrap(), "ff02::1:2".parse().unwrap());
+    // Discover, offer to all; solicit, advertise to all.
+    for (from, to, cause) in [
+        ((any, 68), (every, 67), "spoofed_source"),
+        ((v4, 67), (every, 68), "multicast"),
+        ((link_local, 546), (servers, 547), "spoofed_source"),
+        ((v6, 547), (servers, 546), "multicast"),
+    ] {
+        let before = count(&world, "test/pod-2", cause);
+        let mut frame = forger.udp(from, to, b"dhcp");
+        frame[..6].copy_from_slice(&BROADCAST);
+        forger.send(&frame);
+        assert_eq!(count_to(&world, "test/pod-2", cause, before + 1), before + 1, "{from:?} to {to:?}");
+    }
+    assert!(node.recv_from(&mut [0; 64]).is_err(), "not even the node");
+    for wire in seen {
+        let arrived = wire.received(Duration::from_millis(100)).unwrap();
+        assert!(!arrived.iter().any(|frame| frame.ends_with(b"dhcp")), "{arrived:02x?}");
+    }
+    let to_node = world.target("node", false);
+    let outcome = probe::run_one(world.site("test/pod-2"), to_node, Protocol::Icmp, Patience::default()).unwrap();
+    assert_eq!(outcome, Outcome::Reached, "the pod itself has its network");
+}

@@ -1,0 +1,36 @@
+//! One thread of a process, stopped as by a debugger, while the others run on.
+
+use std::io;
+use std::ptr::null_mut;
+
+use nix::unistd::Pid;
+
+/// A thread that does not run until this is dropped. It also runs on when the test that stopped it ends.
+pub(crate) struct Stopped(Pid);
+
+impl Stopped {
+    pub(crate) fn new(thread: Pid) -> Self {
+        for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
+            request_of(request, thread).unwrap();
+        }
+        let mut status = 0;
+        // SAFETY: the kernel writes one int, and waits for a thread that was just told to stop.
+        let waited = unsafe { libc::waitpid(thread.as_raw(), &raw mut status, libc::__WALL) };
+        assert!(waited == thread.as_raw() && libc::WIFSTOPPED(status), "{status:#x}: {}", io::Error::last_os_error());
+        Self(thread)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // The thread may have gone with its process.
+        let _ = request_of(libc::PTRACE_DETACH, self.0);
+    }
+}
+
+fn request_of(request: libc::c_uint, thread: Pid) -> io::Result<()> {
+    let none = null_mut::<libc::c_void>();
+    // SAFETY: these requests pass no memory.
+    let result = unsafe { libc::ptrace(request, thread.as_raw(), none, none) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
