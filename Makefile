@@ -48,6 +48,10 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(CARGO) test --locked -p penstock-bench --test system --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-control --test mutation -- --ignored --nocapture
 
+.PHONY: soak
+soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and a verdict at the end
+	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30)
+
 .PHONY: test-apiserver
 test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
 	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go

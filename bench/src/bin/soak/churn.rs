@@ -1,0 +1,128 @@
+//! Pods and policies that come and go, and what they must find.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use anyhow::Result;
+use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+
+use crate::world::{World, pod, policy};
+
+/// How often a policy is saved.
+const POLICY: Duration = Duration::from_millis(250);
+/// How long the pod that comes and goes is there, and how long it is not.
+const POD: Duration = Duration::from_millis(1500);
+/// How often policy is put to the test.
+const PROBE: Duration = Duration::from_millis(500);
+/// The pod that comes and goes, and the last part of its addresses.
+const NAME: &str = "passing";
+const NUMBER: u8 = 77;
+
+/// What comes and goes.
+pub(crate) struct Churn {
+    next_policy: Duration,
+    next_pod: Duration,
+    next_probe: Duration,
+    pod_is_there: bool,
+    pub(crate) policies: u32,
+    pub(crate) pods: u32,
+    pub(crate) probes: u32,
+    /// What was found otherwise than it must be: from when to when, and what.
+    pub(crate) wrong: Vec<(Duration, Duration, String)>,
+}
+
+/// Who asks whom, over what, and what must come of it.
+const ASKED: [(&str, &str, Protocol, Outcome); 5] = [
+    ("test/pod-0", "test/pod-1", Protocol::Tcp(8080), Outcome::Reached),
+    ("test/pod-2", "test/pod-1", Protocol::Tcp(8080), Outcome::Silent),
+    ("test/pod-3", "test/pod-2", Protocol::Udp(53), Outcome::Reached),
+    ("test/pod-4", "node", Protocol::Icmp, Outcome::Reached),
+    ("test/pod-5", "test/pod-1", Protocol::Icmp, Outcome::Silent),
+];
+
+impl Churn {
+    pub(crate) fn new() -> Self {
+        let start = Duration::ZERO;
+        Self {
+            next_policy: start,
+            next_pod: start,
+            next_probe: start,
+            pod_is_there: false,
+            policies: 0,
+            pods: 0,
+            probes: 0,
+            wrong: Vec::new(),
+        }
+    }
+
+    /// Does what is due.
+    pub(crate) fn step(&mut self, world: &mut World) -> Result<()> {
+        let now = world.epoch.elapsed();
+        if now >= self.next_policy {
+            self.policies += 1;
+            world.save("policy.yaml", &policy(1 + (self.policies % 60_000) as u16))?;
+            self.next_policy = now + POLICY;
+        }
+        if now >= self.next_probe {
+            let (from, to, protocol, expected) = ASKED[self.probes as usize % ASKED.len()];
+            let (site, v6) = (world.site(from)?.clone(), self.probes.is_multiple_of(2));
+            self.ask(world, &site, (to, v6), protocol, expected)?;
+            self.next_probe = now + PROBE;
+        }
+        if now >= self.next_pod {
+            self.turn_pod(world)?;
+            self.next_pod = world.epoch.elapsed() + POD;
+        }
+        Ok(())
+    }
+
+    /// The pod comes; or it is asked whether it has a network, and goes.
+    fn turn_pod(&mut self, world: &mut World) -> Result<()> {
+        let full = format!("test/{NAME}");
+        if self.pod_is_there {
+            let site = Site::from(world.cluster.node.pod(&full)?);
+            self.ask(world, &site, ("test/pod-3", false), Protocol::Tcp(8080), Outcome::Reached)?;
+            self.ask(world, &site, ("test/pod-1", true), Protocol::Udp(53), Outcome::Silent)?;
+            world.cluster.node.remove_pod(&full)?;
+            world.remove("passing.yaml")?;
+        } else {
+            let addresses: [IpAddr; 2] =
+                [format!("10.244.1.{NUMBER}").parse()?, format!("fd00:10:244:1::{NUMBER}").parse()?];
+            world.cluster.node.add_pod(&full, &addresses)?;
+            world.save("passing.yaml", &pod(NAME, NUMBER))?;
+            self.pods += 1;
+        }
+        self.pod_is_there = !self.pod_is_there;
+        Ok(())
+    }
+
+    fn ask(
+        &mut self,
+        world: &World,
+        from: &Site,
+        (to, v6): (&str, bool),
+        protocol: Protocol,
+        expected: Outcome,
+    ) -> Result<()> {
+        let start = world.epoch.elapsed();
+        let target = (world.cluster.site(to)? as u32, world.address(to, v6, 0)?.ip());
+        // One that is denied is not worth waiting long for.
+        let attempts = if expected == Outcome::Silent { 1 } else { 4 };
+        let patience = Patience { attempts, ..Patience::default() };
+        let outcome = probe::run_one(from, target, protocol, patience)?;
+        self.probes += 1;
+        if outcome != expected {
+            let what = format!("{protocol} from {} to {to} (IPv6: {v6}): {outcome}, not {expected}", from.name);
+            self.wrong.push((start, world.epoch.elapsed(), what));
+        }
+        Ok(())
+    }
+
+    /// Leaves the node with the pods that it had.
+    pub(crate) fn end(&mut self, world: &mut World) -> Result<()> {
+        if self.pod_is_there {
+            self.turn_pod(world)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! Hours in minutes: mixed traffic, pods and policies that come and go, restarts of the daemon. What must not grow is
+//! watched, every packet is accounted for, and a verdict stands at the end.
+
+mod churn;
+mod plot;
+mod sample;
+mod streams;
+mod verdict;
+mod world;
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use churn::Churn;
+use sample::Sampler;
+use verdict::Verdict;
+use world::World;
+
+/// Mixed traffic, churn and restarts for as long as is asked; a plot and a verdict at the end.
+#[derive(Parser, Debug)]
+struct Arguments {
+    /// How long, in minutes.
+    #[arg(long, default_value_t = 30.0)]
+    minutes: f64,
+    /// How often the daemon is restarted, by a kill and by an update in turn; spread evenly.
+    #[arg(long, default_value_t = 5)]
+    restarts: u32,
+    /// Where the plot goes.
+    #[arg(long, default_value = "target/soak.svg")]
+    plot: PathBuf,
+}
+
+/// How often it is looked what is due.
+const TICK: Duration = Duration::from_millis(25);
+/// How often a line is printed where there is no terminal.
+const LINE: Duration = Duration::from_secs(30);
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("soak: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> Result<bool> {
+    ensure!(arguments.minutes >= 0.5, "--minutes {}: less than half a minute shows no trend", arguments.minutes);
+    let length = Duration::from_secs_f64(arguments.minutes * 60.0);
+    let restart_every = length / (arguments.restarts + 1);
+    let mut world = World::start(arguments.restarts == 0)?;
+    println!(
+        "Soak: {} minutes, {} restarts of {}; the plot goes to {}",
+        arguments.minutes,
+        arguments.restarts,
+        penstock_bench::testbed::penstock_binary()?.display(),
+        arguments.plot.display()
+    );
+    let streams = streams::start(&world)?;
+    let mut churn = Churn::new();
+    let mut sampler = Sampler::new(&world)?;
+    let mut progress = Progress::new(length);
+    let mut restarts = 0;
+    while world.epoch.elapsed() < length {
+        if restarts < arguments.restarts && world.epoch.elapsed() > restart_every * (restarts + 1) {
+            restarts += 1;
+            sampler.take(&world, &streams)?;
+            world.restart(restarts % 2 == 1, restarts == arguments.restarts)?;
+            sampler.begin_life(&world)?;
+        }
+        churn.step(&mut world)?;
+        if sampler.is_due() {
+            sampler.take(&world, &streams)?;
+            progress.show(&sampler);
+        }
+        std::thread::sleep(TICK);
+    }
+    progress.end();
+    let outcome = streams.stop()?;
+    churn.end(&mut world)?;
+    sampler.take_at_rest(&world)?;
+    let (outages, ended) = world.stop()?;
+    let verdict = Verdict::reach(&sampler, &outcome, &churn, &outages, ended);
+    plot::draw(&arguments.plot, &sampler, &outages).context("the plot cannot be drawn")?;
+    verdict.print(&arguments.plot);
+    Ok(verdict.is_good())
+}
+
+/// A bar on a terminal, elsewhere a line now and then.
+struct Progress {
+    bar: Option<ProgressBar>,
+    start: Instant,
+    length: Duration,
+    told: Duration,
+}
+
+impl Progress {
+    fn new(length: Duration) -> Self {
+        let style = ProgressStyle::with_template("  {bar:30} {elapsed_precise}  {msg}");
+        let bar = std::io::stdout().is_terminal().then(|| ProgressBar::new(length.as_secs()));
+        if let (Some(bar), Ok(style)) = (&bar, style) {
+            bar.set_style(style);
+        }
+        Self { bar, start: Instant::now(), length, told: Duration::ZERO }
+    }
+
+    fn show(&mut self, sampler: &Sampler) {
+        let (now, text) = (self.start.elapsed(), sampler.describe());
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(now.as_secs().min(self.length.as_secs()));
+                bar.set_message(text);
+            }
+            None if now - self.told >= LINE => {
+                println!("  {:5.0} s of {:.0} s  {text}", now.as_secs_f64(), self.length.as_secs_f64());
+                self.told = now;
+            }
+            None => {}
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! What is looked at once a second.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::unistd::Pid;
+use penstock_control::service::admin::types::Status;
+
+use crate::streams::Streams;
+use crate::world::World;
+
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How long nothing may be under way at the end.
+const REST: Duration = Duration::from_secs(5);
+
+/// All at one moment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sample {
+    pub(crate) at: Duration,
+    /// Which daemon it was, and how old.
+    pub(crate) life: usize,
+    pub(crate) age: Duration,
+    pub(crate) memory_mebibytes: f64,
+    pub(crate) descriptors: f64,
+    /// Frames that are neither free nor in a fill ring.
+    pub(crate) frames_under_way: f64,
+    pub(crate) latency_milliseconds: Option<(f64, f64)>,
+    pub(crate) received: u64,
+}
+
+pub(crate) struct Sampler {
+    pub(crate) samples: Vec<Sample>,
+    /// Losses that each daemon has counted since it was in force, by cause; what policy denies is none.
+    pub(crate) losses: Vec<BTreeMap<String, u64>>,
+    /// What it had counted until then.
+    at_first: BTreeMap<String, u64>,
+    /// Frames missing at the end.
+    pub(crate) frames_missing: i64,
+    began: Instant,
+    last: Instant,
+}
+
+/// Causes that policy and the pods' own doing explain.
+const MEANT: [&str; 5] = ["ingress_denied", "egress_denied", "no_connection", "multicast", "not_routable"];
+/// Those are among `rx_dropped` too.
+const COUNTED_TWICE: &str = "fill_ring_empty";
+
+impl Sampler {
+    pub(crate) fn new(world: &World) -> Result<Self> {
+        let now = Instant::now();
+        let mut sampler = Self {
+            samples: Vec::new(),
+            losses: Vec::new(),
+            at_first: BTreeMap::new(),
+            frames_missing: 0,
+            began: now,
+            last: now,
+        };
+        sampler.begin_life(world)?;
+        Ok(sampler)
+    }
+
+    pub(crate) fn is_due(&self) -> bool {
+        self.last.elapsed() >= INTERVAL
+    }
+
+    /// Another daemon was started, and is in force.
+    pub(crate) fn begin_life(&mut self, world: &World) -> Result<()> {
+        self.losses.push(BTreeMap::new());
+        self.at_first = losses(&world.status()?);
+        self.began = Instant::now();
+        Ok(())
+    }
+
+    pub(crate) fn take(&mut self, world: &World, streams: &Streams) -> Result<()> {
+        let status = world.status()?;
+        let frames = status.frames;
+        self.note_losses(&status);
+        self.samples.push(Sample {
+            at: world.epoch.elapsed(),
+            life: self.losses.len() - 1,
+            age: self.began.elapsed(),
+            memory_mebibytes: memory(world.daemon.id())?,
+            descriptors: std::fs::read_dir(format!("/proc/{}/fd", world.daemon.id()))?.count() as f64,
+            frames_under_way: f64::from(frames.total) - f64::from(frames.free) - f64::from(frames.fill),
+            latency_milliseconds: streams.take_latency(),
+            received: streams.received(),
+        });
+        self.last = Instant::now();
+        Ok(())
+    }
+
+    fn note_losses(&mut self, status: &Status) {
+        let mut now = losses(status);
+        for (cause, count) in &mut now {
+            *count -= self.at_first.get(cause).copied().unwrap_or(0).min(*count);
+        }
+        now.retain(|_, count| *count > 0);
+        if let Some(last) = self.losses.last_mut() {
+            *last = now;
+        }
+    }
+
+    /// The account of frames when no packet moves.
+    pub(crate) fn take_at_rest(&mut self, world: &World) -> Result<()> {
+        let deadline = Instant::now() + REST;
+        loop {
+            let status = world.status()?;
+            let frames = status.frames;
+            self.note_losses(&status);
+            self.frames_missing = i64::from(frames.total) - i64::from(frames.free) - i64::from(frames.fill);
+            if self.frames_missing == 0 || Instant::now() > deadline {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// The last sample in a few words.
+    pub(crate) fn describe(&self) -> String {
+        let Some(last) = self.samples.last() else { return String::new() };
+        let (p50, p99) = last.latency_milliseconds.unwrap_or_default();
+        format!(
+            "memory {:.1} MiB, {} descriptors, {} frames under way, latency {p50:.2} ms, 99 % {p99:.2} ms, {} received",
+            last.memory_mebibytes, last.descriptors, last.frames_under_way, last.received
+        )
+    }
+}
+
+/// Packets that a daemon has lost since it started, by cause.
+fn losses(status: &Status) -> BTreeMap<String, u64> {
+    let mut losses = BTreeMap::new();
+    for (cause, count) in status.ports.iter().flat_map(|port| port.drops.iter().chain(&port.kernel_drops)) {
+        if cause != COUNTED_TWICE && !MEANT.contains(&cause.as_str()) {
+            *losses.entry(cause.clone()).or_default() += count;
+        }
+    }
+    losses
+}
+
+/// What a process has in memory.
+fn memory(process: Pid) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+    let Some(line) = text.lines().find_map(|line| line.strip_prefix("VmRSS:")) else {
+        bail!("process {process} has no memory: it has ended");
+    };
+    let kibibytes = line.split_whitespace().next().context("VmRSS has a value")?;
+    Ok(kibibytes.parse::<f64>()? / 1024.0)
+}

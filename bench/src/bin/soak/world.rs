@@ -1,0 +1,166 @@
+//! The node, its pods and its daemon, which is restarted now and then.
+
+use std::fmt::Write;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use penstock_bench::cluster::{Cluster, read_objects};
+use penstock_bench::probe::{Servers, Service, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
+use penstock_control::service::admin::client::Client;
+use penstock_control::service::admin::types::Status;
+
+/// Pods that are there all the time.
+const PODS: u8 = 6;
+/// Ports of datagrams that policy allows, and that it denies.
+pub(crate) const ALLOWED: u16 = 7000;
+pub(crate) const DENIED: u16 = 7001;
+/// How long a daemon may take to end.
+const END: Duration = Duration::from_secs(10);
+/// What was on its way when the daemon was killed is lost with it; after the next start some comes late.
+const UNDER_WAY: Duration = Duration::from_millis(10);
+const SETTLE: Duration = Duration::from_millis(250);
+
+/// A time in which nobody judges, from the run's beginning on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Outage {
+    pub(crate) from: Duration,
+    pub(crate) to: Duration,
+}
+
+impl Outage {
+    /// Whether what happened from `start` to `end` may have met it.
+    pub(crate) fn meets(&self, start: Duration, end: Duration) -> bool {
+        end >= self.from && start <= self.to
+    }
+}
+
+pub(crate) struct World {
+    pub(crate) cluster: Cluster,
+    pub(crate) daemon: Daemon,
+    pub(crate) epoch: Instant,
+    pub(crate) outages: Vec<Outage>,
+    scratch: Scratch,
+    manifests: PathBuf,
+    config: DaemonConfig,
+    before: Vec<String>,
+    _servers: Vec<Servers>,
+}
+
+impl World {
+    /// `is_last`: there is no other daemon after this one.
+    pub(crate) fn start(is_last: bool) -> Result<Self> {
+        let scratch = Scratch::new()?;
+        let manifests = scratch.path().join("manifests");
+        std::fs::create_dir(&manifests)?;
+        std::fs::write(manifests.join("all.yaml"), objects())?;
+        std::fs::write(manifests.join("policy.yaml"), policy(1))?;
+        let cluster = Cluster::build(&read_objects(&manifests)?)?;
+        let before = network_state(cluster.node.netlink())?;
+        let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        config.admin = Some(scratch.path().join("admin.sock"));
+        config.conntrack =
+            format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = false\n", scratch.path().display());
+        config.sections += on_exit(is_last);
+        let services = [Service::Tcp(8080), Service::Udp(53)];
+        let servers = Servers::start_all(&cluster.sites, &services)?;
+        let daemon = Daemon::start(cluster.node.namespace(), &config)?;
+        let (epoch, outages) = (Instant::now(), Vec::new());
+        Ok(Self { cluster, daemon, epoch, outages, scratch, manifests, config, before, _servers: servers })
+    }
+
+    pub(crate) fn site(&self, name: &str) -> Result<&Site> {
+        Ok(&self.cluster.sites[self.cluster.site(name)?])
+    }
+
+    /// A site's address of a family, with a port.
+    pub(crate) fn address(&self, name: &str, v6: bool, port: u16) -> Result<SocketAddr> {
+        let address = self.site(name)?.address(v6).context("every site has both families")?;
+        Ok(SocketAddr::new(address, port))
+    }
+
+    pub(crate) fn save(&self, file: &str, content: &str) -> Result<()> {
+        self.scratch.save(&self.manifests.join(file), content)
+    }
+
+    pub(crate) fn remove(&self, file: &str) -> Result<()> {
+        Ok(std::fs::remove_file(self.manifests.join(file))?)
+    }
+
+    pub(crate) fn status(&self) -> Result<Status> {
+        let socket = self.config.admin.as_deref().context("the admin API is on")?;
+        Ok(Client::new(socket)?.get("/v1/status", &())?)
+    }
+
+    /// Ends the daemon, by a kill or as an update does, and starts the next one.
+    pub(crate) fn restart(&mut self, kill: bool, is_last: bool) -> Result<()> {
+        let from = self.epoch.elapsed().saturating_sub(UNDER_WAY);
+        self.daemon.signal(if kill { Signal::SIGKILL } else { Signal::SIGTERM })?;
+        let status = self.daemon.wait_until_ended(END)?;
+        ensure!(kill || status.success(), "the daemon ended with {status} at {from:?}");
+        self.config.sections = self.config.sections.replace(on_exit(false), on_exit(is_last));
+        self.daemon = Daemon::start(self.cluster.node.namespace(), &self.config)?;
+        self.outages.push(Outage { from, to: self.epoch.elapsed() + SETTLE });
+        Ok(())
+    }
+
+    /// Ends the daemon for good. What is wrong with how it ended, or with what it left, is returned.
+    pub(crate) fn stop(self) -> Result<(Vec<Outage>, Vec<String>)> {
+        let (status, log) = self.daemon.stop()?;
+        let mut wrong = Vec::new();
+        if !status.success() {
+            wrong.push(format!("the daemon ended with {status}: {}", log.join("\n")));
+        }
+        wrong.extend(log.iter().filter(|line| line.contains("panicked") || line.contains("NOT balanced")).cloned());
+        // The kernel takes away some of it a little later.
+        let deadline = Instant::now() + Duration::from_secs(3);
+        let mut after = network_state(self.cluster.node.netlink())?;
+        while after != self.before && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+            after = network_state(self.cluster.node.netlink())?;
+        }
+        wrong
+            .extend(after.iter().filter(|line| !self.before.contains(line)).map(|line| format!("left behind: {line}")));
+        wrong.extend(self.before.iter().filter(|line| !after.contains(line)).map(|line| format!("gone: {line}")));
+        Ok((self.outages, wrong))
+    }
+}
+
+/// An update of the daemon keeps pods closed; the last one puts the node back.
+fn on_exit(is_last: bool) -> &'static str {
+    if is_last { "[fail]\non_exit = \"restore\"\n" } else { "[fail]\non_exit = \"keep\"\n" }
+}
+
+fn objects() -> String {
+    let mut yaml = String::from(
+        "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n---\napiVersion: v1\nkind: Node\n\
+         metadata: {name: node}\nstatus: {addresses: [{type: InternalIP, address: 172.18.0.2}, \
+         {type: InternalIP, address: \"fd00:172:18::2\"}]}\n",
+    );
+    for number in 0..PODS {
+        let _ = write!(yaml, "---\n{}", pod(&format!("pod-{number}"), 10 + number));
+    }
+    yaml
+}
+
+/// A pod, and the last part of its addresses.
+pub(crate) fn pod(name: &str, number: u8) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{namespace: test, name: {name}, labels: {{app: {name}}}}}\n\
+         spec: {{nodeName: node, containers: [{{name: main, image: example.invalid/soak}}]}}\n\
+         status: {{phase: Running, podIPs: [{{ip: 10.244.1.{number}}}, {{ip: \"fd00:10:244:1::{number}\"}}]}}\n"
+    )
+}
+
+/// `pod-1` lets `pod-0` in, and everyone to a port that changes; `pod-2` sends wherever it likes.
+pub(crate) fn policy(changing: u16) -> String {
+    format!(
+        "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: only}}\n\
+         spec:\n  podSelector: {{matchLabels: {{app: pod-1}}}}\n\
+         \u{20} ingress: [{{from: [{{podSelector: {{matchLabels: {{app: pod-0}}}}}}]}}, \
+         {{ports: [{{port: {changing}, protocol: SCTP}}]}}]\n"
+    )
+}
