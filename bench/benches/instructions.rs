@@ -66,7 +66,8 @@ fn check() -> Fallible<bool> {
         println!("written: {}", path.display());
         return Ok(true);
     }
-    let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let text = std::fs::read_to_string(&path)
+        .map_err(|error| format!("{}: {error}; PENSTOCK_BLESS=1 writes it", path.display()))?;
     let known: BTreeMap<&str, f64> = text
         .lines()
         .filter(|line| !line.starts_with('#'))

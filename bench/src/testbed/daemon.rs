@@ -20,7 +20,7 @@ use super::scratch::Scratch;
 /// What the daemon logs once it is in force.
 const READY: &str = "ready: ";
 /// How long it may take until then.
-const START: Duration = Duration::from_secs(20);
+const START: Duration = Duration::from_secs(60);
 /// What the daemon is told.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
