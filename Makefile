@@ -47,6 +47,12 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
 	$(CARGO) test --locked -p penstock-bench --test system --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-control --test mutation -- --ignored --nocapture
+	$(MAKE) fuzz
+
+.PHONY: fuzz
+fuzz: setup ## Frames and capture files of any octets, a minute each   (FUZZ_SECONDS=600: ten)
+	@./scripts/setup g++
+	@./scripts/fuzz
 
 .PHONY: soak
 soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and a verdict at the end

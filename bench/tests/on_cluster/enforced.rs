@@ -68,7 +68,7 @@ fn without_the_rights_it_waits_says_what_it_lacks_and_still_ends_when_asked() {
     let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
     let server = ApiServer::start(Some(node.namespace())).unwrap();
     server.admin().create(&namespace("test")).unwrap();
-    let toml = configuration(&server.kubeconfig(Who::Nobody), "");
+    let toml = configuration(&server.kubeconfig(Who::Nobody), "off", "");
     let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
     let line = daemon.log().wait_for_after(0, "403 Forbidden", Duration::from_secs(20)).unwrap();
     for part in ["get, list and watch on ", "ClusterRole penstock"] {

@@ -4,6 +4,7 @@
 mod away;
 mod churn;
 mod enforced;
+mod killed;
 mod scale;
 mod stream;
 mod world;

@@ -109,7 +109,7 @@ fn a_thousand_events_a_second_among_a_hundred_thousand_pods_are_followed() {
     fake.put(cluster()).unwrap();
     fake.compact();
     let started = Instant::now();
-    let toml = configuration(&server.kubeconfig(Who::Penstock), "");
+    let toml = configuration(&server.kubeconfig(Who::Penstock), "off", "");
     let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
     daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(120)).unwrap();
     println!("{PODS} pods and {POLICIES} policies read and in force after {:.1?}", started.elapsed());

@@ -64,7 +64,8 @@ impl Stream {
         *self.arrivals.lock().unwrap().last().expect("some arrived")
     }
 
-    fn count(&self) -> usize {
+    /// How many packets arrived so far.
+    pub(crate) fn count(&self) -> usize {
         self.arrivals.lock().unwrap().len()
     }
 

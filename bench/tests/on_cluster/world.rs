@@ -4,14 +4,18 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
+use nix::sys::signal::Signal;
 use penstock_bench::testbed::api_server::{ApiServer, Who};
-use penstock_bench::testbed::{Daemon, Node, Privileges};
+use penstock_bench::testbed::{Daemon, Node, Privileges, Scratch};
 use serde_json::{Value, json};
 
 pub(crate) struct World {
     pub(crate) daemon: Daemon,
     pub(crate) node: Node,
     pub(crate) server: ApiServer,
+    toml: String,
+    /// Where connections outlast a daemon.
+    _scratch: Scratch,
 }
 
 impl World {
@@ -21,11 +25,22 @@ impl World {
         let server = ApiServer::start(Some(node.namespace())).unwrap();
         server.admin().create(&namespace("test")).unwrap();
         server.admin().create(&node_object()).unwrap();
-        let toml = configuration(&server.kubeconfig(Who::Penstock), sections);
-        let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
-        let ready = daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30));
-        assert!(ready.is_ok(), "not ready:\n{}", daemon.log().lines().join("\n"));
-        Self { daemon, node, server }
+        let scratch = Scratch::new().unwrap();
+        let mapping = scratch.path().join("conntrack").display().to_string();
+        let toml = configuration(&server.kubeconfig(Who::Penstock), &mapping, sections);
+        let daemon = launch(&node, &toml);
+        Self { daemon, node, server, toml, _scratch: scratch }
+    }
+
+    /// Kills the daemon, and waits until it is gone.
+    pub(crate) fn kill(&self) {
+        self.daemon.signal(Signal::SIGKILL).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+    }
+
+    /// Starts the next daemon, with the configuration of the one that was killed.
+    pub(crate) fn restart(&mut self) {
+        self.daemon = launch(&self.node, &self.toml);
     }
 
     /// Wires a pod, as its CNI plugin does, and then tells the API server of it, as the scheduler and kubelet do.
@@ -42,11 +57,19 @@ impl World {
     }
 }
 
+fn launch(node: &Node, toml: &str) -> Daemon {
+    let daemon = Daemon::launch(node.namespace(), toml, Privileges::All).unwrap();
+    let ready = daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30));
+    assert!(ready.is_ok(), "not ready:\n{}", daemon.log().lines().join("\n"));
+    daemon
+}
+
 /// The configuration of a daemon that follows an API server, with nothing outside of its network namespace that another
-/// daemon could have as well.
-pub(crate) fn configuration(kubeconfig: &Path, sections: &str) -> String {
+/// daemon could have as well. `mapping` is the file for its connections, or `off`.
+pub(crate) fn configuration(kubeconfig: &Path, mapping: &str, sections: &str) -> String {
     format!(
-        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n[conntrack]\nmapping = \"off\"\nentries = 65536\n{sections}",
+        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
+         [conntrack]\nmapping = \"{mapping}\"\nentries = 65536\n{sections}",
         kubeconfig.display()
     )
 }

@@ -1,4 +1,4 @@
-//! Capture files of any octets: `cargo +nightly fuzz run capture cases/tcp cases/ip cases/capture` in `pcap-tests/`.
+//! Capture files of any octets: `make fuzz`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

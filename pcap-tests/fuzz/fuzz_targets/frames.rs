@@ -1,4 +1,4 @@
-//! Frames of any octets through the pipeline: `cargo +nightly fuzz run frames` in `pcap-tests/`.
+//! Frames of any octets through the pipeline: `make fuzz`.
 #![no_main]
 
 use std::cell::RefCell;
