@@ -24,11 +24,13 @@ pub enum Outcome {
     VlanTag,
     /// On a pod's port, ARP or neighbour discovery in which the pod speaks for another than itself, or as a router: dropped.
     ForgedNeighbour,
+    /// On an uplink, longer than what a socket takes: passed to the kernel, which cuts it on its way to the host port.
+    TooLong,
 }
 
 impl Outcome {
     /// Every outcome, in the order of its number.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -37,6 +39,7 @@ impl Outcome {
         Self::NotLocal,
         Self::VlanTag,
         Self::ForgedNeighbour,
+        Self::TooLong,
     ];
 
     /// Its name in counters and logs.
@@ -50,6 +53,7 @@ impl Outcome {
             Self::NotLocal => "not_local",
             Self::VlanTag => "vlan_tag",
             Self::ForgedNeighbour => "forged_neighbour",
+            Self::TooLong => "too_long",
         }
     }
 }

@@ -16,6 +16,8 @@ pub enum Offload {
     Tso = 0x1f,
     /// Segmentation of all that is sent.
     Gso = 0x24,
+    /// Joining segments that are received.
+    Gro = 0x2c,
 }
 
 /// `struct ethtool_value`.

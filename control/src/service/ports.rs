@@ -18,6 +18,9 @@ use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
 
+/// Octets of an Ethernet header.
+const ETHERNET_HEADER: u32 = 14;
+
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OpenError {
@@ -49,6 +52,8 @@ struct PodSide {
 pub(super) struct Ports {
     redirect: Redirect,
     on_miss: OnMiss,
+    /// The longest frame, with its Ethernet header, that a socket takes.
+    longest: u16,
     fixed: Vec<Open>,
     pods: BTreeMap<u32, PodSide>,
     waiting: Waiting,
@@ -79,6 +84,7 @@ impl Ports {
                 FailMode::Closed => OnMiss::Drop,
                 FailMode::Open => OnMiss::Pass,
             },
+            longest: mtu(config.umem.frame_size.largest_packet() + ETHERNET_HEADER),
             fixed: Vec::new(),
             pods: BTreeMap::new(),
             waiting: Waiting::new(config, facts),
@@ -112,7 +118,8 @@ impl Ports {
             mtu: mtu(link.mtu),
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;
+        let options = AttachOptions { longest: Some(self.longest), ..self.options(Role::Uplink) };
+        let open = self.open(dataplane, link, options, port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -389,10 +396,17 @@ impl Ports {
         }
         let attached = self.redirect.attach(&interface(link), options)?;
         if let Mode::Generic { because: Some(reason) } = attached.mode() {
+            let longer = match options.longest {
+                Some(_) => "go by the kernel",
+                None => {
+                    "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
+                }
+            };
+            let interface = &link.name;
             tracing::warn!(
-                interface = link.name,
+                interface,
                 reason,
-                "attached in generic mode: slower, and packets longer than a frame are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
+                "attached in generic mode: slower, and packets longer than a frame {longer}"
             );
         }
         Ok(attached)

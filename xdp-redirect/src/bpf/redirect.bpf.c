@@ -10,13 +10,15 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-#define FAMILY_INET6 10 /* AF_INET6, whose header is not for BPF */
+#define FAMILY_INET 2 /* AF_INET and AF_INET6, whose header is not for BPF */
+#define FAMILY_INET6 10
 
-enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, OUTCOMES };
+enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG, OUTCOMES };
 
 const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
 const volatile __u32 pod = 0;            /* what speaks here is a pod, no neighbour of any other kind */
+const volatile __u16 longest = 0;        /* of an uplink: the most octets that a socket takes; 0 is not known */
 const volatile __u32 bridged = 0;        /* the interface is a port of a bridge, whose own address is this */
 const volatile __u16 bridge_mac[3] = {};
 
@@ -132,6 +134,27 @@ static __always_inline int is_own_discovery(const struct ethhdr *eth, const void
 	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
 }
 
+/* Segments that were joined on their way, or not cut yet, are longer than what a socket takes. The kernel cuts them on
+ * the way into the host port. There nobody asks whether what has an address of this node came from outside: only what
+ * the node would route back to its sender goes that way. */
+static __always_inline int is_for_kernel_to_cut(struct xdp_md *ctx, const void *start, const void *end, const struct in6_addr *from)
+{
+	struct bpf_fib_lookup back = { .ifindex = ctx->ingress_ifindex };
+	long way;
+
+	if (!longest || start + longest >= end || bpf_map_lookup_elem(&local_pods, from))
+		return 0;
+	if (!from->s6_addr32[0] && !from->s6_addr32[1] && from->s6_addr32[2] == bpf_htonl(0xffff)) {
+		back.family = FAMILY_INET;
+		back.ipv4_dst = from->s6_addr32[3];
+	} else {
+		back.family = FAMILY_INET6;
+		__builtin_memcpy(back.ipv6_dst, from, sizeof(back.ipv6_dst));
+	}
+	way = bpf_fib_lookup(ctx, &back, sizeof(back), 0);
+	return way == BPF_FIB_LKUP_RET_SUCCESS || way == BPF_FIB_LKUP_RET_NO_NEIGH;
+}
+
 SEC("xdp")
 int penstock(struct xdp_md *ctx)
 {
@@ -139,7 +162,7 @@ int penstock(struct xdp_md *ctx)
 	const struct ethhdr *eth = (void *)(long)ctx->data;
 	const struct iphdr *ip4 = (void *)(eth + 1);
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
-	struct in6_addr to = {};
+	struct in6_addr to = {}, from = {};
 	int whole, action;
 
 	if ((void *)(eth + 1) > end)
@@ -155,20 +178,26 @@ int penstock(struct xdp_md *ctx)
 		if (whole) {
 			to.s6_addr32[2] = bpf_htonl(0xffff);
 			to.s6_addr32[3] = ip4->daddr;
+			from.s6_addr32[2] = bpf_htonl(0xffff);
+			from.s6_addr32[3] = ip4->saddr;
 		}
 		break;
 	case bpf_htons(ETH_P_IPV6):
 		whole = (void *)(ip6 + 1) <= end;
 		if (whole && is_neighbour_discovery(ctx, eth, end))
 			return pod && !is_own_discovery(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
-		if (whole)
+		if (whole) {
 			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
+			__builtin_memcpy(&from, &ip6->saddr, sizeof(from));
+		}
 		break;
 	default:
 		return done(NOT_IP, XDP_PASS);
 	}
 	if (uplink && !(whole && bpf_map_lookup_elem(&local_pods, &to)))
 		return done(NOT_LOCAL, XDP_PASS);
+	if (uplink && is_for_kernel_to_cut(ctx, eth, end, &from))
+		return done(TOO_LONG, XDP_PASS);
 	action = bpf_redirect_map(&sockets, ctx->rx_queue_index, on_miss);
 	return done(action == XDP_REDIRECT ? REDIRECTED : NO_SOCKET, action);
 }

@@ -2,8 +2,10 @@
 
 use std::net::Ipv6Addr;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::process::Command;
 
 use libbpf_rs::{MapCore, MapFlags, ProgramInput, libbpf_sys};
+use nix::sched::{CloneFlags, unshare};
 
 use super::*;
 use crate::{ModeChoice, Outcome, Outcomes};
@@ -115,7 +117,7 @@ fn run(loaded: &RedirectSkel<'_>, frame: &[u8]) -> (u32, Outcome) {
 }
 
 fn options(role: Role, on_miss: OnMiss) -> AttachOptions {
-    AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None }
+    AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None, longest: None }
 }
 
 fn local_pods() -> LocalPods {
@@ -146,7 +148,60 @@ fn every_kind_of_packet_goes_where_its_port_says() {
             reached.insert(expected.1);
         }
     }
-    assert_eq!(reached.len(), Outcome::ALL.len() - 1, "all but the miss: {reached:?}");
+    assert_eq!(reached.len(), Outcome::ALL.len() - 2, "all but the miss and what is too long: {reached:?}");
+}
+
+/// Puts the calling thread into a network namespace that forwards and has a way to the others' addresses.
+fn enter_a_router() {
+    unshare(CloneFlags::CLONE_NEWNET).unwrap();
+    for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+        std::fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
+    }
+    for command in ["link set lo up", "route add 192.0.2.0/24 dev lo", "-6 route add 2001:db8::/64 dev lo"] {
+        assert!(Command::new("ip").args(command.split(' ')).status().unwrap().success(), "ip {command}");
+    }
+}
+
+#[test]
+fn on_an_uplink_what_no_socket_takes_is_the_kernels_unless_it_claims_to_come_from_the_node() {
+    const LONGEST: u16 = 100;
+    enter_a_router();
+    let (pods, socket) = (local_pods(), any_socket());
+    let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
+    let senders = [
+        ("another machine", OTHER_V4.to_vec(), true),
+        ("another machine", v6(OTHER_V6), true),
+        ("the node", vec![127, 0, 0, 1], false),
+        ("the node", v6("::1"), false),
+        ("a local pod", LOCAL_V4.to_vec(), false),
+        ("a local pod", v6(LOCAL_V6), false),
+        ("nobody that is known", vec![203, 0, 113, 9], false),
+        ("nobody that is known", v6("fd99::9"), false),
+    ];
+    for (role, longest) in
+        [(Role::Uplink, Some(LONGEST)), (Role::Uplink, None), (Role::Pod, Some(LONGEST)), (Role::Host, Some(LONGEST))]
+    {
+        let mut storage = MaybeUninit::uninit();
+        let options = AttachOptions { longest, ..options(role, OnMiss::Drop) };
+        let loaded = load_skeleton(&mut storage, options, &pods).unwrap();
+        let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
+        loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+        for ((who, source, is_other), length) in senders.iter().flat_map(|it| [99, 100, 101, 1400].map(|n| (it, n))) {
+            let (mut frame, at) = match source.len() {
+                4 => (ipv4(LOCAL_V4), 26),
+                _ => (ipv6(LOCAL_V6, 17, 64, &[0; 8]), 22),
+            };
+            frame[at..at + source.len()].copy_from_slice(source);
+            frame.resize(length, 0);
+            let passes = role == Role::Uplink && longest.is_some() && *is_other && length > usize::from(LONGEST);
+            let expected = if passes { (PASS, Outcome::TooLong) } else { (REDIRECT, Outcome::Redirected) };
+            assert_eq!(
+                run(&loaded, &frame),
+                expected,
+                "{length} octets from {who} {source:?} on {role:?}, {longest:?}"
+            );
+        }
+    }
 }
 
 const POD_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];

@@ -65,7 +65,7 @@ fn merging(name: &str, offloads: &Offloads) -> Option<Finding> {
     let merges = [("lro", offloads.lro), ("gro", offloads.gro)].into_iter().find(|(_, on)| *on == Some(true));
     merges.map(|(feature, _)| {
         Finding::warning(format!(
-            "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame are lost; switch it off (ethtool -K {name} {feature} off)"
+            "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame go the slower way by the kernel; switch it off (ethtool -K {name} {feature} off)"
         ))
     })
 }
