@@ -26,8 +26,9 @@ fn a_daemon_is_killed_under_traffic_and_the_next_goes_on_without_an_unjudged_pac
     let denied = Stream::start(&lab.namespace, &db.namespace, "10.244.1.11");
     let _servers = Servers::start(&db, 7, &[Service::Tcp(8080)]).unwrap();
     let target = (7, "10.244.1.11".parse().unwrap());
-    // Longer than the next daemon takes to be in force: what is sent again then is answered.
-    let flow = Flow::open(&web.namespace, target, 8080, LIMIT).unwrap();
+    // Its sender tries again after twice the time that it waited before, so that it may be as long again after the next
+    // daemon is in force.
+    let flow = Flow::open(&web.namespace, target, 8080, 6 * LIMIT).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
 
     world.kill();
@@ -44,7 +45,7 @@ fn a_daemon_is_killed_under_traffic_and_the_next_goes_on_without_an_unjudged_pac
         std::thread::sleep(Duration::from_millis(1));
     }
     println!("in force {:.2?} after the start", began.elapsed());
-    flow.wait_for(100, LIMIT).unwrap();
+    flow.wait_for(100, 6 * LIMIT).unwrap();
     assert_eq!(flow.wait_until_blocked(Duration::from_millis(1)), None, "the connection goes on");
     assert_eq!(denied.count(), 0, "never what policy denies");
 }
