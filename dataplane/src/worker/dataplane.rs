@@ -14,7 +14,7 @@ use crossbeam::channel::{Receiver, Sender, unbounded};
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
 use super::ports::PortTable;
-use super::privileges::forgo_capabilities;
+use super::privileges::{forgo_capabilities, go_first};
 use super::processor::{Judge, Processor};
 use super::run::Worker;
 use super::stages::StageTimer;
@@ -374,15 +374,6 @@ fn spawn<P: Processor>(
         }
     };
     thread::Builder::new().name(format!("{}-{index}", config.thread_name)).spawn(body).map_err(failed)
-}
-
-/// Puts the calling thread before the ordinary processes of its core. While a worker waits for them its queues
-/// overflow, which TCP answers by sending again: with a sender and a receiver on the same two cores, 3 % of all
-/// segments, and 0.3 % like this.
-fn go_first() {
-    // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences"). It fails
-    // without CAP_SYS_NICE, and then the worker is a thread like any other.
-    unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, -20) };
 }
 
 fn reason(panic: &(dyn Any + Send)) -> String {
