@@ -66,7 +66,7 @@ class VethsTest(unittest.TestCase):
                     f'workers.cores=[{max(os.sched_getaffinity(0))}]', 'umem.memory=64MiB']
         words = [word for setting in settings for word in ('--set', setting)]
         process = subprocess.Popen(
-            ['ip', 'netns', 'exec', f'{self.name}-node', PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
+            ['nsenter', f'--net=/run/netns/{self.name}-node', PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, 'NO_COLOR': '1'})
         watchdog = threading.Timer(LIMIT, process.kill)
         watchdog.start()
@@ -108,7 +108,7 @@ class VethsTest(unittest.TestCase):
         return {name: base64.b64encode(found[name]).decode() for name in ('denied', 'allowed')}
 
     def exchange(self):
-        words = ['ip', 'netns', 'exec', f'{self.name}-trex', sys.executable, '-c', EXCHANGE]
+        words = ['nsenter', f'--net=/run/netns/{self.name}-trex', sys.executable, '-c', EXCHANGE]
         return json.loads(command(*words, input=json.dumps(self.frames())))
 
     def test_what_the_profiles_call_allowed_arrives_and_what_they_call_denied_does_not(self):
