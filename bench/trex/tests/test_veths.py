@@ -47,6 +47,11 @@ def command(*words, **options):
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=LIMIT, **options).stdout
 
 
+def within(netns):
+    """The beginning of a command that runs in a network namespace, with no mount of a sysfs that `ip -n` makes."""
+    return 'nsenter', f'--net=/run/netns/{netns}'
+
+
 @unittest.skipUnless(os.geteuid() == 0 and shutil.which('ip') and PENSTOCK,
                      'needs root, iproute2 and PENSTOCK_BIN: the veths were not tried')
 class VethsTest(unittest.TestCase):
@@ -66,7 +71,7 @@ class VethsTest(unittest.TestCase):
                     f'workers.cores=[{max(os.sched_getaffinity(0))}]', 'umem.memory=64MiB']
         words = [word for setting in settings for word in ('--set', setting)]
         process = subprocess.Popen(
-            ['nsenter', f'--net=/run/netns/{self.name}-node', PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
+            [*within(f'{self.name}-node'), PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, 'NO_COLOR': '1'})
         watchdog = threading.Timer(LIMIT, process.kill)
         watchdog.start()
@@ -97,8 +102,8 @@ class VethsTest(unittest.TestCase):
 
     def frames(self):
         """A frame of each stream of the profile `mix`, as port 0 sends it to the node."""
-        links = json.loads(command('ip', '-n', f'{self.name}-node', '-j', 'link', 'show', 'veth-trex0'))
-        client = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'link', 'show', 'trex0'))
+        links = json.loads(command(*within(f'{self.name}-node'), 'ip', '-j', 'link', 'show', 'veth-trex0'))
+        client = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'link', 'show', 'trex0'))
         ethernet = bytes.fromhex((links[0]['address'] + client[0]['address']).replace(':', ''))
         profile = api('stl').STLProfile.load(str(library.profile_file('stl', 'mix')), direction=0, port_id=0,
                                              tunables=['--src', '10.244.1.10', '--dst', '10.244.1.11'])
@@ -108,13 +113,13 @@ class VethsTest(unittest.TestCase):
         return {name: base64.b64encode(found[name]).decode() for name in ('denied', 'allowed')}
 
     def exchange(self):
-        words = ['nsenter', f'--net=/run/netns/{self.name}-trex', sys.executable, '-c', EXCHANGE]
+        words = [*within(f'{self.name}-trex'), sys.executable, '-c', EXCHANGE]
         return json.loads(command(*words, input=json.dumps(self.frames())))
 
     def test_what_the_profiles_call_allowed_arrives_and_what_they_call_denied_does_not(self):
         # TRex answers to address resolution; here nobody does.
-        server = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'link', 'show', 'trex1'))[0]['address']
-        command('ip', '-n', f'{self.name}-node', 'neigh', 'replace', '10.244.1.11', 'lladdr', server, 'dev', 'veth-trex1')
+        server = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'link', 'show', 'trex1'))[0]['address']
+        command(*within(f'{self.name}-node'), 'ip', 'neigh', 'replace', '10.244.1.11', 'lladdr', server, 'dev', 'veth-trex1')
         self.assertEqual(self.exchange(), ['allowed', 'denied'], 'without Penstock the node forwards both')
         self.start_penstock()
         self.assertEqual(self.exchange(), ['allowed'])
@@ -122,20 +127,20 @@ class VethsTest(unittest.TestCase):
     def test_a_nic_stands_in_for_a_pods_interface(self):
         """The pod `server` behind a veth that plays the NIC, whose other end, called trex1, plays TRex's port."""
         node, trex = f'{self.name}-node', f'{self.name}-trex'
-        command('ip', '-n', node, 'link', 'delete', 'veth-trex1')
-        command('ip', '-n', node, 'link', 'add', 'nic', 'type', 'veth', 'peer', 'name', 'trex1', 'netns', trex)
-        command('ip', '-n', trex, 'link', 'set', 'trex1', 'up')
+        command(*within(node), 'ip', 'link', 'delete', 'veth-trex1')
+        command(*within(node), 'ip', 'link', 'add', 'nic', 'type', 'veth', 'peer', 'name', 'trex1', 'netns', trex)
+        command(*within(trex), 'ip', 'link', 'set', 'trex1', 'up')
         script, environment = str(FOLDER.parent / 'nic-pod'), {**os.environ, 'NAME': f'{self.name}-pod', 'NODE': node}
         self.addCleanup(command, script, 'down', 'nic', env=environment)
         command(script, 'up', 'nic', '10.244.1.11', '02:00:00:00:01:11', env=environment)
         self.start_penstock()
         self.assertEqual(self.exchange(), ['allowed'])
         command(script, 'down', 'nic', env=environment)
-        self.assertIn('nic', [link['ifname'] for link in json.loads(command('ip', '-n', node, '-j', 'link'))])
+        self.assertIn('nic', [link['ifname'] for link in json.loads(command(*within(node), 'ip', '-j', 'link'))])
 
     def test_no_stack_answers_in_the_place_of_trex(self):
         for port in (0, 1):
-            told = json.loads(command('ip', '-n', f'{self.name}-trex', '-j', 'address', 'show', f'trex{port}'))
+            told = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))
             self.assertEqual(told[0]['addr_info'], [])
 
 
