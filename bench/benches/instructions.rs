@@ -62,6 +62,7 @@ fn check() -> Fallible<bool> {
         counted.insert(part, many.saturating_sub(few) as f64 / ((RUNS.1 - RUNS.0) * packets) as f64);
     }
     if std::env::var_os("PENSTOCK_BLESS").is_some() {
+        path.parent().map(std::fs::create_dir_all).transpose()?;
         std::fs::write(&path, baseline(&counted))?;
         println!("written: {}", path.display());
         return Ok(true);
