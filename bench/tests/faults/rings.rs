@@ -67,8 +67,10 @@ fn a_port_whose_fill_ring_runs_empty_loses_by_cause_and_others_lose_nothing() {
     let after = world.port("test/pod-2");
     let received = after.total.rx_packets - before.total.rx_packets;
     let lost = kernel_lost(&after) - kernel_lost(&before);
-    assert!((RING / 2..=RING).contains(&received), "{received} of {sent} received");
-    assert_eq!(received + lost, sent, "each is received, or lost by cause: {:?}", after.kernel_drops);
+    // The pod's own stack may send some packets beside them.
+    assert!((RING / 2..RING + 8).contains(&received), "{received} of {sent} received");
+    let told = received + lost;
+    assert!((sent..sent + 8).contains(&told), "{told}: each is received, or lost by cause: {:?}", after.kernel_drops);
     assert!(after.kernel_drops.contains_key("fill_ring_empty"), "{:?}", after.kernel_drops);
     for name in ["test/pod-0", "test/pod-1"] {
         assert!(world.port(name).kernel_drops.values().all(|&count| count == 0), "{name}");

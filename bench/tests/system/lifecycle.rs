@@ -105,3 +105,26 @@ fn statistics_on_a_signal_and_at_the_end_count_what_was_dropped_by_cause() {
     let (_, log) = world.daemon.stop().unwrap();
     assert!(log.iter().filter(|line| line.contains("ingress_denied 3")).count() == 2, "{}", log.join("\n"));
 }
+
+#[test]
+fn no_thread_of_the_daemon_shares_a_core_with_a_worker_where_there_is_another() {
+    if std::thread::available_parallelism().unwrap().get() < 2 {
+        eprintln!("SKIPPED: there is one core");
+        return;
+    }
+    let world = World::of(&pods(1), |_, _| {});
+    let (mut of_workers, mut of_others, mut others) = (0, 0, 0);
+    for task in std::fs::read_dir(format!("/proc/{}/task", world.daemon.id())).unwrap().flatten() {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim();
+        let cores = u128::from_str_radix(&field("Cpus_allowed:").replace(',', ""), 16).unwrap();
+        if field("Name:").starts_with("worker-") {
+            of_workers |= cores;
+        } else {
+            of_others |= cores;
+            others += 1;
+        }
+    }
+    assert!(others > 1, "the thread that reads manifests is one of them");
+    assert!(of_workers != 0 && of_workers & of_others == 0, "workers {of_workers:b}, others {of_others:b}");
+}

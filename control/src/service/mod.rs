@@ -70,7 +70,6 @@ pub fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
     raise_descriptors();
     daemon::refuse(preflight::machine(&loaded.config))?;
     privileges::begin().context("privileges cannot be given up")?;
-    penstock_dataplane::worker::go_first();
     let runtime = runtime().map_err(RunError::failed)?;
     logging::never_wait();
     let ended = runtime.block_on(daemon::run(layers, loaded));

@@ -11,14 +11,10 @@ pub fn forgo_capabilities() {
     }
 }
 
-/// Puts the calling thread, and what it starts from then on, before the ordinary processes of its core.
-///
-/// While a worker waits for them its queues overflow, which TCP answers by sending again: with a sender and a receiver on
-/// the same two cores, 3 % of all segments, and 0.3 % like this. The daemon's other threads go first as well: the
-/// kernel gives a control group its share of a core by the weight of its threads there, and beside a busy worker of this
-/// weight one of ordinary weight gets a hundredth of what it would have, so that policy waits for as long as packets
-/// come.
-pub fn go_first() {
+/// Puts the calling thread before the ordinary processes of its core. While a worker waits for them its queues overflow,
+/// which TCP answers by sending again: with a sender and a receiver on the same two cores, 3 % of all segments, and 0.3 %
+/// like this.
+pub(super) fn go_first() {
     // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences"). It fails
     // without CAP_SYS_NICE, and then the thread is one like any other.
     unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, -20) };
