@@ -14,7 +14,8 @@ use crate::testbed::Namespace;
 /// Nothing else may receive UDP over IPv4 in its namespace without being counted too.
 pub struct Meter {
     namespace: Namespace,
-    _sockets: Vec<UdpSocket>,
+    first: u16,
+    sockets: Vec<UdpSocket>,
 }
 
 /// What a meter has counted so far.
@@ -31,7 +32,14 @@ impl Meter {
     pub fn open(namespace: &Namespace, address: IpAddr, ports: Range<u16>) -> Result<Self> {
         let open = || ports.clone().map(|port| bind(SocketAddr::new(address, port))).collect::<Result<Vec<_>>>();
         let sockets = namespace.run(open)?;
-        Ok(Self { namespace: namespace.clone(), _sockets: sockets })
+        Ok(Self { namespace: namespace.clone(), first: ports.start, sockets })
+    }
+
+    /// Sends an answer from one of its ports; what cannot be sent is lost, as it could be on its way.
+    pub fn answer(&self, port: u16, to: SocketAddr) {
+        if let Some(socket) = port.checked_sub(self.first).and_then(|place| self.sockets.get(usize::from(place))) {
+            let _ = socket.send_to(b"answer", to);
+        }
     }
 
     /// What was counted so far.

@@ -1,33 +1,29 @@
 //! Sends paced or flat out and measures what became of it, all on one thread, so that sender and receiver share a core
 //! without waiting for each other.
 
-use std::io::IoSliceMut;
 use std::net::{SocketAddr, UdpSocket};
 use std::ops::Range;
-use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use hdrhistogram::Histogram;
-use nix::errno::Errno;
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg, setsockopt, sockopt};
+use anyhow::{Context, Result};
+use nix::sys::socket::{setsockopt, sockopt};
 
 use super::cores::CoreTimes;
 use super::generator::{Generator, UdpFlow};
 use super::meter::{Count, Meter};
-use super::traffic::{Frames, Lengths, SLOTS, Syns, Traffic, read_stamp};
+use super::run::{PROBE_SOURCE, Probes, Run, Ways};
+use super::traffic::{Frames, Lengths, SLOTS, Traffic, connection_ports};
 use crate::testbed::Pod;
 
 /// Destination ports of what is counted.
 pub const PORTS: Range<u16> = 9000..9060;
 /// The destination port of probes.
 pub const PROBE_PORT: u16 = 9060;
-/// The source port of probes that are not the first packet of their connection, and the first of those that are.
-const PROBE_SOURCE: u16 = 1024;
-/// Most frames that are handed to the kernel at once when they are paced.
-const BURST: usize = 32;
 /// How long packets may be on their way after the last was sent.
 const LAST: Duration = Duration::from_millis(300);
+
+/// How long an answer counts: less than any peer keeps a connection.
+const ANSWERED: Duration = Duration::from_secs(20);
 
 /// What probes do.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -67,25 +63,6 @@ impl Trial {
     pub fn paced(traffic: Traffic, rate: f64, length: Duration) -> Self {
         Self { rate: Some(rate), ..Self::flat_out(traffic, length) }
     }
-}
-
-/// What probes came to. Times are nanoseconds.
-#[derive(Clone, Debug)]
-pub struct Probes {
-    /// How many were sent.
-    pub sent: u64,
-    /// How many arrived, as they were sent.
-    pub arrived: u64,
-    /// How many of those came after one that was sent later.
-    pub reordered: u64,
-    /// How many arrived otherwise than they were sent.
-    pub corrupted: u64,
-    /// From when it was to be sent until it reached the receiver's stack.
-    pub one_way: Histogram<u64>,
-    /// The same, and from when the answer was sent until it reached the sender's stack.
-    pub round_trip: Histogram<u64>,
-    /// The longest time in which none arrived.
-    pub longest_gap: Duration,
 }
 
 /// What a trial came to.
@@ -145,6 +122,8 @@ pub struct Station {
     answers: UdpSocket,
     opened: u64,
     probed: u64,
+    /// How many connections have been answered, and when.
+    answered: (u32, Instant),
 }
 
 impl Station {
@@ -172,28 +151,15 @@ impl Station {
             hop,
             opened: 0,
             probed: 0,
+            answered: (0, Instant::now()),
         })
     }
 
     /// Runs one trial on the calling thread, which should be pinned.
     pub fn run(&mut self, trial: &Trial) -> Result<Outcome> {
-        let mut frames = Frames::new(&self.hop, trial.traffic, PORTS)?;
-        frames.skip_opened(self.opened);
-        let mut run = Run {
-            probe_frame: Frames::new(&self.hop, Traffic::SMALLEST, PROBE_PORT..PROBE_PORT + 1)?,
-            syns: Syns::new(&self.hop)?,
-            generator: &self.generator,
-            frames,
-            slot: 0,
-            probing: Probing::Off,
-            asks: &self.asks,
-            answers: &self.answers,
-            probes: Probes::new()?,
-            first_probe: self.probed,
-            next_probe: self.probed,
-            newest: None,
-            last_arrival: None,
-        };
+        self.establish(trial.traffic.connections)?;
+        let ways = Ways { generator: &self.generator, hop: &self.hop, asks: &self.asks, answers: &self.answers };
+        let mut run = Run::new(ways, trial.traffic, self.opened, self.probed)?;
         if !trial.warm_up.is_zero() {
             run.send_for(trial, trial.warm_up)?;
             // Flat out, what is under way at the start stands for what will be at the end.
@@ -201,23 +167,56 @@ impl Station {
                 self.wait_until_quiet(&mut run)?;
             }
         }
-        run.probing = trial.probing;
+        run.probe_as(trial.probing);
         let (count, cores) = (self.meter.count()?, CoreTimes::read()?);
         let sent = run.send_for(trial, trial.length)?;
         let busy = CoreTimes::read()?.since(&cores);
         let after = if trial.rate.is_none() { self.meter.count()? } else { self.wait_until_quiet(&mut run)? };
-        (self.opened, self.probed) = (run.frames.opened(), run.next_probe);
+        (self.opened, self.probed) = run.so_far();
         // The meter counts all datagrams of its pod: probes that were read there, too.
-        let probes = run.probes.arrived + run.probes.corrupted;
+        let probes = run.into_probes();
+        let read = probes.arrived + probes.corrupted;
         Ok(Outcome {
             time: sent.time,
             offered: sent.taken + sent.refused,
             refused: sent.refused,
-            received: (after.arrived - count.arrived).saturating_sub(probes),
+            received: (after.arrived - count.arrived).saturating_sub(read),
             corrupted: after.corrupted - count.corrupted,
             busy,
-            probes: run.probes,
+            probes,
         })
+    }
+
+    /// Sends a packet of each connection that takes turns and has it answered: to the kernel's conntrack a connection is
+    /// new until then, and goes through all rules.
+    fn establish(&mut self, connections: u32) -> Result<()> {
+        if connections <= self.answered.0 && self.answered.1.elapsed() < ANSWERED {
+            return Ok(());
+        }
+        let mut frames = Frames::new(&self.hop, Traffic::SMALLEST, PORTS)?;
+        let mut under_way = 0..0;
+        for first in (0..connections).step_by(SLOTS) {
+            let some = first..connections.min(first + SLOTS as u32);
+            for (slot, connection) in some.clone().enumerate() {
+                let (source, destination) = connection_ports(connection, &PORTS);
+                frames.stamp_as(slot, 0, 0, source, destination);
+            }
+            self.generator.send_frames(&frames.octets[..some.len()])?;
+            self.answer(under_way);
+            under_way = some;
+        }
+        std::thread::sleep(LAST / 10);
+        self.answer(under_way);
+        std::thread::sleep(LAST / 10);
+        self.answered = (connections, Instant::now());
+        Ok(())
+    }
+
+    fn answer(&self, connections: Range<u32>) {
+        for connection in connections {
+            let (source, destination) = connection_ports(connection, &PORTS);
+            self.meter.answer(destination, SocketAddr::new(self.hop.source.ip(), source));
+        }
     }
 
     /// Waits until nothing arrives any more.
@@ -236,171 +235,6 @@ impl Station {
             count = now;
         }
     }
-}
-
-impl Probes {
-    fn new() -> Result<Self> {
-        let histogram = || Histogram::new_with_bounds(1, 10_000_000_000, 3).context("a histogram");
-        let (one_way, round_trip) = (histogram()?, histogram()?);
-        let longest_gap = Duration::ZERO;
-        Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
-    }
-
-    /// How many did not arrive.
-    pub fn lost(&self) -> u64 {
-        self.sent.saturating_sub(self.arrived + self.corrupted)
-    }
-}
-
-/// What one call of [`Run::send_for`] sent.
-struct Sent {
-    taken: u64,
-    refused: u64,
-    time: Duration,
-}
-
-/// A trial under way.
-struct Run<'a> {
-    generator: &'a Generator,
-    frames: Frames,
-    slot: usize,
-    probe_frame: Frames,
-    syns: Syns,
-    probing: Probing,
-    asks: &'a UdpSocket,
-    answers: &'a UdpSocket,
-    probes: Probes,
-    first_probe: u64,
-    next_probe: u64,
-    newest: Option<u64>,
-    last_arrival: Option<u64>,
-}
-
-impl Run<'_> {
-    /// Sends for so long, each packet at its time: what could not be sent in time is sent late, and its time of sending
-    /// is when it was due.
-    fn send_for(&mut self, trial: &Trial, length: Duration) -> Result<Sent> {
-        let (start, epoch) = (Instant::now(), now()?);
-        let (mut taken, mut refused, mut number) = (0, 0, 0_u64);
-        let (mut probed, mut flooded) = (0_u64, 0_u64);
-        loop {
-            let elapsed = start.elapsed();
-            if elapsed >= length {
-                break;
-            }
-            let seconds = elapsed.as_secs_f64();
-            let due = match trial.rate {
-                Some(rate) => ((seconds * rate) as u64).saturating_sub(number).min(BURST as u64) as usize,
-                None => SLOTS - self.slot,
-            };
-            for offset in 0..due.min(SLOTS - self.slot) {
-                let at = number + offset as u64;
-                let after = trial.rate.map_or(seconds, |rate| at as f64 / rate);
-                self.frames.stamp(self.slot + offset, at, epoch + (after * 1e9) as u64);
-            }
-            let due = due.min(SLOTS - self.slot);
-            if due > 0 {
-                let sent = self.generator.send_frames(&self.frames.octets[self.slot..self.slot + due])?;
-                taken += sent as u64;
-                refused += (due - sent) as u64;
-                number += due as u64;
-                self.slot = (self.slot + due) % SLOTS;
-            }
-            if let Probing::RoundTrip(rate) | Probing::FirstPacket(rate) = self.probing {
-                if seconds * rate > probed as f64 {
-                    self.probe(epoch + (probed as f64 / rate * 1e9) as u64)?;
-                    probed += 1;
-                }
-                self.poll()?;
-            }
-            while seconds * trial.syns > flooded as f64 {
-                self.generator.send_frames(&[self.syns.next()])?;
-                flooded += 1;
-            }
-        }
-        Ok(Sent { taken, refused, time: start.elapsed() })
-    }
-
-    fn probe(&mut self, time: u64) -> Result<()> {
-        let source = match self.probing {
-            Probing::FirstPacket(_) => PROBE_SOURCE + 1 + (self.next_probe % 60_000) as u16,
-            Probing::RoundTrip(_) | Probing::Off => PROBE_SOURCE,
-        };
-        self.probe_frame.stamp_as(0, self.next_probe, time, source, PROBE_PORT);
-        self.next_probe += 1;
-        self.probes.sent += 1;
-        self.generator.send_frames(&self.probe_frame.octets[..1])?;
-        Ok(())
-    }
-
-    /// Reads what has arrived of probes and answers.
-    fn poll(&mut self) -> Result<()> {
-        if self.probing == Probing::Off {
-            return Ok(());
-        }
-        let mut octets = [0; 2048];
-        while let Some((length, from, arrived)) = receive(self.answers, &mut octets)? {
-            let Some((number, sent)) = read_stamp(&octets[..length]) else {
-                self.probes.corrupted += 1;
-                continue;
-            };
-            if number < self.first_probe {
-                continue;
-            }
-            self.note_arrival(number, sent, arrived);
-            if let (Probing::RoundTrip(_), Some(from)) = (self.probing, from) {
-                // An answer is the probe with two times: how long it took so far, and when it was answered.
-                let answer = [arrived.saturating_sub(sent).to_be_bytes(), now()?.to_be_bytes()].concat();
-                // What finds no room is a lost answer.
-                let _ = self.answers.send_to(&answer, from);
-            }
-        }
-        while let Some((length, _, arrived)) = receive(self.asks, &mut octets)? {
-            let Some((taken, answered)) = octets[..length].split_first_chunk::<8>() else { continue };
-            let Some(answered) = answered.first_chunk::<8>() else { continue };
-            let back = arrived.saturating_sub(u64::from_be_bytes(*answered));
-            self.probes.round_trip.saturating_record(u64::from_be_bytes(*taken) + back);
-        }
-        Ok(())
-    }
-
-    fn note_arrival(&mut self, number: u64, sent: u64, arrived: u64) {
-        let probes = &mut self.probes;
-        probes.arrived += 1;
-        probes.reordered += u64::from(self.newest.is_some_and(|newest| number < newest));
-        self.newest = self.newest.max(Some(number));
-        probes.one_way.saturating_record(arrived.saturating_sub(sent).max(1));
-        if let Some(last) = self.last_arrival {
-            probes.longest_gap = probes.longest_gap.max(Duration::from_nanos(arrived.saturating_sub(last)));
-        }
-        self.last_arrival = Some(arrived);
-    }
-}
-
-/// One datagram, if there is one: its length, who sent it, and when the kernel received it.
-fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Option<SocketAddr>, u64)>> {
-    let mut parts = [IoSliceMut::new(octets)];
-    let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
-    let message =
-        match recvmsg::<SockaddrIn>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_DONTWAIT) {
-            Ok(message) => message,
-            // A refusal that came back for an earlier one is no datagram.
-            Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNREFUSED | Errno::EHOSTUNREACH) => return Ok(None),
-            Err(error) => return Err(error).context("cannot receive probes"),
-        };
-    let from = message.address.map(|address| SocketAddr::new(address.ip().into(), address.port()));
-    let stamp = message.cmsgs()?.find_map(|control| match control {
-        ControlMessageOwned::ScmTimestampns(time) => Some(time),
-        _ => None,
-    });
-    let Some(stamp) = stamp else { bail!("the kernel does not say when a datagram was received") };
-    let nanoseconds = stamp.tv_sec() as u64 * 1_000_000_000 + stamp.tv_nsec() as u64;
-    Ok(Some((message.bytes, from, nanoseconds)))
-}
-
-/// The time of the clock that the kernel stamps datagrams with.
-fn now() -> Result<u64> {
-    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64)
 }
 
 /// Traffic of frames of one length.

@@ -1,0 +1,247 @@
+//! A trial under way: what is sent when, and what becomes of its probes.
+
+use std::io::IoSliceMut;
+use std::net::{SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail};
+use hdrhistogram::Histogram;
+use nix::errno::Errno;
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg};
+
+use super::generator::{Generator, UdpFlow};
+use super::station::{PORTS, PROBE_PORT, Probing, Trial};
+use super::traffic::{Frames, SLOTS, Syns, Traffic, read_stamp};
+
+/// The source port of probes that are not the first packet of their connection, and the first of those that are.
+pub(super) const PROBE_SOURCE: u16 = 1024;
+/// Most frames that are handed to the kernel at once when they are paced.
+const BURST: usize = 32;
+
+/// What probes came to. Times are nanoseconds.
+#[derive(Clone, Debug)]
+pub struct Probes {
+    /// How many were sent.
+    pub sent: u64,
+    /// How many arrived, as they were sent.
+    pub arrived: u64,
+    /// How many of those came after one that was sent later.
+    pub reordered: u64,
+    /// How many arrived otherwise than they were sent.
+    pub corrupted: u64,
+    /// From when it was to be sent until it reached the receiver's stack.
+    pub one_way: Histogram<u64>,
+    /// The same, and from when the answer was sent until it reached the sender's stack.
+    pub round_trip: Histogram<u64>,
+    /// The longest time in which none arrived.
+    pub longest_gap: Duration,
+}
+
+impl Probes {
+    fn new() -> Result<Self> {
+        let histogram = || Histogram::new_with_bounds(1, 10_000_000_000, 3).context("a histogram");
+        let (one_way, round_trip) = (histogram()?, histogram()?);
+        let longest_gap = Duration::ZERO;
+        Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
+    }
+
+    /// How many did not arrive.
+    pub fn lost(&self) -> u64 {
+        self.sent.saturating_sub(self.arrived + self.corrupted)
+    }
+}
+
+/// What one call of [`Run::send_for`] sent.
+pub(super) struct Sent {
+    pub(super) taken: u64,
+    pub(super) refused: u64,
+    pub(super) time: Duration,
+}
+
+/// By what a trial sends and receives.
+pub(super) struct Ways<'a> {
+    pub(super) generator: &'a Generator,
+    pub(super) hop: &'a UdpFlow,
+    /// Where answers to probes arrive.
+    pub(super) asks: &'a UdpSocket,
+    /// Where probes arrive.
+    pub(super) answers: &'a UdpSocket,
+}
+
+/// A trial under way.
+pub(super) struct Run<'a> {
+    ways: Ways<'a>,
+    frames: Frames,
+    slot: usize,
+    probe_frame: Frames,
+    syns: Syns,
+    probing: Probing,
+    probes: Probes,
+    first_probe: u64,
+    next_probe: u64,
+    newest: Option<u64>,
+    last_arrival: Option<u64>,
+}
+
+impl<'a> Run<'a> {
+    /// One that goes on after `opened` connections and `probed` probes of earlier ones, so that what is late is not taken
+    /// for its own.
+    pub(super) fn new(ways: Ways<'a>, traffic: Traffic, opened: u64, probed: u64) -> Result<Self> {
+        let mut frames = Frames::new(ways.hop, traffic, PORTS)?;
+        frames.skip_opened(opened);
+        Ok(Self {
+            probe_frame: Frames::new(ways.hop, Traffic::SMALLEST, PROBE_PORT..PROBE_PORT + 1)?,
+            syns: Syns::new(ways.hop)?,
+            ways,
+            frames,
+            slot: 0,
+            probing: Probing::Off,
+            probes: Probes::new()?,
+            first_probe: probed,
+            next_probe: probed,
+            newest: None,
+            last_arrival: None,
+        })
+    }
+
+    /// What probes do from now on.
+    pub(super) fn probe_as(&mut self, probing: Probing) {
+        self.probing = probing;
+    }
+
+    /// How many connections and probes there were, those before it included.
+    pub(super) fn so_far(&self) -> (u64, u64) {
+        (self.frames.opened(), self.next_probe)
+    }
+
+    /// What became of its probes.
+    pub(super) fn into_probes(self) -> Probes {
+        self.probes
+    }
+
+    /// Sends for so long, each packet at its time: what could not be sent in time is sent late, and its time of sending
+    /// is when it was due.
+    pub(super) fn send_for(&mut self, trial: &Trial, length: Duration) -> Result<Sent> {
+        let (start, epoch) = (Instant::now(), now()?);
+        let (mut taken, mut refused, mut number) = (0, 0, 0_u64);
+        let (mut probed, mut flooded) = (0_u64, 0_u64);
+        loop {
+            let elapsed = start.elapsed();
+            if elapsed >= length {
+                break;
+            }
+            let seconds = elapsed.as_secs_f64();
+            let due = match trial.rate {
+                Some(rate) => ((seconds * rate) as u64).saturating_sub(number).min(BURST as u64) as usize,
+                None => SLOTS - self.slot,
+            };
+            for offset in 0..due.min(SLOTS - self.slot) {
+                let at = number + offset as u64;
+                let after = trial.rate.map_or(seconds, |rate| at as f64 / rate);
+                self.frames.stamp(self.slot + offset, at, epoch + (after * 1e9) as u64);
+            }
+            let due = due.min(SLOTS - self.slot);
+            if due > 0 {
+                let sent = self.ways.generator.send_frames(&self.frames.octets[self.slot..self.slot + due])?;
+                taken += sent as u64;
+                refused += (due - sent) as u64;
+                number += due as u64;
+                self.slot = (self.slot + due) % SLOTS;
+            }
+            if let Probing::RoundTrip(rate) | Probing::FirstPacket(rate) = self.probing {
+                if seconds * rate > probed as f64 {
+                    self.probe(epoch + (probed as f64 / rate * 1e9) as u64)?;
+                    probed += 1;
+                }
+                self.poll()?;
+            }
+            while seconds * trial.syns > flooded as f64 {
+                self.ways.generator.send_frames(&[self.syns.next()])?;
+                flooded += 1;
+            }
+        }
+        Ok(Sent { taken, refused, time: start.elapsed() })
+    }
+
+    fn probe(&mut self, time: u64) -> Result<()> {
+        let source = match self.probing {
+            Probing::FirstPacket(_) => PROBE_SOURCE + 1 + (self.next_probe % 60_000) as u16,
+            Probing::RoundTrip(_) | Probing::Off => PROBE_SOURCE,
+        };
+        self.probe_frame.stamp_as(0, self.next_probe, time, source, PROBE_PORT);
+        self.next_probe += 1;
+        self.probes.sent += 1;
+        self.ways.generator.send_frames(&self.probe_frame.octets[..1])?;
+        Ok(())
+    }
+
+    /// Reads what has arrived of probes and answers.
+    pub(super) fn poll(&mut self) -> Result<()> {
+        if self.probing == Probing::Off {
+            return Ok(());
+        }
+        let mut octets = [0; 2048];
+        while let Some((length, from, arrived)) = receive(self.ways.answers, &mut octets)? {
+            let Some((number, sent)) = read_stamp(&octets[..length]) else {
+                self.probes.corrupted += 1;
+                continue;
+            };
+            if number < self.first_probe {
+                continue;
+            }
+            self.note_arrival(number, sent, arrived);
+            if let (Probing::RoundTrip(_), Some(from)) = (self.probing, from) {
+                // An answer is the probe with two times: how long it took so far, and when it was answered.
+                let answer = [arrived.saturating_sub(sent).to_be_bytes(), now()?.to_be_bytes()].concat();
+                // What finds no room is a lost answer.
+                let _ = self.ways.answers.send_to(&answer, from);
+            }
+        }
+        while let Some((length, _, arrived)) = receive(self.ways.asks, &mut octets)? {
+            let Some((taken, answered)) = octets[..length].split_first_chunk::<8>() else { continue };
+            let Some(answered) = answered.first_chunk::<8>() else { continue };
+            let back = arrived.saturating_sub(u64::from_be_bytes(*answered));
+            self.probes.round_trip.saturating_record(u64::from_be_bytes(*taken) + back);
+        }
+        Ok(())
+    }
+
+    fn note_arrival(&mut self, number: u64, sent: u64, arrived: u64) {
+        let probes = &mut self.probes;
+        probes.arrived += 1;
+        probes.reordered += u64::from(self.newest.is_some_and(|newest| number < newest));
+        self.newest = self.newest.max(Some(number));
+        probes.one_way.saturating_record(arrived.saturating_sub(sent).max(1));
+        if let Some(last) = self.last_arrival {
+            probes.longest_gap = probes.longest_gap.max(Duration::from_nanos(arrived.saturating_sub(last)));
+        }
+        self.last_arrival = Some(arrived);
+    }
+}
+
+/// One datagram, if there is one: its length, who sent it, and when the kernel received it.
+fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Option<SocketAddr>, u64)>> {
+    let mut parts = [IoSliceMut::new(octets)];
+    let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
+    let message =
+        match recvmsg::<SockaddrIn>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_DONTWAIT) {
+            Ok(message) => message,
+            // A refusal that came back for an earlier one is no datagram.
+            Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNREFUSED | Errno::EHOSTUNREACH) => return Ok(None),
+            Err(error) => return Err(error).context("cannot receive probes"),
+        };
+    let from = message.address.map(|address| SocketAddr::new(address.ip().into(), address.port()));
+    let stamp = message.cmsgs()?.find_map(|control| match control {
+        ControlMessageOwned::ScmTimestampns(time) => Some(time),
+        _ => None,
+    });
+    let Some(stamp) = stamp else { bail!("the kernel does not say when a datagram was received") };
+    let nanoseconds = stamp.tv_sec() as u64 * 1_000_000_000 + stamp.tv_nsec() as u64;
+    Ok(Some((message.bytes, from, nanoseconds)))
+}
+
+/// The time of the clock that the kernel stamps datagrams with.
+fn now() -> Result<u64> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64)
+}
