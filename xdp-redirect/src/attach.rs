@@ -2,6 +2,7 @@
 //! the process.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -26,6 +27,15 @@ pub enum Mode {
         /// Why not in the driver; `None` where generic was asked for.
         because: Option<String>,
     },
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Native => "native",
+            Self::Generic { .. } => "generic",
+        })
+    }
 }
 
 /// A program attached to an interface. Dropping it detaches; the sockets in its map are not closed.

@@ -28,6 +28,11 @@ pub use tag::ProgramTag;
 
 use std::fmt;
 
+/// The largest MTU of a veth's other end at which the veth's driver takes the program: a page of 4,096 octets, less the headroom
+/// that XDP has before a packet, what the kernel keeps behind it, and the Ethernet header (`veth_xdp_set` in
+/// drivers/net/veth.c). Above it the program runs in the generic path.
+pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
+
 /// Which packets of a port are handed over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {

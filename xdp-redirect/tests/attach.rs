@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcome, Pinned, Pins, ProgramTag,
-    Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, LARGEST_NATIVE_MTU, Mode, ModeChoice, OnMiss, Outcome, Pinned,
+    Pins, ProgramTag, Redirect, Role, SocketError,
 };
 
 /// Runs a test in a network namespace that goes with it, whatever becomes of the test.
@@ -104,6 +104,19 @@ fn where_the_driver_cannot_it_is_generic_and_says_why() {
         drop(attached);
         let error = redirect.attach(&interface, options(ModeChoice::Native)).unwrap_err();
         assert!(error.to_string().contains("interface lo in native mode"), "{error}");
+    });
+}
+
+#[test]
+fn a_veth_takes_a_native_program_up_to_an_mtu_of_3506_and_a_generic_one_above() {
+    in_namespace(|| {
+        let interface = veth();
+        let redirect = Redirect::new().unwrap();
+        for (mtu, mode) in [(LARGEST_NATIVE_MTU, "native"), (LARGEST_NATIVE_MTU + 1, "generic"), (3826, "generic")] {
+            ip(&format!("link set dev vp mtu {mtu}"));
+            let attached = redirect.attach(&interface, options(ModeChoice::NativeElseGeneric)).unwrap();
+            assert_eq!(attached.mode().to_string(), mode, "MTU {mtu}: {:?}", attached.mode());
+        }
     });
 }
 

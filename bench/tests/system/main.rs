@@ -11,3 +11,4 @@ mod operation;
 mod policy;
 mod privileges;
 mod transfer;
+mod xdp_mode;

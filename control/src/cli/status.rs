@@ -117,8 +117,19 @@ fn stages(status: &Status) -> Vec<Vec<String>> {
 }
 
 fn ports(ports: &[Port]) -> Vec<Vec<String>> {
-    let heading =
-        ["PORT", "INTERFACE", "POD", "RX/S", "TX/S", "RX BIT/S", "TX BIT/S", "DROPS/S", "RINGS", "DROPPED BY CAUSE"];
+    let heading = [
+        "PORT",
+        "INTERFACE",
+        "XDP",
+        "POD",
+        "RX/S",
+        "TX/S",
+        "RX BIT/S",
+        "TX BIT/S",
+        "DROPS/S",
+        "RINGS",
+        "DROPPED BY CAUSE",
+    ];
     let told = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
         let kernel = port.kernel_drops.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
@@ -126,6 +137,7 @@ fn ports(ports: &[Port]) -> Vec<Vec<String>> {
         vec![
             port.port.to_string(),
             port.interface.clone(),
+            port.mode.clone(),
             behind,
             short(port.rate.rx_packets),
             short(port.rate.tx_packets),

@@ -249,6 +249,7 @@ mod tests {
             interface: format!("veth-{pod}"),
             kind: "pod".to_owned(),
             pod: Some(format!("shop/{pod}")),
+            mode: "native".to_owned(),
             total: Default::default(),
             rate,
             drops: BTreeMap::new(),

@@ -9,7 +9,7 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, OnMiss, Outcomes, Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcomes, Redirect, Role, SocketError,
 };
 
 use super::config::{Config, FailMode};
@@ -52,6 +52,7 @@ struct PodSide {
 pub(super) struct Ports {
     redirect: Redirect,
     on_miss: OnMiss,
+    mode: ModeChoice,
     /// The longest frame, with its Ethernet header, that a socket takes.
     longest: u16,
     fixed: Vec<Open>,
@@ -71,6 +72,7 @@ pub(super) struct Counted {
     pub(super) id: PortId,
     pub(super) kind: PortKind,
     pub(super) pod: Option<ObjectKey>,
+    pub(super) mode: Mode,
     pub(super) outcomes: Option<Outcomes>,
 }
 
@@ -84,6 +86,7 @@ impl Ports {
                 FailMode::Closed => OnMiss::Drop,
                 FailMode::Open => OnMiss::Pass,
             },
+            mode: config.xdp.mode.choice(),
             longest: mtu(config.umem.frame_size.largest_packet() + ETHERNET_HEADER),
             fixed: Vec::new(),
             pods: BTreeMap::new(),
@@ -153,7 +156,7 @@ impl Ports {
     /// Drops what comes from an interface.
     fn close(&mut self, interface: &Interface, facts: &Facts) {
         let bridge = facts.links.get(&interface.index).and_then(|link| facts.bridge_mac(link));
-        let options = AttachOptions { on_miss: OnMiss::Drop, bridge, ..AttachOptions::new(Role::Pod) };
+        let options = AttachOptions { on_miss: OnMiss::Drop, bridge, ..self.options(Role::Pod) };
         match self.redirect.attach(interface, options) {
             Ok(attached) => {
                 tracing::info!(%interface, "closed until its pod is known");
@@ -323,6 +326,7 @@ impl Ports {
             id: open.id,
             kind: open.port.kind,
             pod,
+            mode: open.attached.mode().clone(),
             outcomes: open.attached.outcomes().ok(),
         };
         all.map(counted).collect()
@@ -382,9 +386,14 @@ impl Ports {
         }
     }
 
-    /// How a port of this role is attached.
+    /// How a port of this role is attached. The host port's pair is a veth of our own, whose other end has what it sends cut
+    /// into segments as long as the program is native.
     fn options(&self, role: Role) -> AttachOptions {
-        AttachOptions { on_miss: self.on_miss, ..AttachOptions::new(role) }
+        let mode = match role {
+            Role::Pod | Role::Uplink => self.mode,
+            Role::Host => ModeChoice::NativeElseGeneric,
+        };
+        AttachOptions { on_miss: self.on_miss, mode, ..AttachOptions::new(role) }
     }
 
     fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<Attached, AttachError> {
@@ -395,20 +404,7 @@ impl Ports {
             None => {}
         }
         let attached = self.redirect.attach(&interface(link), options)?;
-        if let Mode::Generic { because: Some(reason) } = attached.mode() {
-            let longer = match options.longest {
-                Some(_) => "go by the kernel",
-                None => {
-                    "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
-                }
-            };
-            let interface = &link.name;
-            tracing::warn!(
-                interface,
-                reason,
-                "attached in generic mode: slower, and packets longer than a frame {longer}"
-            );
-        }
+        tell_mode(&attached);
         Ok(attached)
     }
 
@@ -448,6 +444,32 @@ impl PodSide {
         self.last = port;
         self.served = true;
         self.tell_own();
+    }
+}
+
+/// Says what follows from where a program runs, unless that is the driver, as it should be.
+fn tell_mode(attached: &Attached) {
+    let (interface, wanted) = (attached.interface(), attached.options());
+    match attached.mode() {
+        Mode::Generic { because } => {
+            let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
+            let longer = match wanted.longest {
+                Some(_) => "go by the kernel",
+                None => {
+                    "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
+                }
+            };
+            tracing::warn!(
+                %interface,
+                reason,
+                "attached in generic mode: slower, and packets longer than a frame {longer}"
+            );
+        }
+        Mode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
+            %interface,
+            "stays in native mode, in which its link was pinned; run penstock cleanup before the next start for xdp.mode to count"
+        ),
+        Mode::Native => {}
     }
 }
 

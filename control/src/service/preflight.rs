@@ -167,7 +167,7 @@ pub(super) fn pods(config: &Config, facts: &Facts, objects: &Objects) -> Vec<Fin
             "uplinks: interface {} is pod {}'s; take it out of the list",
             port.name, port.pod
         ))],
-        false => interfaces::pod(port),
+        false => interfaces::pod(port, config.xdp.mode),
     };
     told.chain(ports.values().flat_map(served)).collect()
 }

@@ -141,6 +141,7 @@ impl View<'_> {
                     interface: figures.interface.clone(),
                     kind: known.map_or("pod", |counted| kind(counted.kind)).to_owned(),
                     pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
+                    mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),

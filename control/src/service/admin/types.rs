@@ -109,6 +109,9 @@ pub struct Port {
     pub kind: String,
     /// The pod behind it, `namespace/name`.
     pub pod: Option<String>,
+    /// Where its XDP program runs: `native` or `generic`.
+    #[serde(default)]
+    pub mode: String,
     /// Since the start.
     pub total: Counts,
     /// A second.

@@ -7,6 +7,7 @@ mod layers;
 mod operation;
 mod read;
 mod values;
+mod xdp;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -25,6 +26,7 @@ pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
 };
+pub use xdp::{Xdp, XdpMode};
 
 /// All that `penstock run` is told.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -59,6 +61,9 @@ pub struct Config {
     /// The memory that all frames live in.
     #[serde(default)]
     pub umem: Umem,
+    /// Where XDP programs run.
+    #[serde(default)]
+    pub xdp: Xdp,
     /// The connection table.
     #[serde(default)]
     pub conntrack: Conntrack,

@@ -338,6 +338,7 @@ mod tests {
             ("[host_port]\ntable = 254\n", ":5: host_port.table = 254: the kernel's own table; give"),
             ("[host_port]\nrule = 0\n", ":5: host_port.rule = 0: not before the main table's rule; give"),
             ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": not known; use one of \"error\", \"warn\""),
+            ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": not known; use \"native\" or \"generic\""),
             ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; give one, or \"off\""),
             ("[metrics]\nlisten = \"9469\"\n", ":5: metrics.listen = \"9469\": not an address with a port; write"),
             ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; give its path"),

@@ -1,19 +1,21 @@
 //! What of an interface's settings matters to packets that come and go by AF_XDP: offloads, filters, other programs.
 
 use penstock_dataplane::io::Offloads;
-use penstock_xdp_redirect::ForeignProgram;
+use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::Finding;
 use crate::discovery::{Link, PodPort, Sysctl};
+use crate::service::config::XdpMode;
 
 /// A pod's interface that can be served.
-pub(super) fn pod(port: &PodPort) -> Vec<Finding> {
+pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<Finding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let settings = match Offloads::read(&port.name) {
         Ok(offloads) => format!("{own}; {}", describe(&offloads)),
         Err(_) => format!("{own}; its offloads cannot be read"),
     };
     let mut findings = vec![Finding::ok(settings)];
+    findings.extend((mode == XdpMode::Native).then(|| too_long_for_native(port)).flatten());
     findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
     // The others are served; this one is tried again and again.
     findings.extend(program(&port.name, port.link).map(Finding::warning));
@@ -46,6 +48,16 @@ fn describe(offloads: &Offloads) -> String {
         on(offloads.rx_checksum),
         on(offloads.tx_checksum)
     )
+}
+
+/// In generic mode the pod's stack hands over segments that were never cut.
+fn too_long_for_native(port: &PodPort) -> Option<Finding> {
+    (port.mtu > LARGEST_NATIVE_MTU).then(|| {
+        Finding::warning(format!(
+            "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host port's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
+            port.pod, port.mtu, port.name
+        ))
+    })
 }
 
 /// A strict filter would keep the kernel from answering the pod's ARP while its traffic comes by the workers.
@@ -83,8 +95,37 @@ fn program(name: &str, index: u32) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use penstock_dataplane::forward::Mac;
+
     use super::*;
+    use crate::model::ObjectKey;
     use crate::service::preflight::Level;
+
+    #[test]
+    fn an_mtu_at_which_a_veth_takes_no_native_program_is_warned_about() {
+        let port = |mtu: u32| PodPort {
+            link: 7,
+            name: "veth1".to_owned(),
+            own_mac: Mac::default(),
+            peer_mac: Mac::default(),
+            mtu,
+            bridge: None,
+            pod: ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() },
+            addresses: BTreeSet::new(),
+        };
+        for mtu in [1500, 3506] {
+            assert_eq!(too_long_for_native(&port(mtu)), None, "{mtu}");
+        }
+        for mtu in [3507, 3826] {
+            let found = too_long_for_native(&port(mtu)).unwrap();
+            assert_eq!(found.level, Level::Warning);
+            let start =
+                format!("pod shop/web: MTU {mtu} of veth1 is more than the 3506 up to which a veth takes native XDP");
+            assert!(found.line.starts_with(&start) && found.line.contains("lower the MTU to 3506"), "{found:?}");
+        }
+    }
 
     #[test]
     fn a_strict_filter_is_told_by_where_it_is_set() {

@@ -6,7 +6,7 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
 use super::{Finding, effective_capabilities};
-use crate::service::config::{Config, FailMode, OnExit};
+use crate::service::config::{Config, FailMode, OnExit, XdpMode};
 
 /// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
 const LEAST: (u32, u32) = (5, 10);
@@ -31,6 +31,7 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
     let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
     let unlimited = effective_capabilities() >> IPC_LOCK & 1 == 1 || limit == RLIM_INFINITY;
     findings.push(memlock(frames, (!unlimited).then_some(limit)));
+    findings.extend(mode(config.xdp.mode));
     findings
 }
 
@@ -46,6 +47,14 @@ fn version(release: &str) -> Finding {
         (Some(_), Some(_)) => Finding::ok(format!("kernel {release}")),
         _ => Finding::warning(format!("kernel {release:?}: not a version that is understood; 5.10 or later is needed")),
     }
+}
+
+fn mode(mode: XdpMode) -> Option<Finding> {
+    (mode == XdpMode::Generic).then(|| {
+        Finding::warning(
+            "xdp.mode = \"generic\": what a pod's stack hands over before it is cut into segments, and is longer than a frame, is lost, so that bulk TCP does not flow; switch it off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
+        )
+    })
 }
 
 fn bpffs(mounted: bool, may_mount: bool) -> Finding {
@@ -90,6 +99,17 @@ mod tests {
             assert_eq!(found.level, level, "{found:?}");
             assert!(found.line.starts_with(told), "{found:?}");
         }
+    }
+
+    #[test]
+    fn generic_mode_is_warned_about() {
+        assert_eq!(mode(XdpMode::Native), None);
+        let found = mode(XdpMode::Generic).unwrap();
+        assert_eq!(found.level, Level::Warning);
+        assert!(
+            found.line.starts_with("xdp.mode = \"generic\": ") && found.line.contains("ethtool -K eth0"),
+            "{found:?}"
+        );
     }
 
     #[test]
