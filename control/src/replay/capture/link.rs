@@ -41,11 +41,11 @@ impl LinkType {
         }
     }
 
-    /// How long a packet of this many octets is with an Ethernet header instead of its own.
+    /// How long a packet of this many octets is with an Ethernet header instead of its own. A file may claim any length.
     pub(super) fn ethernet_len(self, octets: u32) -> u32 {
         match self {
             Self::Ethernet => octets,
-            _ => (octets + ETHERNET as u32).saturating_sub(self.header_len() as u32),
+            _ => octets.saturating_add(ETHERNET as u32).saturating_sub(self.header_len() as u32),
         }
     }
 
@@ -113,5 +113,14 @@ mod tests {
             }
         }
         assert!(matches!(LinkType::from_number(147), Err(Damage::LinkType(147))));
+    }
+
+    #[test]
+    fn a_packet_that_claims_the_longest_length_there_is_has_it() {
+        for number in [1, 113, 276, 101] {
+            let link = LinkType::from_number(number).unwrap();
+            let least = u32::MAX - link.header_len() as u32;
+            assert!((least..=u32::MAX).contains(&link.ethernet_len(u32::MAX)), "link type {number}");
+        }
     }
 }
