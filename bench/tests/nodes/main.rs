@@ -3,7 +3,6 @@
 
 mod conformance;
 mod fixture;
-mod full;
 mod reach;
 mod topologies;
 mod upgrade;

@@ -84,7 +84,7 @@ fn resident(daemon: &Daemon) -> u64 {
 #[test]
 #[ignore = "minutes: make test-long"]
 fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
-    let mut world = World::start("[umem]\nmemory = \"256MiB\"\n");
+    let mut world = World::start("");
     // Once, so that what is made at first use is there.
     round(&mut world, 0);
     let (before, sockets_before) = (Held::at_rest(&world), sockets(&world.daemon));

@@ -85,9 +85,7 @@ pub enum PortError {
         queue: u32,
     },
     /// The UMEM has too few free frames for another queue.
-    #[error(
-        "interface {interface} needs {needed} frames for a queue, but {free} of {total} are free: raise frames or reduce ring_size"
-    )]
+    #[error("interface {interface} needs {needed} frames for a queue, but {free} of {total} are free: raise frames")]
     NoFrames {
         /// The interface.
         interface: String,

@@ -6,6 +6,7 @@
 mod account;
 mod batch;
 mod error;
+mod fill;
 mod interface;
 mod memory;
 mod umem;
@@ -15,6 +16,7 @@ pub use account::FrameAccount;
 pub(crate) use account::{FrameCache, FramePool, Holder, Slot};
 pub use batch::RxBatch;
 pub use error::{PortError, UmemError};
+pub(crate) use fill::FillTarget;
 pub use interface::{InterfaceFacts, Offloads, largest_mtu};
 pub use memory::MemoryFrames;
 pub use umem::{HugePages, Pages, Umem, UmemConfig};

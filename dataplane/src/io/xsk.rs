@@ -9,7 +9,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
-use super::{FrameCache, FramePool, Holder, PortError, RxBatch, Slot, Umem};
+use super::{FillTarget, FrameCache, FramePool, Holder, PortError, RxBatch, Slot, Umem};
 use crate::pipeline::BATCH;
 
 /// What came of waking the kernel to send.
@@ -42,8 +42,10 @@ pub(crate) struct XskQueue {
     fill: FillQueue,
     completion: CompQueue,
     ring_size: u32,
-    /// Frames that the fill ring could take and does not have.
-    missing: u32,
+    /// Frames with the kernel for receiving, or received and not read.
+    filled: u32,
+    /// How many those should be.
+    fill_target: FillTarget,
     /// Frames put into the TX ring and not seen in the completion ring yet.
     outstanding: u32,
     /// The kernel refuses the socket for good: its interface is gone.
@@ -51,33 +53,34 @@ pub(crate) struct XskQueue {
 }
 
 impl XskQueue {
-    /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and fills its
-    /// fill ring.
+    /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and puts its
+    /// first frames into the fill ring.
     pub(crate) fn open(umem: &Umem, interface: &str, queue: u32, slot: Slot, budget: u32) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
-        if pool.available() < ring_size {
+        let fill_target = FillTarget::new(ring_size);
+        if pool.available() < FillTarget::LEAST {
             return Err(PortError::NoFrames {
                 interface: interface.to_owned(),
-                needed: ring_size,
+                needed: FillTarget::LEAST,
                 free: pool.available(),
                 total: pool.total(),
             });
         }
         let (tx, rx, fill, completion) = bind(umem, interface, queue)?;
         let mut this =
-            Self { slot, rx, tx, fill, completion, ring_size, missing: ring_size, outstanding: 0, dead: false };
+            Self { slot, rx, tx, fill, completion, ring_size, filled: 0, fill_target, outstanding: 0, dead: false };
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         this.raise_budget(budget);
-        let mut frames: Vec<FrameDesc> = Vec::with_capacity(ring_size as usize);
-        frames.extend(std::iter::from_fn(|| pool.take_for(slot)).take(ring_size as usize));
+        let wanted = fill_target.allowed(pool.available()) as usize;
+        let frames: Vec<FrameDesc> = std::iter::from_fn(|| pool.take_for(slot)).take(wanted).collect();
         // SAFETY: the frames are of this UMEM and were free until now.
         let taken = unsafe { this.fill.produce(&frames) };
         for frame in &frames[taken..] {
             pool.release(frame);
         }
-        this.missing -= taken as u32;
+        this.filled = taken as u32;
         Ok(this)
     }
 
@@ -110,12 +113,12 @@ impl XskQueue {
 
     /// Frames with the kernel for receiving, or received and not read.
     pub(crate) fn in_fill(&self) -> u32 {
-        self.ring_size - self.missing
+        self.filled
     }
 
-    /// Frames that the fill ring could take and does not have.
-    pub(crate) fn missing(&self) -> u32 {
-        self.missing
+    /// Whether it has fewer frames for receiving than it is to have.
+    pub(crate) fn wants_frames(&self, pool: &FramePool) -> bool {
+        self.filled < self.fill_target.allowed(pool.available())
     }
 
     /// Frames being sent.
@@ -134,7 +137,10 @@ impl XskQueue {
     pub(crate) fn receive<'a>(&mut self, umem: &'a Umem, frames: &'a mut [FrameDesc; BATCH]) -> RxBatch<'a> {
         // SAFETY: the ring's frames are of the UMEM that the socket was made with.
         let count = unsafe { self.rx.consume(frames) };
-        self.missing += count as u32;
+        if count > 0 {
+            self.filled -= count as u32;
+            self.fill_target.note(count as u32);
+        }
         // SAFETY: these were just taken from the RX ring, which never holds a frame twice.
         unsafe { RxBatch::new(umem, &mut frames[..count]) }
     }
@@ -202,7 +208,7 @@ impl XskQueue {
         }
     }
 
-    /// Puts free frames into the fill ring where it lacks `least` or more.
+    /// Puts free frames into the fill ring where it lacks `least` or more of what it wants and may have.
     #[inline]
     pub(crate) fn refill(
         &mut self,
@@ -211,8 +217,12 @@ impl XskQueue {
         cache: &mut FrameCache,
         pool: &FramePool,
     ) {
-        while self.missing >= least.max(1) {
-            let wanted = (self.missing as usize).min(BATCH);
+        loop {
+            let missing = self.fill_target.allowed(pool.available()).saturating_sub(self.filled);
+            if missing < least.max(1) {
+                return;
+            }
+            let wanted = (missing as usize).min(BATCH);
             let mut count = 0;
             while count < wanted {
                 let Some(frame) = cache.take(pool) else { break };
@@ -225,7 +235,7 @@ impl XskQueue {
             }
             // SAFETY: the frames are of this UMEM and were free until now.
             let taken = unsafe { self.fill.produce(&scratch[..count]) };
-            self.missing -= taken as u32;
+            self.filled += taken as u32;
             for frame in &scratch[taken..count] {
                 cache.give(*frame, pool);
             }

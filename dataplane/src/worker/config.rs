@@ -32,7 +32,8 @@ impl Default for Polling {
 /// What a dataplane is started with.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// How many frames the UMEM has. Each queue of a port keeps `ring_size` of them for receiving.
+    /// How many frames the UMEM has. Each queue of a port keeps some of them for receiving, 64 to `ring_size`: by the bursts
+    /// that it had and what is free. Beside a frame's own octets the kernel takes 128 for each frame and port.
     pub frames: u32,
     /// Octets a frame: 2048 or 4096.
     pub frame_size: u32,
@@ -60,10 +61,10 @@ pub struct Config {
 }
 
 impl Default for Config {
-    /// 256 MiB of 2 KiB frames, enough for 110 ports; one worker on core 0.
+    /// 32 MiB of 2 KiB frames, enough for 110 ports; one worker on core 0.
     fn default() -> Self {
         Self {
-            frames: 131_072,
+            frames: 16_384,
             frame_size: 2048,
             ring_size: 1024,
             tx_budget: 1024,

@@ -226,7 +226,7 @@ impl Desk {
                 turn.busy |= queue.xsk.complete(scratch, &mut self.cache, pool) > 0;
             }
             queue.xsk.refill(least, scratch, &mut self.cache, pool);
-            queue.listed = queue.has_more_to_do();
+            queue.listed = queue.has_more_to_do(pool);
             queue.listed
         });
         self.dirty = dirty;

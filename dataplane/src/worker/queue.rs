@@ -75,8 +75,8 @@ impl PortQueue {
 
     /// Whether something is left to be sent, freed or refilled.
     #[inline]
-    pub(super) fn has_more_to_do(&self) -> bool {
-        self.unsent || self.xsk.outstanding() > 0 || self.xsk.missing() > 0
+    pub(super) fn has_more_to_do(&self, pool: &FramePool) -> bool {
+        self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
     }
 
     /// Gives up the queue; nothing may be left to be sent.

@@ -249,16 +249,15 @@ pub struct Umem {
     pub huge_pages: HugePages,
 }
 
-/// What the UMEM takes when neither `frames` nor `memory` is given: room for 110 pods.
-const DEFAULT_MEMORY: Memory = Memory::mebibytes(256);
+/// How many frames there are when neither `frames` nor `memory` is given: enough for 110 pods.
+const DEFAULT_FRAMES: u32 = 16_384;
 
 impl Umem {
     /// How many frames there are to be.
     pub fn frame_count(&self) -> u32 {
-        self.frames.unwrap_or_else(|| {
-            let octets = self.memory.unwrap_or(DEFAULT_MEMORY).octets();
-            (octets / u64::from(self.frame_size.octets())).try_into().unwrap_or(u32::MAX)
-        })
+        let of_memory =
+            |memory: Memory| (memory.octets() / u64::from(self.frame_size.octets())).try_into().unwrap_or(u32::MAX);
+        self.frames.or(self.memory.map(of_memory)).unwrap_or(DEFAULT_FRAMES)
     }
 }
 

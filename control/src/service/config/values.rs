@@ -216,11 +216,6 @@ impl TryFrom<u32> for RingSize {
 pub struct Memory(u64);
 
 impl Memory {
-    /// So many MiB.
-    pub const fn mebibytes(count: u64) -> Self {
-        Self(count << 20)
-    }
-
     /// In octets.
     pub const fn octets(self) -> u64 {
         self.0

@@ -163,11 +163,11 @@ fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
         refused(Config { ring_size: 1000, ..config(&[0]) }, &["ring_size = 1000", "power of two"]);
         refused(Config { frames: 100, ..config(&[0]) }, &["frames = 100", "1024"]);
 
-        let bench = Bench::start(Config { frames: 1024, ..config(&[0]) });
+        let bench = Bench::start(Config { frames: 128, ring_size: 64, ..config(&[0]) });
         let refused = |interface: &str, parts: &[&str]| {
             let error = bench.dataplane.open_port(&PortRequest::new(interface)).unwrap_err().to_string();
             assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
-            assert_eq!(bench.account().free, 1024, "nothing is held after {error}");
+            assert_eq!(bench.account().free, 128, "nothing is held after {error}");
         };
         refused("none", &["interface none", "does not exist"]);
         refused("a-name-that-is-too-long", &["does not exist"]);
@@ -184,7 +184,7 @@ fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
         bench.open("a");
         bench.open("b");
         let error = bench.dataplane.open_port(&PortRequest::new("c")).unwrap_err().to_string();
-        assert!(error.contains("interface c needs 512 frames") && error.contains("of 1024"), "{error}");
+        assert!(error.contains("interface c needs 64 frames") && error.contains("of 128"), "{error}");
     });
 }
 
@@ -197,7 +197,9 @@ fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
         let bench = Bench::start(Config { thread_name: "many".to_owned(), ..Config::default() });
         let ports: Vec<_> = (0..PODS).map(|pod| bench.open(&name(pod))).collect();
         let account = bench.account();
-        assert_eq!((account.total, account.fill), (131_072, 110 * 1024));
+        assert_eq!(account.total, 16_384);
+        // The first have more, and the last still a batch; the rest is for whoever has bursts.
+        assert!(account.fill > 110 * 64 && account.free > 2048, "{account:?}");
         // Each sends to the next.
         for pod in 0..PODS {
             bench.wires.connect(ports[pod].0, ports[(pod + 1) % PODS].0);
@@ -210,7 +212,6 @@ fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
         thread::sleep(Duration::from_secs(1));
         let used = ticks_of_workers("many", &before);
         assert!(used.iter().map(|(_, ticks)| ticks).sum::<u64>() <= 3, "3% of a core are 3 ticks in 1 s: {used:?}");
-        let account = bench.account();
-        assert_eq!((account.fill, account.in_flight), (110 * 1024, 0));
+        assert_eq!(bench.account().in_flight, 0);
     });
 }

@@ -63,7 +63,8 @@ impl Processor for Wires {
 /// A small dataplane with as many workers as it is given cores.
 fn config(cores: &[usize]) -> Config {
     Config {
-        frames: 4096,
+        // So many that every queue has its ring full.
+        frames: 1 << 16,
         ring_size: 512,
         connections: crate::conntrack::Config { entries: 1024, ..Default::default() },
         cores: cores.iter().map(|&core| CoreId(core)).collect(),

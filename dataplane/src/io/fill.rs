@@ -1,0 +1,149 @@
+//! How many frames a queue keeps in its fill ring.
+//!
+//! A frame in a fill ring comes back only with a packet, so what a silent port keeps nobody else has. And a frame costs
+//! more than its octets: for each port the kernel keeps 128 octets for every frame of the UMEM (`struct xdp_buff_xsk` in
+//! include/net/xsk_buff_pool.h), which at 110 ports is seven times the frame itself. So there are few frames, and they
+//! go where bursts come.
+//!
+//! What a queue may keep depends on what is free at the time, the dynamic threshold by which switches share a buffer
+//! among their ports (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a
+//! small share for whoever has had no burst yet, a large one for who has. So some frames are always free, however many
+//! queues want all.
+
+use crate::pipeline::BATCH;
+
+/// How many frames a queue wants in its fill ring, by the bursts that it had.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FillTarget {
+    most: u32,
+    /// Room for the bursts that it had.
+    wanted: u32,
+    /// Packets that came one batch upon the other, all but the last of them full: what was waiting.
+    burst: u32,
+    /// The longest burst since the last review.
+    longest: u32,
+    /// Packets until the next review.
+    until_review: u32,
+}
+
+impl FillTarget {
+    /// What a queue may have in any case.
+    pub(crate) const LEAST: u32 = BATCH as u32;
+    /// Without bursts a queue keeps one frame of so many that are free.
+    const IDLE_SHARE: u32 = 64;
+    /// With bursts it may keep one of so many: if `n` queues have the longest, `n / (BURST_SHARE + n)` of the frames are
+    /// theirs.
+    const BURST_SHARE: u32 = 4;
+    /// Packets from one review to the next.
+    const REVIEW: u32 = 8192;
+
+    /// That of a new queue, whose ring has `ring_size` entries, at least [`FillTarget::LEAST`].
+    pub(crate) fn new(ring_size: u32) -> Self {
+        Self { most: ring_size, wanted: Self::LEAST, burst: 0, longest: 0, until_review: Self::REVIEW }
+    }
+
+    /// How many frames the queue is to have while so many are free.
+    #[inline]
+    pub(crate) fn allowed(&self, free: u32) -> u32 {
+        let idle = (free / Self::IDLE_SHARE).max(Self::LEAST);
+        self.wanted.min(free / Self::BURST_SHARE).max(idle).min(self.most)
+    }
+
+    /// Takes note of a batch that came.
+    #[inline]
+    pub(crate) fn note(&mut self, count: u32) {
+        self.burst += count;
+        self.longest = self.longest.max(self.burst);
+        // Twice what was waiting: as much may come again before these are back.
+        self.wanted = self.wanted.max((2 * self.burst).min(self.most));
+        if count < BATCH as u32 {
+            self.burst = 0;
+        } else {
+            // More would say nothing more.
+            self.burst = self.burst.min(self.most);
+        }
+        self.until_review = self.until_review.saturating_sub(count);
+        if self.until_review == 0 {
+            if self.longest < self.wanted / 4 {
+                self.wanted = (self.wanted / 2).max(Self::LEAST);
+            }
+            (self.longest, self.until_review) = (0, Self::REVIEW);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Many more than any queue wants.
+    const PLENTY: u32 = 1 << 20;
+
+    /// A queue that has had this many bursts of so many packets.
+    fn after(mut target: FillTarget, bursts: u32, packets: u32) -> FillTarget {
+        for _ in 0..bursts {
+            (0..packets / 64).for_each(|_| target.note(64));
+            target.note(packets % 64);
+        }
+        target
+    }
+
+    #[test]
+    fn a_queue_wants_room_for_twice_the_bursts_it_had_and_gives_up_what_it_does_without() {
+        let new = FillTarget::new(1024);
+        assert_eq!(after(new, 1000, 20).wanted, 64);
+        assert_eq!(after(new, 1, 100).wanted, 200);
+        assert_eq!(after(new, 1, 400).wanted, 800);
+        let busy = after(new, 1, 100_000);
+        assert_eq!(busy.wanted, 1024, "no more than its ring holds");
+        // The review that the bursts were part of is to end first.
+        assert_eq!(after(busy, 3 * 8192 / 32, 32).wanted, 256);
+        assert_eq!(after(busy, 100_000, 32).wanted, 128, "four times what comes");
+        // What a burst in each review needs, it keeps.
+        let mut bursts = busy;
+        for _ in 0..100 {
+            bursts = after(after(bursts, 200, 32), 1, 400);
+        }
+        assert_eq!(bursts.wanted, 1024);
+    }
+
+    #[test]
+    fn what_a_queue_may_have_depends_on_what_is_free() {
+        let (silent, busy) = (FillTarget::new(1024), after(FillTarget::new(1024), 1, 2000));
+        for (free, idle, burst) in
+            [(PLENTY, 1024, 1024), (16_384, 256, 1024), (4096, 64, 1024), (2048, 64, 512), (100, 64, 64), (0, 64, 64)]
+        {
+            assert_eq!((silent.allowed(free), busy.allowed(free)), (idle, burst), "{free} free");
+        }
+    }
+
+    #[test]
+    fn however_many_queues_want_all_some_frames_stay_free() {
+        for queues in [1, 8, 112] {
+            let busy = after(FillTarget::new(1024), 1, 2000);
+            let (mut free, mut kept) = (16_384_u32, vec![0; queues]);
+            for _ in 0..1000 {
+                for kept in &mut kept {
+                    let more = busy.allowed(free).saturating_sub(*kept).min(64);
+                    (free, *kept) = (free - more, *kept + more);
+                }
+            }
+            assert!(free > 450 && kept.iter().all(|&kept| kept >= 64), "{queues}: {free} free, {kept:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_queue_may_have_a_batch_at_least_and_its_ring_at_most(
+            exponent in 6_u32..16,
+            batches in prop::collection::vec((1_u32..=64, any::<u32>()), 0..2000),
+        ) {
+            let mut target = FillTarget::new(1 << exponent);
+            for (count, free) in batches {
+                target.note(count);
+                prop_assert!((FillTarget::LEAST..=1 << exponent).contains(&target.allowed(free)), "{target:?}");
+            }
+        }
+    }
+}
