@@ -6,6 +6,7 @@
 //!
 //! What the program does with a packet is one of [`Outcome::ALL`], counted each.
 
+mod alive;
 mod attach;
 mod error;
 mod foreign;
@@ -27,6 +28,9 @@ pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
 
 use std::fmt;
+use std::os::fd::BorrowedFd;
+
+use program::Shared;
 
 /// The largest MTU of a veth's other end at which the veth's driver takes the program: a page of 4,096 octets, less the headroom
 /// that XDP has before a packet, what the kernel keeps behind it, and the Ethernet header (`veth_xdp_set` in
@@ -50,7 +54,8 @@ pub enum OnMiss {
     /// It is dropped: without a worker nothing passes.
     #[default]
     Drop,
-    /// It passes to the kernel: without a worker no policy holds.
+    /// It passes to the kernel: without a worker no policy holds. So does every packet once the process is gone
+    /// ([`Redirect::alive`]).
     Pass,
 }
 
@@ -118,14 +123,14 @@ impl fmt::Display for Interface {
 /// The loader: loads and attaches instances of the program that share one map of local pods.
 #[derive(Debug)]
 pub struct Redirect {
-    local_pods: LocalPods,
+    shared: Shared,
     pins: Option<Pins>,
 }
 
 impl Redirect {
-    /// Makes the shared map. Needs CAP_BPF and CAP_NET_ADMIN (or root).
+    /// Makes the shared maps. Needs CAP_BPF and CAP_NET_ADMIN (or root).
     pub fn new() -> Result<Self, LoadError> {
-        Ok(Self { local_pods: LocalPods::create()?, pins: None })
+        Ok(Self { shared: Shared::create()?, pins: None })
     }
 
     /// As [`Redirect::new`], with all links pinned: those of these pins that an earlier process left are taken over.
@@ -140,7 +145,13 @@ impl Redirect {
 
     /// The addresses whose packets an uplink hands over.
     pub fn local_pods(&self) -> &LocalPods {
-        &self.local_pods
+        &self.shared.local_pods
+    }
+
+    /// As long as this socket is open in any process, programs with [`OnMiss::Pass`] hand packets over; from then on they
+    /// pass all of them.
+    pub fn alive(&self) -> BorrowedFd<'_> {
+        self.shared.alive.socket()
     }
 
     /// Loads an instance of the program and attaches it to an interface of the calling thread's network namespace.
@@ -149,7 +160,7 @@ impl Redirect {
     /// link of this interface and role is taken over, in the mode that it has: no packet passes meanwhile that the old
     /// program would have dropped.
     pub fn attach(&self, interface: &Interface, options: AttachOptions) -> Result<Attached, AttachError> {
-        let program = program::Program::load(options, &self.local_pods)
+        let program = program::Program::load(options, &self.shared)
             .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })?;
         match &self.pins {
             Some(pins) => Attached::attach_pinned(program, interface, options, pins),

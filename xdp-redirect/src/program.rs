@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapHandle, OpenObject};
 
+use crate::alive::Alive;
 use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -17,6 +18,19 @@ use skeleton::{RedirectSkel, RedirectSkelBuilder};
 /// How many RX queues of a port can have a socket, as `sockets` in `src/bpf/redirect.bpf.c`.
 pub const MAX_QUEUES: u32 = 64;
 
+/// The maps that all instances have in common.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) local_pods: LocalPods,
+    pub(crate) alive: Alive,
+}
+
+impl Shared {
+    pub(crate) fn create() -> Result<Self, LoadError> {
+        Ok(Self { local_pods: LocalPods::create()?, alive: Alive::create()? })
+    }
+}
+
 /// An instance in the kernel; it and its maps live as long as these descriptors or an attachment.
 #[derive(Debug)]
 pub(crate) struct Program {
@@ -27,9 +41,9 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    pub(crate) fn load(options: AttachOptions, local_pods: &LocalPods) -> Result<Self, LoadError> {
+    pub(crate) fn load(options: AttachOptions, shared: &Shared) -> Result<Self, LoadError> {
         let mut storage = MaybeUninit::uninit();
-        let loaded = load_skeleton(&mut storage, options, local_pods)?;
+        let loaded = load_skeleton(&mut storage, options, shared)?;
         let duplicated = |source: std::io::Error| LoadError::new("the program", source.into());
         let handle = |map| MapHandle::try_from(map).map_err(|source| LoadError::new("the program's maps", source));
         Ok(Self {
@@ -41,11 +55,11 @@ impl Program {
     }
 }
 
-/// Sets the program's constants, gives it the shared map, and passes it through the verifier.
+/// Sets the program's constants, gives it the shared maps, and passes it through the verifier.
 fn load_skeleton<'a>(
     storage: &'a mut MaybeUninit<OpenObject>,
     options: AttachOptions,
-    local_pods: &LocalPods,
+    shared: &Shared,
 ) -> Result<RedirectSkel<'a>, LoadError> {
     let failed = |source| LoadError::new("the XDP program", source);
     let mut open = RedirectSkelBuilder::default().open(storage).map_err(failed)?;
@@ -61,7 +75,8 @@ fn load_skeleton<'a>(
     // As it stands in a frame, whatever the machine's byte order.
     let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();
     constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
-    open.maps.local_pods.reuse_fd(local_pods.map().as_fd()).map_err(failed)?;
+    open.maps.local_pods.reuse_fd(shared.local_pods.map().as_fd()).map_err(failed)?;
+    open.maps.alive.reuse_fd(shared.alive.map().as_fd()).map_err(failed)?;
     open.load().map_err(failed)
 }
 

@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::libbpf_sys;
 
 use crate::pins::{Pinned, Pins, link_info};
-use crate::program::Program;
-use crate::{AttachOptions, LoadError, LocalPods, Role};
+use crate::program::{Program, Shared};
+use crate::{AttachOptions, LoadError, Role};
 
 /// A program's tag (`bpf_prog_info.tag`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,7 +25,7 @@ impl fmt::Display for ProgramTag {
 impl ProgramTag {
     /// The tag of the program that is in this binary: it is loaded for that, attached nowhere, and gone again.
     pub fn own() -> Result<Self, LoadError> {
-        let program = Program::load(AttachOptions::new(Role::Pod), &LocalPods::create()?)?;
+        let program = Program::load(AttachOptions::new(Role::Pod), &Shared::create()?)?;
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
     }
 

@@ -134,8 +134,10 @@ pub(crate) fn thread_named(process: Pid, name: &str) -> Pid {
 
 #[test]
 fn where_the_setting_says_open_traffic_passes_when_the_process_is_gone_and_is_judged_after_the_restart() {
-    let mut world = only_pod_0(3, "[fail]\nmode = \"open\"\n");
+    // So many that the kernel takes half a second to close what the process had open.
+    let mut world = only_pod_0(12, "[fail]\nmode = \"open\"\n");
     let epoch = Instant::now();
+    let mut soonest = Duration::MAX;
     for v6 in [false, true] {
         let to = SocketAddr::new(world.site("test/pod-1").address(v6).unwrap(), 7000);
         let sniffer = Sniffer::start(world.site("test/pod-1"), to);
@@ -156,11 +158,13 @@ fn where_the_setting_says_open_traffic_passes_when_the_process_is_gone_and_is_ju
         assert!(denied.all(|sent| sent > killed && sent < ready), "judged before and after");
         for port in [ALLOWED, DENIED] {
             let first = arrived[&port].iter().map(|&(_, sent)| sent).find(|&sent| sent > killed).unwrap();
-            println!("passes {:?} after the kill, of which the process took {:?} to go", first - killed, gone - killed);
-            // The kernel closes a dead process's sockets one by one, until when it is not gone.
+            println!("passes {:?} after the kill; the process took {:?} to go", first - killed, gone - killed);
             assert!(first < gone + Duration::from_millis(100), "it goes on by itself");
+            soonest = soonest.min(first - killed);
         }
     }
+    // What else runs can only delay it.
+    assert!(soonest < Duration::from_millis(100), "{soonest:?} after the kill");
 }
 
 #[test]

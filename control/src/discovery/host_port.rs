@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
@@ -176,6 +176,11 @@ impl HostPort {
     /// Puts the calling thread where the workers' end is, until the value that it gets is dropped.
     pub fn beside_workers(&self) -> Result<Option<Inside>, HostPortError> {
         self.refuge.as_ref().map(Refuge::enter).transpose().map_err(HostPortError::Refuge)
+    }
+
+    /// The network namespace that the pair goes with, where it has one: when nobody has it open any more.
+    pub fn namespace(&self) -> Option<BorrowedFd<'_>> {
+        self.refuge.as_ref().map(|refuge| refuge.file().as_fd())
     }
 
     /// The node's end.

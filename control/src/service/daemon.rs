@@ -3,6 +3,7 @@
 mod operate;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::IpAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -18,6 +19,7 @@ use tokio::time::MissedTickBehavior;
 
 use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling};
 use super::connections::{self, Connections};
+use super::first_closed::FirstClosed;
 use super::objects::Objects;
 use super::operation::{Doors, Operation};
 use super::ports::Ports;
@@ -112,6 +114,7 @@ struct Daemon<'a> {
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
+    first_closed: FirstClosed,
 }
 
 /// What is to be looked at.
@@ -176,6 +179,7 @@ impl<'a> Daemon<'a> {
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
             operation,
+            first_closed: FirstClosed::default(),
         };
         match daemon.begin(started).await {
             Ok(()) => Ok(daemon),
@@ -197,6 +201,7 @@ impl<'a> Daemon<'a> {
         let opened = self.ports.open_host(&self.dataplane, &workers, &node);
         drop(inside);
         opened.map_err(RunError::failed)?;
+        self.hold_what_opens().context("a descriptor cannot be duplicated").map_err(RunError::Failed)?;
         for name in &self.config.uplinks {
             let link = self.facts.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
@@ -212,6 +217,16 @@ impl<'a> Daemon<'a> {
             self.objects.policies(),
             self.epoch.0
         );
+        Ok(())
+    }
+
+    /// Where all is to be open when the daemon dies, what that depends on is closed first: the pair's namespace, the socket
+    /// in it, and before them what the programs go by.
+    fn hold_what_opens(&mut self) -> io::Result<()> {
+        if let Some(namespace) = self.host_port.namespace() {
+            self.first_closed.hold(namespace)?;
+            self.ports.hold_host(&self.dataplane, &mut self.first_closed)?;
+        }
         Ok(())
     }
 
@@ -419,7 +434,8 @@ impl<'a> Daemon<'a> {
     /// Ends all threads, and either puts everything back (rules, routes and the pair first, so that the node's own
     /// traffic is the kernel's again) or leaves it to the next daemon: programs without sockets drop.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, host_port, .. } = self;
+        let Self { dataplane, ports, host_port, first_closed, .. } = self;
+        drop(first_closed);
         let removed = match leaves {
             OnExit::Keep => {
                 ports.keep();

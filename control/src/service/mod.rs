@@ -7,6 +7,7 @@ pub mod admin;
 pub mod config;
 mod connections;
 mod daemon;
+mod first_closed;
 pub mod logging;
 mod metrics;
 mod objects;

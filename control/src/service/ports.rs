@@ -1,6 +1,7 @@
 //! The ports that are open: each an interface with its sockets in the workers and the program attached.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
@@ -14,6 +15,7 @@ use penstock_xdp_redirect::{
 
 use super::config::{Config, FailMode};
 use super::connections::Tenants;
+use super::first_closed::FirstClosed;
 use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
@@ -110,6 +112,16 @@ impl Ports {
         let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
         self.fixed.push(open);
         Ok(())
+    }
+
+    /// What the kernel is to close first when this process dies, so that all is open at once then: the last one first.
+    pub(super) fn hold_host(&self, dataplane: &Dataplane, first: &mut FirstClosed) -> io::Result<()> {
+        for open in &self.fixed {
+            let held = dataplane
+                .with_sockets(open.id, |sockets| sockets.iter().try_for_each(|(_, socket)| first.hold(*socket)));
+            held.unwrap_or(Ok(()))?;
+        }
+        first.hold(self.redirect.alive())
     }
 
     /// Opens an uplink: packets for local pods come from it, and none are sent by it.

@@ -29,6 +29,10 @@ struct { /* IPv4 as ::ffff:a.b.c.d; shared by all uplinks */
 	__type(key, struct in6_addr); __type(value, __u8);
 } local_pods SEC(".maps");
 
+struct { /* the process that serves the sockets, while it lives; shared by all */
+	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
+} alive SEC(".maps");
+
 struct mac { __u16 parts[3]; };
 struct { /* of a pod, by each of its addresses and by :: its MAC; none, if it is not known yet */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 32); __type(key, struct in6_addr); __type(value, struct mac);
@@ -163,8 +167,12 @@ int penstock(struct xdp_md *ctx)
 	const struct iphdr *ip4 = (void *)(eth + 1);
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
 	struct in6_addr to = {}, from = {};
+	__u32 process = 0;
 	int whole, action;
 
+	/* Before its sockets are gone: the kernel takes its time with each of them. */
+	if (on_miss == XDP_PASS && !bpf_map_lookup_elem(&alive, &process))
+		return done(NO_SOCKET, XDP_PASS);
 	if ((void *)(eth + 1) > end)
 		return done(NOT_IP, XDP_PASS);
 	switch (eth->h_proto) {

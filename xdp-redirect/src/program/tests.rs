@@ -120,21 +120,21 @@ fn options(role: Role, on_miss: OnMiss) -> AttachOptions {
     AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None, longest: None }
 }
 
-fn local_pods() -> LocalPods {
-    let pods = LocalPods::create().unwrap();
-    pods.insert(LOCAL_V4.into()).unwrap();
-    pods.insert(LOCAL_V6.parse().unwrap()).unwrap();
-    pods
+fn shared() -> Shared {
+    let shared = Shared::create().unwrap();
+    shared.local_pods.insert(LOCAL_V4.into()).unwrap();
+    shared.local_pods.insert(LOCAL_V6.parse().unwrap()).unwrap();
+    shared
 }
 
 #[test]
 fn every_kind_of_packet_goes_where_its_port_says() {
-    let pods = local_pods();
+    let shared = shared();
     let socket = any_socket();
     let mut reached = std::collections::BTreeSet::new();
     for role in [Role::Pod, Role::Host, Role::Uplink] {
         let mut storage = MaybeUninit::uninit();
-        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &pods).unwrap();
+        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &shared).unwrap();
         let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
         loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
         for (what, frame, on_pod, on_uplink) in packets() {
@@ -166,7 +166,7 @@ fn enter_a_router() {
 fn on_an_uplink_what_no_socket_takes_is_the_kernels_unless_it_claims_to_come_from_the_node() {
     const LONGEST: u16 = 100;
     enter_a_router();
-    let (pods, socket) = (local_pods(), any_socket());
+    let (shared, socket) = (shared(), any_socket());
     let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
     let senders = [
         ("another machine", OTHER_V4.to_vec(), true),
@@ -183,7 +183,7 @@ fn on_an_uplink_what_no_socket_takes_is_the_kernels_unless_it_claims_to_come_fro
     {
         let mut storage = MaybeUninit::uninit();
         let options = AttachOptions { longest, ..options(role, OnMiss::Drop) };
-        let loaded = load_skeleton(&mut storage, options, &pods).unwrap();
+        let loaded = load_skeleton(&mut storage, options, &shared).unwrap();
         let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
         loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
         for ((who, source, is_other), length) in senders.iter().flat_map(|it| [99, 100, 101, 1400].map(|n| (it, n))) {
@@ -252,7 +252,7 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
         ("a redirect", discovery(137, LOCAL_V6, "fd00::1"), false),
     ];
     let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &local_pods()).unwrap();
+    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
     let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
     for known in [false, true] {
         if known {
@@ -273,7 +273,7 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
 #[test]
 fn a_pod_has_room_for_some_link_local_addresses_and_no_more() {
     let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &local_pods()).unwrap();
+    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
     let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
     crate::own::set(&own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
     let solicits = |n: u16| run(&loaded, &discovery(135, &format!("fe80::{n:x}"), "fd00::1")).0 == PASS;
@@ -283,11 +283,11 @@ fn a_pod_has_room_for_some_link_local_addresses_and_no_more() {
 
 #[test]
 fn a_miss_is_dropped_unless_it_is_to_pass() {
-    let pods = local_pods();
+    let shared = shared();
     for (on_miss, action) in [(OnMiss::default(), DROP), (OnMiss::Drop, DROP), (OnMiss::Pass, PASS)] {
         for role in [Role::Pod, Role::Host, Role::Uplink] {
             let mut storage = MaybeUninit::uninit();
-            let loaded = load_skeleton(&mut storage, options(role, on_miss), &pods).unwrap();
+            let loaded = load_skeleton(&mut storage, options(role, on_miss), &shared).unwrap();
             for frame in [ipv4(LOCAL_V4), ipv6(LOCAL_V6, 6, 64, &[0; 20])] {
                 assert_eq!(run(&loaded, &frame), (action, Outcome::NoSocket), "{role:?} {on_miss:?}");
             }
@@ -296,18 +296,34 @@ fn a_miss_is_dropped_unless_it_is_to_pass() {
 }
 
 #[test]
+fn once_the_process_is_gone_all_passes_where_misses_do_and_nothing_else_does() {
+    let mut shared = shared();
+    let tagged = ethernet(0x8100, &[&[0, 0], &ipv4(LOCAL_V4)[12..]].concat());
+    let mut storages = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    let open = load_skeleton(&mut storages.0, options(Role::Pod, OnMiss::Pass), &shared).unwrap();
+    let closed = load_skeleton(&mut storages.1, options(Role::Pod, OnMiss::Drop), &shared).unwrap();
+    assert_eq!(run(&open, &tagged), (DROP, Outcome::VlanTag));
+    // Its last descriptor is closed, as when the process dies.
+    shared.alive.socket = any_socket();
+    assert_eq!(run(&open, &tagged), (PASS, Outcome::NoSocket));
+    assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, Outcome::NoSocket));
+    assert_eq!(run(&closed, &tagged), (DROP, Outcome::VlanTag));
+    assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, Outcome::NoSocket));
+}
+
+#[test]
 fn local_pods_come_and_go_for_all_uplinks_at_once() {
-    let pods = local_pods();
+    let shared = shared();
     let mut storage = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    let one = load_skeleton(&mut storage.0, options(Role::Uplink, OnMiss::Drop), &pods).unwrap();
-    let two = load_skeleton(&mut storage.1, options(Role::Uplink, OnMiss::Drop), &pods).unwrap();
+    let one = load_skeleton(&mut storage.0, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
+    let two = load_skeleton(&mut storage.1, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let frame = ipv4(OTHER_V4);
     for (present, expected) in [(false, Outcome::NotLocal), (true, Outcome::NoSocket), (false, Outcome::NotLocal)] {
         match present {
-            true => pods.insert(OTHER_V4.into()).unwrap(),
-            false => pods.remove(OTHER_V4.into()).unwrap(),
+            true => shared.local_pods.insert(OTHER_V4.into()).unwrap(),
+            false => shared.local_pods.remove(OTHER_V4.into()).unwrap(),
         }
-        assert_eq!(pods.contains(OTHER_V4.into()), present);
+        assert_eq!(shared.local_pods.contains(OTHER_V4.into()), present);
         assert_eq!(run(&one, &frame).1, expected);
         assert_eq!(run(&two, &frame).1, expected);
     }

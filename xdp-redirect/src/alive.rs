@@ -1,0 +1,48 @@
+//! Whether the process that serves the sockets still lives, as the programs see it.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+use socket2::{Domain, Socket, Type};
+
+use crate::LoadError;
+
+/// A map with one socket that receives nothing. The kernel takes it out when it closes the socket, which it does for a
+/// process however that ends; all instances of the program look whether it is there ([`crate::OnMiss::Pass`]).
+///
+/// A port's own socket would not do: the kernel waits for an RCU grace period or two at each that it closes, so that with
+/// a hundred ports the last are open seconds after the first.
+#[derive(Debug)]
+pub(crate) struct Alive {
+    map: MapHandle,
+    pub(crate) socket: OwnedFd,
+}
+
+impl Alive {
+    pub(crate) fn create() -> Result<Self, LoadError> {
+        let failed = |source| LoadError::new("the map of the process", source);
+        let options = libbpf_sys::bpf_map_create_opts {
+            sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
+            ..Default::default()
+        };
+        let map = MapHandle::create(MapType::Xskmap, Some("alive"), 4, 4, 1, &options).map_err(failed)?;
+        let socket = socket().map_err(|source| failed(source.into()))?;
+        let value = socket.as_raw_fd().to_ne_bytes();
+        map.update(&0_u32.to_ne_bytes(), &value, MapFlags::ANY).map_err(failed)?;
+        Ok(Self { map, socket })
+    }
+
+    pub(crate) fn map(&self) -> &MapHandle {
+        &self.map
+    }
+
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// An AF_XDP socket that is bound to nothing.
+fn socket() -> io::Result<OwnedFd> {
+    Ok(Socket::new(Domain::from(libc::AF_XDP), Type::RAW, None)?.into())
+}
