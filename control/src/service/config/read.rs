@@ -383,7 +383,7 @@ mod tests {
         assert_eq!((config.fail.mode, config.fail.on_exit), (FailMode::Closed, OnExit::Restore));
         assert!(config.pod_interfaces[0].matches("veth1a2b") && !config.pod_interfaces[0].matches("eth0"));
         assert_eq!(config.dataplane.mode, Mode::Full);
-        assert_eq!(config.umem.frame_count(), 131_072);
+        assert_eq!(config.umem.frame_count(), 16_384);
         assert_eq!(config.umem.frame_size.largest_packet(), 1778);
     }
 
@@ -400,7 +400,7 @@ mod tests {
             .collect();
         assert!(set.lines().filter(|line| line.contains(" = ")).count() > 12, "keys were found: {set}");
         let mut set = parse(&set).unwrap();
-        assert_eq!(set.umem.memory.take(), Some(DEFAULT_MEMORY));
+        assert_eq!(set.umem.frames.take(), Some(DEFAULT_FRAMES));
         assert_eq!(set, parse(shipped).unwrap());
     }
 
