@@ -2,6 +2,7 @@
 //! and seen to enforce them before anything is measured.
 
 mod filters;
+mod huge_pages;
 mod nfqueue;
 mod openvswitch;
 mod policy;
@@ -22,6 +23,7 @@ use penstock_control::service::admin::types::Status;
 use crate::load::{Outcome, Probing, Sink, Station, Traffic, Trial, pin};
 use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Pod, Scratch, Service};
 
+use huge_pages::HugePages;
 pub use policy::{NODE, Size, manifests, pod_name};
 pub use tools::{Missing, find};
 
@@ -357,7 +359,10 @@ fn start(
         Peer::Penstock { enforces, sections } => {
             let mode = if *enforces { "full" } else { "forward" };
             let config = daemon_config(manifests, scratch, size, mode, sections, cores);
+            // They are taken at the start, and stay with the daemon when they are free for others no more.
+            let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;
+            pages.map(HugePages::were_taken).transpose()?;
             Ok((Running::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
         }
         Peer::Kernel => Ok(rules(tools::kernel()?)),
@@ -391,20 +396,25 @@ fn daemon_config(
     // Room for the connections of every scenario, as the kernel is given, too.
     config.conntrack = format!("mapping = \"off\"\nentries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     config.admin = Some(scratch.path().join("admin.sock"));
-    let memory = if size.pods > 8 { 512 } else { 64 };
+    let memory = if size.pods > 8 { 512 } else { MEMORY };
     let worker = cores.worker;
     let (mut workers, mut umem) = (format!("cores = [{worker}]\n"), format!("memory = \"{memory}MiB\"\n"));
+    let mut xdp = String::new();
     // Lines of the peer's own go into the sections that are written here.
     for line in sections.lines() {
         match line.split_once(' ') {
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
+            Some(("xdp", line)) => xdp += &format!("{line}\n"),
             _ => {}
         }
     }
-    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[dataplane]\nmode = \"{mode}\"\n");
+    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n");
     config
 }
+
+/// MiB of a UMEM for a few pods.
+const MEMORY: usize = 64;
 
 /// How many connections every peer has room for.
 pub const CONNECTIONS: usize = 1 << 22;

@@ -127,11 +127,6 @@ impl Namespace {
     /// the core on which it arrives): receive packet steering, which is told through sysfs.
     pub fn set_receive_steering(&self, interface: &str, cores: u64) -> Result<()> {
         let steer = || -> Result<()> {
-            // A sysfs shows the network namespace of whoever mounted it: it takes a mount of our own, which is
-            // not to spread to others.
-            unshare(CloneFlags::CLONE_NEWNS)?;
-            mount(None::<&str>, "/sys", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
-            mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>)?;
             for queue in fs::read_dir(format!("/sys/class/net/{interface}/queues"))?.flatten() {
                 let file = queue.path().join("rps_cpus");
                 if file.exists() {
@@ -140,7 +135,25 @@ impl Namespace {
             }
             Ok(())
         };
-        self.run(steer).with_context(|| format!("cannot steer what {interface} receives to cores {cores:#x}"))
+        self.run_in_sysfs(steer).with_context(|| format!("cannot steer what {interface} receives to cores {cores:#x}"))
+    }
+
+    /// Has an interface's NAPI run in a thread of its own, or in the softirq of whoever sends to it.
+    pub fn set_threaded_napi(&self, interface: &str, threaded: bool) -> Result<()> {
+        let file = format!("/sys/class/net/{interface}/threaded");
+        self.run_in_sysfs(|| Ok(fs::write(&file, if threaded { "1" } else { "0" })?))
+            .with_context(|| format!("cannot set {file} to {threaded} in {}", self.name()))
+    }
+
+    /// Runs `work` inside, where `/sys` is this namespace's. A sysfs shows the network namespace of whoever mounted it: it
+    /// takes a mount of our own, which is not to spread to others.
+    fn run_in_sysfs(&self, work: impl FnOnce() -> Result<()> + Send) -> Result<()> {
+        self.run(|| {
+            unshare(CloneFlags::CLONE_NEWNS)?;
+            mount(None::<&str>, "/sys", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+            mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>)?;
+            work()
+        })
     }
 
     /// Writes a sysctl of this namespace; `key` is its path below `/proc/sys`, such as `net/ipv4/ip_forward`.

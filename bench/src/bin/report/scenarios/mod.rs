@@ -2,6 +2,7 @@
 
 mod disturbances;
 mod inside;
+mod io;
 mod latency;
 mod tcp;
 mod throughput;
@@ -85,6 +86,6 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::swap(),
         disturbances::flood(),
         inside::stages(),
-        inside::matrix(),
+        io::matrix(),
     ]
 }

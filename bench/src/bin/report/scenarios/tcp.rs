@@ -1,6 +1,7 @@
 //! TCP between two pods, by their kernels' stacks.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::load::{PORTS, connections_for, streams_for};
@@ -42,7 +43,15 @@ pub(crate) fn new_udp() -> Scenario {
 
 /// The largest MTU of a veth under a native XDP program whose packets are one buffer each: a page less the program's headroom
 /// and what the kernel keeps at its end.
-const LARGEST: u32 = 3506;
+pub(super) const LARGEST: u32 = 3506;
+
+/// What arrives of so many streams between the first two pods, in Gb/s. Each port serves one call at a time.
+pub(super) fn streams(lane: &Lane, port: u16, streams: usize, length: Duration) -> Result<f64> {
+    let (from, to) = (lane.pod(0)?, lane.pod(1)?);
+    let address = to.address(false).context("the pod has no IPv4 address")?;
+    let address = SocketAddr::new(address, PORTS.start + port);
+    streams_for(from.namespace(), to.namespace(), address, streams, length)
+}
 
 const BULK: &[Metric] = &[Metric::higher("one stream", "Gb/s", 2), Metric::higher("eight streams", "Gb/s", 2)];
 
@@ -61,25 +70,20 @@ fn segment_in_stack(lane: &Lane, itself: bool) -> Result<()> {
 }
 
 pub(crate) fn bulk() -> Scenario {
-    let streams = |gso: bool| {
+    let rates = |gso: bool| {
         move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
             let length = plan.length;
             lane.with_peer(|lane| {
                 segment_in_stack(lane, !gso)?;
-                let (from, to) = (lane.pod(0)?, lane.pod(1)?);
-                let address = to.address(false).context("the pod has no IPv4 address")?;
-                let run = |port: u16, streams: usize| {
-                    let address = SocketAddr::new(address, PORTS.start + port);
-                    streams_for(from.namespace(), to.namespace(), address, streams, length)
-                };
-                let rates = run(0, 1).and_then(|one| Ok(vec![Some(one), Some(run(1, 8)?)]));
+                let rates =
+                    streams(lane, 0, 1, length).and_then(|one| Ok(vec![Some(one), Some(streams(lane, 1, 8, length)?)]));
                 segment_in_stack(lane, false)?;
                 rates
             })
         }
     };
     let large = |peer: Peer, name: &str| {
-        Case::of(peer, streams(true)).with(|spec| spec.mtu(LARGEST)).named(format!("{name}, largest single frame"))
+        Case::of(peer, rates(true)).with(|spec| spec.mtu(LARGEST)).named(format!("{name}, largest single frame"))
     };
     let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
@@ -90,14 +94,14 @@ pub(crate) fn bulk() -> Scenario {
                 is turned off, too. The largest single frame is an MTU of 3,506 octets, with UMEM frames of 4,096.",
         metrics: BULK,
         cases: vec![
-            Case::of(Peer::penstock(), streams(true)),
+            Case::of(Peer::penstock(), rates(true)),
             large(large_frames(), "Penstock"),
-            Case::of(Peer::forward(), streams(true)),
-            Case::of(Peer::Kernel, streams(true)),
-            Case::of(Peer::Kernel, streams(false)).named("kernel routing, without GSO"),
+            Case::of(Peer::forward(), rates(true)),
+            Case::of(Peer::Kernel, rates(true)),
+            Case::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
             large(Peer::Kernel, "kernel routing"),
-            Case::of(Peer::Nftables, streams(true)),
-            Case::of(Peer::Nftables, streams(false)).named("nftables, sets + conntrack, without GSO"),
+            Case::of(Peer::Nftables, rates(true)),
+            Case::of(Peer::Nftables, rates(false)).named("nftables, sets + conntrack, without GSO"),
         ],
     }
 }
