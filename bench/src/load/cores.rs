@@ -1,14 +1,21 @@
-//! How busy the machine's cores were.
+//! How busy the machine's cores were, and how long they were somebody else's.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// The time that each core has not been idle since the machine started, by core.
+/// The time that each core has not been idle since the machine started, by core, and the time that the host of a virtual
+/// machine had given it to others while there was something to do.
 ///
 /// The kernel tells it in hundredths of a second, time in interrupts included.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct CoreTimes(Vec<Duration>);
+pub struct CoreTimes(Vec<CoreTime>);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct CoreTime {
+    busy: Duration,
+    stolen: Duration,
+}
 
 impl CoreTimes {
     /// Reads it now.
@@ -18,7 +25,17 @@ impl CoreTimes {
 
     /// How long each core was busy since `earlier`.
     pub fn since(&self, earlier: &Self) -> Vec<Duration> {
-        self.0.iter().zip(&earlier.0).map(|(now, then)| now.saturating_sub(*then)).collect()
+        self.0.iter().zip(&earlier.0).map(|(now, then)| now.busy.saturating_sub(then.busy)).collect()
+    }
+
+    /// How long the host kept all cores together from this machine since `earlier`.
+    pub fn stolen_since(&self, earlier: &Self) -> Duration {
+        self.0.iter().zip(&earlier.0).map(|(now, then)| now.stolen.saturating_sub(then.stolen)).sum()
+    }
+
+    /// Which share of all cores' time the host kept from this machine, `took` after `earlier`.
+    pub fn stolen_share(&self, earlier: &Self, took: Duration) -> f64 {
+        self.stolen_since(earlier).as_secs_f64() / (took.as_secs_f64() * self.0.len() as f64)
     }
 }
 
@@ -27,14 +44,15 @@ fn parse(text: &str) -> Result<CoreTimes> {
     let is_core = |line: &&str| {
         line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
     };
-    let busy = |line: &str| -> Result<Duration> {
+    let time = |line: &str| -> Result<CoreTime> {
         let fields: Vec<u64> = line.split_whitespace().skip(1).map_while(|field| field.parse().ok()).collect();
-        let [user, nice, system, _idle, _iowait, irq, softirq, ..] = fields.as_slice() else {
+        let [user, nice, system, _idle, _iowait, irq, softirq, steal, ..] = fields.as_slice() else {
             anyhow::bail!("/proc/stat has a line that is not understood: {line}");
         };
-        Ok(Duration::from_millis((user + nice + system + irq + softirq) * 10))
+        let hundredths = |ticks: u64| Duration::from_millis(ticks * 10);
+        Ok(CoreTime { busy: hundredths(user + nice + system + irq + softirq), stolen: hundredths(*steal) })
     };
-    let times: Result<Vec<Duration>> = text.lines().filter(is_core).map(busy).collect();
+    let times: Result<Vec<CoreTime>> = text.lines().filter(is_core).map(time).collect();
     times.map(CoreTimes).context("cannot tell how busy the cores are")
 }
 
@@ -49,5 +67,7 @@ mod tests {
         let now =
             parse("cpu 9 9 9 9 9 9 9 9\ncpu0 2 2 4 900 60 7 8 9 0 0\ncpu1 1 0 0 5 0 0 0 0 0 0\nintr 5\n").unwrap();
         assert_eq!(now.since(&then), [Duration::from_millis(40), Duration::from_millis(10)]);
+        assert_eq!(now.stolen_since(&then), Duration::from_millis(10));
+        assert_eq!(now.stolen_share(&then, Duration::from_millis(50)), 0.1);
     }
 }

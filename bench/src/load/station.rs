@@ -80,6 +80,8 @@ pub struct Outcome {
     pub corrupted: u64,
     /// How long each core was busy.
     pub busy: Vec<Duration>,
+    /// How long the host kept all cores together from this machine meanwhile.
+    pub stolen: Duration,
     /// The probes.
     pub probes: Probes,
 }
@@ -170,7 +172,7 @@ impl Station {
         run.probe_as(trial.probing);
         let (count, cores) = (self.meter.count()?, CoreTimes::read()?);
         let sent = run.send_for(trial, trial.length)?;
-        let busy = CoreTimes::read()?.since(&cores);
+        let cores_after = CoreTimes::read()?;
         let after = if trial.rate.is_none() { self.meter.count()? } else { self.wait_until_quiet(&mut run)? };
         (self.opened, self.probed) = run.so_far();
         // The meter counts all datagrams of its pod: probes that were read there, too.
@@ -182,7 +184,8 @@ impl Station {
             refused: sent.refused,
             received: (after.arrived - count.arrived).saturating_sub(read),
             corrupted: after.corrupted - count.corrupted,
-            busy,
+            busy: cores_after.since(&cores),
+            stolen: cores_after.stolen_since(&cores),
             probes,
         })
     }

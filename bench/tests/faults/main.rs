@@ -2,6 +2,7 @@
 //!
 //! As the system tests: the real daemon on real veths, each test with a node of its own.
 
+mod busy_core;
 mod changes;
 mod clock;
 #[path = "../system/fixture.rs"]

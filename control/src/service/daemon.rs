@@ -17,7 +17,7 @@ use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling};
+use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling, Priority};
 use super::connections::{self, Connections};
 use super::first_closed::FirstClosed;
 use super::objects::Objects;
@@ -498,6 +498,10 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
             Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
             Polling::Busy => worker::Polling::Busy,
         },
+        priority: match config.workers.priority() {
+            Priority::RealTime => worker::Priority::RealTime,
+            Priority::Nice => worker::Priority::Nice,
+        },
         time_stages: config.workers.time_stages,
         tx_budget: config.workers.send_budget,
         connections: config.conntrack.settings().map_err(RunError::bad_input)?,
@@ -511,10 +515,17 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         },
         ..Default::default()
     };
-    Dataplane::start(settings).map_err(|error| match error {
+    let wanted = settings.priority;
+    let dataplane = Dataplane::start(settings).map_err(|error| match error {
         StartError::Thread { .. } => RunError::failed(error),
         _ => RunError::bad_input(error),
-    })
+    })?;
+    let (has, reason) =
+        (dataplane.priority(), "CAP_SYS_NICE, or a control group with real-time scheduling, is missing");
+    if has < wanted {
+        tracing::warn!(?wanted, ?has, "workers may wait for others' threads, and packets be lost meanwhile: {reason}");
+    }
+    Ok(dataplane)
 }
 
 /// These threads, and those that they start from now on, run elsewhere if there is another core. On a worker's core a thread of

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::Priority;
 use crate::answer::OnCut;
 use crate::conntrack;
 use crate::io::HugePages;
@@ -48,6 +49,8 @@ pub struct Config {
     pub cores: Vec<CoreId>,
     /// How workers wait for packets.
     pub polling: Polling,
+    /// What workers go before on their cores, where the kernel lets them.
+    pub priority: Priority,
     /// Whether one turn in many is timed by stage.
     pub time_stages: bool,
     /// The connection table.
@@ -71,6 +74,7 @@ impl Default for Config {
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),
+            priority: Priority::default(),
             time_stages: true,
             connections: conntrack::Config::default(),
             mode: Mode::Full,

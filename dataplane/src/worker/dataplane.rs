@@ -14,7 +14,7 @@ use crossbeam::channel::{Receiver, Sender, unbounded};
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
 use super::ports::PortTable;
-use super::privileges::{forgo_capabilities, go_first};
+use super::privileges::{Priority, forgo_capabilities, go_first};
 use super::processor::{Judge, Processor};
 use super::run::Worker;
 use super::stages::StageTimer;
@@ -58,6 +58,8 @@ pub struct Dataplane {
     retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
+    /// What each worker goes before.
+    priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
 }
 
@@ -115,9 +117,10 @@ impl Dataplane {
             retired: Mutex::default(),
             threads: Vec::new(),
             cores: config.cores.clone(),
+            priorities: Vec::new(),
             verdicts: Arc::new(VerdictLog::new(0)),
         };
-        let (pinned, all_pinned) = unbounded();
+        let (begun, all_begun) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
             let (sender, receiver) = unbounded();
             let thread = spawn(
@@ -126,17 +129,18 @@ impl Dataplane {
                 shared.clone(),
                 processor(index, &this.connections),
                 receiver,
-                pinned.clone(),
+                begun.clone(),
                 &config,
             )?;
             this.control().commands.push(sender);
             this.threads.push(thread);
         }
-        drop(pinned);
+        drop(begun);
         // Ends when every thread has answered; those that are pinned go on meanwhile.
-        for (core, is_pinned) in all_pinned {
-            if !is_pinned {
-                return Err(StartError::NoSuchCore { core, available: available_cores() });
+        for (core, worker) in all_begun {
+            match worker {
+                Some(priority) => this.priorities.push(priority),
+                None => return Err(StartError::NoSuchCore { core, available: available_cores() }),
             }
         }
         Ok(this)
@@ -238,6 +242,12 @@ impl Dataplane {
     #[cfg(test)]
     pub(super) fn census(&self) -> FrameAccount {
         self.shared.umem.pool().census()
+    }
+
+    /// What the kernel lets every worker go before on its core.
+    pub fn priority(&self) -> Priority {
+        let all = self.priorities.iter().copied();
+        all.min().unwrap_or_default()
     }
 
     /// The cores that the workers are pinned to, by worker.
@@ -352,17 +362,17 @@ fn spawn<P: Processor>(
     shared: Arc<Shared>,
     processor: P,
     commands: Receiver<Command>,
-    pinned: Sender<(CoreId, bool)>,
+    begun: Sender<(CoreId, Option<Priority>)>,
     config: &Config,
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
     let failed = |source| StartError::Thread { worker: index, source };
-    let timer = StageTimer::new(config.time_stages);
+    let (timer, priority) = (StageTimer::new(config.time_stages), config.priority);
     let worker = Worker::new(index, shared.clone(), processor, commands, config.polling, timer)
         .map_err(|error| failed(error.into()))?;
     let body = move || {
-        let _ = pinned.send((core, core_affinity::set_for_current(core_affinity::CoreId { id: core.0 })));
-        drop(pinned);
-        go_first();
+        let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
+        let _ = begun.send((core, is_pinned.then(|| go_first(priority))));
+        drop(begun);
         // What it reads comes from pods; its queues are opened for it.
         forgo_capabilities();
         match catch_unwind(AssertUnwindSafe(|| worker.run())) {

@@ -25,7 +25,7 @@ pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
-pub use privileges::forgo_capabilities;
+pub use privileges::{Priority, forgo_capabilities};
 pub use stages::{Stage, StageStatistics};
 pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
 pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};

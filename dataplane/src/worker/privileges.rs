@@ -1,6 +1,7 @@
 //! What a thread may do, and what it goes before.
 
 use caps::CapSet;
+use nix::libc;
 
 /// Takes all capabilities from the calling thread, for good. Threads that it starts have none either.
 ///
@@ -11,11 +12,32 @@ pub fn forgo_capabilities() {
     }
 }
 
-/// Puts the calling thread before the ordinary processes of its core. While a worker waits for them its queues overflow,
-/// which TCP answers by sending again: with a sender and a receiver on the same two cores, 3 % of all segments, and 0.3 %
-/// like this.
-pub(super) fn go_first() {
-    // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences"). It fails
-    // without CAP_SYS_NICE, and then the thread is one like any other.
-    unsafe { nix::libc::setpriority(nix::libc::PRIO_PROCESS, 0, -20) };
+/// What a worker goes before on its core.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum Priority {
+    /// Nothing: it is a thread like any other.
+    Ordinary,
+    /// The threads of its own control group (nice -20). Other groups get as much of the core as theirs does, whatever is in
+    /// them: beside one process that computes, a worker waited for half of the time.
+    Nice,
+    /// All ordinary threads (SCHED_RR, at the lowest real-time priority), as the kernel's own packet work goes before them.
+    #[default]
+    RealTime,
+}
+
+/// Puts the calling thread before others, as far as it is allowed to, and says how far that is. While a worker waits for its
+/// core its queues overflow.
+pub(super) fn go_first(priority: Priority) -> Priority {
+    // SAFETY: the parameters live across the call; 0 means the calling thread (sched_setscheduler(2)).
+    let real_time = || unsafe {
+        let lowest = libc::sched_param { sched_priority: 1 };
+        libc::sched_setscheduler(0, libc::SCHED_RR, &lowest) == 0
+    };
+    // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences").
+    let nice = || unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -20) == 0 };
+    match priority {
+        Priority::RealTime if real_time() => Priority::RealTime,
+        Priority::RealTime | Priority::Nice if nice() => Priority::Nice,
+        _ => Priority::Ordinary,
+    }
 }

@@ -126,7 +126,12 @@ mod tests {
         let case = |&(name, values, failure): &(&str, &[f64], Option<&str>)| {
             let mut samples = Samples::default();
             values.iter().for_each(|&value| samples.add(value));
-            CaseResult { name: name.into(), samples: vec![samples], failure: failure.map(Into::into), failed: 0 }
+            CaseResult {
+                name: name.into(),
+                samples: vec![samples],
+                failure: failure.map(Into::into),
+                ..CaseResult::default()
+            }
         };
         let cases = cases.iter().map(case).collect();
         let scenario = ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases };

@@ -77,6 +77,8 @@ pub(crate) struct CaseResult {
     pub(crate) name: String,
     /// By metric.
     pub(crate) samples: Vec<Samples>,
+    /// Which part of the cores' time the host took meanwhile, in percent.
+    pub(crate) stolen: Samples,
     /// Why there are no samples, or fewer than there should be.
     pub(crate) failure: Option<String>,
     /// How often it was tried in vain.

@@ -53,7 +53,8 @@ fn introduction(results: &Results) -> String {
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer was \
          given the same policies by `penstock render` and seen to let an allowed packet and its answer pass and, if it \
-         enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do.{busy}",
+         enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do. What a virtual machine's host gives to others of \
+         the cores' time is told with every case, and what it came upon was measured again while there was time for that.{busy}",
         (results.took.as_secs_f64() / 60.0).max(1.0),
         plan.repetitions,
         plan.length.as_secs_f64(),
@@ -84,6 +85,9 @@ fn machine(results: &Results) -> Vec<Vec<String>> {
     rows
 }
 
+/// Beside every case's own metrics.
+const STOLEN: Metric = Metric::lower("taken by the host", "%", 1);
+
 fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
     let mut heading = vec!["case".to_owned()];
     for (index, metric) in scenario.metrics.iter().enumerate() {
@@ -92,6 +96,7 @@ fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
             heading.push("ratio".to_owned());
         }
     }
+    heading.push(format!("{}, {}", STOLEN.name, STOLEN.unit));
     let base = scenario.cases.first().and_then(|case| case.samples.first()).and_then(Samples::median);
     let rows = scenario.cases.iter().map(|case| row(case, scenario.metrics, base));
     std::iter::once(heading).chain(rows).collect()
@@ -107,6 +112,7 @@ fn row(case: &CaseResult, metrics: &[Metric], base: Option<f64>) -> Vec<String> 
             cells.push(ratio.map_or_else(|| "–".to_owned(), |(own, base)| number(own / base, 2)));
         }
     }
+    cells.push(figure(&case.stolen, &STOLEN));
     cells
 }
 

@@ -19,12 +19,22 @@ fn peers() -> [Peer; 6] {
     [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch]
 }
 
+/// How often a trial of a search is repeated at most.
+const AGAIN: usize = 3;
+
 fn search(lane: &mut Lane, plan: &Plan, may_lose: f64, highest: f64) -> Result<f64> {
     let search = Search { may_lose, highest, short: plan.length / 4, long: plan.length, width: 0.04, trials: 10 };
     let trial = |rate: f64, length: Duration| {
         let mut trial = Trial::paced(Traffic::SMALLEST, rate, length);
         trial.warm_up = Duration::from_millis(20);
-        let outcome = lane.run(&trial)?;
+        let mut outcome = lane.run(&trial)?;
+        // What is lost while the host has the cores tells nothing of the rate.
+        for _ in 0..AGAIN {
+            if outcome.stolen.is_zero() || outcome.lost_share() <= may_lose {
+                break;
+            }
+            outcome = lane.run(&trial)?;
+        }
         // What the generator does not send in time is not offered: such a rate does not count as reached.
         let short_of = 1.0 - outcome.offered_rate() / rate;
         Ok(if short_of > 0.02 { 1.0 } else { outcome.lost_share() })
@@ -62,7 +72,7 @@ pub(crate) fn no_drop_rates() -> Scenario {
         title: "No-drop rate and partial drop rate, one UDP connection, 64 octets",
         about: "The highest rate at which no packet is lost (NDR), and at which no more than 0.5 % are (PDR), by a search: \
                 short trials narrow it down, a longer one confirms. A rate that the generator itself does not reach is not \
-                counted as passed. On a virtual machine a core can be taken away for a millisecond; what is lost then counts.",
+                counted as passed. What is lost while the host has the cores of a virtual machine is tried again, up to three times.",
         metrics: RATES,
         cases: cases.into(),
     }
