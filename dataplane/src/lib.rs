@@ -13,6 +13,7 @@ pub mod io;
 pub mod packet;
 pub mod pipeline;
 pub mod policy;
+mod prefetch;
 mod snapshot;
 pub mod worker;
 

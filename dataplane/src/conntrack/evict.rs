@@ -2,10 +2,11 @@
 
 use super::counters::Event;
 use super::entry::{Control, OwnerId};
-use super::hash::{Hashed, alternate, home, prefetch};
+use super::hash::{Hashed, alternate, home};
 use super::state::{State, Worth};
 use super::table::{ConnTable, Held};
 use super::time::Tick;
+use crate::prefetch::prefetch;
 
 /// What makes a connection a better victim than another. Ordered: the least goes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

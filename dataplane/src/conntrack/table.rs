@@ -7,7 +7,7 @@ use super::conn::Conn;
 use super::counters::{Counters, Event, Statistics};
 use super::entry::{Control, Entry, OwnerId, Tracking};
 use super::fragments::Fragments;
-use super::hash::{Hashed, NO_HINT, Seed, alternate, home, prefetch};
+use super::hash::{Hashed, NO_HINT, Seed, alternate, home};
 #[cfg(all(test, feature = "loom"))]
 use super::interleavings::storage::Storage;
 #[cfg(not(all(test, feature = "loom")))]
@@ -18,6 +18,7 @@ use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
 use super::track;
 use crate::packet::{Flow, Protocol, Transport};
+use crate::prefetch::prefetch;
 use crate::snapshot::Epoch;
 
 /// The connections of all workers. See the [module](super) for what it promises.

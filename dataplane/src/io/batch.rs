@@ -6,6 +6,7 @@ use xsk_rs::FrameDesc;
 
 use super::Umem;
 use crate::pipeline::Frames;
+use crate::prefetch::prefetch;
 
 /// Frames received on one queue, which belong to the worker that received them until it passes them on.
 #[derive(Debug)]
@@ -19,6 +20,12 @@ impl<'a> RxBatch<'a> {
     ///
     /// The frames must be frames of this UMEM, all different, taken from an RX ring and not passed on since.
     pub(crate) unsafe fn new(umem: &'a Umem, frames: &'a mut [FrameDesc]) -> Self {
+        // Whoever sent them wrote them on another core: without this the parser waits for one header after the other.
+        for frame in &*frames {
+            // SAFETY: the frame is of this UMEM, and no octet of it is read.
+            let headers = unsafe { umem.xsk().data(frame) };
+            headers.contents().first().into_iter().for_each(prefetch);
+        }
         Self { umem, frames }
     }
 }
