@@ -51,12 +51,14 @@ pub struct Trial {
     pub probing: Probing,
     /// TCP SYNs a second from nowhere beside it.
     pub syns: f64,
+    /// Whether the thread that sends and receives goes before all ordinary ones of its core.
+    pub goes_first: bool,
 }
 
 impl Trial {
     /// Flat out, with a fifth of the time before what is counted.
     pub fn flat_out(traffic: Traffic, length: Duration) -> Self {
-        Self { traffic, rate: None, length, warm_up: length / 5, probing: Probing::Off, syns: 0.0 }
+        Self { traffic, rate: None, length, warm_up: length / 5, probing: Probing::Off, syns: 0.0, goes_first: false }
     }
 
     /// Paced.

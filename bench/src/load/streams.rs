@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use socket2::{Domain, Socket, Type};
 
 use crate::testbed::Namespace;
 
@@ -95,11 +96,7 @@ pub fn connections_for(
     length: Duration,
 ) -> Result<(f64, u64)> {
     let addresses: Vec<SocketAddr> = (0..SERVERS).map(|server| SocketAddr::new(address, first_port + server)).collect();
-    let listeners: Vec<TcpListener> =
-        to.run(|| addresses.iter().map(TcpListener::bind).collect::<std::io::Result<_>>()).context("cannot listen")?;
-    for listener in &listeners {
-        listener.set_nonblocking(true)?;
-    }
+    let listeners = to.run(|| addresses.iter().map(listen).collect::<Result<Vec<_>>>()).context("cannot listen")?;
     let (ends, opened, failed) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let server = scope.spawn(|| accept_until(&listeners, &ends));
@@ -116,6 +113,21 @@ pub fn connections_for(
         server.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok(((after - before) as f64 / time.as_secs_f64(), failed.load(Ordering::Relaxed)))
     })
+}
+
+/// Room for all that may wait to be accepted: a SYN that finds none is sent again a second later, and nothing is measured then
+/// but that.
+const WAITING: i32 = 65_535;
+
+fn listen(address: &SocketAddr) -> Result<TcpListener> {
+    // The network namespace's own limit of what is given below.
+    std::fs::write("/proc/sys/net/core/somaxconn", WAITING.to_string())?;
+    let socket = Socket::new(Domain::for_address(*address), Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    socket.bind(&(*address).into())?;
+    socket.listen(WAITING)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
 }
 
 fn open_until(addresses: &[SocketAddr], client: usize, ends: &AtomicBool, opened: &AtomicU64, failed: &AtomicU64) {

@@ -20,7 +20,7 @@ use nix::unistd::Pid;
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::Status;
 
-use crate::load::{Outcome, Probing, Sink, Station, Traffic, Trial, pin};
+use crate::load::{Outcome, Probing, Sink, Station, Traffic, Trial, go_first, pin};
 use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Pod, Scratch, Service};
 
 use huge_pages::HugePages;
@@ -173,6 +173,9 @@ impl Lane {
         let (station, core) = (&mut self.station, self.cores.generator);
         let run = || {
             pin(core)?;
+            if trial.goes_first {
+                go_first()?;
+            }
             station.run(trial)
         };
         let outcome = std::thread::scope(|scope| scope.spawn(run).join());

@@ -5,8 +5,10 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use penstock_bench::peers::CONNECTIONS;
+use penstock_bench::peers::{CONNECTIONS, Cores};
 use penstock_bench::testbed::Guard;
+
+use crate::gaps;
 
 /// What a report says of the machine.
 #[derive(Clone, Debug)]
@@ -49,6 +51,15 @@ impl Machine {
         ];
         Ok(Self { facts, load })
     }
+
+    /// Adds for how long it keeps threads waiting that only spin: one of them on either core, and both at once.
+    pub(crate) fn look_for_gaps(&mut self, cores: Cores) -> Result<()> {
+        let alone = [gaps::on(&[cores.generator])?, gaps::on(&[cores.worker])?].join("; ");
+        self.facts.push(("Gaps of a thread that only spins, alone".to_owned(), alone));
+        let both = gaps::on(&[cores.generator, cores.worker])?;
+        self.facts.push(("The same, both cores at once".to_owned(), both));
+        Ok(())
+    }
 }
 
 fn mitigations() -> String {
@@ -82,19 +93,27 @@ impl Prepared {
         ] {
             guards.extend(raise(Path::new(path), value)?);
         }
+        // Threads are weighed against each other, not against all of a session.
+        guards.extend(set(Path::new("/proc/sys/kernel/sched_autogroup_enabled"), "0")?);
         Ok(Self { _guards: guards })
     }
 }
 
-/// Sets a value that is a number below this; `None` where there is no such setting or no need.
-fn raise(path: &Path, value: usize) -> Result<Option<Guard>> {
+/// Sets a value; `None` where there is no such setting or no need.
+fn set(path: &Path, value: &str) -> Result<Option<Guard>> {
     let Ok(before) = fs::read_to_string(path) else { return Ok(None) };
-    let before = before.trim().to_owned();
-    if before.parse::<usize>().is_ok_and(|before| before >= value) {
+    if before.trim() == value {
         return Ok(None);
     }
-    fs::write(path, value.to_string()).with_context(|| format!("cannot set {}", path.display()))?;
+    fs::write(path, value).with_context(|| format!("cannot set {}", path.display()))?;
     let path = path.to_owned();
-    // What cannot be put back stays: it is a limit that is higher than it was.
     Ok(Some(Guard::new(move || drop(fs::write(path, before)))))
+}
+
+/// Raises a value that is a number below this; `None` where there is no such setting or no need.
+fn raise(path: &Path, value: usize) -> Result<Option<Guard>> {
+    match fs::read_to_string(path) {
+        Ok(before) if before.trim().parse::<usize>().is_ok_and(|before| before >= value) => Ok(None),
+        _ => set(path, &value.to_string()),
+    }
 }

@@ -4,6 +4,7 @@
 //! what forwards in [`penstock_bench::peers`], what must be reached in `bars`; `output` writes the report.
 
 mod bars;
+mod gaps;
 mod lanes;
 mod machine;
 mod output;

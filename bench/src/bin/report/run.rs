@@ -20,11 +20,12 @@ const ATTEMPTS: u32 = 4;
 
 /// Measures everything, as often as the plan says.
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
-    let (machine, started) = (Machine::look()?, Instant::now());
+    let (mut machine, started) = (Machine::look()?, Instant::now());
     if machine.load > BUSY {
         println!("This machine is busy (load average {:.1}): figures are not to be relied on.", machine.load);
     }
     let _prepared = Prepared::new()?;
+    machine.look_for_gaps(plan.cores)?;
     let mut lanes = Lanes::new(plan.cores);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
     let (mut known, mut again) = (Known::default(), AGAIN);
