@@ -68,6 +68,6 @@ mod tests {
             parse("cpu 9 9 9 9 9 9 9 9\ncpu0 2 2 4 900 60 7 8 9 0 0\ncpu1 1 0 0 5 0 0 0 0 0 0\nintr 5\n").unwrap();
         assert_eq!(now.since(&then), [Duration::from_millis(40), Duration::from_millis(10)]);
         assert_eq!(now.stolen_since(&then), Duration::from_millis(10));
-        assert_eq!(now.stolen_share(&then, Duration::from_millis(50)), 0.1);
+        assert!((now.stolen_share(&then, Duration::from_millis(50)) - 0.1).abs() < 1e-9);
     }
 }
