@@ -171,7 +171,7 @@ fn what_a_worker_does_not_take_is_dropped_by_who_hands_it_over() {
     in_namespace(|| {
         veth("a");
         veth("b");
-        let bench = Bench::start(Config { frames: 8192, ..config(&[0, 1]) });
+        let bench = Bench::start(config(&[0, 1]));
         let (a, _a) = bench.open("a");
         let (b, _b) = bench.open("b");
         bench.wires.connect(a, b);
