@@ -39,8 +39,8 @@ fn times(schedstat: &str) -> (Duration, Duration) {
 }
 
 #[test]
-fn a_worker_does_not_wait_for_a_process_that_computes_on_its_core() {
-    let world = World::of(&pods(2), |_, _| {});
+fn a_worker_of_real_time_priority_does_not_wait_for_a_process_that_computes_on_its_core() {
+    let world = World::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
     let (daemon, worker) = (world.daemon.id(), thread_named(world.daemon.id(), "worker-0"));
     let status = std::fs::read_to_string(format!("/proc/{daemon}/task/{worker}/status")).unwrap();
     let core = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();

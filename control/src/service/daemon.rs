@@ -498,7 +498,7 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
             Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
             Polling::Busy => worker::Polling::Busy,
         },
-        priority: match config.workers.priority() {
+        priority: match config.workers.priority {
             Priority::RealTime => worker::Priority::RealTime,
             Priority::Nice => worker::Priority::Nice,
         },

@@ -17,11 +17,14 @@ pub fn forgo_capabilities() {
 pub enum Priority {
     /// Nothing: it is a thread like any other.
     Ordinary,
-    /// The threads of its own control group (nice -20). Other groups get as much of the core as theirs does, whatever is in
-    /// them: beside one process that computes, a worker waited for half of the time.
+    /// The threads of its own control group (nice -20). Other groups get their share of the core, in turns of a few
+    /// milliseconds, which queues outlast.
+    #[default]
     Nice,
     /// All ordinary threads (SCHED_RR, at the lowest real-time priority), as the kernel's own packet work goes before them.
-    #[default]
+    ///
+    /// For a worker that sleeps now and then. If none of them got to run for most of a second, they have the core for
+    /// 50 ms on end (the kernel's fair server, kernel/sched/deadline.c), which no queue outlasts.
     RealTime,
 }
 

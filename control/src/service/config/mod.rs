@@ -204,8 +204,8 @@ pub struct Workers {
     pub polling: Polling,
     /// How long an adaptive worker spins without a packet before it sleeps.
     pub spin: Time,
-    /// What a worker goes before on its core; by default by how it polls.
-    pub priority: Option<Priority>,
+    /// What a worker goes before on its core.
+    pub priority: Priority,
     /// How many packets of a queue the kernel sends at one wake-up, where it can be told.
     pub send_budget: u32,
     /// Whether one turn in many is timed by stage.
@@ -218,20 +218,10 @@ impl Default for Workers {
             cores: None,
             polling: Polling::Adaptive,
             spin: Time::microseconds(50),
-            priority: None,
+            priority: Priority::Nice,
             send_budget: 1024,
             time_stages: true,
         }
-    }
-}
-
-impl Workers {
-    /// What a worker goes before on its core: one that never sleeps leaves the others' threads something.
-    pub fn priority(&self) -> Priority {
-        self.priority.unwrap_or(match self.polling {
-            Polling::Adaptive => Priority::RealTime,
-            Polling::Busy => Priority::Nice,
-        })
     }
 }
 
