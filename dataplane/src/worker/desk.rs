@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use nix::sys::epoll::Epoll;
 use xsk_rs::FrameDesc;
 
 use super::control::Shared;
@@ -137,7 +138,9 @@ impl Desk {
     /// A queue has had packets: it is looked at every turn for a while, and refilled at the end of this one.
     #[inline]
     pub(super) fn note_packets(&mut self, index: usize) {
-        if self.queue(index).quiet.replace(0).is_none() {
+        let queue = self.queue(index);
+        queue.note_batch();
+        if queue.quiet.replace(0).is_none() {
             self.lively.push(index);
         }
         self.list(index);
@@ -230,6 +233,16 @@ impl Desk {
             queue.listed
         });
         self.dirty = dirty;
+    }
+
+    /// Sees to it that a packet on any queue ends the next sleep. `false`: the kernel has no room to watch one of them.
+    pub(super) fn watch_all(&mut self, epoll: &Epoll) -> bool {
+        self.queues.iter_mut().flatten().map(|queue| queue.watch(epoll).is_ok()).fold(true, |all, one| all && one)
+    }
+
+    /// Stops watching queues that many packets pass through.
+    pub(super) fn unwatch_busy(&mut self, epoll: &Epoll) {
+        self.queues.iter_mut().flatten().for_each(|queue| queue.unwatch_if_busy(epoll));
     }
 
     /// Takes queues that have had no packet for a while off the list of lively ones.

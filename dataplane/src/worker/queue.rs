@@ -2,12 +2,18 @@
 
 use std::sync::Arc;
 
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use xsk_rs::FrameDesc;
 
 use super::statistics::PortCounters;
 use crate::forward::PortId;
 use crate::io::{FramePool, Kick, XskQueue};
 use crate::pipeline::BATCH;
+
+/// Packets sent and batches received since a queue is watched from which it is no longer, until the worker sleeps: what two
+/// system calls cost is then next to nothing a packet.
+const BUSY: u32 = 256;
 
 /// A queue of one of a worker's ports.
 pub(super) struct PortQueue {
@@ -23,12 +29,16 @@ pub(super) struct PortQueue {
     pub(super) listed: bool,
     /// Turns without a packet since it was put on the list of queues that are looked at every turn.
     pub(super) quiet: Option<u16>,
+    /// A packet that it receives wakes the worker.
+    watched: bool,
+    /// Packets sent and batches received since then.
+    moved: u32,
 }
 
 impl PortQueue {
     pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
         let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
-        Self { port, xsk, counters, frames, ingress, unsent: false, listed: false, quiet: None }
+        Self { port, xsk, counters, frames, ingress, unsent: false, listed: false, quiet: None, watched: false, moved: 0 }
     }
 
     /// Adds a packet to what is to be sent. `true`: it is a batch now and must be put into the ring.
@@ -56,6 +66,7 @@ impl PortQueue {
             }
         }
         self.unsent |= sent > 0;
+        self.moved = self.moved.saturating_add(sent as u32);
         let octets: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
         self.counters.tx_bytes.add(octets as u64);
@@ -77,6 +88,30 @@ impl PortQueue {
     #[inline]
     pub(super) fn has_more_to_do(&self, pool: &FramePool) -> bool {
         self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
+    }
+
+    /// Counts a batch that was received.
+    #[inline]
+    pub(super) fn note_batch(&mut self) {
+        self.moved = self.moved.saturating_add(1);
+    }
+
+    /// Sees to it that a packet that it receives, or has received, wakes whoever waits for `epoll`.
+    pub(super) fn watch(&mut self, epoll: &Epoll) -> Result<(), Errno> {
+        if !self.watched {
+            epoll.add(self.xsk.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+            (self.watched, self.moved) = (true, 0);
+        }
+        Ok(())
+    }
+
+    /// Stops watching it while many packets pass, for nobody sleeps then. To a socket that is watched the kernel tells of each
+    /// packet that it has sent (`sock_wfree`, net/core/sock.c) and of each batch that it has received, by a lock and a walk
+    /// over those who wait, sleeping or not.
+    pub(super) fn unwatch_if_busy(&mut self, epoll: &Epoll) {
+        if self.watched && self.moved >= BUSY {
+            self.watched = epoll.delete(self.xsk.as_fd()).is_err();
+        }
     }
 
     /// Gives up the queue; nothing may be left to be sent.

@@ -25,6 +25,8 @@ const LONGEST_SLEEP: u16 = 250;
 /// How long it sleeps at first and at most while the kernel does not take what is to be sent, in milliseconds; each time
 /// twice as long as the last.
 const STALLED_SLEEP: (u16, u16) = (1, 32);
+/// How long it sleeps at most while the kernel has no room to watch one of the queues, in milliseconds.
+const UNWATCHED_SLEEP: u16 = 1;
 /// Turns between two steps of what must be done now and then, while packets come.
 const TEND: u32 = 64;
 /// Turns between two looks at queues that have had no packet for a while, while others have.
@@ -91,6 +93,7 @@ impl<P: Processor> Worker<P> {
             until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
             if !turn.busy || until_tending == 0 {
                 self.processor.tend(now, turn.busy);
+                self.desk.unwatch_busy(&self.epoll);
                 until_tending = TEND;
             }
             if turn.busy {
@@ -174,6 +177,7 @@ impl<P: Processor> Worker<P> {
 
     /// Sleeps until a packet comes, somebody rings, or so many milliseconds have passed.
     fn sleep(&mut self, longest: u16) {
+        let longest = if self.desk.watch_all(&self.epoll) { longest } else { UNWATCHED_SLEEP };
         if !self.desk.mailbox().lie_down() {
             return;
         }
@@ -192,10 +196,6 @@ impl<P: Processor> Worker<P> {
         while let Ok(command) = self.commands.try_recv() {
             match command {
                 Command::Attach { port, queues, owner, counters, done } => {
-                    for xsk in &queues {
-                        let event = EpollEvent::new(EpollFlags::EPOLLIN, 0);
-                        self.epoll.add(xsk.as_fd(), event).expect("an open socket can be waited for");
-                    }
                     self.desk.attach(port, queues, owner, counters);
                     let _ = done.send(());
                 }
