@@ -28,6 +28,11 @@ impl<'a> RxBatch<'a> {
         }
         Self { umem, frames }
     }
+
+    /// The octets of all frames together.
+    pub(crate) fn octets(&self) -> u64 {
+        self.frames.iter().map(|frame| frame.lengths().data() as u64).sum()
+    }
 }
 
 impl Frames for RxBatch<'_> {

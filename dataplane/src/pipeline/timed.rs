@@ -17,6 +17,9 @@ pub struct StageClocks {
     pub policy: u64,
     /// Finding the next hop and rewriting headers.
     pub rewrite: u64,
+    /// How often the policy was asked: each time cost two looks at the clock, one of them in `policy` and one in
+    /// `connection`. The other times have one look each.
+    pub asked: u64,
 }
 
 /// An observer that also takes the time of judgements.
@@ -24,6 +27,7 @@ struct Timing<'a, O> {
     inner: &'a mut O,
     began: u64,
     took: u64,
+    asked: u64,
 }
 
 impl<O: Observer> Observer for Timing<'_, O> {
@@ -33,6 +37,7 @@ impl<O: Observer> Observer for Timing<'_, O> {
 
     fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion) {
         self.took += clocks::now().saturating_sub(self.began);
+        self.asked += 1;
         self.inner.judged(index, flow, judgement, occasion);
     }
 }
@@ -57,7 +62,7 @@ impl Pipeline {
         let start = clocks::now();
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
         let parsed = clocks::now();
-        let mut observer = Timing { inner: observer, began: 0, took: 0 };
+        let mut observer = Timing { inner: observer, began: 0, took: 0, asked: 0 };
         let connections = &*self.connections;
         let observer_of_tracker = &mut observer;
         let mut tracker = track::Tracker {
@@ -89,6 +94,7 @@ impl Pipeline {
             connection: took(parsed, tracked).saturating_sub(observer.took),
             policy: observer.took,
             rewrite: took(tracked, clocks::now()),
+            asked: observer.asked,
         }
     }
 }

@@ -38,7 +38,18 @@ pub(super) struct PortQueue {
 impl PortQueue {
     pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
         let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
-        Self { port, xsk, counters, frames, ingress, unsent: false, listed: false, quiet: None, watched: false, moved: 0 }
+        Self {
+            port,
+            xsk,
+            counters,
+            frames,
+            ingress,
+            unsent: false,
+            listed: false,
+            quiet: None,
+            watched: false,
+            moved: 0,
+        }
     }
 
     /// Adds a packet to what is to be sent. `true`: it is a batch now and must be put into the ring.

@@ -16,7 +16,6 @@ use super::mailbox::Command;
 use super::processor::Processor;
 use super::stages::{StageTimer, TimedTurn};
 use crate::Snapshot;
-use crate::clocks;
 use crate::io::XskQueue;
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
@@ -81,13 +80,14 @@ impl<P: Processor> Worker<P> {
             if self.desk.mailbox().take_commanded() && !self.obey() {
                 return self.desk.give_up(&mut self.received);
             }
+            let timed = self.timer.begin();
             // The one look at the clock of a turn: the last turn ends where this one begins.
             let now = Instant::now();
             if let Some(since) = busy_since.take() {
                 self.desk.counters().busy_turns.note(now.duration_since(since));
             }
             self.desk.counters().note_epoch(self.snapshot.load().epoch);
-            let turn = self.turn(now, until_look == 0);
+            let turn = self.turn(now, until_look == 0, timed);
             until_tending -= 1;
             // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
             until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
@@ -114,8 +114,8 @@ impl<P: Processor> Worker<P> {
     }
 
     /// One turn: over all queues if `all` are to be looked at, else over the lively ones.
-    fn turn(&mut self, now: Instant, all: bool) -> Turn {
-        let mut turn = Turn { timed: self.timer.begin(), ..Turn::default() };
+    fn turn(&mut self, now: Instant, all: bool, timed: Option<TimedTurn>) -> Turn {
+        let mut turn = Turn { timed, ..Turn::default() };
         turn.busy = self.desk.take_handed_over() > 0;
         if all {
             for index in 0..self.desk.queues.len() {
@@ -138,26 +138,26 @@ impl<P: Processor> Worker<P> {
     fn receive(&mut self, index: usize, now: Instant, timed: &mut Option<TimedTurn>) -> bool {
         let Some(queue) = self.desk.queues[index].as_mut() else { return false };
         let (shared, ingress) = (&self.desk.shared, queue.port);
-        let before = if timed.is_some() { clocks::now() } else { 0 };
+        let before = timed.as_mut().map_or(0, TimedTurn::look);
         let mut batch = queue.xsk.receive(&shared.umem, &mut self.received);
         let count = batch.len();
         if count == 0 {
             queue.quiet = queue.quiet.map(|turns| turns + 1);
             return false;
         }
+        // Counted first: meanwhile the headers come from the sender's core.
+        queue.counters.rx_packets.add(count as u64);
+        queue.counters.rx_bytes.add(batch.octets());
+        self.desk.counters().note_batch(count);
         let snapshot = self.snapshot.load();
         match timed {
             None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
             Some(turn) => {
-                let ring_read = clocks::now().saturating_sub(before);
+                let ring_read = turn.look().saturating_sub(before);
                 let stages = self.processor.process_timed(snapshot, now, ingress, &mut batch, &mut self.verdicts);
                 turn.received(count, ring_read, stages);
             }
         }
-        let octets: usize = self.received[..count].iter().map(|frame| frame.lengths().data()).sum();
-        queue.counters.rx_packets.add(count as u64);
-        queue.counters.rx_bytes.add(octets as u64);
-        self.desk.counters().note_batch(count);
         self.desk.note_packets(index);
         for position in 0..count {
             let frame = self.received[position];

@@ -4,8 +4,8 @@ use super::statistics::Counter;
 use crate::clocks;
 use crate::pipeline::StageClocks;
 
-/// Turns with packets between two that are timed. A timed one looks at the clock some ten times, a few hundred clocks in
-/// all, which is a few clocks a turn.
+/// Turns with packets between two that are timed. A timed one looks at the clock more than ten times, a few hundred clocks
+/// in all, which is a few clocks a turn. It does not count them.
 const INTERVAL: u32 = 64;
 /// Clocks from which on a turn was not the worker's own: its core was taken away in between, by the system or by whoever runs
 /// the virtual machine.
@@ -82,6 +82,7 @@ impl StageCounters {
         StageStatistics { packets: self.packets.get(), interrupted: self.interrupted.get(), clocks }
     }
 
+    /// Counts a turn that took `total` clocks.
     fn add(&self, turn: &TimedTurn, total: u64) {
         if total >= INTERRUPTED {
             self.interrupted.add(1);
@@ -92,7 +93,7 @@ impl StageCounters {
             counter.add(clocks);
         }
         let named: u64 = turn.clocks.iter().sum();
-        self.clocks[Stage::RingWrite as usize].add(total.saturating_sub(named));
+        self.clocks[Stage::RingWrite as usize].add(total.saturating_sub(named + turn.looks * turn.look));
     }
 }
 
@@ -101,31 +102,43 @@ impl StageCounters {
 pub(super) struct TimedTurn {
     start: u64,
     packets: u64,
+    /// Without what looking at the clock took.
     clocks: [u64; Stage::COUNT],
+    /// Looks at the clock since the start, and what each takes.
+    looks: u64,
+    look: u64,
 }
 
 impl TimedTurn {
-    /// Counts what was read from a ring since `before`, and what became of it.
+    /// The clock, before a ring is read.
+    pub(super) fn look(&mut self) -> u64 {
+        self.looks += 1;
+        clocks::now()
+    }
+
+    /// Counts what was read from a ring in so many clocks, one look among them, and what became of it.
     pub(super) fn received(&mut self, packets: usize, ring_read: u64, stages: StageClocks) {
         self.packets += packets as u64;
-        let StageClocks { parse, connection, policy, rewrite } = stages;
+        let StageClocks { parse, connection, policy, rewrite, asked } = stages;
+        self.looks += 4 + 2 * asked;
         let times = [
-            (Stage::RingRead, ring_read),
-            (Stage::Parse, parse),
-            (Stage::Connection, connection),
-            (Stage::Policy, policy),
-            (Stage::Rewrite, rewrite),
+            (Stage::RingRead, ring_read, 1),
+            (Stage::Parse, parse, 1),
+            (Stage::Connection, connection, 1 + asked),
+            (Stage::Policy, policy, asked),
+            (Stage::Rewrite, rewrite, 1),
         ];
-        for (stage, clocks) in times {
-            self.clocks[stage as usize] += clocks;
+        for (stage, clocks, looks) in times {
+            self.clocks[stage as usize] += clocks.saturating_sub(looks * self.look);
         }
     }
 
     /// Does what has the kernel send.
     pub(super) fn send<T>(&mut self, send: impl FnOnce() -> T) -> T {
-        let before = clocks::now();
+        let before = self.look();
         let result = send();
-        self.clocks[Stage::Send as usize] += clocks::now().saturating_sub(before);
+        let took = self.look().saturating_sub(before);
+        self.clocks[Stage::Send as usize] += took.saturating_sub(self.look);
         result
     }
 }
@@ -134,26 +147,29 @@ impl TimedTurn {
 pub(super) struct StageTimer {
     on: bool,
     until_next: u32,
+    /// What a look at the clock takes.
+    look: u64,
 }
 
 impl StageTimer {
     pub(super) fn new(on: bool) -> Self {
-        Self { on, until_next: INTERVAL }
+        Self { on, until_next: INTERVAL, look: clocks::cost_of_a_look() }
     }
 
     /// A turn begins.
     #[inline]
     pub(super) fn begin(&mut self) -> Option<TimedTurn> {
         let due = self.on && self.until_next == 0;
-        due.then(|| TimedTurn { start: clocks::now(), ..TimedTurn::default() })
+        due.then(|| TimedTurn { look: self.look, start: clocks::now(), ..TimedTurn::default() })
     }
 
     /// A turn is over. One without packets does not count: the next is timed in its place.
     #[inline]
     pub(super) fn end(&mut self, turn: Option<TimedTurn>, busy: bool, counters: &StageCounters) {
         match turn {
-            Some(turn) if turn.packets > 0 => {
-                counters.add(&turn, clocks::now().saturating_sub(turn.start));
+            Some(mut turn) if turn.packets > 0 => {
+                let total = turn.look().saturating_sub(turn.start);
+                counters.add(&turn, total);
                 self.until_next = INTERVAL;
             }
             Some(_) => {}
@@ -174,8 +190,12 @@ mod tests {
             let mut turn = timer.begin();
             if let Some(turn) = &mut turn {
                 timed += 1;
-                turn.received(8, 5, StageClocks { parse: 1, connection: 2, policy: 3, rewrite: 4 });
-                turn.send(|| std::hint::black_box(0));
+                let stages = StageClocks { parse: 1000, connection: 2000, policy: 0, rewrite: 4000, asked: 0 };
+                turn.received(8, 5000, stages);
+                turn.send(|| {
+                    let began = clocks::now();
+                    while clocks::now() < began + 1000 {}
+                });
             }
             timer.end(turn, true, &counters);
         }
@@ -183,8 +203,9 @@ mod tests {
         assert_eq!((timed, read.packets + 8 * read.interrupted), (10, 80));
         let counted = read.packets / 8;
         let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
-        assert_eq!(stages.map(|stage| read.clocks(stage)), [5, 1, 2, 3, 4].map(|clocks| clocks * counted));
-        assert!(read.clocks(Stage::Send) > 0 || counted == 0);
+        let alone = [5000, 1000, 2000, 0, 4000_u64].map(|clocks| clocks.saturating_sub(timer.look) * counted);
+        assert_eq!(stages.map(|stage| read.clocks(stage)), alone);
+        assert!(read.clocks(Stage::Send) >= 900 * counted);
     }
 
     #[test]
@@ -198,6 +219,22 @@ mod tests {
             }
             assert_eq!(counters.read(), StageStatistics::default());
         }
+    }
+
+    #[test]
+    fn what_the_looks_at_the_clock_took_is_nobodys() {
+        let counters = StageCounters::default();
+        let mut turn = TimedTurn { look: 20, ..TimedTurn::default() };
+        let before = (turn.look(), turn.look());
+        turn.received(8, 100, StageClocks { parse: 200, connection: 300, policy: 130, rewrite: 50, asked: 3 });
+        let total = 1000;
+        counters.add(&turn, total);
+        let read = counters.read();
+        let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
+        let alone = [80, 180, 300 - 4 * 20, 130 - 3 * 20, 30];
+        assert_eq!(stages.map(|stage| read.clocks(stage)), alone, "after {before:?}");
+        // Two around reading the ring, four around the stages, six around three judgements.
+        assert_eq!(read.clocks(Stage::RingWrite), total - alone.iter().sum::<u64>() - 12 * 20);
     }
 
     #[test]
