@@ -49,7 +49,10 @@ impl Form {
             config.keys = format!("uplinks = [\"{}\"]\n", self.layout.between.uplink());
         }
         let cores = penstock_dataplane::worker::available_cores();
-        config.sections += &format!("[workers]\ncores = [{}]\n", cores[number % cores.len()].0);
+        // Senders, receivers and other tests' workers are on the same cores: a worker that has slept is not to wait for all
+        // of them.
+        let core = cores[number % cores.len()].0;
+        config.sections += &format!("[workers]\ncores = [{core}]\npriority = \"realtime\"\n");
         config
     }
 }

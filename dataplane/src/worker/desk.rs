@@ -237,7 +237,7 @@ impl Desk {
 
     /// Sees to it that a packet on any queue ends the next sleep. `false`: the kernel has no room to watch one of them.
     pub(super) fn watch_all(&mut self, epoll: &Epoll) -> bool {
-        self.queues.iter_mut().flatten().map(|queue| queue.watch(epoll).is_ok()).fold(true, |all, one| all && one)
+        self.queues.iter_mut().flatten().filter_map(|queue| queue.watch(epoll).err()).count() == 0
     }
 
     /// Stops watching queues that many packets pass through.
