@@ -5,12 +5,12 @@ use std::path::Path;
 
 use anyhow::Result;
 use penstock_bench::cluster::Cluster;
-use penstock_bench::testbed::Daemon;
+use penstock_bench::testbed::{Daemon, penstock_binary};
 
 use super::screen::heading;
 
 /// Says how to enter the pods and waits for Enter; Ctrl-C and SIGTERM end the process and undo everything.
-pub(crate) fn until_told(cluster: &Cluster, daemon: &Daemon, manifests: &Path) -> Result<()> {
+pub(crate) fn until_told(cluster: &Cluster, daemon: &Daemon, manifests: &Path, admin: &Path) -> Result<()> {
     heading("The node stays up (KEEP=1)");
     for site in &cluster.sites {
         let addresses: Vec<String> = site.addresses.iter().map(ToString::to_string).collect();
@@ -19,7 +19,8 @@ pub(crate) fn until_told(cluster: &Cluster, daemon: &Daemon, manifests: &Path) -
     }
     println!("\n  ip netns exec NAME works as well, where there is an ip command.");
     println!("  Manifests, watched: {}", manifests.display());
-    println!("  Statistics: kill -USR1 {} (the daemon; they go to its log, shown at the end)", daemon.id());
+    println!("  The daemon: {} status --socket {}", penstock_binary()?.display(), admin.display());
+    println!("  and in place of status: flows, top, explain --live");
     if std::io::stdin().is_terminal() {
         println!("  Press Enter or Ctrl-C to end all of it.");
         let _ = std::io::stdin().read(&mut [0; 1])?;

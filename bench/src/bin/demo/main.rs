@@ -79,6 +79,7 @@ fn report_leftovers(before: &Inventory) -> bool {
 fn run() -> Result<()> {
     let scratch = Scratch::new()?;
     let manifests = scratch.copy_in(&manifests()?, "manifests")?;
+    let admin = scratch.path().join("admin.sock");
     let objects = read_objects(&manifests)?;
     let judge = Judge::new(&objects);
 
@@ -94,6 +95,7 @@ fn run() -> Result<()> {
     })?;
     let daemon = step("Starting the daemon", || {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        config.admin = Some(admin.clone());
         // Two workers if there are as many cores: a connection's two directions then meet in their one table.
         let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
         config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
@@ -111,7 +113,7 @@ fn run() -> Result<()> {
         daemon.log().lines().iter().rev().take(30).rev().for_each(|line| println!("  {line}"));
     }
     if std::env::var_os("KEEP").is_some_and(|keep| !keep.is_empty() && keep != "0") {
-        keep::until_told(&cluster, &daemon, &manifests)?;
+        keep::until_told(&cluster, &daemon, &manifests, &admin)?;
     }
     step("Ending the daemon", || {
         let (status, _) = daemon.stop()?;

@@ -14,7 +14,7 @@ use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{Known, Scenario};
 
 /// How long all that is measured again may take together.
-const AGAIN: Duration = Duration::from_secs(200);
+const AGAIN: Duration = Duration::from_secs(100);
 /// How often a case is measured in one repetition at most.
 const ATTEMPTS: u32 = 4;
 

@@ -61,6 +61,30 @@ fn the_tail_of_a_burst_does_not_wait_for_the_next() {
 }
 
 #[test]
+fn a_packet_wakes_a_worker_that_went_to_sleep_after_a_burst() {
+    two_ports(config(&[0]), |_, _, [at_a, at_b]| {
+        let burst: Vec<_> = (0..400).map(|index| frame(index, 60)).collect();
+        let mut waits: Vec<_> = (0..11)
+            .map(|round| {
+                // So many that the queues are not watched any more.
+                at_a.send_all(&burst);
+                for _ in &burst {
+                    at_b.receive(PATIENCE).expect("every packet arrives");
+                }
+                thread::sleep(Duration::from_millis(5));
+                let start = Instant::now();
+                at_a.send_all(&[frame(round, 60)]);
+                at_b.receive(PATIENCE).expect("the packet arrives");
+                start.elapsed()
+            })
+            .collect();
+        waits.sort();
+        // One that is not woken sleeps for a quarter of a second.
+        assert!(waits[5] < Duration::from_millis(100), "{waits:?}");
+    });
+}
+
+#[test]
 fn a_million_packets_leave_no_frame_behind() {
     const PACKETS: u64 = 1_000_000;
     two_ports(config(&[0, 1]), |bench, [a, b], [at_a, at_b]| {
