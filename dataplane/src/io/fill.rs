@@ -7,23 +7,30 @@
 //!
 //! What a queue may keep depends on what is free at the time, the dynamic threshold by which switches share a buffer
 //! among their ports (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a
-//! small share for whoever has had no burst yet, a large one for who has. So some frames are always free, however many
-//! queues want all.
+//! small share for whoever has had neither bursts nor many packets yet, a large one for who has. So some frames are always
+//! free, however many queues want all.
+//!
+//! A worker may lose its core when it never did before: to a thread that the kernel lets run until its next tick, or to the
+//! host of a virtual machine. So a queue wants room for what comes meanwhile at the pace of its packets, and does not wait
+//! for the first loss to tell.
+
+use std::time::{Duration, Instant};
 
 use crate::pipeline::BATCH;
 
-/// How many frames a queue wants in its fill ring, by the bursts that it had.
+/// How many frames a queue wants in its fill ring, by the bursts that it had and the pace of its packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FillTarget {
     most: u32,
-    /// Room for the bursts that it had.
+    /// Room for the bursts that it had, and for what comes while the worker is away.
     wanted: u32,
     /// Packets that came one batch upon the other, all but the last of them full: what was waiting.
     burst: u32,
     /// The longest burst since the last review.
     longest: u32,
-    /// Packets until the next review.
+    /// Packets until the next review, and when the last was.
     until_review: u32,
+    reviewed: Option<Instant>,
 }
 
 impl FillTarget {
@@ -35,11 +42,14 @@ impl FillTarget {
     /// theirs.
     const BURST_SHARE: u32 = 4;
     /// Packets from one review to the next.
-    const REVIEW: u32 = 8192;
+    const REVIEW: u32 = 1024;
+    /// How long a worker may be away and nothing be lost, as far as frames go: two ticks of a kernel with 250 a second, until
+    /// the next of which another thread may keep its core.
+    const AWAY: Duration = Duration::from_millis(8);
 
     /// That of a new queue, whose ring has `ring_size` entries, at least [`FillTarget::LEAST`].
     pub(crate) fn new(ring_size: u32) -> Self {
-        Self { most: ring_size, wanted: Self::LEAST, burst: 0, longest: 0, until_review: Self::REVIEW }
+        Self { most: ring_size, wanted: Self::LEAST, burst: 0, longest: 0, until_review: Self::REVIEW, reviewed: None }
     }
 
     /// How many frames the queue is to have while so many are free.
@@ -49,9 +59,9 @@ impl FillTarget {
         self.wanted.min(free / Self::BURST_SHARE).max(idle).min(self.most)
     }
 
-    /// Takes note of a batch that came.
+    /// Takes note of a batch that came; `now` may be the moment when the turn began.
     #[inline]
-    pub(crate) fn note(&mut self, count: u32) {
+    pub(crate) fn note(&mut self, count: u32, now: Instant) {
         self.burst += count;
         self.longest = self.longest.max(self.burst);
         // Twice what was waiting: as much may come again before these are back.
@@ -64,11 +74,23 @@ impl FillTarget {
         }
         self.until_review = self.until_review.saturating_sub(count);
         if self.until_review == 0 {
-            if self.longest < self.wanted / 4 {
-                self.wanted = (self.wanted / 2).max(Self::LEAST);
-            }
-            (self.longest, self.until_review) = (0, Self::REVIEW);
+            self.review(now);
         }
+    }
+
+    /// Sees how quickly packets come, and gives up by and by what is no longer needed.
+    #[inline(never)]
+    fn review(&mut self, now: Instant) {
+        let needed = self.reviewed.map_or(0, |before| {
+            let pace = u128::from(Self::REVIEW) * Self::AWAY.as_nanos();
+            let packets = pace / now.saturating_duration_since(before).as_nanos().max(1);
+            packets.min(self.most.into()) as u32
+        });
+        if self.longest < self.wanted / 4 {
+            self.wanted = (self.wanted - self.wanted / 8).max(Self::LEAST);
+        }
+        self.wanted = self.wanted.max(needed);
+        (self.longest, self.until_review, self.reviewed) = (0, Self::REVIEW, Some(now));
     }
 }
 

@@ -132,14 +132,19 @@ impl XskQueue {
     }
 
     /// Reads up to a batch of received frames; the caller has them from now on, though they are marked as the
-    /// queue's until they are passed on.
+    /// queue's until they are passed on. `now` may be the moment when the turn began.
     #[inline]
-    pub(crate) fn receive<'a>(&mut self, umem: &'a Umem, frames: &'a mut [FrameDesc; BATCH]) -> RxBatch<'a> {
+    pub(crate) fn receive<'a>(
+        &mut self,
+        umem: &'a Umem,
+        frames: &'a mut [FrameDesc; BATCH],
+        now: Instant,
+    ) -> RxBatch<'a> {
         // SAFETY: the ring's frames are of the UMEM that the socket was made with.
         let count = unsafe { self.rx.consume(frames) };
         if count > 0 {
             self.filled -= count as u32;
-            self.fill_target.note(count as u32);
+            self.fill_target.note(count as u32, now);
         }
         // SAFETY: these were just taken from the RX ring, which never holds a frame twice.
         unsafe { RxBatch::new(umem, &mut frames[..count]) }

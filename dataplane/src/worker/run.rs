@@ -139,7 +139,7 @@ impl<P: Processor> Worker<P> {
         let Some(queue) = self.desk.queues[index].as_mut() else { return false };
         let (shared, ingress) = (&self.desk.shared, queue.port);
         let before = timed.as_mut().map_or(0, TimedTurn::look);
-        let mut batch = queue.xsk.receive(&shared.umem, &mut self.received);
+        let mut batch = queue.xsk.receive(&shared.umem, &mut self.received, now);
         let count = batch.len();
         if count == 0 {
             queue.quiet = queue.quiet.map(|turns| turns + 1);
