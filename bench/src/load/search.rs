@@ -27,7 +27,7 @@ pub struct Search {
 /// What a search came to.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Found {
-    /// The highest rate that a long trial confirmed, in packets a second; zero if none was.
+    /// The highest rate that a long trial confirmed, in packets a second; the highest of those if the trials were used up; zero if none was.
     pub rate: f64,
     /// How many trials it took.
     pub trials: u32,
@@ -38,29 +38,41 @@ impl Search {
     pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<Found> {
         let (mut low, mut high) = (0.0, self.highest);
         let mut rate = high;
-        let mut trials = 0;
         let mut narrows_by = self.short;
-        while trials < self.trials {
-            let narrow = high - low <= self.width * high;
-            let (at, length) = if narrow { (low, self.long) } else { (rate, narrows_by) };
-            if at <= 0.0 {
-                break;
-            }
-            trials += 1;
+        let (mut step, mut confirmed) = (FIRST_STEP, 0.0_f64);
+        for trials in 1..=self.trials {
+            // The last trial is better spent on what short ones let pass than on narrowing further down.
+            let is_last = trials == self.trials && low > 0.0;
+            let confirms = is_last || high - low <= self.width * high;
+            let (at, length) = if confirms { (low, self.long) } else { (rate, narrows_by) };
             let passes = trial(at, length)? <= self.may_lose;
-            match (narrow, passes) {
+            if passes && length == self.long {
+                confirmed = confirmed.max(at);
+            }
+            match (confirms, passes) {
                 (true, true) => return Ok(Found { rate: at, trials }),
                 // What short trials let pass a long one does not: from here on only long ones count.
-                (true, false) => (low, high, narrows_by) = (0.0, at, self.long),
+                (true, false) => (low, high, narrows_by) = (confirmed.min(at), at, self.long),
                 (false, true) => low = at,
                 (false, false) => high = at,
             }
-            // Most searches end near the top: the first steps down are small.
-            rate = if low > 0.0 { low.midpoint(high) } else { high * 0.85 };
+            rate = if low > 0.0 {
+                low.midpoint(high)
+            } else {
+                // Most searches end near the top; those that do not must come down before the trials are used up.
+                let lower = high * (1.0 - step);
+                step = (2.0 * step).min(LAST_STEP);
+                lower
+            };
         }
-        Ok(Found { rate: 0.0, trials })
+        Ok(Found { rate: confirmed, trials: self.trials })
     }
 }
+
+/// By which share of the rate a search goes down at first where nothing has passed yet; twice as much each time.
+const FIRST_STEP: f64 = 0.1;
+/// By which at most.
+const LAST_STEP: f64 = 0.5;
 
 #[cfg(test)]
 mod tests {
@@ -97,5 +109,18 @@ mod tests {
         let found = search(0.0).run(loss).unwrap();
         assert!(found.rate <= 400.0 && found.rate > 330.0, "{found:?}");
         assert_eq!(search(0.0).run(|_, _| Ok(1.0)).unwrap().rate, 0.0);
+    }
+
+    #[test]
+    fn ten_trials_find_a_rate_far_below_the_highest_though_some_fail_for_no_reason_of_its_own() {
+        for capacity in [600.0, 200.0, 30.0] {
+            let mut number = 0;
+            let loss = |rate: f64, _| {
+                number += 1;
+                Ok(if rate > capacity || number == 3 { 0.1 } else { 0.0 })
+            };
+            let found = Search { trials: 10, ..search(0.0) }.run(loss).unwrap();
+            assert!(found.rate <= capacity && found.rate > 0.1 * capacity, "{found:?} for {capacity}");
+        }
     }
 }

@@ -102,13 +102,25 @@ mod tests {
     /// Many more than any queue wants.
     const PLENTY: u32 = 1 << 20;
 
-    /// A queue that has had this many bursts of so many packets.
-    fn after(mut target: FillTarget, bursts: u32, packets: u32) -> FillTarget {
+    /// Between two batches: so slowly that it is bursts that count.
+    const SLOW: Duration = Duration::from_secs(1);
+
+    /// A queue that has had this many bursts of so many packets, a batch each so often.
+    fn after_at(mut target: FillTarget, bursts: u32, packets: u32, pause: Duration) -> FillTarget {
+        let mut now = target.reviewed.unwrap_or_else(Instant::now);
+        let mut note = |count| {
+            now += pause;
+            target.note(count, now);
+        };
         for _ in 0..bursts {
-            (0..packets / 64).for_each(|_| target.note(64));
-            target.note(packets % 64);
+            (0..packets / 64).for_each(|_| note(64));
+            note(packets % 64);
         }
         target
+    }
+
+    fn after(target: FillTarget, bursts: u32, packets: u32) -> FillTarget {
+        after_at(target, bursts, packets, SLOW)
     }
 
     #[test]
@@ -120,14 +132,27 @@ mod tests {
         let busy = after(new, 1, 100_000);
         assert_eq!(busy.wanted, 1024, "no more than its ring holds");
         // The review that the bursts were part of is to end first.
-        assert_eq!(after(busy, 3 * 8192 / 32, 32).wanted, 256);
-        assert_eq!(after(busy, 100_000, 32).wanted, 128, "four times what comes");
+        assert_eq!(after(busy, 3 * 1024 / 32, 32).wanted, 784, "an eighth less each time");
+        assert!((115..132).contains(&after(busy, 100_000, 32).wanted), "four times what comes");
         // What a burst in each review needs, it keeps.
         let mut bursts = busy;
         for _ in 0..100 {
-            bursts = after(after(bursts, 200, 32), 1, 400);
+            bursts = after(after(bursts, 20, 32), 1, 400);
         }
         assert_eq!(bursts.wanted, 1024);
+    }
+
+    #[test]
+    fn a_queue_wants_room_for_what_comes_in_eight_milliseconds_before_it_ever_had_a_burst() {
+        // Eight packets so often.
+        for (pause, packets) in [(1000, 64), (400, 160), (100, 640), (64, 1000), (10, 1024)] {
+            let pause = Duration::from_micros(pause);
+            let steady = after_at(FillTarget::new(1024), 2 * 1024 / 8, 8, pause);
+            assert_eq!(steady.wanted, packets, "{pause:?}");
+            // And no more than that for long.
+            let calm = after_at(steady, 20 * 1024 / 8, 8, Duration::from_millis(1));
+            assert!(calm.wanted <= steady.wanted && calm.wanted < 100, "{pause:?}: {calm:?}");
+        }
     }
 
     #[test]
@@ -161,9 +186,10 @@ mod tests {
             exponent in 6_u32..16,
             batches in prop::collection::vec((1_u32..=64, any::<u32>()), 0..2000),
         ) {
-            let mut target = FillTarget::new(1 << exponent);
+            let (mut target, mut now) = (FillTarget::new(1 << exponent), Instant::now());
             for (count, free) in batches {
-                target.note(count);
+                now += Duration::from_nanos(free.into());
+                target.note(count, now);
                 prop_assert!((FillTarget::LEAST..=1 << exponent).contains(&target.allowed(free)), "{target:?}");
             }
         }

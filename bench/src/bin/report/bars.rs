@@ -77,6 +77,11 @@ pub(crate) const BARS: &[Bar] = &[
     most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
 ];
 
+/// Whether a bar goes by this case.
+pub(crate) fn go_by(scenario: &str, case: &str) -> bool {
+    BARS.iter().any(|bar| bar.scenario == scenario && (bar.of == case || bar.against == Some(case)))
+}
+
 impl Bar {
     /// What the results say.
     pub(crate) fn reached(&self, results: &Results) -> Reached {

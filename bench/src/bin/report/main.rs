@@ -5,6 +5,7 @@
 
 mod bars;
 mod gaps;
+mod host;
 mod lanes;
 mod machine;
 mod output;

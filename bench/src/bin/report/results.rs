@@ -79,6 +79,8 @@ pub(crate) struct CaseResult {
     pub(crate) samples: Vec<Samples>,
     /// Which part of the cores' time the host took meanwhile, in percent.
     pub(crate) stolen: Samples,
+    /// Which part of its full speed the slower core had, in percent.
+    pub(crate) speed: Samples,
     /// Why there are no samples, or fewer than there should be.
     pub(crate) failure: Option<String>,
     /// How often it was tried in vain.

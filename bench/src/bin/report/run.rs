@@ -5,18 +5,20 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use penstock_bench::load::CoreTimes;
-
 use crate::Plan;
+use crate::bars;
+use crate::host::{Host, Kept};
 use crate::lanes::Lanes;
 use crate::machine::{BUSY, Machine, Prepared};
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{Known, Scenario};
 
-/// How long all that is measured again may take together.
+/// How long waiting for the host and measuring again may take together, in all repetitions.
 const AGAIN: Duration = Duration::from_secs(100);
 /// How often a case is measured in one repetition at most.
 const ATTEMPTS: u32 = 4;
+/// How long a case waits for whole cores at most, each time.
+const WAIT: Duration = Duration::from_millis(500);
 
 /// Measures everything, as often as the plan says.
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
@@ -26,20 +28,23 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     }
     let _prepared = Prepared::new()?;
     machine.look_for_gaps(plan.cores)?;
-    let mut lanes = Lanes::new(plan.cores);
+    let (mut lanes, mut host) = (Lanes::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
-    let (mut known, mut again) = (Known::default(), AGAIN);
+    let (mut known, mut again) = (Known::default(), Duration::ZERO);
     let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
     let bar = progress(steps as u64 * u64::from(plan.repetitions));
     for repetition in 1..=plan.repetitions {
+        again += AGAIN / plan.repetitions;
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
                 // What fails twice is not tried again.
                 if into.failed < 2 {
                     let lane = lanes.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
-                    let measured = lane
-                        .and_then(|lane| least_disturbed(plan, &mut again, || (case.measure)(lane, plan, &mut known)));
+                    let waits = bars::go_by(scenario.name, &case.name);
+                    let measured = lane.and_then(|lane| {
+                        least_disturbed(plan, &mut host, &mut again, waits, || (case.measure)(lane, plan, &mut known))
+                    });
                     take(into, measured);
                 }
                 bar.inc(1);
@@ -52,28 +57,35 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
 }
 
-/// Measures, and again if the host took the cores away meanwhile: what it took least from counts. Gives the percentage of their
-/// time that it took, too.
+/// What was measured, and what the host kept from this machine meanwhile.
+type Measured = (Vec<Option<f64>>, Kept);
+
+/// Measures, and again if the host took the cores away meanwhile: what it kept least from counts. What decides whether a bar
+/// is reached `waits` for whole cores first, and is measured again if they were not.
 ///
 /// A wait of some milliseconds that is the host's shows in every percentile, and it hits those who use both cores first.
 fn least_disturbed(
     plan: &Plan,
+    host: &mut Host,
     again: &mut Duration,
+    waits: bool,
     mut measure: impl FnMut() -> Result<Vec<Option<f64>>>,
-) -> Result<(Vec<Option<f64>>, f64)> {
-    let mut best: Option<(Vec<Option<f64>>, f64)> = None;
+) -> Result<Measured> {
+    let mut best: Option<Measured> = None;
     for attempt in 1.. {
-        let (cores, began) = (CoreTimes::read()?, Instant::now());
-        let values = measure()?;
+        if waits {
+            *again = again.saturating_sub(host.wait_until_whole(WAIT.min(*again))?);
+        }
+        let began = Instant::now();
+        let (values, kept) = host.watch(&mut measure)?;
         let took = began.elapsed();
-        let percent = 100.0 * CoreTimes::read()?.stolen_share(&cores, took);
         // A search sees to it at each of its trials.
         let is_long = took > 6 * plan.length.max(Duration::from_millis(200));
-        let ends = percent == 0.0 || attempt == ATTEMPTS || *again < took || is_long;
-        if best.as_ref().is_none_or(|(_, least)| percent < *least) {
-            best = Some((values, percent));
+        let was_alone = if waits { kept.degree() == 0.0 } else { kept.stolen == 0.0 };
+        if best.as_ref().is_none_or(|(_, least)| kept.degree() < least.degree()) {
+            best = Some((values, kept));
         }
-        if ends {
+        if was_alone || attempt == ATTEMPTS || *again < took || is_long {
             break;
         }
         *again -= took;
@@ -82,10 +94,11 @@ fn least_disturbed(
 }
 
 /// Takes what a case measured into its result.
-fn take(into: &mut CaseResult, measured: Result<(Vec<Option<f64>>, f64)>) {
+fn take(into: &mut CaseResult, measured: Result<Measured>) {
     match measured {
-        Ok((values, stolen)) => {
-            into.stolen.add(stolen);
+        Ok((values, kept)) => {
+            into.stolen.add(kept.stolen);
+            into.speed.add(kept.speed);
             into.samples.resize(values.len(), Samples::default());
             for (samples, value) in into.samples.iter_mut().zip(values) {
                 value.into_iter().for_each(|value| samples.add(value));

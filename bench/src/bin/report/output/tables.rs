@@ -54,7 +54,9 @@ fn introduction(results: &Results) -> String {
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer was \
          given the same policies by `penstock render` and seen to let an allowed packet and its answer pass and, if it \
          enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do. What a virtual machine's host gives to others of \
-         the cores' time is told with every case, and what it came upon was measured again while there was time for that.{busy}",
+         the cores' time is told with every case, and so is the speed that the slower core had before or after, of the fastest \
+         seen: one that shares its execution units with another machine's does about half as much. What the host came upon was \
+         measured again while there was time for that; what a bar goes by also waited for whole cores, half a second at most.{busy}",
         (results.took.as_secs_f64() / 60.0).max(1.0),
         plan.repetitions,
         plan.length.as_secs_f64(),
@@ -87,6 +89,8 @@ fn machine(results: &Results) -> Vec<Vec<String>> {
 
 /// Beside every case's own metrics.
 const STOLEN: Metric = Metric::lower("taken by the host", "%", 1);
+/// What it left of their speed.
+const SPEED: Metric = Metric::higher("speed of the slower core", "%", 0);
 
 fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
     let mut heading = vec!["case".to_owned()];
@@ -96,7 +100,7 @@ fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
             heading.push("ratio".to_owned());
         }
     }
-    heading.push(format!("{}, {}", STOLEN.name, STOLEN.unit));
+    heading.extend([STOLEN, SPEED].map(|metric| format!("{}, {}", metric.name, metric.unit)));
     let base = scenario.cases.first().and_then(|case| case.samples.first()).and_then(Samples::median);
     let rows = scenario.cases.iter().map(|case| row(case, scenario.metrics, base));
     std::iter::once(heading).chain(rows).collect()
@@ -113,6 +117,7 @@ fn row(case: &CaseResult, metrics: &[Metric], base: Option<f64>) -> Vec<String> 
         }
     }
     cells.push(figure(&case.stolen, &STOLEN));
+    cells.push(figure(&case.speed, &SPEED));
     cells
 }
 
