@@ -34,7 +34,8 @@ impl Default for Polling {
 #[derive(Clone, Debug)]
 pub struct Config {
     /// How many frames the UMEM has. Each queue of a port keeps some of them for receiving, 64 to `ring_size`: by the bursts
-    /// that it had and what is free. Beside a frame's own octets the kernel takes 128 for each frame and port.
+    /// that it had, the pace of its packets and what is free. Beside a frame's own octets the kernel takes 128 for each frame and
+    /// port.
     pub frames: u32,
     /// Octets a frame: 2048 or 4096.
     pub frame_size: u32,
