@@ -27,7 +27,7 @@ pub struct Search {
 /// What a search came to.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Found {
-    /// The highest rate that a long trial confirmed, in packets a second; the highest of those if the trials were used up; zero if none was.
+    /// The highest rate that a long trial confirmed, in packets a second; zero if none was.
     pub rate: f64,
     /// How many trials it took.
     pub trials: u32,
@@ -52,7 +52,11 @@ impl Search {
             match (confirms, passes) {
                 (true, true) => return Ok(Found { rate: at, trials }),
                 // What short trials let pass a long one does not: from here on only long ones count.
-                (true, false) => (low, high, narrows_by) = (confirmed.min(at), at, self.long),
+                (true, false) => {
+                    // Nor does it count any more that a long trial passed there before.
+                    confirmed = if confirmed < at { confirmed } else { 0.0 };
+                    (low, high, narrows_by) = (confirmed, at, self.long);
+                }
                 (false, true) => low = at,
                 (false, false) => high = at,
             }
@@ -109,6 +113,22 @@ mod tests {
         let found = search(0.0).run(loss).unwrap();
         assert!(found.rate <= 400.0 && found.rate > 330.0, "{found:?}");
         assert_eq!(search(0.0).run(|_, _| Ok(1.0)).unwrap().rate, 0.0);
+    }
+
+    #[test]
+    fn what_a_long_trial_passed_once_and_then_failed_is_not_reported() {
+        let (mut above_300, long) = (0, Duration::from_millis(5));
+        let loss = |rate: f64, length: Duration| {
+            let passes = if rate > 300.0 && rate <= 400.0 && length == long {
+                above_300 += 1;
+                above_300 == 2
+            } else {
+                rate <= 300.0 || length < long
+            };
+            Ok(if passes { 0.0 } else { 0.1 })
+        };
+        let found = search(0.0).run(loss).unwrap();
+        assert!(above_300 > 2 && found.rate <= 300.0 && found.rate > 100.0, "{found:?}, {above_300}");
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! What the machine takes from threads that do nothing but look at the clock: no packet can be quicker than that.
 
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use penstock_bench::load::{go_first, pin};
+
+use crate::host::on_each;
 
 /// How long a look at the clock takes too long.
 const GAP: Duration = Duration::from_millis(1);
@@ -18,10 +18,8 @@ struct Gaps {
     longest: Duration,
 }
 
-/// Looks on a core, before what else runs there.
-fn look(core: usize) -> Result<Gaps> {
-    pin(core)?;
-    go_first()?;
+/// Looks at the clock and at nothing else.
+fn look() -> Gaps {
     let mut gaps = Gaps::default();
     let begin = Instant::now();
     let mut last = begin;
@@ -31,19 +29,12 @@ fn look(core: usize) -> Result<Gaps> {
         gaps.count += u32::from(gap >= GAP);
         (gaps.longest, last) = (gaps.longest.max(gap), now);
     }
-    Ok(gaps)
+    gaps
 }
 
 /// A thread on each of these cores at the same time; what they saw in a sentence each.
 pub(crate) fn on(cores: &[usize]) -> Result<String> {
-    let looked: Result<Vec<Gaps>> = thread::scope(|scope| {
-        let threads: Vec<_> = cores.iter().map(|&core| scope.spawn(move || look(core))).collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    });
-    let told = cores.iter().zip(looked?).map(|(core, gaps)| {
+    let told = cores.iter().zip(on_each(cores, look)?).map(|(core, gaps)| {
         format!(
             "core {core}: {} of 1 ms or more in a second, the longest {:.1} ms",
             gaps.count,

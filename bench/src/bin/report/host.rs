@@ -57,13 +57,14 @@ impl Host {
 
     /// The speed of the slower core now, as a percentage of the full one.
     fn speed(&mut self) -> Result<f64> {
-        let looked: Result<Vec<f64>> = thread::scope(|scope| {
-            let threads = self.cores.map(|core| scope.spawn(move || work(core)));
-            threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
-        let looked = looked?;
+        let looked = on_each(&self.cores, work)?;
+        Ok(self.share_of_fastest(&looked))
+    }
+
+    /// The slower of these as a percentage of the fastest seen so far, these included.
+    fn share_of_fastest(&mut self, looked: &[f64]) -> f64 {
         self.fastest = looked.iter().copied().fold(self.fastest, f64::max);
-        Ok(100.0 * looked.into_iter().fold(f64::INFINITY, f64::min) / self.fastest)
+        100.0 * looked.iter().copied().fold(f64::INFINITY, f64::min) / self.fastest
     }
 
     /// Waits until both cores are whole, at most until `limit` is over; how long it waited.
@@ -84,10 +85,22 @@ impl Host {
     }
 }
 
+/// Does something on each of these cores at the same time, before what else runs there.
+pub(crate) fn on_each<T: Send>(cores: &[usize], work: impl Fn() -> T + Sync) -> Result<Vec<T>> {
+    let on = |core| -> Result<T> {
+        pin(core)?;
+        go_first()?;
+        Ok(work())
+    };
+    thread::scope(|scope| {
+        let on = &on;
+        let threads: Vec<_> = cores.iter().map(|&core| scope.spawn(move || on(core))).collect();
+        threads.into_iter().map(|it| it.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
 /// Rounds a second of something that keeps a core's execution units busy and needs no memory.
-fn work(core: usize) -> Result<f64> {
-    pin(core)?;
-    go_first()?;
+fn work() -> f64 {
     let (begin, mut rounds) = (Instant::now(), 0.0);
     let mut state = [1_u64; 8];
     loop {
@@ -100,7 +113,7 @@ fn work(core: usize) -> Result<f64> {
         rounds += 1.0;
         let elapsed = begin.elapsed();
         if elapsed >= LOOK {
-            return Ok(rounds / elapsed.as_secs_f64());
+            return rounds / elapsed.as_secs_f64();
         }
     }
 }
@@ -117,12 +130,18 @@ mod tests {
     }
 
     #[test]
-    fn the_fastest_look_is_full_speed_and_no_look_is_faster() {
-        let mut host = Host::new(Cores::first_two().unwrap()).unwrap();
-        assert!(host.fastest > 0.0);
-        for _ in 0..5 {
-            let speed = host.speed().unwrap();
-            assert!(speed > 0.0 && speed <= 100.0, "{speed}");
+    fn the_slower_core_is_compared_with_the_fastest_look_of_either() {
+        let mut host = Host { cores: [0, 1], fastest: 0.0 };
+        for (looked, share) in [([10.0, 8.0], 80.0), ([20.0, 5.0], 25.0), ([10.0, 10.0], 50.0)] {
+            assert_eq!(host.share_of_fastest(&looked), share, "{looked:?}");
         }
+    }
+
+    #[test]
+    fn the_known_work_is_done_on_both_cores() {
+        let cores = Cores::first_two().unwrap();
+        let done = on_each(&[cores.generator, cores.worker], || (nix::sched::sched_getcpu().unwrap(), work())).unwrap();
+        assert_eq!([done[0].0, done[1].0], [cores.generator, cores.worker]);
+        assert!(done.iter().all(|&(_, rounds)| rounds > 0.0), "{done:?}");
     }
 }
