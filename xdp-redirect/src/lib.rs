@@ -83,15 +83,12 @@ pub struct AttachOptions {
     /// The Ethernet address of the bridge that has the interface, if one does: neighbour discovery between its ports is
     /// not the workers'.
     pub bridge: Option<[u8; 6]>,
-    /// Of an uplink: the most octets of a frame that its sockets take. What is longer passes to the kernel, unless an address
-    /// of this node or of its pods sends it. `None`: such a packet is lost at the socket.
-    pub longest: Option<u16>,
 }
 
 impl AttachOptions {
     /// For this role, with misses dropped, native where the driver can.
     pub const fn new(role: Role) -> Self {
-        Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric, bridge: None, longest: None }
+        Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric, bridge: None }
     }
 }
 

@@ -41,7 +41,7 @@ impl LocalPods {
             map_flags: libbpf_sys::BPF_F_NO_PREALLOC,
             ..Default::default()
         };
-        let map = MapHandle::create(MapType::Hash, Some("local_pods"), 16, 1, MAX_LOCAL_ADDRESSES, &options)
+        let map = MapHandle::create(MapType::Hash, Some("local_pods"), 16, 2, MAX_LOCAL_ADDRESSES, &options)
             .map_err(|source| LoadError::new("the map of local pods", source))?;
         Ok(Self { map })
     }
@@ -50,9 +50,12 @@ impl LocalPods {
         &self.map
     }
 
-    /// Packets for this address are handed over from now on. Adding it twice is no error.
-    pub fn insert(&self, address: IpAddr) -> Result<(), LocalPodsError> {
-        self.map.update(&key(address), &[1], MapFlags::ANY).map_err(|source| match source.to_string() {
+    /// Packets for this address are handed over from now on, if their frames have at most `longest` octets, with the Ethernet
+    /// header: what the workers take and the pod's link too. What is longer passes to the kernel, unless an address of this
+    /// node or of its pods sends it. An address that is there already has the new length from now on.
+    pub fn insert(&self, address: IpAddr, longest: u16) -> Result<(), LocalPodsError> {
+        let inserted = self.map.update(&key(address), &longest.to_ne_bytes(), MapFlags::ANY);
+        inserted.map_err(|source| match source.to_string() {
             text if text.contains("E2BIG") || text.contains("os error 7") => LocalPodsError::Full { address },
             _ => LocalPodsError::Kernel { address, source },
         })

@@ -24,7 +24,8 @@ pub enum Outcome {
     VlanTag,
     /// On a pod's port, ARP or neighbour discovery in which the pod speaks for another than itself, or as a router: dropped.
     ForgedNeighbour,
-    /// On an uplink, longer than what a socket takes: passed to the kernel, which cuts it on its way to the host port.
+    /// On an uplink, longer than what a socket or the pod's link takes: passed to the kernel, which cuts it on its way to the
+    /// host port.
     TooLong,
 }
 

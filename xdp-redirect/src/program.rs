@@ -70,7 +70,6 @@ fn load_skeleton<'a>(
     };
     constants.uplink = u32::from(options.role == Role::Uplink);
     constants.pod = u32::from(options.role == Role::Pod);
-    constants.longest = options.longest.unwrap_or(0);
     constants.bridged = u32::from(options.bridge.is_some());
     // As it stands in a frame, whatever the machine's byte order.
     let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();

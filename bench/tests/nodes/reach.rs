@@ -97,6 +97,10 @@ fn bulk_arrives(form: Form, prepare: impl Fn(&World)) {
             assert!(receipt.retransmitted_share() < 0.05, "{form:?}, {} to {}: {receipt:?}", from.name, to.name);
         }
     }
+    for node in 0..world.daemons.len() {
+        let statistics = world.statistics(node).join("\n");
+        assert!(!statistics.contains("too_big"), "segments that nobody had cut were dropped: {form:?}\n{statistics}");
+    }
 }
 
 #[test]

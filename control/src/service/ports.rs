@@ -60,8 +60,8 @@ pub(super) struct Ports {
     fixed: Vec<Open>,
     pods: BTreeMap<u32, PodSide>,
     waiting: Waiting,
-    /// Addresses that uplinks hand over.
-    announced: BTreeSet<IpAddr>,
+    /// Addresses that uplinks hand over, each with the longest frame for it.
+    announced: BTreeMap<IpAddr, u16>,
     /// Links that could not be opened, with the reason that was logged.
     refused: BTreeMap<u32, String>,
     settings: Sysctls,
@@ -93,7 +93,7 @@ impl Ports {
             fixed: Vec::new(),
             pods: BTreeMap::new(),
             waiting: Waiting::new(config, facts),
-            announced: BTreeSet::new(),
+            announced: BTreeMap::new(),
             refused: BTreeMap::new(),
             settings: Sysctls::default(),
             follows,
@@ -133,8 +133,7 @@ impl Ports {
             mtu: mtu(link.mtu),
             addresses: Vec::new(),
         };
-        let options = AttachOptions { longest: Some(self.longest), ..self.options(Role::Uplink) };
-        let open = self.open(dataplane, link, options, port)?;
+        let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;
         self.fixed.push(open);
         Ok(())
     }
@@ -236,16 +235,20 @@ impl Ports {
         closing
     }
 
-    /// Tells uplinks for which addresses packets are to be handed over.
+    /// Tells uplinks for which addresses packets are to be handed over, and how long they may be.
     pub(super) fn announce(&mut self) {
-        let wanted: BTreeSet<IpAddr> = self.pod_routes().into_keys().collect();
+        let longest = |route: PodRoute| self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER)));
+        let wanted: BTreeMap<IpAddr, u16> =
+            self.pod_routes().into_iter().map(|(address, route)| (address, longest(route))).collect();
         let local = self.redirect.local_pods();
-        for &address in wanted.difference(&self.announced) {
-            if let Err(error) = local.insert(address) {
+        for (&address, &longest) in
+            wanted.iter().filter(|&(address, longest)| self.announced.get(address) != Some(longest))
+        {
+            if let Err(error) = local.insert(address, longest) {
                 tracing::error!(%error, "packets from outside do not reach the pod");
             }
         }
-        for &address in self.announced.difference(&wanted) {
+        for &address in self.announced.keys().filter(|&address| !wanted.contains_key(address)) {
             if let Err(error) = local.remove(address) {
                 tracing::error!(%error, "packets from outside are still taken");
             }
@@ -465,9 +468,9 @@ fn tell_mode(attached: &Attached) {
     match attached.mode() {
         Mode::Generic { because } => {
             let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
-            let longer = match wanted.longest {
-                Some(_) => "go by the kernel",
-                None => {
+            let longer = match wanted.role {
+                Role::Uplink => "go by the kernel",
+                Role::Pod | Role::Host => {
                     "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
                 }
             };

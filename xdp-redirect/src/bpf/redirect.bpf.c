@@ -18,15 +18,14 @@ enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCA
 const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
 const volatile __u32 pod = 0;            /* what speaks here is a pod, no neighbour of any other kind */
-const volatile __u16 longest = 0;        /* of an uplink: the most octets that a socket takes; 0 is not known */
 const volatile __u32 bridged = 0;        /* the interface is a port of a bridge, whose own address is this */
 const volatile __u16 bridge_mac[3] = {};
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
-struct { /* IPv4 as ::ffff:a.b.c.d; shared by all uplinks */
+struct { /* IPv4 as ::ffff:a.b.c.d, and how many octets of a frame the workers can give the pod; shared by all uplinks */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, struct in6_addr); __type(value, __u8);
+	__type(key, struct in6_addr); __type(value, __u16);
 } local_pods SEC(".maps");
 
 struct { /* the process that serves the sockets, while it lives; shared by all */
@@ -138,15 +137,15 @@ static __always_inline int is_own_discovery(const struct ethhdr *eth, const void
 	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
 }
 
-/* Segments that were joined on their way, or not cut yet, are longer than what a socket takes. The kernel cuts them on
- * the way into the host port. There nobody asks whether what has an address of this node came from outside: only what
- * the node would route back to its sender goes that way. */
-static __always_inline int is_for_kernel_to_cut(struct xdp_md *ctx, const void *start, const void *end, const struct in6_addr *from)
+/* Segments that were joined on their way, or not cut yet, are longer than what a socket or the pod's link takes. The
+ * kernel cuts them on the way into the host port. There nobody asks whether what has an address of this node came from
+ * outside: only what the node would route back to its sender goes that way. */
+static __always_inline int is_for_kernel_to_cut(struct xdp_md *ctx, const void *start, const void *end, __u16 longest, const struct in6_addr *from)
 {
 	struct bpf_fib_lookup back = { .ifindex = ctx->ingress_ifindex };
 	long way;
 
-	if (!longest || start + longest >= end || bpf_map_lookup_elem(&local_pods, from))
+	if (start + longest >= end || bpf_map_lookup_elem(&local_pods, from))
 		return 0;
 	if (!from->s6_addr32[0] && !from->s6_addr32[1] && from->s6_addr32[2] == bpf_htonl(0xffff)) {
 		back.family = FAMILY_INET;
@@ -167,6 +166,7 @@ int penstock(struct xdp_md *ctx)
 	const struct iphdr *ip4 = (void *)(eth + 1);
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
 	struct in6_addr to = {}, from = {};
+	const __u16 *longest;
 	__u32 process = 0;
 	int whole, action;
 
@@ -202,10 +202,13 @@ int penstock(struct xdp_md *ctx)
 	default:
 		return done(NOT_IP, XDP_PASS);
 	}
-	if (uplink && !(whole && bpf_map_lookup_elem(&local_pods, &to)))
-		return done(NOT_LOCAL, XDP_PASS);
-	if (uplink && is_for_kernel_to_cut(ctx, eth, end, &from))
-		return done(TOO_LONG, XDP_PASS);
+	if (uplink) {
+		longest = whole ? bpf_map_lookup_elem(&local_pods, &to) : 0;
+		if (!longest)
+			return done(NOT_LOCAL, XDP_PASS);
+		if (is_for_kernel_to_cut(ctx, eth, end, *longest, &from))
+			return done(TOO_LONG, XDP_PASS);
+	}
 	action = bpf_redirect_map(&sockets, ctx->rx_queue_index, on_miss);
 	return done(action == XDP_REDIRECT ? REDIRECTED : NO_SOCKET, action);
 }

@@ -118,13 +118,13 @@ fn run(loaded: &RedirectSkel<'_>, frame: &[u8]) -> (u32, Outcome) {
 }
 
 fn options(role: Role, on_miss: OnMiss) -> AttachOptions {
-    AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None, longest: None }
+    AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None }
 }
 
 fn shared() -> Shared {
     let shared = Shared::create().unwrap();
-    shared.local_pods.insert(LOCAL_V4.into()).unwrap();
-    shared.local_pods.insert(LOCAL_V6.parse().unwrap()).unwrap();
+    shared.local_pods.insert(LOCAL_V4.into(), u16::MAX).unwrap();
+    shared.local_pods.insert(LOCAL_V6.parse().unwrap(), u16::MAX).unwrap();
     shared
 }
 
@@ -164,8 +164,7 @@ fn enter_a_router() {
 }
 
 #[test]
-fn on_an_uplink_what_no_socket_takes_is_the_kernels_unless_it_claims_to_come_from_the_node() {
-    const LONGEST: u16 = 100;
+fn on_an_uplink_what_is_too_long_for_its_pod_is_the_kernels_unless_it_claims_to_come_from_the_node() {
     enter_a_router();
     let (shared, socket) = (shared(), any_socket());
     let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
@@ -179,27 +178,29 @@ fn on_an_uplink_what_no_socket_takes_is_the_kernels_unless_it_claims_to_come_fro
         ("nobody that is known", vec![203, 0, 113, 9], false),
         ("nobody that is known", v6("fd99::9"), false),
     ];
-    for (role, longest) in
-        [(Role::Uplink, Some(LONGEST)), (Role::Uplink, None), (Role::Pod, Some(LONGEST)), (Role::Host, Some(LONGEST))]
-    {
+    for (role, longest) in [(Role::Uplink, 100), (Role::Uplink, 1399), (Role::Pod, 100), (Role::Host, 100)] {
+        for address in [LOCAL_V4.into(), LOCAL_V6.parse().unwrap()] {
+            shared.local_pods.insert(address, longest).unwrap();
+        }
         let mut storage = MaybeUninit::uninit();
-        let options = AttachOptions { longest, ..options(role, OnMiss::Drop) };
-        let loaded = load_skeleton(&mut storage, options, &shared).unwrap();
+        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &shared).unwrap();
         let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
         loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
-        for ((who, source, is_other), length) in senders.iter().flat_map(|it| [99, 100, 101, 1400].map(|n| (it, n))) {
+        for ((who, source, is_other), length) in
+            senders.iter().flat_map(|it| [99, 100, 101, 1399, 1400].map(|n| (it, n)))
+        {
             let (mut frame, at) = match source.len() {
                 4 => (ipv4(LOCAL_V4), 26),
                 _ => (ipv6(LOCAL_V6, 17, 64, &[0; 8]), 22),
             };
             frame[at..at + source.len()].copy_from_slice(source);
             frame.resize(length, 0);
-            let passes = role == Role::Uplink && longest.is_some() && *is_other && length > usize::from(LONGEST);
+            let passes = role == Role::Uplink && *is_other && length > usize::from(longest);
             let expected = if passes { (PASS, Outcome::TooLong) } else { (REDIRECT, Outcome::Redirected) };
             assert_eq!(
                 run(&loaded, &frame),
                 expected,
-                "{length} octets from {who} {source:?} on {role:?}, {longest:?}"
+                "{length} octets from {who} {source:?} on {role:?}, at most {longest}"
             );
         }
     }
@@ -325,7 +326,7 @@ fn local_pods_come_and_go_for_all_uplinks_at_once() {
     let frame = ipv4(OTHER_V4);
     for (present, expected) in [(false, Outcome::NotLocal), (true, Outcome::NoSocket), (false, Outcome::NotLocal)] {
         match present {
-            true => shared.local_pods.insert(OTHER_V4.into()).unwrap(),
+            true => shared.local_pods.insert(OTHER_V4.into(), u16::MAX).unwrap(),
             false => shared.local_pods.remove(OTHER_V4.into()).unwrap(),
         }
         assert_eq!(shared.local_pods.contains(OTHER_V4.into()), present);
