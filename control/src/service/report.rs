@@ -54,12 +54,13 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[
         ]);
     }
     let mut text = layout(&rows);
-    let mut rows = vec![["WORKER", "BATCHES", "HANDED OVER", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
+    let mut rows = vec![["WORKER", "BATCHES", "HANDED OVER", "JOINED", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
     for (worker, figures) in statistics.workers.iter().enumerate() {
         rows.push(vec![
             worker.to_string(),
             figures.batches.to_string(),
             figures.handed_over.to_string(),
+            figures.joined.to_string(),
             figures.sleeps.to_string(),
             format!("{:.1} %", figures.awake_share() * 100.0),
         ]);

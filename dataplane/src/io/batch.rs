@@ -1,7 +1,5 @@
 //! A batch of received frames, as the pipeline sees it.
 
-use std::slice;
-
 use xsk_rs::FrameDesc;
 
 use super::Umem;
@@ -43,11 +41,8 @@ impl Frames for RxBatch<'_> {
 
     #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
-        // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has.
-        let mut data = unsafe { self.umem.xsk().data_mut(&mut self.frames[index]) };
-        let octets = data.contents_mut();
-        // SAFETY: the octets lie in the UMEM, which outlives `self`; `data` is a mere view of them, and the borrow of
-        // `self` keeps this frame from being viewed a second time while the result lives.
-        unsafe { slice::from_raw_parts_mut(octets.as_mut_ptr(), octets.len()) }
+        // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has, and the borrow of `self` keeps
+        // it from being viewed a second time while the result lives.
+        unsafe { self.umem.octets_mut(&mut self.frames[index]) }
     }
 }

@@ -29,6 +29,8 @@ pub struct InterfaceFacts {
     pub up: bool,
     /// How many RX queues it has in use.
     pub queues: u32,
+    /// How many TX queues it has in use.
+    pub tx_queues: u32,
 }
 
 impl InterfaceFacts {
@@ -47,7 +49,8 @@ impl InterfaceFacts {
         let mut request = Request::new(&control, name);
         let mtu = request.mtu().map_err(|error| failed("reading its MTU", error))?;
         let up = request.is_up().map_err(|error| failed("reading its flags", error))?;
-        Ok(Self { name: name.to_owned(), mtu, up, queues: request.rx_queues() })
+        let (queues, tx_queues) = request.queues();
+        Ok(Self { name: name.to_owned(), mtu, up, queues, tx_queues })
     }
 
     /// Refuses an interface that is down or whose packets may be longer than a frame.
@@ -159,7 +162,7 @@ impl<'a> Request<'a> {
 
     fn ask(&mut self, question: libc::Ioctl) -> io::Result<()> {
         // SAFETY: all questions asked take a `struct ifreq`, which lives across the call. The one that goes on from it to
-        // further memory, SIOCETHTOOL, is asked in `value` and `rx_queues` alone, which put a pointer to a live structure of
+        // further memory, SIOCETHTOOL, is asked in `value` and `queues` alone, which put a pointer to a live structure of
         // the command's own form into it first.
         match unsafe { libc::ioctl(self.control.as_raw_fd(), question, &mut self.ifreq) } {
             0 => Ok(()),
@@ -187,13 +190,13 @@ impl<'a> Request<'a> {
         self.ask(libc::SIOCETHTOOL).ok().map(|()| value.data)
     }
 
-    /// One where the driver does not tell.
-    fn rx_queues(&mut self) -> u32 {
+    /// RX and TX queues; one of each where the driver does not tell.
+    fn queues(&mut self) -> (u32, u32) {
         let mut channels = Channels { command: ETHTOOL_GCHANNELS, ..Channels::default() };
         self.ifreq.ifr_ifru.ifru_data = (&raw mut channels).cast();
         match self.ask(libc::SIOCETHTOOL) {
-            Ok(()) => (channels.rx + channels.combined).max(1),
-            Err(_) => 1,
+            Ok(()) => ((channels.rx + channels.combined).max(1), (channels.tx + channels.combined).max(1)),
+            Err(_) => (1, 1),
         }
     }
 }

@@ -165,6 +165,35 @@ impl Umem {
         cursor.write_all(octets).expect("an answer is shorter than the smallest frame");
     }
 
+    /// The octets of a frame.
+    ///
+    /// # Safety
+    ///
+    /// It must be a frame of this UMEM that nobody else has while the result lives.
+    #[inline]
+    pub(super) unsafe fn octets(&self, frame: &FrameDesc) -> &[u8] {
+        // SAFETY: the caller's promise.
+        let data = unsafe { self.xsk.data(frame) };
+        let octets = data.contents();
+        // SAFETY: the octets lie in the UMEM, and `data` is a mere view of them.
+        unsafe { std::slice::from_raw_parts(octets.as_ptr(), octets.len()) }
+    }
+
+    /// The same to be changed.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Umem::octets`].
+    #[inline]
+    #[expect(clippy::mut_from_ref, reason = "a frame is the caller's, whatever else has the UMEM")]
+    pub(super) unsafe fn octets_mut(&self, frame: &mut FrameDesc) -> &mut [u8] {
+        // SAFETY: the caller's promise.
+        let mut data = unsafe { self.xsk.data_mut(frame) };
+        let octets = data.contents_mut();
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(octets.as_mut_ptr(), octets.len()) }
+    }
+
     pub(super) fn xsk(&self) -> &xsk_rs::Umem {
         &self.xsk
     }

@@ -9,7 +9,8 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
-use super::{FillTarget, FrameCache, FramePool, Holder, PortError, RxBatch, Slot, Umem};
+use super::{FillTarget, FrameCache, FramePool, GsoSocket, Holder, PortError, RxBatch, Slot, Umem};
+use crate::packet::{Joined, LEAST_TO_JOIN, finish_open};
 use crate::pipeline::BATCH;
 
 /// What came of waking the kernel to send.
@@ -50,6 +51,8 @@ pub(crate) struct XskQueue {
     outstanding: u32,
     /// The kernel refuses the socket for good: its interface is gone.
     dead: bool,
+    /// For segments that leave as one, if any do.
+    gso: Option<GsoSocket>,
 }
 
 impl XskQueue {
@@ -68,8 +71,19 @@ impl XskQueue {
             });
         }
         let (tx, rx, fill, completion) = bind(umem, interface, queue)?;
-        let mut this =
-            Self { slot, rx, tx, fill, completion, ring_size, filled: 0, fill_target, outstanding: 0, dead: false };
+        let mut this = Self {
+            slot,
+            rx,
+            tx,
+            fill,
+            completion,
+            ring_size,
+            filled: 0,
+            fill_target,
+            outstanding: 0,
+            dead: false,
+            gso: None,
+        };
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         this.raise_budget(budget);
@@ -82,6 +96,17 @@ impl XskQueue {
         }
         this.filled = taken as u32;
         Ok(this)
+    }
+
+    /// Has segments leave as one where they may.
+    pub(crate) fn join_segments(&mut self, interface: &str) -> Result<(), PortError> {
+        let failed = |source| PortError::Kernel {
+            interface: interface.to_owned(),
+            step: "opening a packet socket (workers.gso = false does without)",
+            source,
+        };
+        self.gso = Some(GsoSocket::open(interface).map_err(failed)?);
+        Ok(())
     }
 
     /// Lets one wake-up send more than 32 packets, where the kernel has the option (Linux 6.17), and makes the send buffer
@@ -152,17 +177,39 @@ impl XskQueue {
 
     /// Puts frames into the TX ring in order, as many as there is room for, and says how many.
     #[inline]
-    pub(crate) fn send(&mut self, frames: &[FrameDesc], pool: &FramePool) -> usize {
+    pub(crate) fn send(&mut self, frames: &mut [FrameDesc], umem: &Umem) -> usize {
         let wanted = frames.len() as u32;
         let room = (self.tx.nb_free(wanted).min(wanted)) as usize;
-        for frame in &frames[..room] {
-            pool.mark(frame, Holder::Transmit(self.slot));
+        for frame in &mut frames[..room] {
+            if frame.lengths().data() >= LEAST_TO_JOIN {
+                // SAFETY: the frame is the caller's until it is in the ring.
+                finish_open(unsafe { umem.octets_mut(frame) });
+            }
+            umem.pool().mark(frame, Holder::Transmit(self.slot));
         }
         // SAFETY: the frames are of this UMEM, and the caller passes them on with this call.
         let sent = unsafe { self.tx.produce(&frames[..room]) };
         debug_assert_eq!(sent, room, "the ring has the room that it said it has");
         self.outstanding += sent as u32;
         sent
+    }
+
+    /// The segments at the start of these frames that are to leave as one, if any are.
+    #[inline]
+    pub(crate) fn join(&self, umem: &Umem, frames: &[FrameDesc]) -> Option<Joined> {
+        if self.gso.is_none() || frames.first()?.lengths().data() < LEAST_TO_JOIN {
+            return None;
+        }
+        // SAFETY: the frames are the caller's, who is about to send them.
+        Joined::at_start(frames.iter().map(|frame| unsafe { umem.octets(frame) }))
+    }
+
+    /// Sends these frames, the joined ones, as one. What is in the TX ring must have been sent before. `false`: the kernel did
+    /// not take it, and the frames are to be sent one by one.
+    pub(crate) fn send_joined(&self, umem: &Umem, frames: &[FrameDesc], joined: &Joined) -> bool {
+        let Some(gso) = &self.gso else { return false };
+        // SAFETY: as above.
+        gso.send(joined, frames.iter().map(|frame| unsafe { umem.octets(frame) })).is_ok()
     }
 
     /// Frames in the TX ring that the kernel has not taken yet.

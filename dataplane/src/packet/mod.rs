@@ -3,6 +3,7 @@
 mod address;
 mod checksum;
 mod flow;
+mod gro;
 mod parse;
 mod rewrite;
 mod transport;
@@ -10,7 +11,8 @@ mod transport;
 pub use address::{Address, Scope};
 pub use checksum::Sum;
 pub use flow::{Flow, FlowKey, Orientation, Protocol};
+pub(crate) use gro::{Joined, LEAST as LEAST_TO_JOIN};
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
-pub use rewrite::{NextHop, rewrite};
+pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

@@ -1,7 +1,8 @@
 //! What forwarding changes in a frame: MACs, TTL or hop limit, and checksums that the sender left open.
 
 use super::checksum::{finish_partial, finish_sctp, updated};
-use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport};
+use super::gro::LEAST;
+use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::forward::Mac;
 
 /// What a forwarded frame gets.
@@ -14,7 +15,23 @@ pub struct NextHop {
     /// Whether this is the node's hop, which costs one of the TTL. A packet that crosses the host port has it
     /// taken by the node's own stack, before or after.
     pub spend_ttl: bool,
+    /// Who finishes the checksum of a long TCP segment.
+    pub open: OpenChecksum,
 }
+
+/// Who finishes a checksum that the sender of a long TCP segment left to its device: segments that leave as one have one
+/// checksum, and the kernel knows who needs it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OpenChecksum {
+    /// Forwarding.
+    #[default]
+    Finish,
+    /// Whoever sends the frame, by [`finish_open`].
+    Leave,
+}
+
+/// Payload of a TCP segment from which on it is a long one, in octets: below, there is little to win by joining.
+pub(super) const LONG: u16 = 400;
 
 /// Makes a frame that [`parse`](fn@super::parse) gave `packet` for ready to leave towards `hop`.
 ///
@@ -31,7 +48,25 @@ pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
             frame[network + 7] -= 1;
         }
     }
-    finish_checksum(frame, packet);
+    match packet.transport {
+        Transport::Tcp(segment) if segment.payload_len >= LONG && hop.open == OpenChecksum::Leave => {}
+        _ => finish_checksum(frame, packet),
+    }
+}
+
+/// Finishes the checksum of a frame that [`rewrite`] made ready, if it was left open.
+#[inline]
+pub fn finish_open(frame: &mut [u8]) {
+    const V4: [u8; 2] = [0x08, 0x00];
+    // What is not TCP over IPv4 is seen without parsing.
+    if frame.len() < LEAST || (frame[12..14] == V4 && frame[ETHERNET_LEN + 9] != Protocol::TCP.0) {
+        return;
+    }
+    if let Ok(packet) = parse(frame)
+        && matches!(packet.transport, Transport::Tcp(_))
+    {
+        finish_checksum(frame, &packet);
+    }
 }
 
 /// TTL less one, header checksum updated (RFC 1624).
@@ -75,7 +110,12 @@ mod tests {
     use crate::packet::parse;
     use etherparse::{PacketBuilder, SlicedPacket};
 
-    const HOP: NextHop = NextHop { peer: Mac([2, 0, 0, 0, 0, 2]), own: Mac([2, 0, 0, 0, 0, 1]), spend_ttl: true };
+    const HOP: NextHop = NextHop {
+        peer: Mac([2, 0, 0, 0, 0, 2]),
+        own: Mac([2, 0, 0, 0, 0, 1]),
+        spend_ttl: true,
+        open: OpenChecksum::Finish,
+    };
 
     fn frames() -> Vec<(&'static str, Vec<u8>)> {
         let payload = [7u8; 33];
@@ -132,6 +172,38 @@ mod tests {
             rewrite(&mut partial, &packet, HOP);
             assert_eq!(partial[field..field + 2], whole[field..field + 2], "{name}");
             assert!(SlicedPacket::from_ethernet(&partial).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_left_open_is_finished_by_whoever_sends_it() {
+        let leave = NextHop { open: OpenChecksum::Leave, ..HOP };
+        for (length, is_left) in [(399, false), (400, true), (1400, true)] {
+            let payload = vec![5; length];
+            for v6 in [false, true] {
+                let ethernet = PacketBuilder::ethernet2([1; 6], [9; 6]);
+                let builder = match v6 {
+                    false => ethernet.ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64).tcp(1000, 80, 5, 100),
+                    true => ethernet.ipv6([0xfd; 16], [0xfc; 16], 64).tcp(1000, 80, 5, 100),
+                };
+                let mut whole = Vec::new();
+                builder.write(&mut whole, &payload).unwrap();
+                let packet = parse(&whole).unwrap();
+                let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
+                let pseudo = Sum::pseudo_header(packet.flow.src, packet.flow.dst, Protocol::TCP, (end - start) as u16);
+                let mut open = whole.clone();
+                open[start + 16..start + 18].copy_from_slice(&pseudo.folded().to_be_bytes());
+                for frame in [&mut whole, &mut open] {
+                    rewrite(frame, &packet, leave);
+                }
+                assert_eq!(open != whole, is_left, "{length} {v6}");
+                for frame in [&mut whole, &mut open] {
+                    let before = frame.clone();
+                    finish_open(frame);
+                    assert!(*frame == before || is_left, "{length} {v6}");
+                }
+                assert!(open == whole, "{length} {v6}");
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::Cause;
 use crate::forward::{Forwarding, Port, PortId, PortKind};
-use crate::packet::{NextHop, Packet, rewrite};
+use crate::packet::{NextHop, OpenChecksum, Packet, rewrite};
 
 /// Finds the port that a packet from port `from` leaves by and rewrites its frame for it.
 #[inline(always)]
@@ -11,6 +11,7 @@ pub(super) fn dispatch(
     from: &Port,
     frame: &mut [u8],
     packet: &Packet,
+    open: OpenChecksum,
 ) -> Result<PortId, Cause> {
     let egress = forwarding.next_hop(packet.flow.dst).ok_or(Cause::NoPort)?;
     let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
@@ -26,6 +27,6 @@ pub(super) fn dispatch(
     if packet.ip_len() > port.mtu {
         return Err(Cause::TooBig);
     }
-    rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl });
+    rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl, open });
     Ok(egress)
 }

@@ -25,7 +25,7 @@ use crate::Snapshot;
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, Hashed, Timestamp};
 use crate::forward::{Forwarding, Port, PortId};
-use crate::packet::{Flow, Packet};
+use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::Judgement;
 
 /// Most frames in one batch.
@@ -117,6 +117,7 @@ pub struct Pipeline {
     /// Room for a batch: packets are written where they stay until they are judged.
     slots: Vec<Admitted>,
     answers: Answers,
+    open: OpenChecksum,
 }
 
 impl Pipeline {
@@ -124,13 +125,25 @@ impl Pipeline {
     pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
         let packet = Packet::default();
         let slot = Admitted { index: 0, hashed: connections.prepare(&packet.flow), packet };
-        Self { connections, mode, slots: vec![slot; BATCH], answers: Answers::new(OnCut::default()) }
+        Self {
+            connections,
+            mode,
+            slots: vec![slot; BATCH],
+            answers: Answers::new(OnCut::default()),
+            open: OpenChecksum::Finish,
+        }
     }
 
     /// The same, but for what becomes of connections that policy ends.
     #[must_use]
     pub fn on_cut(self, on_cut: OnCut) -> Self {
         Self { answers: Answers::new(on_cut), ..self }
+    }
+
+    /// The same for a sender of frames that finishes what is left open.
+    #[must_use]
+    pub fn leaving_open(self) -> Self {
+        Self { open: OpenChecksum::Leave, ..self }
     }
 
     /// What the last batch is to be answered with.
@@ -172,7 +185,8 @@ impl Pipeline {
                 Mode::ForwardOnly => Ok(()),
             };
             let allowed = allowed.map_err(|cause| Refusal { cause, cut_at: tracker.cut_at });
-            verdicts[entry.index] = conclude(&mut self.answers, snapshot, port, frame, &entry.packet, allowed);
+            verdicts[entry.index] =
+                conclude(&mut self.answers, snapshot, port, frame, &entry.packet, self.open, allowed);
         }
     }
 
@@ -223,10 +237,11 @@ fn conclude(
     port: &Port,
     frame: &mut [u8],
     packet: &Packet,
+    open: OpenChecksum,
     allowed: Result<(), Refusal>,
 ) -> Verdict {
     let outcome = allowed.and_then(|()| {
-        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet);
+        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet, open);
         way.map_err(|cause| Refusal { cause, cut_at: None })
     });
     match outcome {

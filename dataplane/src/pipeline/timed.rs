@@ -86,7 +86,8 @@ impl Pipeline {
         for (entry, (allowed, cut_at)) in self.slots[..admitted].iter().zip(outcomes) {
             let allowed = allowed.map_err(|cause| Refusal { cause, cut_at });
             let frame = frames.bytes(entry.index);
-            verdicts[entry.index] = conclude(&mut self.answers, snapshot, port, frame, &entry.packet, allowed);
+            verdicts[entry.index] =
+                conclude(&mut self.answers, snapshot, port, frame, &entry.packet, self.open, allowed);
         }
         let took = |from: u64, to: u64| to.saturating_sub(from);
         StageClocks {

@@ -44,6 +44,9 @@ pub struct Config {
     /// How many packets of a queue the kernel sends at one wake-up, where it can be told (Linux 6.17); 32 elsewhere, and when
     /// this is no more than that. All is sent in any case, by as many wake-ups as it takes.
     pub tx_budget: u32,
+    /// Whether TCP segments that were received together, follow one another and leave by the same port leave as one packet of
+    /// the kernel's (GSO), where the port has one queue.
+    pub gso: bool,
     /// Whether the UMEM lies on huge pages.
     pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
@@ -72,6 +75,7 @@ impl Default for Config {
             frame_size: 2048,
             ring_size: 1024,
             tx_budget: 1024,
+            gso: true,
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),

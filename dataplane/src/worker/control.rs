@@ -19,6 +19,7 @@ use crate::io::{FrameAccount, InterfaceFacts, PortError, Umem, XskQueue};
 pub(super) struct Shared {
     pub(super) umem: Umem,
     pub(super) tx_budget: u32,
+    pub(super) gso: bool,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
     /// By worker.
     pub(super) mailboxes: Vec<Mailbox>,
@@ -77,7 +78,7 @@ impl Control {
         let Some(id) = self.ports.vacant(&published) else {
             return Err(PortError::TooManyPorts { interface: interface.to_owned(), max: MAX_PORTS });
         };
-        let opened = self.open_queues(interface, queues.unwrap_or(facts.queues).max(1)).and_then(|(sockets, open)| {
+        let opened = self.open_queues(&facts, queues.unwrap_or(facts.queues).max(1)).and_then(|(sockets, open)| {
             let counters = self.workers().map(|_| Arc::default()).collect();
             self.ports.insert(id, OpenPort { interface: interface.to_owned(), queues: open, counters });
             self.attach(id, sockets)
@@ -95,12 +96,18 @@ impl Control {
     }
 
     /// Opens every queue's socket, or none. Each worker gets as many queues as the others.
-    fn open_queues(&mut self, interface: &str, count: u32) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
+    fn open_queues(
+        &mut self,
+        facts: &InterfaceFacts,
+        count: u32,
+    ) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
         let (mut sockets, mut open) = (Vec::new(), Vec::new());
+        // With several queues the kernel would choose one for what leaves as one, by the core: segments could overtake others.
+        let joins = self.shared.gso && (facts.queues, facts.tx_queues) == (1, 1);
         for queue in 0..count {
             let result = match self.ports.take_slot() {
-                Some(slot) => self.open_queue(interface, queue, slot),
-                None => Err(PortError::TooManyPorts { interface: interface.to_owned(), max: MAX_PORTS }),
+                Some(slot) => self.open_queue(&facts.name, queue, slot, joins),
+                None => Err(PortError::TooManyPorts { interface: facts.name.clone(), max: MAX_PORTS }),
             };
             match result {
                 Ok((socket, entry)) => {
@@ -121,9 +128,13 @@ impl Control {
         interface: &str,
         queue: u32,
         slot: crate::io::Slot,
+        joins: bool,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
         let opened =
-            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|socket| {
+            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|mut socket| {
+                if joins {
+                    socket.join_segments(interface)?;
+                }
                 let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
                     interface: interface.to_owned(),
                     step: "duplicating a socket's descriptor",

@@ -347,6 +347,7 @@ fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
     Ok(Shared {
         umem,
         tx_budget: config.tx_budget,
+        gso: config.gso,
         snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
         mailboxes: mailboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
         counters: (0..workers).map(|_| WorkerCounters::default()).collect(),

@@ -56,6 +56,8 @@ pub(super) struct Desk {
     outbox: Vec<Vec<HandOver>>,
     /// Packets that found no room, and the ports that they came in by; empty between two calls.
     refused: Vec<(FrameDesc, PortId)>,
+    /// This turn, if it is one of those that are timed.
+    pub(super) timed: Option<TimedTurn>,
 }
 
 /// What came of one turn.
@@ -65,8 +67,6 @@ pub(super) struct Turn {
     pub(super) busy: bool,
     /// The kernel does not take what is to be sent.
     pub(super) stalled: bool,
-    /// It is one of those that are timed.
-    pub(super) timed: Option<TimedTurn>,
 }
 
 impl Desk {
@@ -82,6 +82,7 @@ impl Desk {
             cache: FrameCache::new(),
             outbox,
             refused: Vec::with_capacity(BATCH),
+            timed: None,
         }
     }
 
@@ -159,7 +160,8 @@ impl Desk {
     /// Puts what a queue is to send into its ring; what finds no room is dropped.
     fn transmit(&mut self, index: usize) {
         let Some(queue) = self.queues[index].as_mut() else { return };
-        queue.transmit(self.shared.umem.pool(), &mut self.refused);
+        let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.timed, &mut self.refused);
+        self.shared.counters[self.index].joined.add(joined as u64);
         if !self.refused.is_empty() {
             let cause = if queue.xsk.is_dead() { Cause::PortGone } else { Cause::TxRingFull };
             self.drop_refused(cause);
@@ -216,11 +218,7 @@ impl Desk {
         dirty.retain(|&index| {
             let pool = self.shared.umem.pool();
             let Some(queue) = self.queues[index].as_mut() else { return false };
-            let kick = match &mut turn.timed {
-                None => queue.kick(),
-                Some(timed) => timed.send(|| queue.kick()),
-            };
-            match kick {
+            match queue.kick(&mut self.timed) {
                 Some(Kick::Stalled) => turn.stalled = true,
                 Some(Kick::More) => turn.busy = true,
                 Some(Kick::Drained) | None => {}

@@ -78,7 +78,7 @@ impl Judge {
     ) -> Self {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| Sweep { cursor: SweepCursor::default(), last: now });
-        let pipeline = Pipeline::new(connections, mode).on_cut(on_cut);
+        let pipeline = Pipeline::new(connections, mode).on_cut(on_cut).leaving_open();
         Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
     }
 

@@ -6,9 +6,11 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use xsk_rs::FrameDesc;
 
+use super::stages::TimedTurn;
 use super::statistics::PortCounters;
 use crate::forward::PortId;
-use crate::io::{FramePool, Kick, XskQueue};
+use crate::io::{FrameCache, FramePool, Kick, Umem, XskQueue};
+use crate::packet::Joined;
 use crate::pipeline::BATCH;
 
 /// Packets sent and batches received since a queue is watched from which it is no longer, until the worker sleeps: what two
@@ -60,37 +62,84 @@ impl PortQueue {
         self.frames.len() >= BATCH
     }
 
-    /// Puts what is to be sent into the TX ring. What finds no room even after the kernel was woken goes to `refused`.
+    /// Sends TCP segments that may leave as one, and puts all else into the TX ring, in order. Those that were sent are freed
+    /// to `cache`; what finds no room even after the kernel was woken goes to `refused`. Says how many left joined with
+    /// others.
     #[inline]
-    pub(super) fn transmit(&mut self, pool: &FramePool, refused: &mut Vec<(FrameDesc, PortId)>) {
-        if !self.frames.is_empty() {
-            self.transmit_all(pool, refused);
-        }
+    pub(super) fn transmit(
+        &mut self,
+        umem: &Umem,
+        cache: &mut FrameCache,
+        timed: &mut Option<TimedTurn>,
+        refused: &mut Vec<(FrameDesc, PortId)>,
+    ) -> usize {
+        if self.frames.is_empty() { 0 } else { self.transmit_all(umem, cache, timed, refused) }
     }
 
-    fn transmit_all(&mut self, pool: &FramePool, refused: &mut Vec<(FrameDesc, PortId)>) {
-        let mut sent = 0;
-        while !self.xsk.is_dead() {
-            sent += self.xsk.send(&self.frames[sent..], pool);
-            if sent == self.frames.len() || self.xsk.kick() == Kick::Stalled {
-                break;
+    fn transmit_all(
+        &mut self,
+        umem: &Umem,
+        cache: &mut FrameCache,
+        timed: &mut Option<TimedTurn>,
+        refused: &mut Vec<(FrameDesc, PortId)>,
+    ) -> usize {
+        let (mut sent, mut at, mut left_joined) = (0, 0, 0);
+        while at + 1 < self.frames.len() {
+            let Some(joined) = self.xsk.join(umem, &self.frames[at..]) else {
+                at += 1;
+                continue;
+            };
+            let end = at + joined.count;
+            // What was before them in their connection leaves before them.
+            sent = self.fill_ring(sent, at, umem, timed);
+            if sent == at && self.drain(timed) && self.send_joined(at, &joined, umem, timed) {
+                self.frames[at..end].iter().for_each(|frame| cache.give(*frame, umem.pool()));
+                left_joined += joined.count;
+                sent = end;
             }
+            at = end;
         }
-        self.unsent |= sent > 0;
+        sent = self.fill_ring(sent, self.frames.len(), umem, timed);
         self.moved = self.moved.saturating_add(sent as u32);
         let octets: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
         self.counters.tx_bytes.add(octets as u64);
         refused.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
+        left_joined
+    }
+
+    /// Puts frames into the TX ring, from one to before another; says before which it came to an end.
+    #[inline]
+    fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem, timed: &mut Option<TimedTurn>) -> usize {
+        let mut sent = from;
+        while sent < to && !self.xsk.is_dead() {
+            let count = self.xsk.send(&mut self.frames[sent..to], umem);
+            self.unsent |= count > 0;
+            sent += count;
+            if sent < to && TimedTurn::send_in(timed, || self.xsk.kick()) == Kick::Stalled {
+                break;
+            }
+        }
+        sent
+    }
+
+    /// Has the kernel send all that is in the TX ring. Whether it did.
+    fn drain(&mut self, timed: &mut Option<TimedTurn>) -> bool {
+        while self.kick(timed) == Some(Kick::More) {}
+        !self.unsent
+    }
+
+    fn send_joined(&mut self, at: usize, joined: &Joined, umem: &Umem, timed: &mut Option<TimedTurn>) -> bool {
+        TimedTurn::send_in(timed, || self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined))
     }
 
     /// Wakes the kernel once if it has not taken all. `None`: there was no need.
     #[inline]
-    pub(super) fn kick(&mut self) -> Option<Kick> {
+    pub(super) fn kick(&mut self, timed: &mut Option<TimedTurn>) -> Option<Kick> {
         if !self.unsent {
             return None;
         }
-        let kick = self.xsk.kick();
+        let kick = TimedTurn::send_in(timed, || self.xsk.kick());
         self.unsent = kick != Kick::Drained;
         Some(kick)
     }

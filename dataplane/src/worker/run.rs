@@ -87,7 +87,8 @@ impl<P: Processor> Worker<P> {
                 self.desk.counters().busy_turns.note(now.duration_since(since));
             }
             self.desk.counters().note_epoch(self.snapshot.load().epoch);
-            let turn = self.turn(now, until_look == 0, timed);
+            self.desk.timed = timed;
+            let turn = self.turn(now, until_look == 0);
             until_tending -= 1;
             // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
             until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
@@ -114,31 +115,31 @@ impl<P: Processor> Worker<P> {
     }
 
     /// One turn: over all queues if `all` are to be looked at, else over the lively ones.
-    fn turn(&mut self, now: Instant, all: bool, timed: Option<TimedTurn>) -> Turn {
-        let mut turn = Turn { timed, ..Turn::default() };
-        turn.busy = self.desk.take_handed_over() > 0;
+    fn turn(&mut self, now: Instant, all: bool) -> Turn {
+        let mut turn = Turn { busy: self.desk.take_handed_over() > 0, ..Turn::default() };
         if all {
             for index in 0..self.desk.queues.len() {
-                turn.busy |= self.receive(index, now, &mut turn.timed);
+                turn.busy |= self.receive(index, now);
             }
         } else {
             for position in 0..self.desk.lively.len() {
-                turn.busy |= self.receive(self.desk.lively[position], now, &mut turn.timed);
+                turn.busy |= self.receive(self.desk.lively[position], now);
             }
         }
         self.desk.forget_quiet();
         self.desk.flush(&mut self.received, &mut turn);
+        let timed = self.desk.timed.take();
         let counters = self.desk.counters();
         counters.rounds.add(1);
-        self.timer.end(turn.timed.take(), turn.busy, &counters.stages);
+        self.timer.end(timed, turn.busy, &counters.stages);
         turn
     }
 
     /// Receives and judges one batch of one queue. `false`: there was none.
-    fn receive(&mut self, index: usize, now: Instant, timed: &mut Option<TimedTurn>) -> bool {
+    fn receive(&mut self, index: usize, now: Instant) -> bool {
         let Some(queue) = self.desk.queues[index].as_mut() else { return false };
         let (shared, ingress) = (&self.desk.shared, queue.port);
-        let before = timed.as_mut().map_or(0, TimedTurn::look);
+        let before = self.desk.timed.as_mut().map_or(0, TimedTurn::look);
         let mut batch = queue.xsk.receive(&shared.umem, &mut self.received, now);
         let count = batch.len();
         if count == 0 {
@@ -150,7 +151,7 @@ impl<P: Processor> Worker<P> {
         queue.counters.rx_bytes.add(batch.octets());
         self.desk.counters().note_batch(count);
         let snapshot = self.snapshot.load();
-        match timed {
+        match &mut self.desk.timed {
             None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
             Some(turn) => {
                 let ring_read = turn.look().saturating_sub(before);

@@ -26,7 +26,7 @@ pub enum Stage {
     Rewrite,
     /// Everything else outside of system calls: descriptors into TX and fill rings, frames that come back, counters.
     RingWrite,
-    /// The system call that has the kernel send.
+    /// The system calls that have the kernel send.
     Send,
 }
 
@@ -133,8 +133,16 @@ impl TimedTurn {
         }
     }
 
-    /// Does what has the kernel send.
-    pub(super) fn send<T>(&mut self, send: impl FnOnce() -> T) -> T {
+    /// Does what has the kernel send, and times it if the turn is timed.
+    #[inline]
+    pub(super) fn send_in<T>(turn: &mut Option<Self>, send: impl FnOnce() -> T) -> T {
+        match turn {
+            None => send(),
+            Some(turn) => turn.send(send),
+        }
+    }
+
+    fn send<T>(&mut self, send: impl FnOnce() -> T) -> T {
         let before = self.look();
         let result = send();
         let took = self.look().saturating_sub(before);

@@ -58,6 +58,7 @@ pub(crate) struct WorkerCounters {
     pub(crate) empty_rounds: Counter,
     pub(crate) batches: Counter,
     pub(crate) handed_over: Counter,
+    pub(crate) joined: Counter,
     pub(crate) answers: Counter,
     pub(crate) answers_withheld: Counter,
     pub(crate) sleeps: Counter,
@@ -248,6 +249,8 @@ pub struct WorkerStatistics {
     pub batches: u64,
     /// Packets given to another worker, which owns their port.
     pub handed_over: u64,
+    /// TCP segments that left joined with others, as one packet of the kernel's.
+    pub joined: u64,
     /// Packets of its own making, in answer to others.
     pub answers: u64,
     /// Answers that were due and not given, because there had been too many.
@@ -282,6 +285,7 @@ impl WorkerStatistics {
             empty_rounds: counters.empty_rounds.get(),
             batches: counters.batches.get(),
             handed_over: counters.handed_over.get(),
+            joined: counters.joined.get(),
             answers: counters.answers.get(),
             answers_withheld: counters.answers_withheld.get(),
             sleeps: counters.sleeps.get(),

@@ -208,6 +208,8 @@ pub struct Workers {
     pub priority: Priority,
     /// How many packets of a queue the kernel sends at one wake-up, where it can be told.
     pub send_budget: u32,
+    /// Whether TCP segments that came together leave as one packet of the kernel's.
+    pub gso: bool,
     /// Whether one turn in many is timed by stage.
     pub time_stages: bool,
 }
@@ -220,6 +222,7 @@ impl Default for Workers {
             spin: Time::microseconds(50),
             priority: Priority::Nice,
             send_budget: 1024,
+            gso: true,
             time_stages: true,
         }
     }

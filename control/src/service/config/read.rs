@@ -299,7 +299,7 @@ mod tests {
         let with_least = [
             (
                 "[workers]\ncorse = [1]\n",
-                ":5: workers.corse: unknown key; take it out, or use one of: cores, polling, spin, priority, send_budget, time_stages",
+                ":5: workers.corse: unknown key; take it out, or use one of: cores, polling, spin, priority, send_budget, gso, time_stages",
             ),
             ("[workers]\ncores = []\n", ":5: workers.cores = []: no core given; name at least one"),
             ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is named twice"),

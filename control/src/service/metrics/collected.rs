@@ -262,6 +262,12 @@ impl Collected {
         )?;
         to.family(
             Kind::Counter,
+            "penstock_worker_joined_segments",
+            "TCP segments that left joined with others, as one packet of the kernel's",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.joined)),
+        )?;
+        to.family(
+            Kind::Counter,
             "penstock_worker_answers",
             "ICMP errors and TCP resets of the node's own making, in answer to packets that were dropped",
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers)),

@@ -80,11 +80,12 @@ const fn by_settings(name: &'static str, sections: &'static str) -> Way {
     Way { name, sections, mtu: MTU, ends: Ends::AsMade }
 }
 
-const WAYS: [Way; 13] = [
+const WAYS: [Way; 14] = [
     by_settings("defaults", ""),
     by_settings("polling = busy", "workers polling = \"busy\"\n"),
     by_settings("spin = 0", "workers spin = \"0us\"\n"),
     by_settings("send_budget = 32", "workers send_budget = 32\n"),
+    by_settings("gso = false", "workers gso = false\n"),
     by_settings("ring_size = 256", "umem ring_size = 256\n"),
     by_settings("ring_size = 4096", "umem ring_size = 4096\n"),
     by_settings("frame_size = 4096", "umem frame_size = 4096\n"),
