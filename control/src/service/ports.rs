@@ -375,6 +375,13 @@ impl Ports {
         port: Port,
     ) -> Result<Open, OpenError> {
         let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
+        if let Some(error) = dataplane.gso_refused(id) {
+            tracing::warn!(
+                interface = link.name,
+                error,
+                "TCP segments leave one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
+            );
+        }
         let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
             let given = dataplane.with_sockets(id, |sockets| {
                 sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))

@@ -98,14 +98,9 @@ impl XskQueue {
         Ok(this)
     }
 
-    /// Has segments leave as one where they may.
-    pub(crate) fn join_segments(&mut self, interface: &str) -> Result<(), PortError> {
-        let failed = |source| PortError::Kernel {
-            interface: interface.to_owned(),
-            step: "opening a packet socket (workers.gso = false does without)",
-            source,
-        };
-        self.gso = Some(GsoSocket::open(interface).map_err(failed)?);
+    /// Has segments leave as one where they may, from now on. An error: they leave one by one.
+    pub(crate) fn join_segments(&mut self, interface: &str) -> io::Result<()> {
+        self.gso = Some(GsoSocket::open(interface)?);
         Ok(())
     }
 

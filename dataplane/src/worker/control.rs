@@ -131,10 +131,7 @@ impl Control {
         joins: bool,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
         let opened =
-            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|mut socket| {
-                if joins {
-                    socket.join_segments(interface)?;
-                }
+            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|socket| {
                 let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
                     interface: interface.to_owned(),
                     step: "duplicating a socket's descriptor",
@@ -143,9 +140,10 @@ impl Control {
                 again.map(|again| (socket, again))
             });
         match opened {
-            Ok((socket, again)) => {
+            Ok((mut socket, again)) => {
+                let gso_refused = if joins { socket.join_segments(interface).err() } else { None };
                 let worker = self.least_loaded(queue);
-                Ok((socket, OpenQueue { queue, worker, slot, socket: again }))
+                Ok((socket, OpenQueue { queue, worker, slot, socket: again, gso_refused }))
             }
             Err(error) => {
                 self.shared.umem.pool().reclaim(slot);

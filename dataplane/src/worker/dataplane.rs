@@ -173,6 +173,12 @@ impl Dataplane {
         Ok(show(&sockets))
     }
 
+    /// Why TCP segments do not leave by this port as one, though the settings say so and it has one queue.
+    pub fn gso_refused(&self, port: PortId) -> Option<String> {
+        let control = self.control();
+        control.ports.get(port)?.queues.iter().find_map(|queue| queue.gso_refused.as_ref().map(ToString::to_string))
+    }
+
     /// Closes a port; all its frames are free when this returns. The XDP program should be detached before, and a
     /// snapshot without the port be published. Packets still on the way to it are dropped as
     /// [`Cause::PortGone`](crate::pipeline::Cause::PortGone).

@@ -1,6 +1,7 @@
 //! The control side's table of open ports: numbers, slots, sockets, and which worker has which queue.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -21,6 +22,8 @@ pub(super) struct OpenQueue {
     pub(super) slot: Slot,
     /// The socket once more, so that it can be asked and put into a map while its worker uses it.
     pub(super) socket: OwnedFd,
+    /// Why segments do not leave as one, though they were to.
+    pub(super) gso_refused: Option<io::Error>,
 }
 
 /// An open port.
