@@ -117,9 +117,7 @@ impl Ports {
     /// What the kernel is to close first when this process dies, so that all is open at once then: the last one first.
     pub(super) fn hold_host(&self, dataplane: &Dataplane, first: &mut FirstClosed) -> io::Result<()> {
         for open in &self.fixed {
-            let held = dataplane
-                .with_sockets(open.id, |sockets| sockets.iter().try_for_each(|(_, socket)| first.hold(*socket)));
-            held.unwrap_or(Ok(()))?;
+            dataplane.each_descriptor(open.id, |file| first.hold(file))?;
         }
         first.hold(self.redirect.alive())
     }

@@ -5,44 +5,73 @@
 //! gets them cut.
 
 use std::io::{self, IoSlice};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Weak};
 
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
-use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, SockaddrLike, bind, sendmsg, socket};
+use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, SockaddrLike, sendmsg, socket};
 
 use crate::packet::Joined;
 use crate::pipeline::BATCH;
 
-/// A packet socket bound to one interface. It receives nothing.
+/// The packet sockets that are open, by the cookie of their network namespace: one for all ports of it. To close one the
+/// kernel waits for an RCU grace period (`packet_release` in net/packet/af_packet.c), which at a socket for each of a hundred
+/// ports would be seconds until a dead process's sockets are gone.
+#[derive(Debug, Default)]
+pub(crate) struct GsoSockets(Vec<(u64, Weak<GsoSocket>)>);
+
+impl GsoSockets {
+    /// The one of the calling thread's network namespace, in which `other` was made, too. Needs CAP_NET_RAW, as AF_XDP does.
+    pub(crate) fn open(&mut self, other: BorrowedFd<'_>) -> io::Result<Arc<GsoSocket>> {
+        let cookie = namespace_cookie(other)?;
+        self.0.retain(|(_, socket)| socket.strong_count() > 0);
+        let known = self.0.iter().find(|(of, _)| *of == cookie).and_then(|(_, socket)| socket.upgrade());
+        if let Some(socket) = known {
+            return Ok(socket);
+        }
+        let socket = Arc::new(GsoSocket::open()?);
+        self.0.push((cookie, Arc::downgrade(&socket)));
+        Ok(socket)
+    }
+}
+
+/// What tells a socket's network namespace from others for as long as the system runs (SO_NETNS_COOKIE, Linux 5.14).
+fn namespace_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
+    // SAFETY: both live across the call, and the length is that of the buffer.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_NETNS_COOKIE,
+            (&raw mut cookie).cast(),
+            &mut length,
+        )
+    };
+    if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A packet socket of a network namespace. It receives nothing.
 #[derive(Debug)]
 pub(crate) struct GsoSocket {
     socket: OwnedFd,
 }
 
+impl AsFd for GsoSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
 impl GsoSocket {
-    /// For an interface of the calling thread's network namespace. Needs CAP_NET_RAW, as AF_XDP does.
-    pub(crate) fn open(interface: &str) -> io::Result<Self> {
+    fn open() -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
         let this = Self { socket };
         this.set_option(libc::SOL_PACKET, libc::PACKET_VNET_HDR, 1)?;
         this.set_option(libc::SOL_PACKET, libc::PACKET_QDISC_BYPASS, 1)?;
         this.set_option(libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, 4 << 20)?;
-        let address = libc::sockaddr_ll {
-            sll_family: libc::AF_PACKET as u16,
-            sll_protocol: 0,
-            sll_ifindex: if_nametoindex(interface)? as i32,
-            sll_hatype: 0,
-            sll_pkttype: 0,
-            sll_halen: 0,
-            sll_addr: [0; 8],
-        };
-        // SAFETY: it is a whole address of the family that it names.
-        let address = unsafe {
-            LinkAddr::from_raw((&raw const address).cast(), Some(size_of::<libc::sockaddr_ll>() as libc::socklen_t))
-        };
-        bind(this.socket.as_raw_fd(), &address.ok_or(io::ErrorKind::InvalidInput)?)?;
         Ok(this)
     }
 
@@ -59,6 +88,33 @@ impl GsoSocket {
         };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
+}
+
+/// The way out of one interface for segments that leave as one.
+#[derive(Debug)]
+pub(crate) struct GsoPort {
+    socket: Arc<GsoSocket>,
+    to: LinkAddr,
+}
+
+impl GsoPort {
+    /// That of an interface of the calling thread's network namespace, which is the socket's.
+    pub(crate) fn new(socket: Arc<GsoSocket>, interface: &str) -> io::Result<Self> {
+        let address = libc::sockaddr_ll {
+            sll_family: libc::AF_PACKET as u16,
+            sll_protocol: 0,
+            sll_ifindex: if_nametoindex(interface)? as i32,
+            sll_hatype: 0,
+            sll_pkttype: 0,
+            sll_halen: 0,
+            sll_addr: [0; 8],
+        };
+        // SAFETY: it is a whole address of the family that it names.
+        let to = unsafe {
+            LinkAddr::from_raw((&raw const address).cast(), Some(size_of::<libc::sockaddr_ll>() as libc::socklen_t))
+        };
+        Ok(Self { socket, to: to.ok_or(io::ErrorKind::InvalidInput)? })
+    }
 
     /// Sends these frames, which are the joined ones, as one. An error: nothing of them was sent.
     pub(crate) fn send<'a>(&self, joined: &Joined, frames: impl Iterator<Item = &'a [u8]>) -> Result<(), Errno> {
@@ -70,7 +126,8 @@ impl GsoSocket {
             parts[count] = IoSlice::new(&frame[joined.payload..]);
             count += 1;
         }
-        sendmsg::<()>(self.socket.as_raw_fd(), &parts[..count], &[], MsgFlags::MSG_DONTWAIT, None).map(drop)
+        let socket = self.socket.as_fd().as_raw_fd();
+        sendmsg(socket, &parts[..count], &[], MsgFlags::MSG_DONTWAIT, Some(&self.to)).map(drop)
     }
 }
 

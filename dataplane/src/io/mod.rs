@@ -18,7 +18,7 @@ pub(crate) use account::{FrameCache, FramePool, Holder, Slot};
 pub use batch::RxBatch;
 pub use error::{PortError, UmemError};
 pub(crate) use fill::FillTarget;
-pub(crate) use gso::GsoSocket;
+pub(crate) use gso::{GsoPort, GsoSocket, GsoSockets};
 pub use interface::{InterfaceFacts, Offloads, largest_mtu};
 pub use memory::MemoryFrames;
 pub use umem::{HugePages, Pages, Umem, UmemConfig};

@@ -9,7 +9,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
-use super::{FillTarget, FrameCache, FramePool, GsoSocket, Holder, PortError, RxBatch, Slot, Umem};
+use super::{FillTarget, FrameCache, FramePool, GsoPort, Holder, PortError, RxBatch, Slot, Umem};
 use crate::packet::{Joined, LEAST_TO_JOIN, finish_open};
 use crate::pipeline::BATCH;
 
@@ -52,7 +52,7 @@ pub(crate) struct XskQueue {
     /// The kernel refuses the socket for good: its interface is gone.
     dead: bool,
     /// For segments that leave as one, if any do.
-    gso: Option<GsoSocket>,
+    gso: Option<GsoPort>,
 }
 
 impl XskQueue {
@@ -98,10 +98,9 @@ impl XskQueue {
         Ok(this)
     }
 
-    /// Has segments leave as one where they may, from now on. An error: they leave one by one.
-    pub(crate) fn join_segments(&mut self, interface: &str) -> io::Result<()> {
-        self.gso = Some(GsoSocket::open(interface)?);
-        Ok(())
+    /// Has segments leave by this as one where they may, from now on.
+    pub(crate) fn join_segments(&mut self, gso: GsoPort) {
+        self.gso = Some(gso);
     }
 
     /// Lets one wake-up send more than 32 packets, where the kernel has the option (Linux 6.17), and makes the send buffer

@@ -1,5 +1,6 @@
 //! What the control side and the workers share, and how the one speaks to the others.
 
+use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use super::statistics::{Depths, PortCounters, Traffic, WorkerCounters};
 use super::{MAX_PORTS, WorkerDied};
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::{FrameAccount, InterfaceFacts, PortError, Umem, XskQueue};
+use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, PortError, Umem, XskQueue};
 
 /// What all threads share.
 #[derive(Debug)]
@@ -38,6 +39,7 @@ pub(super) struct Control {
     pub(super) commands: Vec<Sender<Command>>,
     pub(super) ports: PortTable,
     pub(super) closed: Traffic,
+    pub(super) gso: GsoSockets,
 }
 
 /// How long closing waits for packets that are being sent.
@@ -141,9 +143,9 @@ impl Control {
             });
         match opened {
             Ok((mut socket, again)) => {
-                let gso_refused = if joins { socket.join_segments(interface).err() } else { None };
+                let gso = joins.then(|| self.join_segments(&mut socket, interface));
                 let worker = self.least_loaded(queue);
-                Ok((socket, OpenQueue { queue, worker, slot, socket: again, gso_refused }))
+                Ok((socket, OpenQueue { queue, worker, slot, socket: again, gso }))
             }
             Err(error) => {
                 self.shared.umem.pool().reclaim(slot);
@@ -151,6 +153,13 @@ impl Control {
                 Err(error)
             }
         }
+    }
+
+    /// Has segments leave by a queue of this interface as one.
+    fn join_segments(&mut self, queue: &mut XskQueue, interface: &str) -> io::Result<Arc<GsoSocket>> {
+        let socket = self.gso.open(queue.as_fd())?;
+        queue.join_segments(GsoPort::new(socket.clone(), interface)?);
+        Ok(socket)
     }
 
     /// The worker with the fewest queues; queues of one port that are opened together go round.

@@ -25,7 +25,7 @@ use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
-use crate::io::{FrameAccount, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
+use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
 use crate::{Epoch, Snapshot};
 
 /// A port to be opened.
@@ -109,6 +109,7 @@ impl Dataplane {
             commands: Vec::new(),
             ports: PortTable::default(),
             closed: Traffic::default(),
+            gso: GsoSockets::default(),
         };
         let mut this = Self {
             shared: shared.clone(),
@@ -176,7 +177,24 @@ impl Dataplane {
     /// Why TCP segments do not leave by this port as one, though the settings say so and it has one queue.
     pub fn gso_refused(&self, port: PortId) -> Option<String> {
         let control = self.control();
-        control.ports.get(port)?.queues.iter().find_map(|queue| queue.gso_refused.as_ref().map(ToString::to_string))
+        control.ports.get(port)?.queues.iter().find_map(|queue| Some(queue.gso.as_ref()?.as_ref().err()?.to_string()))
+    }
+
+    /// Shows every file that the kernel must close before a port is wholly gone, sockets of other ports' use among them.
+    pub fn each_descriptor<E>(
+        &self,
+        port: PortId,
+        mut show: impl FnMut(BorrowedFd<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let control = self.control();
+        let queues = control.ports.get(port).into_iter().flat_map(|open| &open.queues);
+        for queue in queues {
+            show(queue.socket.as_fd())?;
+            if let Some(Ok(gso)) = &queue.gso {
+                show(gso.as_fd())?;
+            }
+        }
+        Ok(())
     }
 
     /// Closes a port; all its frames are free when this returns. The XDP program should be detached before, and a

@@ -9,7 +9,7 @@ use super::MAX_PORTS;
 use super::statistics::PortCounters;
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::Slot;
+use crate::io::{GsoSocket, Slot};
 
 /// One queue of an open port.
 #[derive(Debug)]
@@ -22,8 +22,8 @@ pub(super) struct OpenQueue {
     pub(super) slot: Slot,
     /// The socket once more, so that it can be asked and put into a map while its worker uses it.
     pub(super) socket: OwnedFd,
-    /// Why segments do not leave as one, though they were to.
-    pub(super) gso_refused: Option<io::Error>,
+    /// The socket for segments that leave as one, if they are to; or why they do not.
+    pub(super) gso: Option<io::Result<Arc<GsoSocket>>>,
 }
 
 /// An open port.
