@@ -180,7 +180,8 @@ impl Dataplane {
         control.ports.get(port)?.queues.iter().find_map(|queue| Some(queue.gso.as_ref()?.as_ref().err()?.to_string()))
     }
 
-    /// Shows every file that the kernel must close before a port is wholly gone, sockets of other ports' use among them.
+    /// Shows every file that the kernel must close before a port is wholly gone; the packet socket is one that other ports of the
+    /// network namespace have, too.
     pub fn each_descriptor<E>(
         &self,
         port: PortId,

@@ -65,7 +65,6 @@ impl PortQueue {
     /// Sends TCP segments that may leave as one, and puts all else into the TX ring, in order. Those that were sent are freed
     /// to `cache`; what finds no room even after the kernel was woken goes to `refused`. Says how many left joined with
     /// others.
-    #[inline]
     pub(super) fn transmit(
         &mut self,
         umem: &Umem,
@@ -73,16 +72,9 @@ impl PortQueue {
         timed: &mut Option<TimedTurn>,
         refused: &mut Vec<(FrameDesc, PortId)>,
     ) -> usize {
-        if self.frames.is_empty() { 0 } else { self.transmit_all(umem, cache, timed, refused) }
-    }
-
-    fn transmit_all(
-        &mut self,
-        umem: &Umem,
-        cache: &mut FrameCache,
-        timed: &mut Option<TimedTurn>,
-        refused: &mut Vec<(FrameDesc, PortId)>,
-    ) -> usize {
+        if self.frames.is_empty() {
+            return 0;
+        }
         let (mut sent, mut at, mut left_joined) = (0, 0, 0);
         while at + 1 < self.frames.len() {
             let Some(joined) = self.xsk.join(umem, &self.frames[at..]) else {
