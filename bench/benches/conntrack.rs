@@ -106,7 +106,9 @@ impl Connections for ConnTable {
 fn enter(table: &ConnTable, flow: &Flow, now: u64) {
     let hashed = table.prepare(flow);
     let now = Timestamp::from_millis(now);
-    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(0), epoch: Epoch(1), now };
+    // Many owners, so that no share but the table's size bounds how many there are.
+    let owner = OwnerId(flow.src_port);
+    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
     assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
 }
 
@@ -533,10 +535,13 @@ fn flood(settings: &Settings) -> Row {
         // Four pods, so that none is at its quota.
         let (request, owner) = (flow(n), OwnerId(1 + (n % 4) as u16));
         let hashed = table.prepare(&request);
-        let at = Timestamp::from_millis(now);
-        let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, epoch: Epoch(1), now: at };
+        // Both sides are heard, and the opening one again seconds later: it is kept whatever comes.
+        let at = Timestamp::from_millis(now - 3000);
+        let new =
+            NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now: at };
         let Ok(Insertion::Created(mut conn)) = table.insert(&new) else { panic!("there is room") };
         conn.update(hashed.orientation().opposite(), &Transport::Udp, at);
+        conn.update(hashed.orientation(), &Transport::Udp, Timestamp::from_millis(now));
     }
     let measure = |seconds: Duration, is_flooded: bool| {
         let running = AtomicBool::new(true);
@@ -585,13 +590,13 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
         hashed.iter_mut().for_each(|hashed| table.locate(hashed));
         for hashed in &hashed {
             if table.find(hashed, now).is_none() {
-                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), epoch: Epoch(1), now };
+                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
                 // Entered, or refused because the pod is at its quota: both are the flood's business.
                 let _ = black_box(table.insert(&new).is_ok());
             }
         }
         sent += BATCH as u64;
-        table.sweep(&mut cursor, 64, now);
+        table.sweep(&mut cursor, 64, now, Epoch(1));
     }
     sent
 }

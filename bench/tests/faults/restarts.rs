@@ -174,7 +174,7 @@ fn an_update_hands_over_established_connections_and_not_one_unjudged_packet() {
         |_, config| {
             let directory = config.manifests.parent().unwrap().display();
             // What goes on was found in the file: a segment from the middle of a connection opens none.
-            config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\npick_up = false\n");
+            config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n");
             config.sections += "[fail]\non_exit = \"keep\"\n";
         },
     );

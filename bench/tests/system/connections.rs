@@ -69,7 +69,7 @@ fn publish(scratch: &Scratch, manifests: &Path, daemon: &Daemon, yaml: &str) {
 /// opens none, so that what goes on after a restart was found there.
 fn in_a_file(config: &DaemonConfig) -> String {
     let directory = config.manifests.parent().unwrap().display();
-    format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = false\n")
+    format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = \"0s\"\n")
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn without_its_file_no_connection_is_found_again() {
     exchange(&mut connection).unwrap();
     world.daemon.signal(Signal::SIGKILL).unwrap();
     world.daemon.wait(Duration::from_secs(10)).unwrap();
-    config.conntrack = "mapping = \"off\"\npick_up = false\n".into();
+    config.conntrack = "mapping = \"off\"\npick_up = \"0s\"\n".into();
     let _daemon = Daemon::start(namespace, &config).unwrap();
     connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
     assert!(exchange(&mut connection).is_err(), "it went on by other means than the table");
@@ -165,7 +165,7 @@ fn a_flood_from_one_pod_leaves_the_connections_of_others_alone() {
     for (quota, survives) in [(512, true), (100_000, false)] {
         let yaml = pods(3) + &policy("asks", "pod-0", "  ingress: []\n");
         let world = World::of(&yaml, |_, config| {
-            config.conntrack = format!("mapping = \"off\"\nentries = 4096\npick_up = false\nquota = {quota}\n");
+            config.conntrack = format!("mapping = \"off\"\nentries = 4096\npick_up = \"0s\"\nquota = {quota}\n");
         });
         let (pod_0, pod_1, pod_2) = (world.site("test/pod-0"), world.site("test/pod-1"), world.site("test/pod-2"));
         let mut connection = connect(pod_0, pod_1, false);

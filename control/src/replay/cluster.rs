@@ -2,10 +2,10 @@
 
 use std::net::IpAddr;
 
+use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::Reach;
-use penstock_dataplane::{Epoch, Snapshot};
 use rustc_hash::FxHashMap;
 
 use crate::engine::{Engine, Settings};

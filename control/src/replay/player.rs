@@ -292,8 +292,9 @@ impl Player {
     }
 
     fn sweep_all(&self, now: Timestamp) {
+        let epoch = self.cluster.snapshot().epoch;
         let mut cursor = SweepCursor::default();
-        while !self.table.sweep(&mut cursor, self.table.capacity(), now, self.epoch).wrapped {}
+        while !self.table.sweep(&mut cursor, self.table.capacity(), now, epoch).wrapped {}
     }
 }
 

@@ -505,7 +505,7 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         time_stages: config.workers.time_stages,
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
-        connections: config.conntrack.settings().map_err(RunError::bad_input)?,
+        connections: config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?,
         on_cut: match config.conntrack.on_cut {
             OnCut::Drop => penstock_dataplane::answer::OnCut::Drop,
             OnCut::Reset => penstock_dataplane::answer::OnCut::Reset,

@@ -13,7 +13,7 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 use penstock_xdp_redirect::{Pins, ProgramTag};
 
-use super::config::Config;
+use super::config::{Config, PickUp};
 use super::objects::Objects;
 use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
 use crate::source::Location;
@@ -77,7 +77,15 @@ pub fn machine(config: &Config) -> Vec<Finding> {
     findings.push(memory(config, available_memory()));
     findings.extend(kernel::findings(config, permitted));
     findings.extend(source(&config.source.location()));
+    findings.extend(former(config));
     findings
+}
+
+/// Settings that are written as they were in an earlier version.
+fn former(config: &Config) -> Option<Finding> {
+    let PickUp::Former(always) = config.conntrack.pick_up else { return None };
+    let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
+    Some(Finding::warning(format!("conntrack.pick_up = {always} is a length of time now; write {now}")))
 }
 
 /// Whether the source is there, as far as that can be told without reading it.

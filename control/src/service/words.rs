@@ -13,7 +13,12 @@ pub(super) fn protocol(text: &str) -> Option<Protocol> {
 /// Every state that a connection can be in, of any protocol.
 pub(super) fn all_states() -> impl Iterator<Item = State> {
     let tcp = TcpState::ALL.into_iter().map(State::Tcp);
-    tcp.chain(SctpState::ALL.into_iter().map(State::Sctp)).chain([State::Unreplied, State::Replied, State::Cut])
+    tcp.chain(SctpState::ALL.into_iter().map(State::Sctp)).chain([
+        State::Unreplied,
+        State::Replied,
+        State::Assured,
+        State::Cut,
+    ])
 }
 
 /// Their names.

@@ -39,9 +39,7 @@ impl EpochTag {
 
     /// Whether it is so far behind `now` that it must go before the numbers come round.
     pub(super) const fn is_stale(self, now: Self) -> bool {
-        self.0 != Self::NONE.0
-            && !self.covers(now)
-            && now.0.wrapping_sub(self.0) & Self::MASK >= Self::STALE
+        self.0 != Self::NONE.0 && !self.covers(now) && now.0.wrapping_sub(self.0) & Self::MASK >= Self::STALE
     }
 }
 

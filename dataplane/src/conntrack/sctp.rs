@@ -183,6 +183,10 @@ mod tests {
         assert_eq!(step(state, sender, receiver, true, Shutdown, 5), Step::Accept(S::PickedUp, sender, receiver));
         assert_eq!(step(state, sender, receiver, true, Init, 0), Step::Open);
         assert_eq!(step(state, receiver, sender, false, Other, 6), Step::Accept(S::Established, KNOWN | 6, sender));
-        assert_eq!(step(state, receiver, sender, false, Abort, 5), Step::Accept(S::Closed, receiver, sender), "reflected");
+        assert_eq!(
+            step(state, receiver, sender, false, Abort, 5),
+            Step::Accept(S::Closed, receiver, sender),
+            "reflected"
+        );
     }
 }

@@ -328,9 +328,7 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
             true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
             true => Step::Pass,
             // RFC 9293 section 3.10.7.3: a refusal acknowledges the SYN.
-            false if has_ack && receiver.is_syn_acked_by(segment.ack) => {
-                accept(TcpState::Close, sender, receiver)
-            }
+            false if has_ack && receiver.is_syn_acked_by(segment.ack) => accept(TcpState::Close, sender, receiver),
             false => Step::Invalid,
         };
     }

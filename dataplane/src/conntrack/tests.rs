@@ -318,7 +318,8 @@ fn an_owner_with_more_than_its_share_gives_back_as_the_table_fills() {
 
 #[test]
 fn a_segment_from_the_middle_opens_only_in_time_and_within_half_a_share() {
-    let ack = Transport::Tcp(TcpSegment { seq: 1, ack: 1, window: 1000, flags: TcpFlags::ACK, ..TcpSegment::default() });
+    let ack =
+        Transport::Tcp(TcpSegment { seq: 1, ack: 1, window: 1000, flags: TcpFlags::ACK, ..TcpSegment::default() });
     let end = NOW.plus(Duration::from_secs(60));
     let open = |pick_up, now| {
         let table = ConnTable::new(&Config { entries: 1000, pick_up, ..Config::default() }).unwrap();
@@ -384,7 +385,8 @@ fn a_flood_from_one_pod_leaves_the_others_alone() {
     let flood = |n: u32| {
         let hashed = table.prepare(&tcp(1_000_000 + n));
         let syn = syn();
-        let new = NewConn { hashed: &hashed, transport: &syn, owner: flooder, via_host: false, epoch: Epoch(1), now: NOW };
+        let new =
+            NewConn { hashed: &hashed, transport: &syn, owner: flooder, via_host: false, epoch: Epoch(1), now: NOW };
         table.insert(&new).map(|_| ())
     };
     let refused = (0..20_000).filter(|n| flood(*n) == Err(Refused::Quota)).count() as u64;
@@ -470,8 +472,14 @@ fn threads_that_meet_leave_a_sound_table() {
                 (None, 0) => _ = table.sweep(&mut cursor, 64, now, Epoch(1)),
                 (None, 1) if n == 0 => _ = table.remove_owner(OwnerId((random >> 50) as u16 % 4)),
                 (None, _) => {
-                    let new =
-                        NewConn { hashed: &hashed, transport: &Transport::Udp, owner: owner(n), via_host: false, epoch: Epoch(1), now };
+                    let new = NewConn {
+                        hashed: &hashed,
+                        transport: &Transport::Udp,
+                        owner: owner(n),
+                        via_host: false,
+                        epoch: Epoch(1),
+                        now,
+                    };
                     if let Err(refused) = table.insert(&new) {
                         assert_ne!(refused, Refused::CannotOpen);
                     }
@@ -500,7 +508,13 @@ fn threads_that_meet_leave_a_sound_table() {
     let free = (0..table.capacity() as u32).filter(|slot| table.entry(*slot).control().is_free()).count();
     assert_eq!(free + keys.len(), table.capacity());
     let s = table.statistics();
-    let left = s.expired + s.removed + s.evicted_closing + s.evicted_unanswered + s.evicted_answered + s.evicted_quota + s.reopened;
+    let left = s.expired
+        + s.removed
+        + s.evicted_closing
+        + s.evicted_unanswered
+        + s.evicted_answered
+        + s.evicted_quota
+        + s.reopened;
     assert_eq!(s.created - left, keys.len() as u64, "{operations} operations: {s:?}");
     assert!(s.created > 1000 && s.removed > 100, "{operations} operations: {s:?}");
 }

@@ -165,11 +165,16 @@ mod tests {
     fn a_datagram_from_the_answering_side_is_a_reply_and_two_seconds_make_a_stream() {
         for (protocol, transport) in [(Protocol::UDP, Transport::Udp), (Protocol(47), Transport::Other)] {
             let (state, tracking) = open(protocol, LowToHigh, &transport, false, NOW).unwrap();
-            let step = |state, orientation, after: u32| {
-                match step(state, tracking, LowToHigh, orientation, &transport, Tick(NOW.0 + after)) {
-                    Step::Accept(state, after) if after == tracking => state,
-                    other => panic!("{other:?}"),
-                }
+            let step = |state, orientation, after: u32| match step(
+                state,
+                tracking,
+                LowToHigh,
+                orientation,
+                &transport,
+                Tick(NOW.0 + after),
+            ) {
+                Step::Accept(state, after) if after == tracking => state,
+                other => panic!("{other:?}"),
             };
             assert_eq!(state, State::Unreplied);
             assert_eq!(step(State::Unreplied, LowToHigh, 100), State::Unreplied);

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::verdicts::{Recorder, VerdictLog};
-use crate::{Epoch, Snapshot};
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
 use crate::pipeline::{BATCH, Mode, Pipeline, StageClocks, Verdict};
+use crate::{Epoch, Snapshot};
 
 /// What a worker does with a batch of packets: the pipeline, and in this module's tests something simpler.
 pub(crate) trait Processor: Send + 'static {

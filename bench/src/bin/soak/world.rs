@@ -63,7 +63,7 @@ impl World {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(scratch.path().join("admin.sock"));
         config.conntrack =
-            format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = false\n", scratch.path().display());
+            format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = \"0s\"\n", scratch.path().display());
         config.sections += on_exit(is_last);
         let services = [Service::Tcp(8080), Service::Udp(53)];
         let servers = Servers::start_all(&cluster.sites, &services)?;

@@ -24,7 +24,7 @@ pub use layers::{Layers, Loaded, differences};
 pub use operation::{Admin, AdminSocket, Faults, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
-    Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, Refused, RingSize, Time,
+    Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, PickUp, Refused, RingSize, Time,
 };
 pub use xdp::{Xdp, XdpMode};
 
@@ -296,8 +296,8 @@ pub struct Conntrack {
     pub entries: u32,
     /// Most connections of one pod; none given: a quarter of `entries`.
     pub quota: Option<u32>,
-    /// Whether a segment from the middle of a TCP connection may open one, as after a restart.
-    pub pick_up: bool,
+    /// How long after a start that found no table a segment from the middle of a TCP connection may open one.
+    pub pick_up: PickUp,
     /// Where it lives.
     pub mapping: Mapping,
     /// What becomes of a connection that policy ends.
@@ -311,7 +311,7 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 20,
             quota: None,
-            pick_up: true,
+            pick_up: PickUp::For(Time::microseconds(60_000_000)),
             mapping: Mapping::default(),
             on_cut: OnCut::Drop,
             timeouts: BTreeMap::new(),
@@ -320,8 +320,11 @@ impl Default for Conntrack {
 }
 
 impl Conntrack {
-    /// As the connection table is told. The error names a timeout that there is not.
-    pub fn settings(&self) -> Result<conntrack::Config, conntrack::ConfigError> {
+    /// The connection table's settings for a daemon that starts now. The error names a timeout that there is not.
+    ///
+    /// With [`FailMode::Open`] connections are opened past the table while no daemon runs, so that they may be picked up
+    /// also where the table was found.
+    pub fn settings(&self, fail: FailMode) -> Result<conntrack::Config, conntrack::ConfigError> {
         let mut timeouts = conntrack::Timeouts::default();
         for (name, time) in &self.timeouts {
             timeouts.set(name, time.duration())?;
@@ -330,7 +333,17 @@ impl Conntrack {
             entries: self.entries as usize,
             quota: self.quota,
             timeouts,
-            pick_up: self.pick_up,
+            pick_up: match self.pick_up {
+                PickUp::Always | PickUp::Former(true) => conntrack::PickUp::Always,
+                PickUp::Former(false) => conntrack::PickUp::Never,
+                PickUp::For(time) => {
+                    let end = conntrack::Timestamp::now().plus(time.duration());
+                    match fail {
+                        FailMode::Closed => conntrack::PickUp::AfterLoss(end),
+                        FailMode::Open => conntrack::PickUp::Until(end),
+                    }
+                }
+            },
             mapping: match &self.mapping {
                 Mapping::Off => None,
                 Mapping::File(path) => Some(path.clone()),

@@ -265,6 +265,32 @@ impl TryFrom<String> for Mapping {
     }
 }
 
+/// How long after a start a packet from the middle of a connection may open one: a length of time, or `always`. Formerly
+/// `true` (always) or `false` (never).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "toml::Value")]
+pub enum PickUp {
+    /// For so long; never, if that is nothing.
+    For(Time),
+    /// Always.
+    Always,
+    /// As it was written before there was a length of time.
+    Former(bool),
+}
+
+impl TryFrom<toml::Value> for PickUp {
+    type Error = Refused;
+
+    fn try_from(value: toml::Value) -> Result<Self, Refused> {
+        match value {
+            toml::Value::Boolean(always) => Ok(Self::Former(always)),
+            toml::Value::String(text) if text == "always" => Ok(Self::Always),
+            toml::Value::String(text) => Time::try_from(text).map(Self::For),
+            _ => Err(refused!("not a length of time; write \"60s\", \"0s\" for never, or \"always\"")),
+        }
+    }
+}
+
 /// A length of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]

@@ -120,7 +120,14 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
     let packet = parse(frame).unwrap();
     let hashed = table.prepare(&packet.flow);
     let enter = |opened| {
-        let new = NewConn { hashed: &hashed, transport: &packet.transport, owner: POD, via_host: false, epoch: Epoch(1), now: NOW };
+        let new = NewConn {
+            hashed: &hashed,
+            transport: &packet.transport,
+            owner: POD,
+            via_host: false,
+            epoch: Epoch(1),
+            now: NOW,
+        };
         match table.insert(&new) {
             Ok(Insertion::Created(conn)) => {
                 assert_eq!(conn.original_flow(), packet.flow);
@@ -170,7 +177,8 @@ fn run(pick_up: bool, description: &str, rows: &[Row]) {
             entries: 64,
             pick_up: if pick_up { PickUp::Always } else { PickUp::Never },
             ..Config::default()
-        }).unwrap();
+        })
+        .unwrap();
         for (number, row) in rows.iter().enumerate() {
             let (outcome, state) = pass(&table, &row.frame(v6));
             let expected = (row.outcome, row.state.map(State::Tcp));
@@ -650,7 +658,8 @@ fn a_window_survives_packing() {
         assert_eq!(Window { limit, ..unpacked }, window);
         assert!(unpacked.limit.wrapping_sub(limit) < LIMIT_GRAIN, "rounded up, {limit}");
         assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { marks: FIN_ACKED, ..unpacked });
-        let syn = TcpSegment { seq: 7, window: 64_000, flags: TcpFlags::SYN, window_scale: Some(14), ..Default::default() };
+        let syn =
+            TcpSegment { seq: 7, window: 64_000, flags: TcpFlags::SYN, window_scale: Some(14), ..Default::default() };
         let holding = Window::unpack(window.holding(&syn).pack());
         assert!(holding.holds_syn() && (holding.reach, holding.scale) == (30, 15), "what was offered stays");
         assert_eq!(holding.held(), Window::from_syn(&syn));

@@ -15,10 +15,10 @@ use penstock_xdp_redirect::{AttachOptions, Attached, Interface, Redirect, Role};
 
 use super::processor::Processor;
 use super::*;
-use crate::{Epoch, Snapshot};
 use crate::forward::PortId;
 use crate::io::{FrameAccount, RxBatch};
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
+use crate::{Epoch, Snapshot};
 
 /// Forwards all packets of a port to the port it is wired to, and marks their first octet.
 #[derive(Clone)]
