@@ -112,13 +112,18 @@ fn every_kind_of_packet_gets_its_flow_and_kind() {
             flow6(Protocol::SCTP, (5000, 80)),
             Transport::Sctp { chunk: SctpChunk::Abort, tag: 9 },
         ),
-        ("echo request", v4(1, &echo(8), |_| {}), flow4(icmp, (0x1234, 0)), Transport::EchoRequest),
-        ("echo reply", v4(1, &echo(0), |_| {}), flow4(icmp, (0, 0x1234)), Transport::EchoReply),
-        ("echo request over IPv6", v6(58, &echo(128)), flow6(icmp6, (0x1234, 0)), Transport::EchoRequest),
-        ("echo reply over IPv6", v6(58, &echo(129)), flow6(icmp6, (0, 0x1234)), Transport::EchoReply),
+        ("echo request", v4(1, &echo(8), |_| {}), flow4(icmp, (0x1234, 0x1235)), Transport::EchoRequest),
+        ("echo reply", v4(1, &echo(0), |_| {}), flow4(icmp, (0x1235, 0x1234)), Transport::EchoReply),
+        ("echo request over IPv6", v6(58, &echo(128)), flow6(icmp6, (0x1234, 0x1235)), Transport::EchoRequest),
+        ("echo reply over IPv6", v6(58, &echo(129)), flow6(icmp6, (0x1235, 0x1234)), Transport::EchoReply),
         ("ICMP error", v4(1, &echo(3), |_| {}), flow4(icmp, (0, 0)), Transport::IcmpError { quoted_at: 42 }),
         ("ICMPv6 error", v6(58, &echo(2)), flow6(icmp6, (0, 0)), Transport::IcmpError { quoted_at: 62 }),
-        ("ICMP timestamp", v4(1, &echo(13), |_| {}), flow4(icmp, (0, 0)), Transport::Other),
+        ("timestamp request", v4(1, &echo(13), |_| {}), flow4(icmp, (0x1234, 0x1236)), Transport::EchoRequest),
+        ("timestamp reply", v4(1, &echo(14), |_| {}), flow4(icmp, (0x1236, 0x1234)), Transport::EchoReply),
+        ("extended echo request", v6(58, &echo(160)), flow6(icmp6, (0x1234, 0x1237)), Transport::EchoRequest),
+        ("extended echo reply", v4(1, &echo(43), |_| {}), flow4(icmp, (0x1237, 0x1234)), Transport::EchoReply),
+        ("a query that has gone out of use", v4(1, &echo(17), |_| {}), flow4(icmp, (0, 0)), Transport::Other),
+        ("ICMP's numbers are not ICMPv6's", v6(58, &echo(8)), flow6(icmp6, (0, 0)), Transport::Other),
         ("GRE", v4(47, &[0; 4], |_| {}), flow4(Protocol(47), (0, 0)), Transport::Other),
         ("ICMPv6 over IPv4 is no ICMP", v4(58, &echo(128), |_| {}), flow4(icmp6, (0, 0)), Transport::Other),
         ("no next header", v6(59, &[]), flow6(Protocol(59), (0, 0)), Transport::Other),
@@ -286,7 +291,7 @@ fn an_icmp_error_names_the_flow_that_it_quotes() {
         "eight octets do"
     );
     assert_eq!(quoted(&v4(1, &error(3, &tcp4[14..41]), |_| {})), None, "seven do not");
-    assert_eq!(quoted(&v4(1, &error(3, &ping[14..]), |_| {})), Some(flow4(Protocol::ICMP, (0x1234, 0))));
+    assert_eq!(quoted(&v4(1, &error(3, &ping[14..]), |_| {})), Some(flow4(Protocol::ICMP, (0x1234, 0x1235))));
     assert_eq!(quoted(&v6(58, &error(2, &udp6[14..]))), Some(flow6(Protocol::UDP, (1, 2))));
     assert_eq!(quoted(&v6(58, &error(2, &tcp4[14..]))), None, "the other family");
     let later = v4(17, &udp(1, 2), |header| header.fragment_offset = 3u16.try_into().unwrap());

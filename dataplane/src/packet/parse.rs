@@ -3,7 +3,7 @@
 use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
-use super::{Address, Flow, Protocol, Sum};
+use super::{Address, Flow, Protocol, Sum, icmp};
 use crate::Cause;
 
 /// Octets of an Ethernet II header.
@@ -304,8 +304,8 @@ fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
         Protocol::TCP => packet.transport = tcp(bytes, flow)?,
         Protocol::UDP => packet.transport = udp(bytes, flow, packet.fragment.is_some())?,
         Protocol::SCTP => packet.transport = sctp(bytes, flow)?,
-        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp(bytes, flow, layout.transport)?,
-        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmpv6(bytes, flow, layout.transport)?,
+        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp::v4(bytes, flow, layout.transport)?,
+        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmp::v6(bytes, flow, layout.transport)?,
         _ => packet.transport = Transport::Other,
     }
     Ok(())
@@ -385,47 +385,6 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     Ok(Transport::Sctp { chunk, tag })
 }
 
-#[inline(never)]
-fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
-    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
-    match header[0] {
-        8 => Ok(echo_request(header, flow)),
-        0 => Ok(echo_reply(header, flow)),
-        // Unreachable, time exceeded, parameter problem. Source quench is deprecated (RFC 6633).
-        3 | 11 | 12 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
-        // A redirect would change routes behind the policy's back.
-        5 => Err(Cause::Redirect),
-        _ => Ok(Transport::Other),
-    }
-}
-
-#[inline(never)]
-fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
-    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
-    match header[0] {
-        128 => Ok(echo_request(header, flow)),
-        129 => Ok(echo_reply(header, flow)),
-        // Unreachable, packet too big, time exceeded, parameter problem.
-        1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
-        137 => Err(Cause::Redirect),
-        // RFC 4861: what is honest of these went to the kernel before it came here.
-        133..=136 => Err(Cause::NeighbourDiscovery),
-        _ => Ok(Transport::Other),
-    }
-}
-
-/// The identifier stands on the asking side alone: two hosts that ping each other often use the same one, and each
-/// ping is a connection of its own.
-fn echo_request(header: &[u8; 8], flow: &mut Flow) -> Transport {
-    flow.src_port = u16::from_be_bytes([header[4], header[5]]);
-    Transport::EchoRequest
-}
-
-fn echo_reply(header: &[u8; 8], flow: &mut Flow) -> Transport {
-    flow.dst_port = u16::from_be_bytes([header[4], header[5]]);
-    Transport::EchoReply
-}
-
 /// The flow of the packet that an ICMP error quotes, or `None` where too little of it is there.
 ///
 /// `quoted_at` is the offset of the quoted IP header. Eight octets behind it are what RFC 792 promises: ports
@@ -454,11 +413,7 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
     let bytes = frame.get(transport..)?.first_chunk::<8>()?;
     match flow.protocol {
         protocol if protocol.has_ports() => set_ports(bytes, &mut flow).ok()?,
-        Protocol::ICMP | Protocol::ICMPV6 => match (flow.protocol, bytes[0]) {
-            (Protocol::ICMP, 8) | (Protocol::ICMPV6, 128) => _ = echo_request(bytes, &mut flow),
-            (Protocol::ICMP, 0) | (Protocol::ICMPV6, 129) => _ = echo_reply(bytes, &mut flow),
-            _ => {}
-        },
+        Protocol::ICMP | Protocol::ICMPV6 => _ = icmp::query(bytes, &mut flow),
         _ => {}
     }
     Some(flow)
