@@ -209,6 +209,11 @@ fn what_is_not_understood_is_refused_by_cause() {
             Cause::ExtensionHeaders,
         ),
         (
+            "a fragment header behind that of an atomic fragment",
+            v6(44, &[&[44, 0, 0, 0, 0, 0, 0, 1][..], &[17, 0, 0, 1, 0, 0, 0, 1], &udp(1, 2)].concat()),
+            Cause::ExtensionHeaders,
+        ),
+        (
             "routing header with segments left",
             v6(43, &[&[17, 2, 0, 1, 0, 0, 0, 0][..], &[0; 16], &udp(1, 2)].concat()),
             Cause::SourceRoute,
@@ -239,7 +244,7 @@ fn extension_headers_and_options_lead_to_the_transport_header() {
 
 #[test]
 fn fragments_are_told_apart_in_both_families() {
-    let fragment = |offset: u16, more: bool| Some(Fragment { id: 77, offset, more });
+    let fragment = |offset: u16, more: bool| Some(Fragment { id: 77, offset, len: 8, more });
     let of_v4 = |units: u16, more: bool| {
         v4(17, &udp(1, 2), |header| {
             header.identification = 77;
@@ -258,7 +263,7 @@ fn fragments_are_told_apart_in_both_families() {
         let first = parse(&build(0, true)).unwrap();
         assert_eq!((first.flow, first.transport), (flow(Protocol::UDP, (1, 2)), Transport::Udp), "{family}");
         assert_eq!(first.fragment, fragment(0, true), "{family}");
-        for (units, more) in [(3, true), (3, false), (8191, false)] {
+        for (units, more) in [(3, true), (3, false), (8190, false)] {
             let later = parse(&build(units, more)).unwrap();
             assert_eq!(
                 (later.flow, later.transport),
@@ -267,6 +272,26 @@ fn fragments_are_told_apart_in_both_families() {
             );
             assert_eq!(later.fragment, fragment(units * 8, more), "{family}");
         }
+    }
+    for (units, more, extra) in [(0, true, 4), (3, true, 4), (8191, false, 0)] {
+        let transport = [&udp(1, 2)[..], &vec![0; extra]].concat();
+        let of_v4 = v4(17, &transport, |header| {
+            header.more_fragments = more;
+            header.fragment_offset = units.try_into().unwrap();
+        });
+        let word = (units << 3 | u16::from(more)).to_be_bytes();
+        let of_v6 = v6(44, &[&[17, 0, word[0], word[1], 0, 0, 0, 77][..], &transport].concat());
+        for frame in [of_v4, of_v6] {
+            assert_eq!(parse(&frame), Err(Cause::Malformed), "{units} units, {extra} bytes too many");
+        }
+    }
+    // Extension headers behind the Fragment header are of the datagram's payload, those before it are not.
+    let options = [17, 0, 1, 4, 0, 0, 0, 0];
+    let behind = v6(44, &[&[60, 0, 0, 1, 0, 0, 0, 77][..], &options, &udp(1, 2)].concat());
+    let before = v6(60, &[&[44, 0, 1, 4, 0, 0, 0, 0][..], &[17, 0, 0, 1, 0, 0, 0, 77], &udp(1, 2)].concat());
+    for (frame, len) in [(behind, 16), (before, 8)] {
+        let packet = parse(&frame).unwrap();
+        assert_eq!((packet.layout.transport, packet.fragment.unwrap().len), (70, len));
     }
     // The first fragment of a datagram may be shorter than its UDP length says.
     let mut long = udp(1, 2);

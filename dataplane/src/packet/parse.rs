@@ -18,8 +18,27 @@ pub struct Fragment {
     pub id: u32,
     /// Offset of its payload in the datagram's, in octets.
     pub offset: u16,
+    /// Bytes of the datagram's payload in it. They begin behind the IPv4 header or the IPv6 Fragment header: offsets count
+    /// from there, whatever extension headers follow (RFC 8200 section 4.5).
+    pub len: u16,
     /// Whether more fragments follow.
     pub more: bool,
+}
+
+impl Fragment {
+    /// End of its payload in the datagram's, in bytes.
+    #[inline]
+    pub const fn end(&self) -> u16 {
+        self.offset.saturating_add(self.len)
+    }
+
+    /// Refuses what no sender makes: a fragment that is not the last but ends between two units of eight bytes, and one
+    /// that ends behind the longest datagram (RFC 791 section 3.2, RFC 8200 section 4.5). Receivers disagree about both.
+    fn check(&self) -> Result<(), Cause> {
+        let is_whole = !self.more || self.len.is_multiple_of(8);
+        let fits = self.offset.checked_add(self.len).is_some();
+        if is_whole && fits { Ok(()) } else { Err(Cause::Malformed) }
+    }
 }
 
 /// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
@@ -170,8 +189,12 @@ fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     packet.fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
         id: u32::from(header.identification()),
         offset,
+        len: packet.layout.end - packet.layout.transport,
         more: header.more_fragments(),
     });
+    if let Some(fragment) = packet.fragment {
+        fragment.check()?;
+    }
     transport_into(frame, packet)
 }
 
@@ -222,6 +245,9 @@ fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     packet.layout = Layout { network: at as u16, transport: to_offset(chain.at)?, end: to_offset(end)? };
     packet.ttl = header.hop_limit();
     packet.fragment = chain.fragment;
+    if let Some(fragment) = packet.fragment {
+        fragment.check()?;
+    }
     transport_into(frame, packet)
 }
 
@@ -240,7 +266,8 @@ struct Chain {
     fragment: Option<Fragment>,
 }
 
-/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header.
+/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header. A chain that the packet does not hold whole
+/// is refused, in a first fragment too (RFC 7112 section 5).
 fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain, Cause> {
     const HOP_BY_HOP: u8 = 0;
     const ROUTING: u8 = 43;
@@ -248,6 +275,7 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
     const DESTINATION: u8 = 60;
     const AUTHENTICATION: u8 = 51;
     let mut fragment = None;
+    let mut has_fragment_header = false;
     for count in 0..=MAX_EXTENSION_HEADERS {
         if !matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION | AUTHENTICATION) {
             return Ok(Chain { protocol: next, at, fragment });
@@ -259,10 +287,18 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
             return Err(Cause::Truncated);
         };
         let octets = match next {
-            FRAGMENT if fragment.is_some() => return Err(Cause::ExtensionHeaders),
+            // Behind an atomic fragment's header, too: no sender cuts a datagram twice.
+            FRAGMENT if has_fragment_header => return Err(Cause::ExtensionHeaders),
             FRAGMENT => {
+                has_fragment_header = true;
                 let word = u16::from_be_bytes([a, b]);
-                let this = Fragment { id: u32::from_be_bytes([c, d, e, f]), offset: word & !7, more: word & 1 == 1 };
+                let this = Fragment {
+                    id: u32::from_be_bytes([c, d, e, f]),
+                    offset: word & !7,
+                    // No frame is longer than 16 bits can count.
+                    len: (packet.len() - (at + 8)) as u16,
+                    more: word & 1 == 1,
+                };
                 // RFC 6946: an atomic fragment is a whole packet.
                 fragment = (this.offset > 0 || this.more).then_some(this);
                 8
