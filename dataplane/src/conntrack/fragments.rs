@@ -360,14 +360,14 @@ mod tests {
         for (flooding, share) in [(1, 4), (3, 2), (7, 1)] {
             let fragments = Fragments::new();
             let at = |n: u32| NOW.plus(Duration::from_millis(u64::from(n) / 100));
-            let later = |n: u32| fragment(n % 2 == 0, n, 1480);
+            let later = |n: u32| fragment(n.is_multiple_of(2), n, 1480);
             let mut in_set = vec![(0, 0); SETS];
             for n in 0..DATAGRAMS {
-                fragments.remember(&fragment(n % 2 == 0, n, 0), PORT, NOW);
+                fragments.remember(&fragment(n.is_multiple_of(2), n, 0), PORT, NOW);
                 in_set[set_of(&fragments, &later(n), PORT)].0 += 1;
             }
             for n in 0..FLOOD {
-                fragments.remember(&fragment(n % 3 == 0, n, 0), PortId(100 + (n % flooding) as u16), at(n));
+                fragments.remember(&fragment(n.is_multiple_of(3), n, 0), PortId(100 + (n % flooding) as u16), at(n));
             }
             let whole: Vec<u32> =
                 (0..DATAGRAMS).filter(|n| fragments.flow_of(&later(*n), PORT, at(FLOOD)).is_some()).collect();

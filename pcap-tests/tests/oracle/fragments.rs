@@ -69,7 +69,7 @@ impl Piece {
     /// sender makes such a fragment, or if its headers are not whole.
     pub(crate) fn network(&self) -> Option<Network<'_>> {
         let Name { src, dst, .. } = self.name;
-        let is_odd = self.more && self.bytes.len() % 8 != 0;
+        let is_odd = self.more && !self.bytes.len().is_multiple_of(8);
         if is_odd || self.offset + self.bytes.len() > 65_535 {
             return None;
         }
