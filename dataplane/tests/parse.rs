@@ -112,13 +112,18 @@ fn every_kind_of_packet_gets_its_flow_and_kind() {
             flow6(Protocol::SCTP, (5000, 80)),
             Transport::Sctp { chunk: SctpChunk::Abort, tag: 9 },
         ),
-        ("echo request", v4(1, &echo(8), |_| {}), flow4(icmp, (0x1234, 0)), Transport::EchoRequest),
-        ("echo reply", v4(1, &echo(0), |_| {}), flow4(icmp, (0, 0x1234)), Transport::EchoReply),
-        ("echo request over IPv6", v6(58, &echo(128)), flow6(icmp6, (0x1234, 0)), Transport::EchoRequest),
-        ("echo reply over IPv6", v6(58, &echo(129)), flow6(icmp6, (0, 0x1234)), Transport::EchoReply),
+        ("echo request", v4(1, &echo(8), |_| {}), flow4(icmp, (0x1234, 0x1235)), Transport::EchoRequest),
+        ("echo reply", v4(1, &echo(0), |_| {}), flow4(icmp, (0x1235, 0x1234)), Transport::EchoReply),
+        ("echo request over IPv6", v6(58, &echo(128)), flow6(icmp6, (0x1234, 0x1235)), Transport::EchoRequest),
+        ("echo reply over IPv6", v6(58, &echo(129)), flow6(icmp6, (0x1235, 0x1234)), Transport::EchoReply),
         ("ICMP error", v4(1, &echo(3), |_| {}), flow4(icmp, (0, 0)), Transport::IcmpError { quoted_at: 42 }),
         ("ICMPv6 error", v6(58, &echo(2)), flow6(icmp6, (0, 0)), Transport::IcmpError { quoted_at: 62 }),
-        ("ICMP timestamp", v4(1, &echo(13), |_| {}), flow4(icmp, (0, 0)), Transport::Other),
+        ("timestamp request", v4(1, &echo(13), |_| {}), flow4(icmp, (0x1234, 0x1236)), Transport::EchoRequest),
+        ("timestamp reply", v4(1, &echo(14), |_| {}), flow4(icmp, (0x1236, 0x1234)), Transport::EchoReply),
+        ("extended echo request", v6(58, &echo(160)), flow6(icmp6, (0x1234, 0x1237)), Transport::EchoRequest),
+        ("extended echo reply", v4(1, &echo(43), |_| {}), flow4(icmp, (0x1237, 0x1234)), Transport::EchoReply),
+        ("a query that has gone out of use", v4(1, &echo(17), |_| {}), flow4(icmp, (0, 0)), Transport::Other),
+        ("ICMP's numbers are not ICMPv6's", v6(58, &echo(8)), flow6(icmp6, (0, 0)), Transport::Other),
         ("GRE", v4(47, &[0; 4], |_| {}), flow4(Protocol(47), (0, 0)), Transport::Other),
         ("ICMPv6 over IPv4 is no ICMP", v4(58, &echo(128), |_| {}), flow4(icmp6, (0, 0)), Transport::Other),
         ("no next header", v6(59, &[]), flow6(Protocol(59), (0, 0)), Transport::Other),
@@ -204,6 +209,11 @@ fn what_is_not_understood_is_refused_by_cause() {
             Cause::ExtensionHeaders,
         ),
         (
+            "a fragment header behind that of an atomic fragment",
+            v6(44, &[&[44, 0, 0, 0, 0, 0, 0, 1][..], &[17, 0, 0, 1, 0, 0, 0, 1], &udp(1, 2)].concat()),
+            Cause::ExtensionHeaders,
+        ),
+        (
             "routing header with segments left",
             v6(43, &[&[17, 2, 0, 1, 0, 0, 0, 0][..], &[0; 16], &udp(1, 2)].concat()),
             Cause::SourceRoute,
@@ -234,7 +244,7 @@ fn extension_headers_and_options_lead_to_the_transport_header() {
 
 #[test]
 fn fragments_are_told_apart_in_both_families() {
-    let fragment = |offset: u16, more: bool| Some(Fragment { id: 77, offset, more });
+    let fragment = |offset: u16, more: bool| Some(Fragment { id: 77, offset, len: 8, more });
     let of_v4 = |units: u16, more: bool| {
         v4(17, &udp(1, 2), |header| {
             header.identification = 77;
@@ -253,7 +263,7 @@ fn fragments_are_told_apart_in_both_families() {
         let first = parse(&build(0, true)).unwrap();
         assert_eq!((first.flow, first.transport), (flow(Protocol::UDP, (1, 2)), Transport::Udp), "{family}");
         assert_eq!(first.fragment, fragment(0, true), "{family}");
-        for (units, more) in [(3, true), (3, false), (8191, false)] {
+        for (units, more) in [(3, true), (3, false), (8190, false)] {
             let later = parse(&build(units, more)).unwrap();
             assert_eq!(
                 (later.flow, later.transport),
@@ -262,6 +272,26 @@ fn fragments_are_told_apart_in_both_families() {
             );
             assert_eq!(later.fragment, fragment(units * 8, more), "{family}");
         }
+    }
+    for (units, more, extra) in [(0, true, 4), (3, true, 4), (8191, false, 0)] {
+        let transport = [&udp(1, 2)[..], &vec![0; extra]].concat();
+        let of_v4 = v4(17, &transport, |header| {
+            header.more_fragments = more;
+            header.fragment_offset = units.try_into().unwrap();
+        });
+        let word = (units << 3 | u16::from(more)).to_be_bytes();
+        let of_v6 = v6(44, &[&[17, 0, word[0], word[1], 0, 0, 0, 77][..], &transport].concat());
+        for frame in [of_v4, of_v6] {
+            assert_eq!(parse(&frame), Err(Cause::Malformed), "{units} units, {extra} bytes too many");
+        }
+    }
+    // Extension headers behind the Fragment header are of the datagram's payload, those before it are not.
+    let options = [17, 0, 1, 4, 0, 0, 0, 0];
+    let behind = v6(44, &[&[60, 0, 0, 1, 0, 0, 0, 77][..], &options, &udp(1, 2)].concat());
+    let before = v6(60, &[&[44, 0, 1, 4, 0, 0, 0, 0][..], &[17, 0, 0, 1, 0, 0, 0, 77], &udp(1, 2)].concat());
+    for (frame, len) in [(behind, 16), (before, 8)] {
+        let packet = parse(&frame).unwrap();
+        assert_eq!((packet.layout.transport, packet.fragment.unwrap().len), (70, len));
     }
     // The first fragment of a datagram may be shorter than its UDP length says.
     let mut long = udp(1, 2);
@@ -286,7 +316,7 @@ fn an_icmp_error_names_the_flow_that_it_quotes() {
         "eight octets do"
     );
     assert_eq!(quoted(&v4(1, &error(3, &tcp4[14..41]), |_| {})), None, "seven do not");
-    assert_eq!(quoted(&v4(1, &error(3, &ping[14..]), |_| {})), Some(flow4(Protocol::ICMP, (0x1234, 0))));
+    assert_eq!(quoted(&v4(1, &error(3, &ping[14..]), |_| {})), Some(flow4(Protocol::ICMP, (0x1234, 0x1235))));
     assert_eq!(quoted(&v6(58, &error(2, &udp6[14..]))), Some(flow6(Protocol::UDP, (1, 2))));
     assert_eq!(quoted(&v6(58, &error(2, &tcp4[14..]))), None, "the other family");
     let later = v4(17, &udp(1, 2), |header| header.fragment_offset = 3u16.try_into().unwrap());

@@ -493,8 +493,12 @@ fn later_fragments_follow_their_first() {
         header.dont_fragment = false;
         header.more_fragments = more;
         header.fragment_offset = units.try_into().unwrap();
+        // Two units: what is not the last fragment holds whole ones.
+        let mut payload = frame[34..].to_vec();
+        payload.resize(16, 0);
+        header.set_payload_len(payload.len()).unwrap();
         header.header_checksum = header.calc_header_checksum();
-        [&frame[..14], &header.to_bytes(), &frame[34..]].concat()
+        [&frame[..14], &header.to_bytes(), &payload].concat()
     };
     let mut node = Node::new();
     assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(Cause::Fragment), "before the first");

@@ -52,6 +52,8 @@ pub struct Ip {
     pub options: Vec<u8>,
     /// IPv6 extension headers: their number and their octets without the first, which is the next one's number.
     pub extensions: Vec<(u8, Vec<u8>)>,
+    /// Those behind the fragment header, in the same form.
+    pub behind: Vec<(u8, Vec<u8>)>,
     /// IPv4 total length or IPv6 payload length, instead of the right one.
     pub length: Option<u16>,
     /// Version, instead of the right one.
@@ -74,6 +76,7 @@ impl Ip {
             fragment: None,
             options: Vec::new(),
             extensions: Vec::new(),
+            behind: Vec::new(),
             length: None,
             version: None,
             header_words: None,
@@ -127,6 +130,7 @@ impl Ip {
             let word = (offset & !7) | u16::from(more);
             extensions.push((44, [&[0][..], &word.to_be_bytes(), &self.id.to_be_bytes()].concat()));
         }
+        extensions.extend(self.behind.iter().cloned());
         let numbers: Vec<u8> = extensions.iter().map(|extension| extension.0).chain([self.protocol]).collect();
         let mut chain = Vec::new();
         for (place, (_, octets)) in extensions.iter().enumerate() {

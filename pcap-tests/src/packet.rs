@@ -23,14 +23,14 @@ pub struct Built {
 /// - `udp`: `len=`, `udplen=` (the length field)
 /// - `sctp`: the chunk (`init`, `init-ack`, `cookie-echo`, `cookie-ack`, `data`, `shutdown`, `shutdown-ack`,
 ///   `shutdown-complete`, `abort`), `tag=`, `itag=` (of INIT and its answer)
-/// - `ping`, `pong`: `id=`, `len=`
+/// - `ping`, `pong`: `id=`, `len=`; `timestamp`, `timestamp-reply` (of ICMP alone): `id=`
 /// - `unreachable`, `expired`, `toobig`, `redirect`: `quote=` (the number of a packet before, from 1), `keep=` (octets
 ///   of it)
 /// - `arp`, `solicit`, `advertise`, `ethertype=`: no IP, or neighbour discovery
 /// - `proto=` (another protocol): `len=`
 ///
 /// All that have an IP header: `ttl=`, `id=`, `frag=OFFSET` (with `more`), `option=lsrr|rr|nop|bad`,
-/// `ext=hop,routing,segments,dest,ah,unknown…`, `iplen=`, `version=`, `ihl=`, `ipsum=bad`, `sum=bad|partial|zero`.
+/// `ext=hop,routing,segments,dest,dest64,ah,unknown…`, `behind=` (the same, behind the fragment header), `iplen=`, `version=`, `ihl=`, `ipsum=bad`, `sum=bad|partial|zero`.
 ///
 /// All: `vlan=`, `if=` (interface), `cut=` (octets that were sent), `snap=` (octets that were captured), `pad=`,
 /// `mac=` (which pair of MACs).
@@ -73,7 +73,7 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
         "tcp" => 6,
         "udp" => 17,
         "sctp" => 132,
-        "ping" | "pong" | "unreachable" | "expired" | "toobig" | "redirect" => icmp,
+        "ping" | "pong" | "timestamp" | "timestamp-reply" | "unreachable" | "expired" | "toobig" | "redirect" => icmp,
         "solicit" | "advertise" => 58,
         kind => match kind.strip_prefix("proto=").and_then(|number| number.parse().ok()) {
             Some(number) => number,
@@ -82,7 +82,8 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
     };
     let mut ip = Ip::new(line.src.address, line.dst.address, protocol);
     ip.ttl = line.number("ttl").unwrap_or(if matches!(line.kind.as_str(), "solicit" | "advertise") { 255 } else { 64 });
-    ip.id = if matches!(line.kind.as_str(), "ping" | "pong") { 0 } else { line.number("id").unwrap_or(0) };
+    let has_identifier = matches!(line.kind.as_str(), "ping" | "pong" | "timestamp" | "timestamp-reply");
+    ip.id = if has_identifier { 0 } else { line.number("id").unwrap_or(0) };
     ip.id = line.number("ipid").unwrap_or(ip.id);
     ip.fragment = line.number("frag").map(|offset: u16| (offset, line.word("more").is_some()));
     ip.length = line.number("iplen");
@@ -90,7 +91,8 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
     ip.header_words = line.number("ihl");
     ip.checksum = if line.word("ipsum") == Some("bad") { Checksum::Bad } else { Checksum::Right };
     ip.options = option(line);
-    ip.extensions = extensions(line);
+    ip.extensions = extensions(line, "ext");
+    ip.behind = extensions(line, "behind");
     let payload = if ip.fragment.is_some_and(|(offset, _)| offset > 0) {
         vec![b'f'; line.number("len").unwrap_or(16)]
     } else {
@@ -122,6 +124,8 @@ fn transport(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
         "sctp" => sctp(line),
         "ping" => echo(line, ip, if line.src.address.is_ipv6() { 128 } else { 8 }, &data, checksum),
         "pong" => echo(line, ip, if line.src.address.is_ipv6() { 129 } else { 0 }, &data, checksum),
+        "timestamp" => echo(line, ip, 13, &[0; 12], checksum),
+        "timestamp-reply" => echo(line, ip, 14, &[0; 12], checksum),
         "solicit" | "advertise" => {
             let kind = if line.kind == "solicit" { 135 } else { 136 };
             let target = match line.dst.address {
@@ -255,19 +259,21 @@ fn option(line: &Line) -> Vec<u8> {
     }
 }
 
-fn extensions(line: &Line) -> Vec<(u8, Vec<u8>)> {
-    let Some(list) = line.word("ext") else { return Vec::new() };
+fn extensions(line: &Line, word: &str) -> Vec<(u8, Vec<u8>)> {
+    let Some(list) = line.word(word) else { return Vec::new() };
     let padded = [0, 1, 4, 0, 0, 0, 0].to_vec();
     list.split(',')
         .map(|name| match name {
             "hop" => (0, padded.clone()),
             "dest" => (60, padded.clone()),
+            // One option of padding, to 64 bytes.
+            "dest64" => (60, [&[7, 1, 60][..], &[0; 60]].concat()),
             // Type 0, no segments left; and one left.
             "routing" => (43, vec![0, 0, 0, 0, 0, 0, 0]),
             "segments" => (43, [&[2, 0, 1, 0, 0, 0, 0][..], &[0xfd; 16]].concat()),
             "ah" => (51, [&[4, 0, 0][..], &[0; 8], &[7; 12]].concat()),
             "unknown" => (253, padded.clone()),
-            other => panic!("{}: ext={other} is not known", line.place),
+            other => panic!("{}: {word}={other} is not known", line.place),
         })
         .collect()
 }

@@ -188,7 +188,10 @@ fn line(view: &View<'_>, record: &VerdictRecord) -> String {
     };
     let pod = view.ports.pod_of(record.ingress).map(ToString::to_string);
     let (src, dst) = match record.flow {
-        Some(flow) => (Some(end(flow.src, flow.src_port)), Some(end(flow.dst, flow.dst_port))),
+        Some(flow) => {
+            let (src_port, dst_port) = flow.shown_ports();
+            (Some(end(flow.src, src_port)), Some(end(flow.dst, dst_port)))
+        }
         None => (None, None),
     };
     json(&Line {

@@ -2,16 +2,27 @@
 //!
 //! The first fragment carries the ports and is judged like any packet; when it passes, it is remembered here, and the
 //! later ones get its flow. A later fragment that comes before its first one, or whose first one did not pass, finds
-//! nothing and is dropped. One that overlaps the first one's octets finds nothing either: it could replace the header
-//! that was judged (RFC 1858, RFC 3128, RFC 5722).
+//! nothing and is dropped. One that overlaps the first one's bytes finds nothing either: it could replace the headers
+//! that were judged (RFC 1858, RFC 3128, RFC 5722). Those bytes count from where offsets count from: in IPv6 that is behind
+//! the Fragment header, and extension headers may stand there before the transport header (RFC 8200 section 4.5).
+//!
+//! Overlaps of later fragments with each other pass. A first fragment holds all headers, so no bytes that policy judged
+//! are at stake, and the receiver throws such a datagram away whole (RFC 5722; Linux does so in IPv4 too).
+//!
+//! A second first fragment under the same identification is judged on its own. If it passes, the later ones follow it: a
+//! sender of many datagrams uses its 65,536 IPv4 identifications again within seconds. Later fragments must then begin
+//! behind both, as long as the one that reached further is remembered. The pieces of two first fragments are not kept from
+//! a receiver that puts a datagram together of overlapping ones, against RFC 5722; each of the two was allowed.
 //!
 //! Later fragments may come in any order among themselves. One that comes before its first is not held: whoever sends
 //! fragments without a first one would have frames of the UMEM kept for nothing, and so take them from all other pods. Linux sends
 //! a datagram's fragments in order and a veth keeps it; where a network changes it, the datagram is lost as if one of
 //! its fragments were, and the drop is counted as [`Fragment`](crate::Cause::Fragment).
 //!
-//! The cache is shared by all workers and bounded: sets of four entries of a cache line, read and written without
-//! locks like the connection table's. When a set is full the oldest datagram goes.
+//! The cache is shared by all workers and bounded: sets of eight entries of a cache line, read and written without
+//! locks like the connection table's. When a set is full, the port that has most of it gives up its oldest datagram. So
+//! a port that floods replaces its own, and ports that flood take what others have in a set only where there are as many
+//! of them as the set has entries. All that comes by an uplink is of one port.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -26,9 +37,9 @@ pub struct Fragments {
     seed: Seed,
 }
 
-const WAYS: usize = 4;
+const WAYS: usize = 8;
 /// Sets: 4096 datagrams, 256 KiB.
-const SETS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 1024 };
+const SETS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 512 };
 /// Ticks that a datagram is remembered: 30 s, as long as the kernel waits for the rest of one (`ipfrag_time`).
 const LIFETIME: u32 = 59;
 
@@ -39,7 +50,7 @@ const LIFETIME: u32 = 59;
 struct Entry {
     control: AtomicU64,
     key: [AtomicU64; 5],
-    /// Source port, destination port, first octet behind the first fragment, protocol; 16 bits each.
+    /// Source port, destination port, end of the first fragment in the datagram's payload, protocol; 16 bits each.
     value: AtomicU64,
 }
 
@@ -48,6 +59,9 @@ const HELD: u64 = 1 << 23;
 const WRITE: u64 = 1 << 24;
 
 type Key = [u64; 5];
+/// The word of a key that holds identification, port and protocol, and where the port begins in it.
+const LAST: usize = 4;
+const PORT_SHIFT: u32 = 32;
 
 impl Fragments {
     pub(super) fn new() -> Self {
@@ -61,15 +75,16 @@ impl Fragments {
             return;
         }
         let Some(key) = key(packet, port) else { return };
-        let flow = &packet.flow;
-        let end = u64::from(packet.layout.end - packet.layout.transport);
-        let value =
-            u64::from(flow.src_port) | u64::from(flow.dst_port) << 16 | end << 32 | u64::from(flow.protocol.0) << 48;
-        let now = now.tick();
-        let set = self.set(&key);
-        let held = set.iter().find(|entry| entry.read(&key, now).is_some());
-        let oldest = || set.iter().max_by_key(|entry| entry.age(now)).expect("a set has entries");
-        held.unwrap_or_else(oldest).write(&key, value, now);
+        let (first, now) = (Datagram::of(packet), now.tick());
+        let hash = self.seed.hash(&key);
+        let set = self.set(hash);
+        let Some((entry, before)) = set.iter().find_map(|entry| Some((entry, entry.read(&key, now)?))) else {
+            return victim(set, port, (hash >> 32) as usize, now).write(&key, first, now);
+        };
+        // A longer one before it counts for as long as it would have without this one, and no longer: identifications come
+        // again, and the path's MTU may have shrunk since.
+        let (end, since) = if before.end > first.end { (before.end, entry.tick()) } else { (first.end, now) };
+        entry.write(&key, Datagram { end, ..first }, since);
     }
 
     /// The flow of a later fragment, with the ports of the first one; `None` if that is not known, or if this one
@@ -77,18 +92,62 @@ impl Fragments {
     pub fn flow_of(&self, packet: &Packet, port: PortId, now: Timestamp) -> Option<Flow> {
         let fragment = packet.fragment.filter(|fragment| fragment.offset > 0)?;
         let key = key(packet, port)?;
-        let value = self.set(&key).iter().find_map(|entry| entry.read(&key, now.tick()))?;
-        (fragment.offset >= (value >> 32) as u16).then_some(Flow {
-            protocol: Protocol((value >> 48) as u8),
-            src_port: value as u16,
-            dst_port: (value >> 16) as u16,
-            ..packet.flow
-        })
+        let first = self.set(self.seed.hash(&key)).iter().find_map(|entry| entry.read(&key, now.tick()))?;
+        let Datagram { protocol, src_port, dst_port, end } = first;
+        (fragment.offset >= end).then_some(Flow { protocol, src_port, dst_port, ..packet.flow })
     }
 
-    fn set(&self, key: &Key) -> &[Entry; WAYS] {
-        &self.sets[self.seed.hash(key) as usize % SETS]
+    fn set(&self, hash: u64) -> &[Entry; WAYS] {
+        &self.sets[hash as usize % SETS]
     }
+}
+
+/// What is remembered of a datagram's first fragment.
+#[derive(Clone, Copy)]
+struct Datagram {
+    protocol: Protocol,
+    src_port: u16,
+    dst_port: u16,
+    /// Where later fragments may begin.
+    end: u16,
+}
+
+impl Datagram {
+    fn of(first: &Packet) -> Self {
+        let Flow { protocol, src_port, dst_port, .. } = first.flow;
+        Self { protocol, src_port, dst_port, end: first.fragment.map_or(u16::MAX, |fragment| fragment.end()) }
+    }
+
+    fn to_word(self) -> u64 {
+        let Self { protocol, src_port, dst_port, end } = self;
+        u64::from(src_port) | u64::from(dst_port) << 16 | u64::from(end) << 32 | u64::from(protocol.0) << 48
+    }
+
+    fn of_word(word: u64) -> Self {
+        let (src_port, dst_port, end) = (word as u16, (word >> 16) as u16, (word >> 32) as u16);
+        Self { protocol: Protocol((word >> 48) as u8), src_port, dst_port, end }
+    }
+}
+
+/// The entry that a datagram from `port` takes: one that holds nothing, or else the oldest of the port that has most. A
+/// port that has as many as any other gives up one of its own. Ticks are long, so `turn` decides among those of one.
+fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
+    let holders = set.each_ref().map(Entry::port);
+    let count = |port: PortId| holders.iter().filter(|holder| **holder == port).count();
+    let counts = holders.map(count);
+    let most = counts.into_iter().max().unwrap_or(0);
+    let has_most = count(port) >= most;
+    let rank = |way: usize| {
+        let gives_up = if has_most { holders[way] == port } else { counts[way] == most };
+        let (class, age) = match set[way].age(now) {
+            Age::Free => (3, 0),
+            Age::Held(age) => (if gives_up { 2 } else { 0 }, age),
+            // Another worker is at it, and the write will not be made: better than to take one of another port.
+            Age::Writing => (u32::from(gives_up), 0),
+        };
+        (class, age, (way + turn) % WAYS)
+    };
+    &set[(0..WAYS).max_by_key(|way| rank(*way)).unwrap_or(0)]
 }
 
 /// What all fragments of a datagram have in common: RFC 791 section 3.2, RFC 8200 section 4.5. The protocol counts in
@@ -96,15 +155,25 @@ impl Fragments {
 fn key(packet: &Packet, port: PortId) -> Option<Key> {
     let Flow { src, dst, protocol, .. } = packet.flow;
     let protocol = if src.is_v4() { protocol.0 } else { 0 };
-    let last = u64::from(packet.fragment?.id) | u64::from(port.0) << 32 | u64::from(protocol) << 48;
+    let last = u64::from(packet.fragment?.id) | u64::from(port.0) << PORT_SHIFT | u64::from(protocol) << 48;
     let halves = |bits: u128| [(bits >> 64) as u64, bits as u64];
     let ([a, b], [c, d]) = (halves(src.bits()), halves(dst.bits()));
     Some([a, b, c, d, last])
 }
 
+/// How good an entry is to write over.
+enum Age {
+    /// It holds nothing, or what has expired.
+    Free,
+    /// It holds a datagram of so many ticks.
+    Held(u32),
+    /// Another thread is writing it.
+    Writing,
+}
+
 impl Entry {
-    /// The value under this key, if it is held and young enough.
-    fn read(&self, key: &Key, now: Tick) -> Option<u64> {
+    /// The datagram under this key, if it is held and young enough.
+    fn read(&self, key: &Key, now: Tick) -> Option<Datagram> {
         let before = self.control.load(Ordering::Acquire);
         if before & (HELD | WRITING) != HELD || tick(before).age(now) > LIFETIME {
             return None;
@@ -113,24 +182,32 @@ impl Entry {
         let value = self.value.load(Ordering::Relaxed);
         // As in the connection table: what was read is whole if nobody has begun to write since.
         fence(Ordering::Acquire);
-        (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(value)
+        (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(Datagram::of_word(value))
     }
 
-    /// How good an entry is to write over: its age, the greatest if it holds nothing or what it holds has expired.
-    fn age(&self, now: Tick) -> u32 {
+    fn age(&self, now: Tick) -> Age {
         let control = self.control.load(Ordering::Relaxed);
-        let age = tick(control).age(now);
-        match control & (HELD | WRITING) {
-            HELD if age <= LIFETIME => age,
-            // Another worker is at it: the worst choice, since the write would not be made.
-            state if state & WRITING != 0 => 0,
-            _ => u32::MAX,
+        match (control & (HELD | WRITING), tick(control).age(now)) {
+            (HELD, age) if age <= LIFETIME => Age::Held(age),
+            (state, _) if state & WRITING != 0 => Age::Writing,
+            _ => Age::Free,
         }
+    }
+
+    /// When it was written.
+    fn tick(&self) -> Tick {
+        tick(self.control.load(Ordering::Relaxed))
+    }
+
+    /// The port whose datagram it holds or held last. Free entries are taken before ports are compared, so it does not
+    /// matter that one that was never written names a port too.
+    fn port(&self) -> PortId {
+        PortId((self.key[LAST].load(Ordering::Relaxed) >> PORT_SHIFT) as u16)
     }
 
     /// Writes over the entry, unless another thread is doing so: then that datagram has it, and this one's later
     /// fragments find nothing.
-    fn write(&self, key: &Key, value: u64, now: Tick) {
+    fn write(&self, key: &Key, first: Datagram, now: Tick) {
         let before = self.control.load(Ordering::Relaxed);
         let writing = (before & !(WRITE - 1)).wrapping_add(WRITE) | WRITING;
         if before & WRITING != 0
@@ -142,7 +219,7 @@ impl Entry {
         for (word, part) in self.key.iter().zip(key) {
             word.store(*part, Ordering::Relaxed);
         }
-        self.value.store(value, Ordering::Relaxed);
+        self.value.store(first.to_word(), Ordering::Relaxed);
         self.control.store(writing & !WRITING | HELD | u64::from(now.0), Ordering::Release);
     }
 }
@@ -176,7 +253,7 @@ mod tests {
             transport: if offset == 0 { Transport::Udp } else { Transport::LaterFragment },
             layout: Layout { network: 14, transport: 34, end: 34 + 1480 },
             ttl: 64,
-            fragment: Some(Fragment { id, offset, more: true }),
+            fragment: Some(Fragment { id, offset, len: 1480, more: true }),
         }
     }
 
@@ -210,6 +287,40 @@ mod tests {
     }
 
     #[test]
+    fn what_overlaps_counts_from_behind_the_fragment_header_and_not_from_the_transport_header() {
+        let fragments = Fragments::new();
+        // 64 bytes of extension headers of 1480 behind the Fragment header.
+        let mut first = fragment(true, 7, 0);
+        first.layout.transport += 64;
+        fragments.remember(&first, PORT, NOW);
+        for (offset, passes) in [(8, false), (1416, false), (1472, false), (1480, true)] {
+            assert_eq!(fragments.flow_of(&fragment(true, 7, offset), PORT, NOW).is_some(), passes, "at {offset}");
+        }
+    }
+
+    /// Identifications come again, so the second is no error; its fragments are its own.
+    #[test]
+    fn after_a_second_first_fragment_the_later_ones_follow_it_and_begin_behind_both() {
+        for v6 in [false, true] {
+            let fragments = Fragments::new();
+            let (long, mut short) = (fragment(v6, 7, 0), fragment(v6, 7, 0));
+            short.flow.dst_port = 80;
+            short.fragment = Some(Fragment { len: 16, ..short.fragment.unwrap() });
+            let port_of = |offset: u16, now| Some(fragments.flow_of(&fragment(v6, 7, offset), PORT, now)?.dst_port);
+            fragments.remember(&short, PORT, NOW);
+            assert_eq!((port_of(8, NOW), port_of(16, NOW)), (None, Some(80)));
+            fragments.remember(&long, PORT, NOW);
+            assert_eq!((port_of(16, NOW), port_of(1480, NOW)), (None, Some(53)), "a longer one");
+            let again = NOW.plus(Duration::from_secs(20));
+            fragments.remember(&short, PORT, again);
+            assert_eq!((port_of(16, again), port_of(1480, again)), (None, Some(80)), "a shorter one");
+            let over = NOW.plus(Duration::from_secs(32));
+            fragments.remember(&short, PORT, over);
+            assert_eq!(port_of(16, over), Some(80), "the longer one is forgotten");
+        }
+    }
+
+    #[test]
     fn only_first_fragments_are_remembered_and_not_for_ever() {
         let fragments = Fragments::new();
         fragments.remember(&fragment(false, 7, 1480), PORT, NOW);
@@ -235,6 +346,56 @@ mod tests {
         let left: Vec<u32> = left.collect();
         assert!(left.len() <= SETS * WAYS && left.len() > SETS * WAYS * 9 / 10, "{}", left.len());
         assert!(left.iter().filter(|id| **id > 90_000).count() > left.len() * 8 / 10, "mostly the latest");
+    }
+
+    /// The number of the set that a datagram falls into.
+    fn set_of(fragments: &Fragments, packet: &Packet, port: PortId) -> usize {
+        fragments.seed.hash(&key(packet, port).unwrap()) as usize % SETS
+    }
+
+    #[test]
+    fn a_flood_of_first_fragments_from_other_ports_leaves_each_port_its_share_of_every_set() {
+        const DATAGRAMS: u32 = 400;
+        const FLOOD: u32 = 200_000;
+        for (flooding, share) in [(1, 4), (3, 2), (7, 1)] {
+            let fragments = Fragments::new();
+            let at = |n: u32| NOW.plus(Duration::from_millis(u64::from(n) / 100));
+            let later = |n: u32| fragment(n.is_multiple_of(2), n, 1480);
+            let mut in_set = vec![(0, 0); SETS];
+            for n in 0..DATAGRAMS {
+                fragments.remember(&fragment(n.is_multiple_of(2), n, 0), PORT, NOW);
+                in_set[set_of(&fragments, &later(n), PORT)].0 += 1;
+            }
+            for n in 0..FLOOD {
+                fragments.remember(&fragment(n.is_multiple_of(3), n, 0), PortId(100 + (n % flooding) as u16), at(n));
+            }
+            let whole: Vec<u32> =
+                (0..DATAGRAMS).filter(|n| fragments.flow_of(&later(*n), PORT, at(FLOOD)).is_some()).collect();
+            for n in &whole {
+                in_set[set_of(&fragments, &later(*n), PORT)].1 += 1;
+            }
+            let is_kept = |&(had, has): &(usize, usize)| has >= had.min(share);
+            assert!(in_set.iter().all(is_kept), "{flooding} ports flood: {} of {DATAGRAMS} are left", whole.len());
+            assert!(whole.len() >= DATAGRAMS as usize / 2);
+        }
+    }
+
+    #[test]
+    fn a_port_that_is_alone_has_the_whole_of_a_set_and_gives_it_up_to_one_that_comes() {
+        let fragments = Fragments::new();
+        let passes = |id, port| fragments.flow_of(&fragment(false, id, 1480), port, NOW).is_some();
+        // Begins so many datagrams that fall into the first set.
+        let begin = |port, count| -> Vec<u32> {
+            let is_first = |id: &u32| set_of(&fragments, &fragment(false, *id, 0), port) == 0;
+            let ids: Vec<u32> = (0..).filter(is_first).take(count).collect();
+            ids.iter().for_each(|id| fragments.remember(&fragment(false, *id, 0), port, NOW));
+            ids
+        };
+        let left = |ids: &[u32], port| ids.iter().filter(|id| passes(**id, port)).count();
+        let ours = begin(PORT, WAYS);
+        assert_eq!(left(&ours, PORT), WAYS);
+        let theirs = begin(PortId(4), 2 * WAYS);
+        assert_eq!((left(&ours, PORT), left(&theirs, PortId(4))), (WAYS / 2, WAYS / 2), "half for each");
     }
 
     #[test]

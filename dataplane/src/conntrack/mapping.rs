@@ -175,8 +175,10 @@ struct Header {
 }
 
 impl Header {
-    /// Magic, version, groups, identity of the boot (2), seed (6), checksum.
-    const WORDS: usize = 12;
+    /// Magic, version, groups, identity of the boot (2), seed, checksum.
+    const WORDS: usize = Self::SEED_AT + Seed::WORDS + 1;
+    const SEED_AT: usize = 5;
+    const CHECKSUM_AT: usize = Self::WORDS - 1;
     /// "penstock" in ASCII.
     const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
     /// Of all that lies in the file: to be raised whenever the meaning of any bit changes.
@@ -186,8 +188,8 @@ impl Header {
         let mut words = [0; Self::WORDS];
         words[..3].copy_from_slice(&[Self::MAGIC, Self::VERSION, u64::from(groups)]);
         words[3..5].copy_from_slice(&boot()?);
-        words[5..11].copy_from_slice(&seed.0);
-        words[11] = Self::checksum(&words[..11]);
+        words[Self::SEED_AT..Self::CHECKSUM_AT].copy_from_slice(&seed.words());
+        words[Self::CHECKSUM_AT] = Self::checksum(&words[..Self::CHECKSUM_AT]);
         Ok(Self { words })
     }
 
@@ -212,7 +214,7 @@ impl Header {
         if words[1] != Self::VERSION {
             return Err(Unusable::Version { found: words[1], wanted: Self::VERSION });
         }
-        if words[11] != Self::checksum(&words[..11]) {
+        if words[Self::CHECKSUM_AT] != Self::checksum(&words[..Self::CHECKSUM_AT]) {
             return Err(Unusable::Torn);
         }
         if words[2] != u64::from(groups) {
@@ -224,7 +226,7 @@ impl Header {
         if boot().ok().is_none_or(|boot| words[3..5] != boot) {
             return Err(Unusable::OtherBoot);
         }
-        Ok(Seed(words[5..11].try_into().expect("six words")))
+        Ok(Seed::from_words(words[Self::SEED_AT..Self::CHECKSUM_AT].try_into().expect("as many words")))
     }
 
     /// Against accidents, not against malice: who may write the file may do as he likes.

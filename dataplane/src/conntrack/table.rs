@@ -177,9 +177,10 @@ impl ConnTable {
 
     /// A number for the connection of a flow, the same for both its directions and for as long as the table lives, and
     /// for logs: connections of the same ends one after the other have the same. Different ones have different numbers
-    /// but for a chance of one in 2⁶⁴ a pair.
+    /// but for a chance of one in 2⁶⁴ a pair. It is made with a key of its own and says nothing of the connection's place in
+    /// the table, so that nobody can choose connections that collide by reading logs.
     pub fn connection_id(&self, flow: &Flow) -> u64 {
-        Hashed::new(&self.seed, flow).id()
+        self.seed.name(flow)
     }
 
     /// Looks at the tags of a prepared flow and asks for the entry that it may be in to be fetched. Never needed, but

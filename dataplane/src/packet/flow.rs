@@ -57,9 +57,10 @@ pub struct Flow {
     pub dst: Address,
     /// Transport protocol, behind any IPv6 extension headers.
     pub protocol: Protocol,
-    /// Source port in host byte order; for an ICMP echo request its identifier; 0 where the protocol has no ports.
+    /// Source port in host byte order; 0 where the protocol has no ports. ICMP queries have [a pair](Flow::identifier)
+    /// that stands for their identifier and says who asks.
     pub src_port: u16,
-    /// Destination port in host byte order; for an ICMP echo reply its identifier; 0 where there are no ports.
+    /// Destination port, as the source port.
     pub dst_port: u16,
 }
 
@@ -68,6 +69,16 @@ impl Flow {
     #[inline]
     pub const fn reversed(self) -> Self {
         Self { src: self.dst, dst: self.src, protocol: self.protocol, src_port: self.dst_port, dst_port: self.src_port }
+    }
+
+    /// The ports for people: of ICMP queries the identifier on the asking side and 0 on the other.
+    pub fn shown_ports(&self) -> (u16, u16) {
+        match (self.protocol, self.identifier()) {
+            (_, Some((identifier, Asker::Source))) => (identifier, 0),
+            (_, Some((identifier, Asker::Destination))) => (0, identifier),
+            (Protocol::ICMP | Protocol::ICMPV6, None) => (0, 0),
+            (_, None) => (self.src_port, self.dst_port),
+        }
     }
 
     /// The key that both directions share, and which of the two this packet is.
@@ -79,6 +90,15 @@ impl Flow {
         let key = FlowKey { low: low.0, high: high.0, low_port: low.1, high_port: high.1, protocol: self.protocol };
         (key, orientation)
     }
+}
+
+/// Which end of an ICMP query asks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Asker {
+    /// The packet is a request.
+    Source,
+    /// The packet is a reply.
+    Destination,
 }
 
 /// The canonical name of a connection: its two ends in numeric order of (address, port), so that both

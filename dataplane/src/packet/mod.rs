@@ -4,13 +4,14 @@ mod address;
 mod checksum;
 mod flow;
 mod gro;
+mod icmp;
 mod parse;
 mod rewrite;
 mod transport;
 
 pub use address::{Address, Scope};
 pub use checksum::Sum;
-pub use flow::{Flow, FlowKey, Orientation, Protocol};
+pub use flow::{Asker, Flow, FlowKey, Orientation, Protocol};
 pub(crate) use gro::{Joined, LEAST as LEAST_TO_JOIN};
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};

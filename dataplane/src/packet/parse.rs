@@ -3,7 +3,7 @@
 use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
-use super::{Address, Flow, Protocol, Sum};
+use super::{Address, Flow, Protocol, Sum, icmp};
 use crate::Cause;
 
 /// Octets of an Ethernet II header.
@@ -18,8 +18,27 @@ pub struct Fragment {
     pub id: u32,
     /// Offset of its payload in the datagram's, in octets.
     pub offset: u16,
+    /// Bytes of the datagram's payload in it. They begin behind the IPv4 header or the IPv6 Fragment header: offsets count
+    /// from there, whatever extension headers follow (RFC 8200 section 4.5).
+    pub len: u16,
     /// Whether more fragments follow.
     pub more: bool,
+}
+
+impl Fragment {
+    /// End of its payload in the datagram's, in bytes.
+    #[inline]
+    pub const fn end(&self) -> u16 {
+        self.offset.saturating_add(self.len)
+    }
+
+    /// Refuses what no sender makes: a fragment that is not the last but ends between two units of eight bytes, and one
+    /// that ends behind the longest datagram (RFC 791 section 3.2, RFC 8200 section 4.5). Receivers disagree about both.
+    fn check(&self) -> Result<(), Cause> {
+        let is_whole = !self.more || self.len.is_multiple_of(8);
+        let fits = self.offset.checked_add(self.len).is_some();
+        if is_whole && fits { Ok(()) } else { Err(Cause::Malformed) }
+    }
 }
 
 /// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
@@ -170,8 +189,12 @@ fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     packet.fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
         id: u32::from(header.identification()),
         offset,
+        len: packet.layout.end - packet.layout.transport,
         more: header.more_fragments(),
     });
+    if let Some(fragment) = packet.fragment {
+        fragment.check()?;
+    }
     transport_into(frame, packet)
 }
 
@@ -222,6 +245,9 @@ fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     packet.layout = Layout { network: at as u16, transport: to_offset(chain.at)?, end: to_offset(end)? };
     packet.ttl = header.hop_limit();
     packet.fragment = chain.fragment;
+    if let Some(fragment) = packet.fragment {
+        fragment.check()?;
+    }
     transport_into(frame, packet)
 }
 
@@ -240,7 +266,8 @@ struct Chain {
     fragment: Option<Fragment>,
 }
 
-/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header.
+/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header. A chain that the packet does not hold whole
+/// is refused, in a first fragment too (RFC 7112 section 5).
 fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain, Cause> {
     const HOP_BY_HOP: u8 = 0;
     const ROUTING: u8 = 43;
@@ -248,6 +275,7 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
     const DESTINATION: u8 = 60;
     const AUTHENTICATION: u8 = 51;
     let mut fragment = None;
+    let mut has_fragment_header = false;
     for count in 0..=MAX_EXTENSION_HEADERS {
         if !matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION | AUTHENTICATION) {
             return Ok(Chain { protocol: next, at, fragment });
@@ -259,10 +287,18 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
             return Err(Cause::Truncated);
         };
         let octets = match next {
-            FRAGMENT if fragment.is_some() => return Err(Cause::ExtensionHeaders),
+            // Behind an atomic fragment's header, too: no sender cuts a datagram twice.
+            FRAGMENT if has_fragment_header => return Err(Cause::ExtensionHeaders),
             FRAGMENT => {
+                has_fragment_header = true;
                 let word = u16::from_be_bytes([a, b]);
-                let this = Fragment { id: u32::from_be_bytes([c, d, e, f]), offset: word & !7, more: word & 1 == 1 };
+                let this = Fragment {
+                    id: u32::from_be_bytes([c, d, e, f]),
+                    offset: word & !7,
+                    // No frame is longer than 16 bits can count.
+                    len: (packet.len() - (at + 8)) as u16,
+                    more: word & 1 == 1,
+                };
                 // RFC 6946: an atomic fragment is a whole packet.
                 fragment = (this.offset > 0 || this.more).then_some(this);
                 8
@@ -304,8 +340,8 @@ fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
         Protocol::TCP => packet.transport = tcp(bytes, flow)?,
         Protocol::UDP => packet.transport = udp(bytes, flow, packet.fragment.is_some())?,
         Protocol::SCTP => packet.transport = sctp(bytes, flow)?,
-        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp(bytes, flow, layout.transport)?,
-        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmpv6(bytes, flow, layout.transport)?,
+        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp::v4(bytes, flow, layout.transport)?,
+        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmp::v6(bytes, flow, layout.transport)?,
         _ => packet.transport = Transport::Other,
     }
     Ok(())
@@ -385,47 +421,6 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     Ok(Transport::Sctp { chunk, tag })
 }
 
-#[inline(never)]
-fn icmp(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
-    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
-    match header[0] {
-        8 => Ok(echo_request(header, flow)),
-        0 => Ok(echo_reply(header, flow)),
-        // Unreachable, time exceeded, parameter problem. Source quench is deprecated (RFC 6633).
-        3 | 11 | 12 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
-        // A redirect would change routes behind the policy's back.
-        5 => Err(Cause::Redirect),
-        _ => Ok(Transport::Other),
-    }
-}
-
-#[inline(never)]
-fn icmpv6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
-    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
-    match header[0] {
-        128 => Ok(echo_request(header, flow)),
-        129 => Ok(echo_reply(header, flow)),
-        // Unreachable, packet too big, time exceeded, parameter problem.
-        1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
-        137 => Err(Cause::Redirect),
-        // RFC 4861: what is honest of these went to the kernel before it came here.
-        133..=136 => Err(Cause::NeighbourDiscovery),
-        _ => Ok(Transport::Other),
-    }
-}
-
-/// The identifier stands on the asking side alone: two hosts that ping each other often use the same one, and each
-/// ping is a connection of its own.
-fn echo_request(header: &[u8; 8], flow: &mut Flow) -> Transport {
-    flow.src_port = u16::from_be_bytes([header[4], header[5]]);
-    Transport::EchoRequest
-}
-
-fn echo_reply(header: &[u8; 8], flow: &mut Flow) -> Transport {
-    flow.dst_port = u16::from_be_bytes([header[4], header[5]]);
-    Transport::EchoReply
-}
-
 /// The flow of the packet that an ICMP error quotes, or `None` where too little of it is there.
 ///
 /// `quoted_at` is the offset of the quoted IP header. Eight octets behind it are what RFC 792 promises: ports
@@ -454,11 +449,7 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
     let bytes = frame.get(transport..)?.first_chunk::<8>()?;
     match flow.protocol {
         protocol if protocol.has_ports() => set_ports(bytes, &mut flow).ok()?,
-        Protocol::ICMP | Protocol::ICMPV6 => match (flow.protocol, bytes[0]) {
-            (Protocol::ICMP, 8) | (Protocol::ICMPV6, 128) => _ = echo_request(bytes, &mut flow),
-            (Protocol::ICMP, 0) | (Protocol::ICMPV6, 129) => _ = echo_reply(bytes, &mut flow),
-            _ => {}
-        },
+        Protocol::ICMP | Protocol::ICMPV6 => _ = icmp::query(bytes, &mut flow),
         _ => {}
     }
     Some(flow)

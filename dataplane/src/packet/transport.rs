@@ -94,9 +94,9 @@ pub enum Transport {
         /// Verification tag, host byte order.
         tag: u32,
     },
-    /// An ICMP or ICMPv6 echo request: may open a connection.
+    /// An ICMP or ICMPv6 echo request, or another query with an identifier: may open a connection.
     EchoRequest,
-    /// An ICMP or ICMPv6 echo reply: may only answer one.
+    /// An ICMP or ICMPv6 echo reply, or another query's: may only answer one.
     EchoReply,
     /// An ICMP or ICMPv6 error: belongs to the connection of the packet that it quotes.
     IcmpError {

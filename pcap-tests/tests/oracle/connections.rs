@@ -5,6 +5,7 @@ use std::net::IpAddr;
 
 use etherparse::{Ipv6ExtensionSlice, NetSlice, SlicedPacket};
 
+use super::fragments::{Datagrams, Piece};
 use super::policy::{Flow, World};
 
 /// What the oracle says of a packet; `None` where it has no opinion.
@@ -41,6 +42,7 @@ struct Connection {
 pub(crate) struct Oracle {
     pub(crate) world: World,
     connections: HashMap<Flow, Connection>,
+    datagrams: Datagrams,
 }
 
 /// What of a packet matters.
@@ -48,6 +50,7 @@ struct Seen {
     flow: Flow,
     ttl: u8,
     kind: Kind,
+    piece: Option<Piece>,
 }
 
 enum Kind {
@@ -58,7 +61,6 @@ enum Kind {
     Answer,
     Error(Option<Flow>),
     Wrong,
-    Fragment,
     Other,
 }
 
@@ -93,7 +95,7 @@ impl Oracle {
         if !own || !routable(src) || !routable(dst) {
             return Some("deny");
         }
-        let passes = self.passes(now, &seen)?;
+        let passes = self.whole_or_piece(now, &seen);
         let to_pod = self.world.local_pod(dst).is_some();
         let from_host = self.entry(entry, src) == Entry::Host;
         let spent = to_pod && !from_host && seen.ttl <= 1;
@@ -155,25 +157,45 @@ impl Oracle {
         (!for_pod && matches!(entry, Entry::Uplink | Entry::Host)).then_some(Some("kernel"))
     }
 
-    /// Whether connection or policy lets it pass; `None` without an opinion.
-    fn passes(&mut self, now: u64, seen: &Seen) -> Option<bool> {
+    /// Whether it passes: later fragments where their first one's connection does, all else by itself.
+    fn whole_or_piece(&mut self, now: u64, seen: &Seen) -> bool {
+        let Some(piece) = &seen.piece else { return self.passes(now, seen) };
+        if piece.offset > 0 {
+            let Some(flow) = self.datagrams.flow_of(now, piece) else { return false };
+            let found = self.find(now, &[flow, reversed(flow)]);
+            return found.is_some_and(|found| self.connections[&found].allowed);
+        }
+        let passes = self.passes(now, seen);
+        if passes {
+            self.datagrams.begin(now, piece, seen.flow);
+        }
+        passes
+    }
+
+    /// Whether connection or policy lets it pass.
+    fn passes(&mut self, now: u64, seen: &Seen) -> bool {
         match &seen.kind {
-            Kind::Fragment => return None,
-            Kind::Wrong => return Some(false),
+            Kind::Wrong => return false,
             Kind::Error(quoted) => {
-                let Some(quoted) = quoted.filter(|quoted| quoted.src == seen.flow.dst) else { return Some(false) };
+                let Some(quoted) = quoted.filter(|quoted| quoted.src == seen.flow.dst) else { return false };
                 if self.world.local_pod(seen.flow.src).is_some() && quoted.dst != seen.flow.src {
-                    return Some(false);
+                    return false;
                 }
-                let found = self.find(now, &quoted).or_else(|| self.find(now, &reversed(quoted)));
-                return Some(found.is_some_and(|found| self.connections[&found].allowed));
+                let found = self.find(now, &[quoted, reversed(quoted)]);
+                return found.is_some_and(|found| self.connections[&found].allowed);
             }
             _ => {}
         }
-        if let Some(key) = self.find(now, &seen.flow)
+        let keys = match seen.kind {
+            // Whoever asks opens, and whoever answers does not: two that ask each other are two connections.
+            Kind::Ask => vec![seen.flow],
+            Kind::Answer => vec![reversed(seen.flow)],
+            _ => vec![seen.flow, reversed(seen.flow)],
+        };
+        if let Some(key) = self.find(now, &keys)
             && let Some(verdict) = self.connections.get_mut(&key).and_then(|found| found.take(now, seen))
         {
-            return Some(verdict);
+            return verdict;
         }
         let opens = match seen.kind {
             // RFC 9293: a connection opens with SYN alone; one that was missed may be picked up by what has ACK alone.
@@ -196,14 +218,12 @@ impl Oracle {
             let connection = self.connections.entry(seen.flow).insert_entry(connection);
             connection.into_mut().take(now, seen);
         }
-        Some(allowed && opens)
+        allowed && opens
     }
 
-    /// The flow that opened the live connection of a packet.
-    fn find(&self, now: u64, flow: &Flow) -> Option<Flow> {
-        let keys = [*flow, reversed(*flow)];
-        // Of echoes each side's identifier is its own: only the asker's flow has it as its port.
-        let found = keys.into_iter().find(|key| self.connections.contains_key(key))?;
+    /// The first of these flows that opened a connection, if that is live.
+    fn find(&self, now: u64, keys: &[Flow]) -> Option<Flow> {
+        let found = *keys.iter().find(|key| self.connections.contains_key(key))?;
         let connection = &self.connections[&found];
         (now.saturating_sub(connection.last) <= connection.timeout()).then_some(found)
     }
@@ -286,16 +306,15 @@ fn addresses(ethertype: u16, frame: &[u8]) -> Option<(IpAddr, IpAddr)> {
 }
 
 /// The IP layer of a frame.
-struct Network<'a> {
-    src: IpAddr,
-    dst: IpAddr,
-    protocol: u8,
-    ttl: u8,
-    is_fragment: bool,
-    payload: &'a [u8],
+pub(crate) struct Network<'a> {
+    pub(crate) src: IpAddr,
+    pub(crate) dst: IpAddr,
+    pub(crate) protocol: u8,
+    pub(crate) ttl: u8,
+    pub(crate) payload: &'a [u8],
 }
 
-/// What etherparse makes of the IP layer; `None` where it, or a look at what it does not judge, finds fault.
+/// What etherparse makes of the IP layer of a whole packet; `None` where it, or a look at what it does not judge, finds fault.
 fn network(frame: &[u8]) -> Option<Network<'_>> {
     let sliced = SlicedPacket::from_ethernet(frame).ok()?;
     match sliced.net? {
@@ -308,7 +327,6 @@ fn network(frame: &[u8]) -> Option<Network<'_>> {
                 dst: header.destination_addr().into(),
                 protocol: v4.payload_ip_number().0,
                 ttl: header.ttl(),
-                is_fragment: v4.is_payload_fragmented(),
                 payload: v4.payload().payload,
             })
         }
@@ -325,7 +343,6 @@ fn network(frame: &[u8]) -> Option<Network<'_>> {
                 dst: header.destination_addr().into(),
                 protocol: v6.payload().ip_number.0,
                 ttl: header.hop_limit(),
-                is_fragment: v6.is_payload_fragmented(),
                 payload: v6.payload().payload,
             })
         }
@@ -354,10 +371,15 @@ fn options_are_good(mut options: &[u8]) -> bool {
 /// The opinion on one that is wrong as it is.
 fn look(frame: &[u8]) -> Result<Seen, Opinion> {
     const WRONG: Opinion = Some("deny");
-    let Network { src, dst, protocol, ttl, is_fragment, payload } = network(frame).ok_or(WRONG)?;
+    let piece = Piece::of(frame);
+    let network = match &piece {
+        Some(piece) => piece.network().ok_or(WRONG)?,
+        None => network(frame).ok_or(WRONG)?,
+    };
+    let Network { src, dst, protocol, ttl, payload } = network;
     let mut flow = Flow { src, dst, protocol, sport: 0, dport: 0 };
-    if is_fragment {
-        return Ok(Seen { flow, ttl, kind: Kind::Fragment });
+    if piece.as_ref().is_some_and(|piece| piece.offset > 0) {
+        return Ok(Seen { flow, ttl, kind: Kind::Other, piece });
     }
     let word = |at: usize| u16::from_be_bytes([payload[at], payload[at + 1]]);
     let long = |at: usize| u32::from(word(at)) << 16 | u32::from(word(at + 2));
@@ -381,19 +403,24 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
             }
             Kind::Tcp { flags: payload[13], seq: long(4), len: (payload.len() - header) as u32 }
         }
-        17 if word(4) < 8 || usize::from(word(4)) > payload.len() => return Err(WRONG),
+        17 if word(4) < 8 || (usize::from(word(4)) > payload.len() && piece.is_none()) => return Err(WRONG),
         17 => Kind::Udp,
         132 => {
             let initiate = if matches!(payload[12], 1 | 2) && payload.len() >= 20 { long(16) } else { 0 };
             Kind::Sctp { chunk: payload[12], tag: long(4), initiate }
         }
         1 | 58 => match (protocol, payload[0]) {
-            (1, 8) | (58, 128) => {
-                flow.sport = word(4);
+            // The other port is the request's number, so that two kinds of question with one identifier differ.
+            (1, asked @ (8 | 13 | 42)) | (58, asked @ (128 | 160)) => {
+                (flow.sport, flow.dport) = (word(4), asked.into());
                 Kind::Ask
             }
             (1, 0) | (58, 129) => {
-                flow.dport = word(4);
+                (flow.sport, flow.dport) = (if protocol == 1 { 8 } else { 128 }, word(4));
+                Kind::Answer
+            }
+            (1, answered @ (14 | 43)) | (58, answered @ 161) => {
+                (flow.sport, flow.dport) = (u16::from(answered) - 1, word(4));
                 Kind::Answer
             }
             (1, 3 | 11 | 12) | (58, 1..=4) => Kind::Error(quoted(&payload[8..], src.is_ipv6())),
@@ -402,7 +429,7 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
         },
         _ => Kind::Other,
     };
-    Ok(Seen { flow, ttl, kind })
+    Ok(Seen { flow, ttl, kind, piece })
 }
 
 /// The flow of a packet that an error quotes, if enough of it is there.
@@ -416,8 +443,7 @@ fn quoted(octets: &[u8], is_v6: bool) -> Option<Flow> {
     let word = |at: usize| u16::from_be_bytes([transport[at], transport[at + 1]]);
     let (sport, dport) = match (protocol, transport[0]) {
         (6 | 17 | 132, _) => (word(0), word(2)),
-        (1, 8) | (58, 128) => (word(4), 0),
-        (1, 0) | (58, 129) => (0, word(4)),
+        (1, asked @ (8 | 13 | 42)) | (58, asked @ (128 | 160)) => (word(4), asked.into()),
         _ => (0, 0),
     };
     Some(Flow { src, dst, protocol, sport, dport })

@@ -205,11 +205,12 @@ impl View<'_> {
             .map(|connection| {
                 let original = connection.original;
                 let Judgement { egress, ingress } = engine.judge(&original);
+                let (src_port, dst_port) = original.shown_ports();
                 types::Flow {
                     connection: identifier(table.connection_id(&original)),
                     protocol: original.protocol.to_string(),
-                    from: self.end(original.src, original.src_port),
-                    to: self.end(original.dst, original.dst_port),
+                    from: self.end(original.src, src_port),
+                    to: self.end(original.dst, dst_port),
                     state: connection.state.name().to_owned(),
                     egress: side(engine, egress, &original),
                     ingress: side(engine, ingress, &original),

@@ -117,7 +117,7 @@ impl Filter {
 
     fn takes(&self, connection: &Connection) -> bool {
         self.protocol.is_none_or(|protocol| protocol == connection.original.protocol)
-            && self.port.is_none_or(|port| port == connection.original.dst_port)
+            && self.port.is_none_or(|port| port == connection.original.shown_ports().1)
             && self.state.as_deref().is_none_or(|state| state == connection.state.name())
     }
 

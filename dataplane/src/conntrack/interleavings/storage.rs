@@ -17,7 +17,7 @@ impl Storage {
         let entries = (0..groups * LANES).map(|_| Entry::new()).collect();
         let tags = (0..groups).map(|_| Tags::new()).collect();
         // Every run must be the same run.
-        let seed = Seed([3, 5, 7, 11, 13, 17].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
+        let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
         Ok((Self { entries, tags }, seed, Opened::New))
     }
 

@@ -48,6 +48,19 @@ fn connections_outlast_the_table_that_made_them() {
     assert_eq!(table.iter(NOW).filter(|connection| connection.owner == OwnerId(3)).count(), 100);
 }
 
+/// Whoever follows a connection through the log does so across restarts.
+#[test]
+fn the_numbers_of_connections_in_logs_are_those_of_the_file() {
+    let (_directory, path) = directory();
+    let numbers = |table: &ConnTable| -> Vec<u64> { (0..50).map(|n| table.connection_id(&flow(n))).collect() };
+    let before = numbers(&open(&path).unwrap());
+    assert_eq!(numbers(&open(&path).unwrap()), before);
+    let back: Vec<u64> = (0..50).map(|n| open(&path).unwrap().connection_id(&flow(n).reversed())).collect();
+    assert_eq!(back, before, "in the other direction");
+    std::fs::remove_file(&path).unwrap();
+    assert!(numbers(&open(&path).unwrap()).iter().zip(&before).all(|(new, old)| new != old), "another table's");
+}
+
 #[test]
 fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
     let segment =
