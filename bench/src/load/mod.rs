@@ -2,6 +2,7 @@
 
 mod bulk;
 mod cores;
+mod flood;
 mod generator;
 mod meter;
 mod run;
@@ -14,6 +15,7 @@ mod wire;
 
 pub use bulk::{Receipt, transfer, transfer_for};
 pub use cores::CoreTimes;
+pub use flood::{Flood, Packets, Sources, route_beyond};
 pub use generator::{Generator, UdpFlow};
 pub use meter::{Count, Meter};
 pub use run::Probes;
