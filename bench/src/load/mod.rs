@@ -22,7 +22,7 @@ pub use run::Probes;
 pub use search::{Found, Search};
 pub use sink::Sink;
 pub use station::{Outcome, PORTS, PROBE_PORT, Probing, Station, Trial, of_length};
-pub use streams::{connections_for, streams_for};
+pub use streams::{connections_at, connections_for, streams_for};
 pub use traffic::{Lengths, Traffic};
 pub use wire::Wire;
 
