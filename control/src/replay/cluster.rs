@@ -93,7 +93,7 @@ impl Cluster {
 
     /// Makes a new snapshot of the engine's state.
     fn enact(&mut self) -> Result<(), ClusterError> {
-        let epoch = Epoch(self.snapshot.epoch.0.wrapping_add(1));
+        let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.snapshot = Snapshot { epoch, policy: self.engine.policy_set().clone(), forwarding };
         self.names = names(self.engine.state());

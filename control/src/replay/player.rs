@@ -293,7 +293,7 @@ impl Player {
 
     fn sweep_all(&self, now: Timestamp) {
         let mut cursor = SweepCursor::default();
-        while !self.table.sweep(&mut cursor, self.table.capacity(), now).wrapped {}
+        while !self.table.sweep(&mut cursor, self.table.capacity(), now, self.epoch).wrapped {}
     }
 }
 

@@ -349,7 +349,7 @@ impl<'a> Daemon<'a> {
     }
 
     fn publish(&mut self, why: &str, seen: Instant) {
-        self.epoch = Epoch(self.epoch.0.wrapping_add(1));
+        self.epoch = self.epoch.next();
         let (began, policy) = (Instant::now(), self.objects.policy_set());
         let forwarding = self.ports.forwarding(&self.node, &self.config.service_cidrs);
         self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);

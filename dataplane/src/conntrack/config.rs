@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::entry::Control;
 use super::state::{SctpState, State, TcpState};
-use super::time::{LONGEST_TIMEOUT, ticks};
+use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
 
 /// Settings of a [`super::ConnTable`].
@@ -17,8 +18,8 @@ pub struct Config {
     pub quota: Option<u32>,
     /// How long an idle connection is kept.
     pub timeouts: Timeouts,
-    /// Whether a TCP segment (or an SCTP chunk) from the middle of a connection may open one, as after a cold start.
-    pub pick_up: bool,
+    /// Whether a TCP segment (or an SCTP chunk) from the middle of a connection may open one.
+    pub pick_up: PickUp,
     /// File in which the table lives, so that it outlasts the process; in memory of its own if not given.
     pub mapping: Option<PathBuf>,
 }
@@ -44,8 +45,23 @@ impl Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Self { entries: 1 << 20, quota: None, timeouts: Timeouts::default(), pick_up: true, mapping: None }
+        Self { entries: 1 << 20, quota: None, timeouts: Timeouts::default(), pick_up: PickUp::Always, mapping: None }
     }
+}
+
+/// When a packet from the middle of a connection may open one, and then only while its owner has used less than half of
+/// what it may have. Whoever sends a single acknowledgement makes such an entry, and cannot be told from a connection that
+/// the table has lost.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PickUp {
+    /// Never.
+    Never,
+    /// Until this moment, unless the table was [found](super::Opened::Found): connections that a lost table held go on.
+    AfterLoss(Timestamp),
+    /// Until this moment: connections go on that were opened while no table was kept.
+    Until(Timestamp),
+    /// Always: for captures, which begin in the middle.
+    Always,
 }
 
 /// A setting of the connection table that cannot be.
@@ -116,7 +132,8 @@ timeouts! {
     tcp_timeout_syn_recv = 60,
     /// TCP, handshake complete: five days.
     tcp_timeout_established = 432_000,
-    /// TCP, after a RST of which it is not known whether its receiver took it.
+    /// TCP, after a RST of which it is not known whether its receiver took it; or taken up in the middle, and not answered
+    /// yet.
     tcp_timeout_unacknowledged = 300,
     /// TCP, one FIN.
     tcp_timeout_fin_wait = 120,
@@ -169,7 +186,7 @@ impl Timeouts {
                 TcpState::SynSent | TcpState::SynSent2 => self.tcp_timeout_syn_sent,
                 TcpState::SynReceived => self.tcp_timeout_syn_recv,
                 TcpState::Established => self.tcp_timeout_established,
-                TcpState::Resetting => self.tcp_timeout_unacknowledged,
+                TcpState::Resetting | TcpState::PickedUp => self.tcp_timeout_unacknowledged,
                 TcpState::FinWait => self.tcp_timeout_fin_wait,
                 TcpState::CloseWait => self.tcp_timeout_close_wait,
                 TcpState::LastAck => self.tcp_timeout_last_ack,
@@ -179,7 +196,7 @@ impl Timeouts {
             (State::Sctp(state), _) => match state {
                 SctpState::CookieWait => self.sctp_timeout_cookie_wait,
                 SctpState::CookieEchoed => self.sctp_timeout_cookie_echoed,
-                SctpState::Established => self.sctp_timeout_established,
+                SctpState::Established | SctpState::PickedUp => self.sctp_timeout_established,
                 SctpState::ShutdownSent => self.sctp_timeout_shutdown_sent,
                 SctpState::ShutdownReceived => self.sctp_timeout_shutdown_recd,
                 SctpState::ShutdownAckSent => self.sctp_timeout_shutdown_ack_sent,
@@ -189,13 +206,16 @@ impl Timeouts {
             (State::Cut, Protocol::TCP) => self.tcp_timeout_unacknowledged,
             (State::Cut, Protocol::SCTP) => self.sctp_timeout_established,
             (State::Unreplied, Protocol::UDP) => self.udp_timeout,
-            (State::Replied | State::Cut, Protocol::UDP) => self.udp_timeout_stream,
+            (State::Replied | State::Assured | State::Cut, Protocol::UDP) => self.udp_timeout_stream,
             (_, Protocol::ICMP) => self.icmp_timeout,
             (_, Protocol::ICMPV6) => self.icmpv6_timeout,
             _ => self.generic_timeout,
         }
     }
 }
+
+/// Where [`State::Cut`] stands among the states' numbers: no state has it.
+const CUT: u8 = 15;
 
 /// The timeouts as the packet path reads them: ticks by class of protocol and number of state.
 pub(super) struct Lifetimes([[u32; 16]; 6]);
@@ -204,18 +224,20 @@ impl Lifetimes {
     pub(super) fn new(timeouts: &Timeouts) -> Self {
         let mut table = [[0; 16]; 6];
         for protocol in [Protocol::TCP, Protocol::UDP, Protocol::ICMP, Protocol::ICMPV6, Protocol::SCTP, Protocol(0)] {
-            for code in 0..16 {
+            for code in 0..CUT {
                 if let Some(state) = State::from_code(protocol, code) {
                     table[class(protocol)][usize::from(code)] = ticks(timeouts.of(protocol, state));
                 }
             }
+            table[class(protocol)][usize::from(CUT)] = ticks(timeouts.of(protocol, State::Cut));
         }
         Self(table)
     }
 
-    /// Most ticks without a packet in the state of number `code`; none in what is no state.
+    /// Most ticks without a packet for what `control` shows; none if it is no state.
     #[inline]
-    pub(super) fn of(&self, protocol: Protocol, code: u8) -> u32 {
+    pub(super) fn of(&self, protocol: Protocol, control: Control) -> u32 {
+        let code = if control.is_revoked() { CUT } else { control.state() };
         self.0[class(protocol)][usize::from(code & 15)]
     }
 }

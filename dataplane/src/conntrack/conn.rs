@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::counters::Event;
-use super::entry::{Control, Entry, OwnerId, Tracking};
+use super::entry::{Control, Entry, EpochTag, OwnerId, Tracking};
 use super::hash::Hashed;
 use super::state::{State, TcpState};
 use super::table::ConnTable;
@@ -33,17 +33,26 @@ pub enum Update {
     Invalid,
     /// Policy has ended the connection, and this is no packet that opens another.
     Cut,
-    /// There is no such connection any more: it was removed meanwhile, or it had ended and this packet opens it anew.
-    /// Go on as for a packet without a connection.
+    /// It opens another connection where this one has ended or was never answered. Ask policy about the packet's own
+    /// direction, and if it may open one, [replace](Conn::replace) this one.
+    Opens,
+    /// A SYN from the side that did not open this live connection. Ask policy about the packet's own direction, and if it
+    /// may pass, [let it](Conn::hold_syn).
+    AsksInReverse,
+    /// A SYN-ACK that acknowledges a SYN which this live connection has let through: both ends have forgotten the
+    /// connection and open another. Ask policy about the direction of that SYN, and if it may open one,
+    /// [restart](Conn::restart) this one.
+    Restarts,
+    /// There is no such connection any more: it was removed meanwhile. Go on as for a packet without a connection.
     Ended,
 }
 
-/// What became of a connection that was judged again.
+/// What became of a connection about which policy was asked again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Judged {
-    /// It goes on as it was: allowed, or cut.
+    /// It goes on as it was: allowed, or cut. Also where another thread has asked under a newer epoch: that answer stays.
     Kept,
-    /// It was allowed and is not any more: this judgement has cut it.
+    /// It was allowed and is not any more: this verdict has cut it.
     Cut,
     /// It was cut and is allowed again.
     Restored,
@@ -75,16 +84,24 @@ impl<'t> Conn<'t> {
         orientation != self.control.original()
     }
 
-    /// Whose quota it counts against.
+    /// Whose quota it counts against. Ask before [`Conn::update`]: one that is accepted shows that the answer was this
+    /// connection's, and not its successor's in the same entry.
     #[inline]
     pub fn owner(&self) -> OwnerId {
-        self.control.owner()
+        self.entry.owner()
+    }
+
+    /// Whether its first packet came through the node's stack, where its address may have been translated. All its packets
+    /// then go through that stack, in both directions. Ask before [`Conn::update`], as for [`Conn::owner`].
+    #[inline]
+    pub fn via_host(&self) -> bool {
+        self.entry.is_via_host()
     }
 
     /// Its state when it was found or last updated through this handle.
     #[inline]
     pub fn state(&self) -> State {
-        State::from_code(self.hashed.protocol(), self.control.state()).unwrap_or(State::Unreplied)
+        State::of(self.hashed.protocol(), self.control).unwrap_or(State::Unreplied)
     }
 
     /// How long ago its last packet was, to within a second.
@@ -92,44 +109,42 @@ impl<'t> Conn<'t> {
         TICK * self.control.tick().age(now.tick())
     }
 
-    /// Whether it was last judged under this epoch. Epochs are told apart by their low 24 bits.
+    /// Whether policy was asked about it under this epoch or a newer one. Epochs are told apart by their low 24 bits.
     #[inline]
     pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
-        self.entry.is_of_epoch(self.control, epoch)
-    }
-
-    /// Notes that it was judged under this epoch, and is still allowed. False if it is gone.
-    pub fn set_epoch(&self, epoch: Epoch) -> bool {
-        self.entry.set_epoch(self.control, epoch)
+        self.control.epoch().covers(EpochTag::of(epoch))
     }
 
     /// Whether policy has ended it.
     #[inline]
     pub fn is_cut(&self) -> bool {
-        self.state() == State::Cut
+        self.control.is_revoked()
     }
 
-    /// Notes how it was judged under this epoch: a connection that is not allowed any more is cut, and one that was
-    /// cut and is allowed again is restored. Of several threads that judge it at once, one is told that it did so.
+    /// Notes what policy said of it under this epoch: a connection that is not allowed any more is cut, and one that was
+    /// cut and is allowed again is restored. Of several threads that ask at once, one is told that it did so. Verdict and
+    /// epoch change in one step, and an older epoch never takes the place of a newer one.
     pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
-        let judged = loop {
+        let epoch = EpochTag::of(epoch);
+        loop {
             let control = self.entry.control();
-            if !control.is_same_stay(self.control) {
+            if !control.is_same_generation(self.control) {
                 return Judged::Gone;
             }
             self.control = control;
-            let (next, judged) = match (allowed, self.is_cut()) {
-                (true, true) => (State::restored(self.hashed.protocol()), Judged::Restored),
-                (false, false) => (State::Cut, Judged::Cut),
-                _ => break Judged::Kept,
-            };
-            let wanted = control.with(next.code(), control.tick());
+            if control.epoch().covers(epoch) {
+                return Judged::Kept;
+            }
+            let wanted = control.with_verdict(epoch, allowed);
             if self.entry.exchange(control, wanted).is_ok() {
                 self.control = wanted;
-                break judged;
+                return match (control.is_revoked(), allowed) {
+                    (false, false) => Judged::Cut,
+                    (true, true) => Judged::Restored,
+                    _ => Judged::Kept,
+                };
             }
-        };
-        if self.set_epoch(epoch) { judged } else { Judged::Gone }
+        }
     }
 
     /// The sequence number that whoever receives what travels this way expects next: one past the highest that was let
@@ -142,61 +157,122 @@ impl<'t> Conn<'t> {
     /// Lets one of its packets act on it.
     #[inline(always)]
     pub fn update(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
-        match self.act(orientation, transport, now) {
+        match self.act(orientation, transport, now, false) {
             Some(update) => update,
-            None => {
-                let update;
-                (*self, update) = self.act_again(orientation, transport, now);
-                update
-            }
+            None => self.act_again(orientation, transport, now, false),
         }
+    }
+
+    /// [`Conn::update`] for a packet that [`Update::AsksInReverse`] and that policy allows: the SYN is remembered until it
+    /// is answered.
+    pub fn hold_syn(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
+        self.act_again(orientation, transport, now, true)
     }
 
     /// [`Conn::update`] after another thread was faster. Each round that fails does so because another's succeeded.
     #[cold]
     #[inline(never)]
-    fn act_again(mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> (Self, Update) {
+    fn act_again(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp, allowed: bool) -> Update {
         loop {
-            let control = self.entry.control();
-            if !control.is_same_stay(self.control) {
-                return (self, Update::Ended);
+            if !self.refresh() {
+                return Update::Ended;
             }
-            self.control = control;
-            if let Some(update) = self.act(orientation, transport, now) {
-                return (self, update);
+            if let Some(update) = self.act(orientation, transport, now, allowed) {
+                return update;
             }
         }
     }
 
-    /// [`Conn::update`], unless another thread has changed the entry since its control word was read.
+    /// Reads the control word again; false if the connection is gone.
+    fn refresh(&mut self) -> bool {
+        let control = self.entry.control();
+        let is_there = control.is_same_generation(self.control);
+        if is_there {
+            self.control = control;
+        }
+        is_there
+    }
+
+    /// [`Conn::update`], unless another thread has changed the entry since its control word was read. `allowed`: a SYN from
+    /// the side that did not open the connection may pass.
     #[inline(always)]
-    fn act(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Option<Update> {
+    fn act(
+        &mut self,
+        orientation: Orientation,
+        transport: &Transport,
+        now: Timestamp,
+        allowed: bool,
+    ) -> Option<Update> {
         let (now, control) = (now.tick(), self.control);
         let tracked = self.entry.tracking_under(control)?;
-        if control.state() == TcpState::Established as u8
+        if control.is_in(TcpState::Established as u8)
             && self.hashed.protocol() == Protocol::TCP
             && let Transport::Tcp(segment) = transport
             && let Some(tracking) = track::go_on(tracked, orientation, segment)
         {
             return self.accept(State::Tcp(TcpState::Established), tracked, tracking, now);
         }
-        let Some(state) = State::from_code(self.hashed.protocol(), control.state()) else {
+        if control.is_revoked() {
+            // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
+            let _ = self.entry.exchange(control, control.with(control.state(), now));
+            return Some(if track::opens(transport) { Update::Opens } else { Update::Cut });
+        }
+        let Some(state) = State::of(self.hashed.protocol(), control) else {
             return Some(Update::Ended);
         };
-        match track::step(state, tracked, control.original(), orientation, transport) {
+        match track::step(state, tracked, control.original(), orientation, transport, now) {
             Step::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
+            Step::Hold(_) if orientation != control.original() && !allowed => Some(Update::AsksInReverse),
+            // It proves nothing yet: the connection ages on.
+            Step::Hold(tracking) => self.accept(state, tracked, tracking, control.tick()),
             Step::Pass => Some(Update::Accepted(state)),
             Step::Invalid => Some(Update::Invalid),
-            Step::Cut => {
-                // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
-                let _ = self.entry.exchange(control, control.with(state.code(), now));
-                Some(Update::Cut)
-            }
-            Step::Reopen => self.take(control).then(|| {
-                self.table.counters.count(Event::Reopened);
-                Update::Ended
-            }),
+            Step::Open => Some(Update::Opens),
+            Step::Restart(_) => Some(Update::Restarts),
         }
+    }
+
+    /// Removes it for a packet that [`Update::Opens`] another and that policy allows; enter that one then. False if the
+    /// connection is not one that such a packet replaces any more.
+    pub fn replace(mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> bool {
+        loop {
+            if !self.refresh() {
+                return true;
+            }
+            match self.act(orientation, transport, now, false) {
+                Some(Update::Opens) => {}
+                Some(_) => return false,
+                None => continue,
+            }
+            if self.refresh() && self.take(self.control) {
+                self.table.counters.count(Event::Reopened);
+                return true;
+            }
+        }
+    }
+
+    /// Makes it the connection that a SYN has opened which it had let through, and which this packet, a SYN-ACK,
+    /// acknowledges. Policy has allowed the SYN's direction under `epoch`. False if that is not so any more.
+    pub fn restart(&mut self, epoch: Epoch, orientation: Orientation, transport: &Transport, now: Timestamp) -> bool {
+        while self.refresh() {
+            let control = self.control;
+            let (Some(tracked), Some(state)) =
+                (self.entry.tracking_under(control), State::of(self.hashed.protocol(), control))
+            else {
+                continue;
+            };
+            let step = track::step(state, tracked, control.original(), orientation, transport, now.tick());
+            let Step::Restart(tracking) = step else { return false };
+            let wanted = control
+                .with(TcpState::SynReceived as u8, now.tick())
+                .with_original(orientation.opposite())
+                .with_verdict(EpochTag::of(epoch), true);
+            if self.exchange(tracked, tracking, wanted) {
+                self.table.counters.count(Event::Reopened);
+                return true;
+            }
+        }
+        false
     }
 
     /// Goes on from what was tracked to what is now; `None` if another thread was faster.
@@ -205,21 +281,27 @@ impl<'t> Conn<'t> {
         let control = self.control;
         let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
         let wanted = control.with(next.code(), tick);
+        self.exchange(tracked, tracking, wanted).then_some(Update::Accepted(next))
+    }
+
+    /// Puts tracking words and control word in place of those that were read; false if another thread was faster.
+    #[inline(always)]
+    fn exchange(&mut self, tracked: Tracking, tracking: Tracking, wanted: Control) -> bool {
         let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
         // Windows first: if the process ends between the steps, they are merely ahead of the state.
         let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
             && self.entry.exchange_tracking(high, tracked[1], tracking[1])
-            && (wanted == control || self.entry.exchange(control, wanted).is_ok());
-        done.then(|| {
+            && (wanted == self.control || self.entry.exchange(self.control, wanted).is_ok());
+        if done {
             self.control = wanted;
-            Update::Accepted(next)
-        })
+        }
+        done
     }
 
     /// Removes it. False if it was gone already.
     pub fn remove(self) -> bool {
         let mut control = self.control;
-        while control.is_same_stay(self.control) {
+        while control.is_same_generation(self.control) {
             if self.take(control) {
                 self.table.counters.count(Event::Removed);
                 return true;

@@ -42,10 +42,12 @@ events! {
     Reopened = reopened,
     /// Connections removed by the caller: cut by policy, or their pod went.
     Removed = removed,
-    /// Half-open or closing connections evicted for a new one.
-    EvictedTransient = evicted_transient,
-    /// Unreplied connections evicted for a new one.
-    EvictedUnreplied = evicted_unreplied,
+    /// Connections that were ending, evicted for a new one.
+    EvictedClosing = evicted_closing,
+    /// Connections of which one side alone was heard, evicted for a new one.
+    EvictedUnanswered = evicted_unanswered,
+    /// Connections that were answered once, evicted for a new one.
+    EvictedAnswered = evicted_answered,
     /// Connections evicted for another one of the same owner, which was at its quota.
     EvictedQuota = evicted_quota,
     /// New connections refused because there was no room and nothing to evict.

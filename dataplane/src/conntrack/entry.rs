@@ -11,29 +11,69 @@ use crate::snapshot::Epoch;
 #[repr(transparent)]
 pub struct OwnerId(pub u16);
 
-/// The control word: who holds the entry, and what changes with packets. Every change of hands and every change
-/// of state is one compare-and-swap of it.
+/// The low 24 bits of an [`Epoch`], as an entry keeps them. Compared by order (RFC 1982), not by equality: of two within
+/// 2²³ of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) takes older ones away long
+/// before they come that far apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct EpochTag(u32);
+
+impl EpochTag {
+    const BITS: u32 = 24;
+    const MASK: u32 = (1 << Self::BITS) - 1;
+    /// Of a connection that no snapshot of this process has been asked about. No published epoch has it
+    /// ([`Epoch::next`]).
+    pub(super) const NONE: Self = Self(0);
+    /// An entry this far behind loses its tag at the next sweep.
+    const STALE: u32 = 1 << (Self::BITS - 2);
+
+    #[inline]
+    pub(super) const fn of(epoch: Epoch) -> Self {
+        Self(epoch.0 & Self::MASK)
+    }
+
+    /// Whether what was decided under this tag still holds under `wanted`: it is as new, or newer.
+    #[inline]
+    pub(super) const fn covers(self, wanted: Self) -> bool {
+        self.0 != Self::NONE.0 && self.0.wrapping_sub(wanted.0) & Self::MASK < 1 << (Self::BITS - 1)
+    }
+
+    /// Whether it is so far behind `now` that it must go before the numbers come round.
+    pub(super) const fn is_stale(self, now: Self) -> bool {
+        self.0 != Self::NONE.0
+            && !self.covers(now)
+            && now.0.wrapping_sub(self.0) & Self::MASK >= Self::STALE
+    }
+}
+
+/// The control word: who holds the entry, what changes with packets, and what policy said of it under which epoch. Every
+/// change of hands, of state and of verdict is one compare-and-swap of it.
 ///
 /// | bits | |
 /// |---|---|
 /// | 0–3 | state: 0 free, 1 claimed, else the number of the connection's state |
 /// | 4 | tentative: written, but not yet known to be the only entry of its key |
 /// | 5 | orientation of the original direction |
-/// | 6–27 | tick of the last packet |
-/// | 28–43 | owner |
-/// | 44–63 | generation: counts how often the entry has been claimed |
+/// | 6 | revoked: policy has ended the connection; the state stays as it was |
+/// | 7–28 | tick of the last packet |
+/// | 29–52 | tag of the epoch under which policy was last asked |
+/// | 53–63 | generation: counts how often the entry has been claimed |
 ///
-/// The generation wraps after 2²⁰ claims. A compare-and-swap that waited so long would in addition have to meet the
-/// same state, owner and tick to go wrong.
+/// The generation wraps after 2¹¹ claims. A compare-and-swap that waited so long would in addition have to meet the
+/// same state, epoch and tick to go wrong.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Control(pub(super) u64);
 
+const STATE: u64 = 15;
 const TENTATIVE: u64 = 1 << 4;
-const ORIENTATION: u64 = 1 << 5;
-const TICK_AT: u32 = 6;
-const OWNER_AT: u32 = TICK_AT + Tick::BITS;
-const GENERATION_AT: u32 = OWNER_AT + 16;
-const _: () = assert!(GENERATION_AT == 44);
+const ORIENTATION_AT: u32 = 5;
+const ORIENTATION: u64 = 1 << ORIENTATION_AT;
+const REVOKED: u64 = 1 << 6;
+const TICK_AT: u32 = 7;
+const TICK: u64 = (Tick::MASK as u64) << TICK_AT;
+const EPOCH_AT: u32 = TICK_AT + Tick::BITS;
+const EPOCH: u64 = (EpochTag::MASK as u64) << EPOCH_AT;
+const GENERATION_AT: u32 = EPOCH_AT + EpochTag::BITS;
+const _: () = assert!(GENERATION_AT == 53);
 
 /// State number of an entry that is free.
 pub(super) const FREE: u8 = 0;
@@ -42,20 +82,20 @@ pub(super) const CLAIMED: u8 = 1;
 
 impl Control {
     /// A tentative connection in an entry that was claimed at this generation.
-    pub(super) fn tentative(claimed: Self, state: u8, orientation: Orientation, owner: OwnerId, tick: Tick) -> Self {
+    pub(super) fn tentative(claimed: Self, state: u8, orientation: Orientation, epoch: EpochTag, tick: Tick) -> Self {
         Self(
             u64::from(state)
                 | TENTATIVE
-                | (orientation as u64) << 5
+                | (orientation as u64) << ORIENTATION_AT
                 | u64::from(tick.0) << TICK_AT
-                | u64::from(owner.0) << OWNER_AT
+                | u64::from(epoch.0) << EPOCH_AT
                 | claimed.generation() << GENERATION_AT,
         )
     }
 
     #[inline]
     pub(super) const fn state(self) -> u8 {
-        (self.0 & 15) as u8
+        (self.0 & STATE) as u8
     }
 
     #[inline]
@@ -80,6 +120,18 @@ impl Control {
         self.is_written() && !self.is_tentative()
     }
 
+    /// Whether policy has ended the connection.
+    #[inline]
+    pub(super) const fn is_revoked(self) -> bool {
+        self.0 & REVOKED != 0
+    }
+
+    /// Whether the connection is in the state of this number, and not revoked.
+    #[inline]
+    pub(super) const fn is_in(self, state: u8) -> bool {
+        self.0 & (STATE | REVOKED) == state as u64
+    }
+
     #[inline]
     pub(super) const fn original(self) -> Orientation {
         if self.0 & ORIENTATION == 0 { Orientation::LowToHigh } else { Orientation::HighToLow }
@@ -91,8 +143,8 @@ impl Control {
     }
 
     #[inline]
-    pub(super) const fn owner(self) -> OwnerId {
-        OwnerId((self.0 >> OWNER_AT) as u16)
+    pub(super) const fn epoch(self) -> EpochTag {
+        EpochTag((self.0 >> EPOCH_AT) as u32 & EpochTag::MASK)
     }
 
     #[inline]
@@ -100,9 +152,9 @@ impl Control {
         self.0 >> GENERATION_AT
     }
 
-    /// Whether both are of one stay of one connection.
+    /// Whether both are of one connection, between one claim of the entry and the next.
     #[inline]
-    pub(super) const fn is_same_stay(self, other: Self) -> bool {
+    pub(super) const fn is_same_generation(self, other: Self) -> bool {
         self.generation() == other.generation() && self.is_written() && other.is_written()
     }
 
@@ -113,11 +165,19 @@ impl Control {
     /// The same connection in another state, or at another time.
     #[inline]
     pub(super) const fn with(self, state: u8, tick: Tick) -> Self {
-        Self(self.0 & !15 & !((Tick::MASK as u64) << TICK_AT) | state as u64 | (tick.0 as u64) << TICK_AT)
+        Self(self.0 & !STATE & !TICK | state as u64 | (tick.0 as u64) << TICK_AT)
     }
 
-    pub(super) const fn with_owner(self, owner: OwnerId) -> Self {
-        Self(self.0 & !(0xffff << OWNER_AT) | (owner.0 as u64) << OWNER_AT)
+    /// The same connection as policy decided of it under this epoch.
+    #[inline]
+    pub(super) const fn with_verdict(self, epoch: EpochTag, allowed: bool) -> Self {
+        let revoked = if allowed { 0 } else { REVOKED };
+        Self(self.0 & !EPOCH & !REVOKED | (epoch.0 as u64) << EPOCH_AT | revoked)
+    }
+
+    /// The same connection, opened in this direction.
+    pub(super) const fn with_original(self, orientation: Orientation) -> Self {
+        Self(self.0 & !ORIENTATION | (orientation as u64) << ORIENTATION_AT)
     }
 
     /// Held by one thread, in the same generation.
@@ -136,8 +196,33 @@ impl Control {
     }
 }
 
-/// What tracking keeps of each direction: the window of TCP, the tag of SCTP. Indexed by [`Orientation`].
+/// What tracking keeps of each direction: the window of TCP, the tag of SCTP, indexed by [`Orientation`]. Of other
+/// protocols the first word is the tick of the first packet.
 pub(super) type Tracking = [u64; 2];
+
+/// What an entry is opened with, beside its key.
+#[derive(Clone, Copy)]
+pub(super) struct Contents {
+    pub(super) owner: OwnerId,
+    pub(super) via_host: bool,
+    pub(super) tracking: Tracking,
+}
+
+/// What an entry holds.
+pub(super) struct Loaded {
+    pub(super) control: Control,
+    pub(super) key: KeyWords,
+    pub(super) owner: OwnerId,
+    pub(super) tracking: Tracking,
+}
+
+/// The name word above the key's 40 bits: owner in bits 40–55, then flags.
+const OWNER_AT: u32 = NAME_BITS;
+const OWNER: u64 = 0xffff << OWNER_AT;
+/// The connection came through the node's stack.
+const VIA_HOST: u64 = 1 << 56;
+/// The owner is not counted any more: the entry is being cleared.
+const UNCOUNTED: u64 = 1 << 57;
 
 /// Words of a key before the last. Loom makes do with the first, or it would never come to an end.
 const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
@@ -152,7 +237,7 @@ pub(super) struct Entry {
     control: AtomicU64,
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
-    /// Ports and protocol in the low 40 bits, the epoch in the high 24.
+    /// Ports and protocol in the low 40 bits, then the owner and flags.
     name: AtomicU64,
     tracking: [AtomicU64; 2],
 }
@@ -189,14 +274,15 @@ impl Entry {
     }
 
     /// Writes a connection into an entry that this thread has claimed, and shows it.
-    pub(super) fn publish(&self, control: Control, key: &KeyWords, epoch: Epoch, tracking: Tracking) {
+    pub(super) fn publish(&self, control: Control, key: &KeyWords, contents: Contents) {
         // A reader that sees any of the words below also sees, by its own fence, that the entry was claimed.
         fence(Ordering::Release);
         for (word, value) in self.addresses.iter().zip(key) {
             word.store(*value, Ordering::Relaxed);
         }
-        overwrite(&self.name, key[4] | stored_epoch(epoch, control) << NAME_BITS);
-        for (word, value) in self.tracking.iter().zip(tracking) {
+        let flags = if contents.via_host { VIA_HOST } else { 0 };
+        overwrite(&self.name, key[4] | u64::from(contents.owner.0) << OWNER_AT | flags);
+        for (word, value) in self.tracking.iter().zip(contents.tracking) {
             overwrite(word, value);
         }
         self.control.store(control.0, Ordering::Release);
@@ -218,30 +304,31 @@ impl Entry {
         (differs == 0 && self.still(before)).then_some(before)
     }
 
-    /// A connection's words as of one moment of its stay, or `None` if there is none or it changed hands meanwhile.
-    pub(super) fn load(&self) -> Option<(Control, KeyWords, Tracking)> {
-        let before = self.control();
+    /// What the entry holds as of one moment, or `None` if there is no connection or it changed hands meanwhile.
+    pub(super) fn load(&self) -> Option<Loaded> {
+        let control = self.control();
         let mut key = [0; 5];
         for (value, word) in key.iter_mut().zip(&self.addresses) {
             *value = word.load(Ordering::Relaxed);
         }
-        key[4] = self.name.load(Ordering::Relaxed) & NAME_MASK;
+        let name = self.name.load(Ordering::Relaxed);
+        key[4] = name & NAME_MASK;
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
-        self.still(before).then_some((before, key, tracking))
+        self.still(control).then_some(Loaded { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking })
     }
 
     /// Whether what was read since `before` was read belongs to the connection that `before` shows.
     #[inline]
     fn still(&self, before: Control) -> bool {
         fence(Ordering::Acquire);
-        before.is_same_stay(Control(self.control.load(Ordering::Relaxed)))
+        before.is_same_generation(Control(self.control.load(Ordering::Relaxed)))
     }
 
     /// The tracking words of the connection that `control` shows, if it is still there, with its control word of now.
     #[inline]
     pub(super) fn tracking(&self, control: Control) -> Option<(Control, Tracking)> {
         let now = self.control();
-        if !now.is_same_stay(control) {
+        if !now.is_same_generation(control) {
             return None;
         }
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
@@ -257,7 +344,7 @@ impl Entry {
     }
 
     /// Compare-and-swap of a tracking word. It names no generation: the word itself tells connections apart (32 bits of
-    /// it are a sequence number or a verification tag), and `from` was read during the connection's stay.
+    /// it are a sequence number or a verification tag), and `from` was read while the connection was there.
     #[inline]
     pub(super) fn exchange_tracking(&self, orientation: Orientation, from: u64, to: u64) -> bool {
         from == to
@@ -271,27 +358,49 @@ impl Entry {
         }
     }
 
-    /// Whether the connection that `control` shows was judged under `epoch`.
+    /// Whose quota the connection counts against. Only a caller that then changes the control word it read before by
+    /// compare-and-swap, or holds the entry, may trust it.
     #[inline]
-    pub(super) fn is_of_epoch(&self, control: Control, epoch: Epoch) -> bool {
-        self.name.load(Ordering::Relaxed) >> NAME_BITS == stored_epoch(epoch, control)
+    pub(super) fn owner(&self) -> OwnerId {
+        OwnerId((self.name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
     }
 
-    /// Notes that the connection that `control` shows was judged under `epoch`; false if it is gone.
-    pub(super) fn set_epoch(&self, control: Control, epoch: Epoch) -> bool {
+    /// Whether the connection came through the node's stack; trusted as [`Entry::owner`] is.
+    #[inline]
+    pub(super) fn is_via_host(&self) -> bool {
+        self.name.load(Ordering::Relaxed) & VIA_HOST != 0
+    }
+
+    /// The owner of a connection that this thread has claimed to clear it. From here on [`Entry::exchange_owner`] fails, so
+    /// that the owner returned is the one that it is counted for.
+    pub(super) fn take_owner(&self) -> OwnerId {
+        OwnerId((self.name.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
+    }
+
+    /// Gives the connection that `control` shows to another owner; the one before, or `None` if the connection is gone.
+    pub(super) fn exchange_owner(&self, control: Control, to: OwnerId) -> Option<OwnerId> {
         let mut name = self.name.load(Ordering::Relaxed);
         loop {
-            if !self.still(control) {
-                return false;
+            if !self.still(control) || name & UNCOUNTED != 0 {
+                return None;
             }
-            let wanted = name & NAME_MASK | stored_epoch(epoch, control) << NAME_BITS;
-            // `name` was read during the connection's stay. Were the entry re-used between here and the swap, ports,
-            // protocol and the epoch sealed with the generation would all have to repeat for it to succeed.
+            // Whoever clears the entry after this sets UNCOUNTED first, and finds the new owner.
+            let wanted = name & !OWNER | u64::from(to.0) << OWNER_AT;
             match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
-                Ok(_) => return true,
+                Ok(_) => return Some(OwnerId((name >> OWNER_AT) as u16)),
                 Err(found) => name = found,
             }
         }
+    }
+
+    /// The address that opened the connection that `control` shows: its words of the key. Trusted as [`Entry::owner`] is.
+    #[inline]
+    pub(super) fn is_opened_by(&self, control: Control, source: &[u64; 2]) -> bool {
+        let words = match control.original() {
+            Orientation::LowToHigh => self.addresses.get(..2),
+            Orientation::HighToLow => self.addresses.get(2..4),
+        };
+        words.is_some_and(|words| words.iter().zip(source).all(|(word, part)| word.load(Ordering::Relaxed) == *part))
     }
 
     /// The protocol, which only a caller that holds a control word of the same stay may trust.
@@ -301,43 +410,42 @@ impl Entry {
     }
 }
 
-/// 24 bits that stand for `epoch` in one stay: sealed with the generation, so that a late writer's word does not fit
-/// the entry's next connection.
-#[inline]
-fn stored_epoch(epoch: Epoch, control: Control) -> u64 {
-    let seal = (control.generation() as u32).wrapping_mul(0x9e37_79b1) >> 8;
-    u64::from((epoch.0 ^ seal) & 0x00ff_ffff)
-}
-
 #[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
 
     #[test]
     fn the_control_word_keeps_its_parts_apart() {
-        let claimed = Control(0xabcde << 44 | 0xfffff << 20).claimed_anew();
-        assert_eq!((claimed.generation(), claimed.state()), (0xabcdf, CLAIMED));
-        let tick = Tick(0x2a_5a5a);
-        let control = Control::tentative(claimed, 11, Orientation::HighToLow, OwnerId(0xbeef), tick);
+        let claimed = Control(0x5ef << 53 | 0xfffff << 20).claimed_anew();
+        assert_eq!((claimed.generation(), claimed.state()), (0x5f0, CLAIMED));
+        let (tick, epoch) = (Tick(0x2a_5a5a), EpochTag::of(Epoch(0x12ab_cdef)));
+        let control = Control::tentative(claimed, 11, Orientation::HighToLow, epoch, tick);
         assert!(control.is_tentative() && control.is_written() && !control.is_live());
         let control = control.confirmed();
-        assert!(control.is_live());
-        assert_eq!((control.state(), control.tick(), control.owner()), (11, tick, OwnerId(0xbeef)));
-        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0xabcdf));
-        let other = control.with(3, Tick(Tick::MASK)).with_owner(OwnerId(1));
-        assert_eq!((other.state(), other.tick(), other.owner()), (3, Tick(Tick::MASK), OwnerId(1)));
-        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0xabcdf));
-        assert!(control.is_same_stay(other) && !control.is_same_stay(control.claimed()));
+        assert!(control.is_live() && !control.is_revoked() && control.is_in(11));
+        assert_eq!((control.state(), control.tick(), control.epoch()), (11, tick, epoch));
+        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0x5f0));
+        let other = control.with(3, Tick(Tick::MASK)).with_verdict(EpochTag::of(Epoch(1)), false);
+        assert_eq!((other.state(), other.tick(), other.epoch()), (3, Tick(Tick::MASK), EpochTag(1)));
+        assert!(other.is_revoked() && !other.is_in(3));
+        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0x5f0));
+        assert_eq!(other.with_original(Orientation::LowToHigh).original(), Orientation::LowToHigh);
+        assert!(!other.with_verdict(EpochTag::of(Epoch(2)), true).is_revoked());
+        assert!(control.is_same_generation(other) && !control.is_same_generation(control.claimed()));
         assert_eq!(Control(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
 
     #[test]
-    fn an_epoch_is_sealed_with_the_generation() {
-        let at = |generation: u64| Control(generation << 44 | 5);
-        for generation in 1..1000 {
-            assert_eq!(stored_epoch(Epoch(7), at(generation)), stored_epoch(Epoch(7), at(generation)));
-            assert_ne!(stored_epoch(Epoch(7), at(generation)), stored_epoch(Epoch(7), at(generation + 1)));
-            assert_ne!(stored_epoch(Epoch(7), at(generation)), stored_epoch(Epoch(8), at(generation)));
+    fn epochs_are_compared_by_order_across_the_wrap() {
+        let tag = |epoch: u32| EpochTag::of(Epoch(epoch));
+        for start in [1, 5_000_000, (1 << 24) - 3, (3 << 24) - 1, u32::MAX - 2] {
+            let (old, new) = (Epoch(start), Epoch(start).next().next());
+            assert!(EpochTag::of(new).covers(EpochTag::of(old)) && EpochTag::of(old).covers(EpochTag::of(old)));
+            assert!(!EpochTag::of(old).covers(EpochTag::of(new)), "{start}");
         }
+        assert!(!EpochTag::NONE.covers(tag(1)) && !EpochTag::NONE.covers(EpochTag::NONE));
+        assert!(!tag(1).is_stale(tag(1000)) && !tag(1000).is_stale(tag(1)), "a lagging reader");
+        assert!(tag(1).is_stale(tag(1 + (1 << 22))) && tag(1).is_stale(tag((1 << 23) - 1)));
+        assert!(!EpochTag::NONE.is_stale(tag(1 << 23)));
     }
 }

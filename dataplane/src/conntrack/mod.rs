@@ -6,12 +6,13 @@
 //!   stops in the middle holds at most one entry, which the others do without.
 //! - The table is **set-associative**: a key hashes (with a seed that is random at each start) to a home group of 32
 //!   entries and to an alternate one for when the home is crowded. A line of tags says which of the 32 to look at.
-//! - When both groups are full, half-open and closing connections make room first, then the least recently used
-//!   unreplied one; never an established one. Each owner (pod) has a quota, within which it evicts its own.
+//! - When both groups are full, connections that are ending make room first, then those of which one side alone was heard,
+//!   the least recently used first; never one that both sides have agreed to. An owner (pod) has a share, no more than what
+//!   others leave free, within which it evicts its own.
 //!
 //! The usual course for a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then for
-//! each [`ConnTable::find`]; a hit is judged again if it is not [of the current epoch](Conn::is_of_epoch), then
-//! [updated](Conn::update); a miss is judged and [inserted](ConnTable::insert).
+//! each [`ConnTable::find`]; for a hit policy is asked again if it is not [of the current epoch](Conn::is_of_epoch), then it
+//! is [updated](Conn::update); for a miss policy is asked and the connection [inserted](ConnTable::insert).
 
 mod config;
 mod conn;
@@ -34,14 +35,14 @@ mod tcp;
 mod time;
 mod track;
 
-pub use config::{Config, ConfigError, Timeouts};
+pub use config::{Config, ConfigError, PickUp, Timeouts};
 pub use conn::{Conn, Judged, Update};
 pub use counters::Statistics;
 pub use entry::OwnerId;
 pub use fragments::Fragments;
 pub use hash::Hashed;
 pub use opened::{OpenError, Opened, Unusable};
-pub use state::{SctpState, State, TcpState, Worth};
+pub use state::{EvictionClass, SctpState, State, TcpState};
 pub use sweep::{Connection, SweepCursor, Swept};
 pub use table::{ConnTable, Insertion, NewConn, Refused};
 pub use time::Timestamp;

@@ -39,7 +39,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     prop_oneof![
         12 => (n.clone(), any::<bool>()).prop_map(|(n, reply)| Op::Packet { n, reply }),
         1 => n.clone().prop_map(|n| Op::Refusal { n }),
-        2 => (n.clone(), 0..3u32, any::<bool>()).prop_map(|(n, epoch, allowed)| Op::Judge { n, epoch, allowed }),
+        2 => (n.clone(), 1..9u32, any::<bool>()).prop_map(|(n, epoch, allowed)| Op::Judge { n, epoch, allowed }),
         1 => n.prop_map(|n| Op::Remove { n }),
         1 => prop_oneof![Just(0u64), Just(1), Just(7), Just(20), Just(100)].prop_map(|seconds| Op::Advance { seconds }),
         1 => (0..200usize).prop_map(|steps| Op::Sweep { steps }),
@@ -80,12 +80,13 @@ fn transport(protocol: Protocol, reply: bool) -> Transport {
 struct Known {
     original: Flow,
     state: State,
+    is_cut: bool,
     owner: OwnerId,
-    epoch: Epoch,
+    epoch: u32,
+    began: u64,
     last: u64,
 }
 
-#[derive(Default)]
 struct Model {
     known: HashMap<FlowKey, Known>,
     millis: u64,
@@ -94,15 +95,29 @@ struct Model {
     quota: usize,
 }
 
+/// As large as the table.
+const ENTRIES: usize = 64;
+
+impl Model {
+    /// Most connections that an owner may have while there are so many in all.
+    fn limit(&self, all: usize) -> usize {
+        self.quota.min(ENTRIES.saturating_sub(all).max(1))
+    }
+}
+
 /// Half seconds, as the table counts.
 fn ticks(millis: u64) -> u64 {
     millis / 512
 }
 
 impl Known {
+    /// The state that is seen.
+    fn shown(&self) -> State {
+        if self.is_cut { State::Cut } else { self.state }
+    }
     fn lifetime(&self) -> u64 {
-        let seconds: u64 = match (self.original.protocol, self.state) {
-            (Protocol::UDP, State::Replied | State::Cut) => 120,
+        let seconds: u64 = match (self.original.protocol, self.shown()) {
+            (Protocol::UDP, State::Replied | State::Assured | State::Cut) => 120,
             (Protocol::UDP | Protocol::ICMP, _) => 30,
             (_, State::Cut) => 300,
             (_, State::Tcp(TcpState::SynSent)) => 120,
@@ -114,17 +129,21 @@ impl Known {
     fn is_expired(&self, now: u64) -> bool {
         ticks(now) - ticks(self.last) > self.lifetime()
     }
-    /// What goes first when room is needed, as the documents promise it; `None`: never.
-    fn rank(&self, now: u64) -> Option<(u8, u64)> {
-        let class = match self.state {
-            _ if self.is_expired(now) => 0,
-            State::Tcp(_) | State::Cut => 1,
-            State::Unreplied => 2,
+    /// What goes first when room is needed by a connection from `source`, as the documents promise it; `None`: never.
+    fn rank(&self, source: Address, now: u64) -> Option<Rank> {
+        let (ending, class) = match self.state {
+            _ if self.is_expired(now) => (0, 0),
+            State::Tcp(TcpState::Close) => (1, 0),
+            State::Tcp(TcpState::SynSent) | State::Unreplied => (2, 0),
+            State::Replied => (2, 1),
             _ => return None,
         };
-        Some((class, ticks(self.last)))
+        Some((ending, self.original.src != source, class, ticks(self.last)))
     }
 }
+
+/// Ending or not, of another source or not, answered or not, and when it was used last.
+type Rank = (u8, bool, u8, u64);
 
 /// Runs one packet as the pipeline does, and checks what becomes of it.
 fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport) {
@@ -136,14 +155,14 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
     let found = table.find(&hashed, now);
     assert_eq!(
         found.map(|conn| (conn.original_flow(), conn.state(), conn.owner())),
-        known.map(|k| (k.original, k.state, k.owner))
+        known.map(|k| (k.original, k.shown(), k.owner))
     );
     match (found, known) {
         (Some(mut conn), Some(mut known)) => {
-            assert!(conn.is_of_epoch(known.epoch) && !conn.is_of_epoch(Epoch(known.epoch.0 + 1)));
+            assert!(conn.is_of_epoch(Epoch(known.epoch)) && !conn.is_of_epoch(Epoch(known.epoch + 1)));
             let reply = flow != known.original;
             let update = conn.update(hashed.orientation(), transport, now);
-            let expected = expected_state(&known, reply, transport);
+            let expected = expected_state(&known, reply, transport, model.millis);
             match expected {
                 Expected::State(state) => {
                     assert_eq!(update, Update::Accepted(state));
@@ -157,8 +176,9 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
                     known.last = model.millis;
                     model.known.insert(key, known);
                 }
-                Expected::Ended => {
-                    assert_eq!(update, Update::Ended);
+                Expected::Opens => {
+                    assert_eq!(update, Update::Opens);
+                    assert!(conn.replace(hashed.orientation(), transport, now));
                     model.known.remove(&key);
                     enter(table, model, flow, transport, owner);
                 }
@@ -174,19 +194,22 @@ enum Expected {
     Unchanged,
     Invalid,
     Cut,
-    Ended,
+    Opens,
 }
 
-fn expected_state(known: &Known, reply: bool, transport: &Transport) -> Expected {
-    if known.state == State::Cut {
+fn expected_state(known: &Known, reply: bool, transport: &Transport, now: u64) -> Expected {
+    if known.is_cut {
         let anew = matches!(transport, Transport::Tcp(segment) if segment.flags == TcpFlags::SYN);
-        return if anew { Expected::Ended } else { Expected::Cut };
+        return if anew { Expected::Opens } else { Expected::Cut };
     }
     let Transport::Tcp(segment) = transport else {
         return match transport {
             Transport::EchoReply if !reply => Expected::Invalid,
             Transport::EchoRequest if reply => Expected::Invalid,
-            _ if reply => Expected::State(State::Replied),
+            _ if reply && known.state == State::Unreplied => Expected::State(State::Replied),
+            _ if !reply && known.state == State::Replied && ticks(now) - ticks(known.began) >= 4 => {
+                Expected::State(State::Assured)
+            }
             _ => Expected::State(known.state),
         };
     };
@@ -195,7 +218,7 @@ fn expected_state(known: &Known, reply: bool, transport: &Transport) -> Expected
         // Of a refused connection nothing but the SYN was seen of the client, and nothing of the server's numbers.
         Expected::State(State::Tcp(TcpState::Close))
     } else if segment.flags.contains(TcpFlags::SYN) {
-        if closed { Expected::Ended } else { Expected::State(known.state) }
+        if closed { Expected::Opens } else { Expected::State(known.state) }
     } else if closed {
         Expected::State(known.state)
     } else {
@@ -214,25 +237,30 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
         let hashed = table.prepare(&key.flow(crate::packet::Orientation::LowToHigh));
         table.lookup(&hashed).map(|(slot, _)| slot / LANES)
     };
-    let candidates: HashMap<FlowKey, (u32, (u8, u64))> = model
+    let candidates: HashMap<FlowKey, (u32, Rank)> = model
         .known
         .iter()
         .filter(|(_, known)| known.owner == owner)
-        .filter_map(|(key, known)| Some((*key, (group_of(key)?, known.rank(model.millis)?))))
+        .filter_map(|(key, known)| Some((*key, (group_of(key)?, known.rank(flow.src, model.millis)?))))
         .filter(|(_, (group, _))| groups.contains(group))
         .collect();
     let owned = model.known.values().filter(|known| known.owner == owner).count();
-    let new = NewConn { hashed: &hashed, transport, owner, epoch: Epoch(model.epoch), now };
+    let all = model.known.len();
+    let is_full = owned >= model.limit(all);
+    let epoch = Epoch(model.epoch);
+    let new = NewConn { hashed: &hashed, transport, owner, via_host: false, epoch, now };
     let opens = !matches!(transport, Transport::EchoReply)
         && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
     match table.insert(&new) {
         Ok(Insertion::Created(conn)) => {
             assert!(opens);
             assert_eq!(conn.original_flow(), flow);
-            if owned >= model.quota {
-                evicted(table, model, &candidates);
+            if is_full {
+                evicted(table, model, candidates, if owned > model.limit(all) { 2 } else { 1 });
             }
-            let known = Known { original: flow, state: conn.state(), owner, epoch: new.epoch, last: model.millis };
+            let (state, began) = (conn.state(), model.millis);
+            let known =
+                Known { original: flow, state, is_cut: false, owner, epoch: model.epoch, began, last: model.millis };
             model.known.insert(key, known);
             model.created += 1;
         }
@@ -241,27 +269,28 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
             assert!(!opens);
             model.known.extend(expired.map(|known| (key, known)));
         }
-        Err(Refused::Quota) => assert!(opens && owned >= model.quota && candidates.is_empty()),
+        Err(Refused::Quota) => assert!(opens && is_full && candidates.is_empty()),
         Err(Refused::Full) => panic!("the table is larger than the model ever is"),
     }
 }
 
-/// One of the candidates made room; none in its own group would have gone before it.
-fn evicted(table: &ConnTable, model: &mut Model, candidates: &HashMap<FlowKey, (u32, (u8, u64))>) {
+/// So many of the candidates made room, or as many as there are; none in their own group would have gone before them.
+fn evicted(table: &ConnTable, model: &mut Model, mut candidates: HashMap<FlowKey, (u32, Rank)>, wanted: usize) {
     let is_there =
         |key: &FlowKey| table.lookup(&table.prepare(&key.flow(crate::packet::Orientation::LowToHigh))).is_some();
-    let gone: Vec<FlowKey> = model.known.keys().filter(|key| !is_there(key)).copied().collect();
-    let [victim] = gone[..] else { panic!("one connection makes room for one: {gone:?}") };
-    let (group, rank) = candidates[&victim];
-    assert!(
-        candidates.values().all(|(other, better)| *other != group || rank <= *better),
-        "{rank:?} of {candidates:?}"
-    );
-    assert!(
-        candidates.values().all(|(_, better)| rank.0 < 2 || better.0 >= 2),
-        "an unreplied one before a transient one"
-    );
-    model.known.remove(&victim);
+    let mut gone: Vec<FlowKey> = model.known.keys().filter(|key| !is_there(key)).copied().collect();
+    assert_eq!(gone.len(), wanted.min(candidates.len()), "{gone:?} made room");
+    gone.sort_by_key(|key| candidates[key].1);
+    for victim in gone {
+        let (group, rank) = candidates[&victim];
+        assert!(
+            candidates.values().all(|(other, better)| *other != group || rank <= *better),
+            "{rank:?} of {candidates:?}"
+        );
+        assert!(candidates.values().all(|(_, better)| rank.0 < 2 || better.0 >= 2), "an open one before one that ends");
+        candidates.remove(&victim);
+        model.known.remove(&victim);
+    }
 }
 
 fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op) {
@@ -279,16 +308,16 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
             let now = Timestamp::from_millis(model.millis);
             if let Some(mut conn) = table.find(&table.prepare(&flow(n)), now) {
                 let known = model.known.get_mut(&flow(n).key().0).unwrap();
-                // What the windows of a TCP connection say that was never whole is no matter of this model.
-                let allowed = allowed && (known.state != State::Cut || flow(n).protocol != Protocol::TCP);
-                known.epoch = Epoch(epoch);
-                let expected = match (known.state == State::Cut, allowed) {
-                    (false, false) => (State::Cut, Judged::Cut),
-                    (true, true) => (State::Replied, Judged::Restored),
-                    _ => (known.state, Judged::Kept),
+                let expected = match (known.is_cut, allowed) {
+                    _ if known.epoch >= epoch => Judged::Kept,
+                    (false, false) => Judged::Cut,
+                    (true, true) => Judged::Restored,
+                    _ => Judged::Kept,
                 };
-                known.state = expected.0;
-                assert_eq!(conn.set_judged(Epoch(epoch), allowed), expected.1);
+                if known.epoch < epoch {
+                    (known.epoch, known.is_cut) = (epoch, !allowed);
+                }
+                assert_eq!(conn.set_judged(Epoch(epoch), allowed), expected);
             }
         }
         Op::Remove { n } => {
@@ -300,7 +329,7 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
         }
         Op::Advance { seconds } => model.millis += seconds * 1000 + 77,
         Op::Sweep { steps } => {
-            let swept = table.sweep(cursor, steps, Timestamp::from_millis(model.millis));
+            let swept = table.sweep(cursor, steps, Timestamp::from_millis(model.millis), Epoch(model.epoch));
             let before = model.known.len();
             let now = model.millis;
             model.known.retain(|key, known| {
@@ -334,7 +363,7 @@ fn compare(table: &ConnTable, model: &Model) {
         let connection = listed[key];
         assert_eq!(
             (connection.original, connection.state, connection.owner),
-            (known.original, known.state, known.owner)
+            (known.original, known.shown(), known.owner)
         );
         assert_eq!(connection.idle.as_millis() as u64 / 512, ticks(model.millis) - ticks(known.last));
     }
@@ -359,9 +388,15 @@ proptest! {
         ops in prop::collection::vec(any_op(), 1..150),
         quota in prop_oneof![Just(4u32), Just(8), Just(100)],
     ) {
-        let config = Config { entries: 64, quota: Some(quota), pick_up: false, ..Config::default() };
+        let config = Config { entries: ENTRIES, quota: Some(quota), pick_up: PickUp::Never, ..Config::default() };
         let table = ConnTable::new(&config).unwrap();
-        let mut model = Model { millis: NOW.as_millis(), quota: quota as usize, ..Model::default() };
+        let mut model = Model {
+            known: HashMap::new(),
+            millis: NOW.as_millis(),
+            epoch: 1,
+            created: 0,
+            quota: quota as usize,
+        };
         let mut cursor = SweepCursor::default();
         for op in ops {
             apply(&table, &mut model, &mut cursor, op);

@@ -3,18 +3,13 @@
 use std::sync::atomic::Ordering as CountOrdering;
 
 use super::counters::Event;
-use super::entry::{Control, OwnerId};
-use super::hash::{KeyWords, alternate, home, key_of, tag};
+use super::entry::{Control, EpochTag, Loaded, OwnerId};
+use super::hash::{alternate, home, key_of, tag};
 use super::state::State;
 use super::table::ConnTable;
 use super::tags::LANES;
 use super::tcp::Window;
 use crate::packet::{Flow, Protocol};
-use crate::snapshot::Epoch;
-
-/// The epoch of a connection that no snapshot of this process has judged. Publishers count up from zero and, by the
-/// time that 24 bits have passed, have judged every connection again.
-const NOT_JUDGED: Epoch = Epoch(u32::MAX);
 
 impl ConnTable {
     /// Makes a table that was found fit for use, before any other thread has it: what was under way is cleared, what is
@@ -23,11 +18,11 @@ impl ConnTable {
         for slot in 0..self.capacity() as u32 {
             let (group, lane) = (slot / LANES, slot % LANES);
             match self.sound(slot) {
-                Some((control, key)) => {
-                    let hash = self.seed.hash(&key);
+                Some(loaded) => {
+                    let hash = self.seed.hash(&loaded.key);
                     self.tags(group).clear(lane);
                     self.tags(group).set(lane, tag(hash));
-                    self.take_over(slot, control, &key);
+                    self.take_over(slot, &loaded);
                 }
                 None => {
                     self.tags(group).clear(lane);
@@ -37,23 +32,23 @@ impl ConnTable {
         }
     }
 
-    /// The connection in an entry, if one is there whole and where it belongs.
-    fn sound(&self, slot: u32) -> Option<(Control, KeyWords)> {
-        let (control, key, _) = self.entry(slot).load()?;
-        let hash = self.seed.hash(&key);
+    /// What is in an entry, if a connection is there whole and where it belongs.
+    fn sound(&self, slot: u32) -> Option<Loaded> {
+        let loaded = self.entry(slot).load()?;
+        let hash = self.seed.hash(&loaded.key);
         let is_home = [home(hash, self.groups), alternate(hash, self.groups)].contains(&(slot / LANES));
-        let protocol = key_of(&key).protocol;
-        (control.is_live() && is_home && State::from_code(protocol, control.state()).is_some())
-            .then_some((control, key))
+        let is_state = State::from_code(key_of(&loaded.key).protocol, loaded.control.state()).is_some();
+        (loaded.control.is_live() && is_home && is_state).then_some(loaded)
     }
 
-    fn take_over(&self, slot: u32, control: Control, key: &KeyWords) {
-        let entry = self.entry(slot);
-        entry.set_epoch(control, NOT_JUDGED);
-        if let (Protocol::TCP, Some((_, tracking))) = (key_of(key).protocol, entry.tracking(control)) {
-            entry.set_tracking(tracking.map(Window::unsynchronised));
+    fn take_over(&self, slot: u32, loaded: &Loaded) {
+        let (entry, control) = (self.entry(slot), loaded.control);
+        // No other thread has the table yet: nothing can have changed the word.
+        let _ = entry.exchange(control, control.with_verdict(EpochTag::NONE, !control.is_revoked()));
+        if key_of(&loaded.key).protocol == Protocol::TCP {
+            entry.set_tracking(loaded.tracking.map(Window::unsynchronised));
         }
-        self.owner(control.owner()).fetch_add(1, CountOrdering::Relaxed);
+        _ = self.count(loaded.owner);
     }
 
     /// Gives every connection to the owner that `owner` names for the flow that opened it, and removes those for which
@@ -66,7 +61,7 @@ impl ConnTable {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
             // Until it is done or the connection is gone: a worker may touch it in between.
-            while let Some((control, key, _)) = self.entry(slot).load()
+            while let Some(Loaded { control, key, .. }) = self.entry(slot).load()
                 && control.is_live()
             {
                 match owner(&key_of(&key).flow(control.original())) {
@@ -88,8 +83,8 @@ impl ConnTable {
     fn give_to(&self, slot: u32, control: Control, owner: OwnerId) -> bool {
         // Counted first, so that whoever removes it then finds it counted.
         self.owner(owner).fetch_add(1, CountOrdering::Relaxed);
-        let given = self.entry(slot).exchange(control, control.with_owner(owner)).is_ok();
-        self.unreserve(if given { control.owner() } else { owner });
-        given
+        let before = self.entry(slot).exchange_owner(control, owner);
+        self.owner(before.unwrap_or(owner)).fetch_sub(1, CountOrdering::Relaxed);
+        before.is_some()
     }
 }

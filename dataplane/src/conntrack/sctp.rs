@@ -13,7 +13,7 @@ pub(super) enum Step {
     Accept(SctpState, u64, u64),
     Pass,
     Invalid,
-    Reopen,
+    Open,
 }
 
 const KNOWN: u64 = 1 << 32;
@@ -23,7 +23,7 @@ pub(super) fn open(chunk: SctpChunk, tag: u32, pick_up: bool) -> Option<(SctpSta
     match chunk {
         // RFC 9260 section 8.5.1: INIT carries the tag 0.
         SctpChunk::Init => (tag == 0).then_some((SctpState::CookieWait, 0, 0)),
-        SctpChunk::Other if pick_up && tag != 0 => Some((SctpState::Established, KNOWN | u64::from(tag), 0)),
+        SctpChunk::Other if pick_up && tag != 0 => Some((SctpState::PickedUp, KNOWN | u64::from(tag), 0)),
         _ => None,
     }
 }
@@ -53,6 +53,8 @@ pub(super) fn step(
         return Step::Invalid;
     }
     let sender = if sender == 0 && receiver != known { known } else { sender };
+    let both_heard = sender != 0 && receiver != 0;
+    let state = if state == SctpState::PickedUp && both_heard { SctpState::Established } else { state };
     match after(state, from_opener, chunk) {
         Some(state) => Step::Accept(state, sender, receiver),
         None => Step::Invalid,
@@ -62,7 +64,7 @@ pub(super) fn step(
 fn init(state: SctpState, sender: u64, receiver: u64, from_opener: bool, tag: u32) -> Step {
     match state {
         _ if tag != 0 => Step::Invalid,
-        SctpState::Closed => Step::Reopen,
+        SctpState::Closed | SctpState::PickedUp => Step::Open,
         SctpState::CookieWait if from_opener => Step::Accept(state, sender, receiver),
         // A peer that restarted, or INITs that crossed (RFC 9260 section 5.2): the receiver decides by its own state.
         _ => Step::Pass,
@@ -73,6 +75,8 @@ fn after(state: SctpState, from_opener: bool, chunk: SctpChunk) -> Option<SctpSt
     use SctpState as S;
     Some(match (chunk, state) {
         (SctpChunk::Abort, _) | (SctpChunk::ShutdownComplete, S::ShutdownAckSent | S::Closed) => S::Closed,
+        // Until the other side is heard, too.
+        (_, S::PickedUp) => S::PickedUp,
         (SctpChunk::InitAck, S::CookieWait) if !from_opener => S::CookieWait,
         (SctpChunk::CookieEcho, S::CookieWait | S::CookieEchoed) if from_opener => S::CookieEchoed,
         (SctpChunk::CookieAck, S::CookieEchoed) if !from_opener => S::Established,
@@ -122,7 +126,7 @@ mod tests {
                     Some(state)
                 }
                 Step::Pass => Some(state),
-                Step::Invalid | Step::Reopen => None,
+                Step::Invalid | Step::Open => None,
             };
             assert_eq!(after, expected, "{description}: packet {number}, {chunk:?}");
         }
@@ -165,7 +169,7 @@ mod tests {
 
     #[test]
     fn an_init_reopens_a_closed_association() {
-        assert_eq!(step(S::Closed, KNOWN | 1, KNOWN | 2, true, Init, 0), Step::Reopen);
+        assert_eq!(step(S::Closed, KNOWN | 1, KNOWN | 2, true, Init, 0), Step::Open);
     }
 
     #[test]
@@ -174,6 +178,11 @@ mod tests {
         assert_eq!(open(Other, 0, true), None);
         assert_eq!(open(Init, 5, true), None);
         assert_eq!(open(CookieAck, 5, true), None);
-        assert_eq!(open(Other, 5, true), Some((S::Established, KNOWN | 5, 0)));
+        let (state, sender, receiver) = open(Other, 5, true).unwrap();
+        assert_eq!((state, sender, receiver), (S::PickedUp, KNOWN | 5, 0));
+        assert_eq!(step(state, sender, receiver, true, Shutdown, 5), Step::Accept(S::PickedUp, sender, receiver));
+        assert_eq!(step(state, sender, receiver, true, Init, 0), Step::Open);
+        assert_eq!(step(state, receiver, sender, false, Other, 6), Step::Accept(S::Established, KNOWN | 6, sender));
+        assert_eq!(step(state, receiver, sender, false, Abort, 5), Step::Accept(S::Closed, receiver, sender), "reflected");
     }
 }

@@ -1,5 +1,6 @@
-//! The states that a connection can be in, and what each is worth.
+//! The states that a connection can be in, and which of them make room for others.
 
+use super::entry::Control;
 use crate::packet::Protocol;
 
 /// The state of a connection.
@@ -13,13 +14,13 @@ pub enum State {
     Unreplied,
     /// Any other protocol: both sides have been heard.
     Replied,
+    /// Any other protocol: both sides have been heard, and the opening one again two seconds after the first packet or
+    /// later, as `nf_conntrack_udp_packet` has it (net/netfilter/nf_conntrack_proto_udp.c).
+    Assured,
     /// Any protocol: policy has ended it, and no packet of it passes. It is remembered because a packet of its
     /// answering side would otherwise be taken for one that opens a connection the other way.
     Cut,
 }
-
-/// Number of [`State::Cut`] in the control word, whatever the protocol.
-const CUT: u8 = 15;
 
 /// States of a TCP connection as a firewall between its ends sees them. Names follow nf_conntrack's.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -46,6 +47,8 @@ pub enum TcpState {
     TimeWait = 10,
     /// Ended by a RST.
     Close = 11,
+    /// Taken up in the middle of a connection, of which one side has been heard so far.
+    PickedUp = 12,
 }
 
 /// States of an SCTP association. Names follow nf_conntrack's.
@@ -66,17 +69,21 @@ pub enum SctpState {
     ShutdownAckSent = 7,
     /// SHUTDOWN COMPLETE or ABORT was seen.
     Closed = 8,
+    /// Taken up in the middle of an association, of which one side has been heard so far.
+    PickedUp = 9,
 }
 
-/// What a connection is worth when the table is full. Ordered: what goes first is least.
+/// What goes for a new connection when there is no room. Ordered: what goes first is least.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Worth {
-    /// Half-open or closing: evicted first.
-    Transient,
-    /// One side has never answered: evicted next, the least recently used first.
-    Unreplied,
+pub enum EvictionClass {
+    /// Ended or nearly so.
+    Closing,
+    /// One side alone has been heard, or the other has not confirmed that it was: anyone can make such entries.
+    Unanswered,
+    /// Both sides have been heard, once.
+    Answered,
     /// Never evicted for another connection.
-    Established,
+    Kept,
 }
 
 impl State {
@@ -87,50 +94,57 @@ impl State {
             Self::Sctp(state) => state.name(),
             Self::Unreplied => "UNREPLIED",
             Self::Replied => "REPLIED",
+            Self::Assured => "ASSURED",
             Self::Cut => "CUT",
         }
     }
 
-    /// What it is worth when the table is full.
-    pub const fn worth(self) -> Worth {
+    /// Whether it goes for a new connection when there is no room. [`State::Cut`] goes by the state that the connection was
+    /// in.
+    pub(super) const fn eviction_class(self) -> EvictionClass {
         match self {
-            Self::Tcp(TcpState::Established | TcpState::Resetting)
-            | Self::Sctp(SctpState::Established)
-            | Self::Replied => Worth::Established,
-            Self::Tcp(_) | Self::Sctp(_) | Self::Cut => Worth::Transient,
-            Self::Unreplied => Worth::Unreplied,
+            Self::Tcp(state) => match state {
+                TcpState::Established | TcpState::Resetting | TcpState::FinWait | TcpState::CloseWait => {
+                    EvictionClass::Kept
+                }
+                TcpState::SynSent | TcpState::SynSent2 | TcpState::SynReceived | TcpState::PickedUp => {
+                    EvictionClass::Unanswered
+                }
+                TcpState::LastAck | TcpState::TimeWait | TcpState::Close => EvictionClass::Closing,
+            },
+            Self::Sctp(state) => match state {
+                SctpState::Established | SctpState::ShutdownSent | SctpState::ShutdownReceived => EvictionClass::Kept,
+                SctpState::CookieWait | SctpState::CookieEchoed | SctpState::PickedUp => EvictionClass::Unanswered,
+                SctpState::ShutdownAckSent | SctpState::Closed => EvictionClass::Closing,
+            },
+            Self::Unreplied => EvictionClass::Unanswered,
+            Self::Replied => EvictionClass::Answered,
+            Self::Assured | Self::Cut => EvictionClass::Kept,
         }
     }
 
-    /// Whether both sides have agreed to the connection and neither has begun to end it.
-    pub const fn is_established(self) -> bool {
-        matches!(self.worth(), Worth::Established)
+    /// The state of the connection that `control` shows, or `None` if there is none of its number.
+    #[inline]
+    pub(super) const fn of(protocol: Protocol, control: Control) -> Option<Self> {
+        if control.is_revoked() { Some(Self::Cut) } else { Self::from_code(protocol, control.state()) }
     }
 
-    /// What a cut connection of this protocol is when policy allows it again.
-    pub(super) const fn restored(protocol: Protocol) -> Self {
-        match protocol {
-            Protocol::TCP => Self::Tcp(TcpState::Established),
-            Protocol::SCTP => Self::Sctp(SctpState::Established),
-            _ => Self::Replied,
-        }
-    }
-
-    /// Its number in the control word; 0 and 1 are no states of a connection.
+    /// Its number in the control word; 0 and 1 are no states of a connection. [`State::Cut`] has none: it is a flag beside
+    /// the state that the connection was in.
     pub(super) const fn code(self) -> u8 {
         match self {
             Self::Tcp(state) => state as u8,
             Self::Sctp(state) => state as u8,
             Self::Unreplied => 2,
             Self::Replied => 3,
-            Self::Cut => CUT,
+            Self::Assured => 4,
+            Self::Cut => panic!("no packet leads to it"),
         }
     }
 
     /// The state of this number in a connection of `protocol`, or `None` if there is none.
     pub(super) const fn from_code(protocol: Protocol, code: u8) -> Option<Self> {
         Some(match (protocol, code) {
-            (_, CUT) => Self::Cut,
             (Protocol::TCP, _) => match TcpState::from_code(code) {
                 Some(state) => Self::Tcp(state),
                 None => return None,
@@ -141,6 +155,7 @@ impl State {
             },
             (_, 2) => Self::Unreplied,
             (_, 3) => Self::Replied,
+            (_, 4) => Self::Assured,
             _ => return None,
         })
     }
@@ -148,7 +163,7 @@ impl State {
 
 impl TcpState {
     /// Every state, in the order of its number.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::SynSent,
         Self::SynSent2,
         Self::SynReceived,
@@ -159,6 +174,7 @@ impl TcpState {
         Self::LastAck,
         Self::TimeWait,
         Self::Close,
+        Self::PickedUp,
     ];
 
     /// Its name.
@@ -174,17 +190,18 @@ impl TcpState {
             Self::LastAck => "LAST_ACK",
             Self::TimeWait => "TIME_WAIT",
             Self::Close => "CLOSE",
+            Self::PickedUp => "PICKED_UP",
         }
     }
 
     const fn from_code(code: u8) -> Option<Self> {
-        if code >= 2 && code < 12 { Some(Self::ALL[code as usize - 2]) } else { None }
+        if code >= 2 && code < 13 { Some(Self::ALL[code as usize - 2]) } else { None }
     }
 }
 
 impl SctpState {
     /// Every state, in the order of its number.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::CookieWait,
         Self::CookieEchoed,
         Self::Established,
@@ -192,6 +209,7 @@ impl SctpState {
         Self::ShutdownReceived,
         Self::ShutdownAckSent,
         Self::Closed,
+        Self::PickedUp,
     ];
 
     /// Its name.
@@ -204,11 +222,12 @@ impl SctpState {
             Self::ShutdownReceived => "SHUTDOWN_RECD",
             Self::ShutdownAckSent => "SHUTDOWN_ACK_SENT",
             Self::Closed => "CLOSED",
+            Self::PickedUp => "PICKED_UP",
         }
     }
 
     const fn from_code(code: u8) -> Option<Self> {
-        if code >= 2 && code < 9 { Some(Self::ALL[code as usize - 2]) } else { None }
+        if code >= 2 && code < 10 { Some(Self::ALL[code as usize - 2]) } else { None }
     }
 }
 
@@ -231,9 +250,9 @@ mod tests {
             let own = match protocol {
                 Protocol::TCP => TcpState::ALL.len(),
                 Protocol::SCTP => SctpState::ALL.len(),
-                _ => 2,
+                _ => 3,
             };
-            assert_eq!(states.len(), own + 1, "its own states, and cut");
+            assert_eq!(states.len(), own);
         }
     }
 }

@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use super::counters::Event;
-use super::entry::{Control, OwnerId};
+use super::entry::{EpochTag, Loaded, OwnerId};
 use super::hash::key_of;
 use super::state::State;
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::{TICK, Timestamp};
 use crate::packet::{Address, Flow};
+use crate::snapshot::Epoch;
 
 /// Where a sweep goes on. Several sweeps may run at once, each with its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -44,17 +45,25 @@ pub struct Connection {
 }
 
 impl ConnTable {
-    /// Removes expired connections among the next `steps` entries (rounded up to a whole group).
+    /// Removes expired connections among the next `steps` entries (rounded up to a whole group), and takes the epoch from
+    /// those whose epoch is so old, as of `epoch`, that its number may come again: policy is asked about them at their next
+    /// packet.
     ///
     /// A million entries take some 30 ms; swept every few seconds in steps of a few hundred between batches, a
     /// connection outlives its timeout by no more than one round, and is not found meanwhile.
-    pub fn sweep(&self, cursor: &mut SweepCursor, steps: usize, now: Timestamp) -> Swept {
-        let now = now.tick();
+    pub fn sweep(&self, cursor: &mut SweepCursor, steps: usize, now: Timestamp, epoch: Epoch) -> Swept {
+        let (now, epoch) = (now.tick(), EpochTag::of(epoch));
         let mut swept = Swept::default();
         while swept.examined < steps {
             let group = cursor.group % self.groups;
             for slot in self.occupied(group) {
-                swept.expired += usize::from(self.expire(slot, self.entry(slot).control(), now));
+                let control = self.entry(slot).control();
+                swept.expired += usize::from(self.expire(slot, control, now));
+                if control.is_live() && control.epoch().is_stale(epoch) {
+                    // If it fails, a packet was just there, and policy was asked.
+                    let unasked = control.with_verdict(EpochTag::NONE, !control.is_revoked());
+                    let _ = self.entry(slot).exchange(control, unasked);
+                }
             }
             swept.examined += LANES as usize;
             cursor.group = group + 1;
@@ -70,14 +79,14 @@ impl ConnTable {
     /// The connections in the table, in no order. One that comes or goes meanwhile may or may not be among them.
     pub fn iter(&self, now: Timestamp) -> impl Iterator<Item = Connection> + '_ {
         (0..self.groups).flat_map(|group| self.occupied(group)).filter_map(move |slot| {
-            let (control, key, _) = self.entry(slot).load()?;
+            let Loaded { control, key, owner, .. } = self.entry(slot).load()?;
             let key = key_of(&key);
-            let (age, lifetime) = (control.tick().age(now.tick()), self.lifetimes.of(key.protocol, control.state()));
+            let (age, lifetime) = (control.tick().age(now.tick()), self.lifetimes.of(key.protocol, control));
             (control.is_live() && age <= lifetime).then_some(())?;
             Some(Connection {
                 original: key.flow(control.original()),
-                state: State::from_code(key.protocol, control.state())?,
-                owner: control.owner(),
+                state: State::of(key.protocol, control)?,
+                owner,
                 idle: TICK * age,
                 expires_in: TICK * (lifetime - age),
             })
@@ -89,7 +98,7 @@ impl ConnTable {
     /// A worker that is just entering one may do so after this has passed by: publish a snapshot without the pod
     /// first, and such an entry is of an older epoch, and is judged again at its next packet.
     pub fn remove_owner(&self, owner: OwnerId) -> usize {
-        self.remove_where(|_, control| control.owner() == owner)
+        self.remove_where(|_, found| found == owner)
     }
 
     /// Removes all connections that have one of these addresses on either end; how many there were. For addresses that
@@ -98,13 +107,13 @@ impl ConnTable {
         self.remove_where(|flow, _| addresses.contains(&flow.src) || addresses.contains(&flow.dst))
     }
 
-    fn remove_where(&self, mut unwanted: impl FnMut(&Flow, Control) -> bool) -> usize {
+    fn remove_where(&self, mut unwanted: impl FnMut(&Flow, OwnerId) -> bool) -> usize {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
             // Until it is gone or another's: a packet may touch it in between.
-            while let Some((control, key, _)) = self.entry(slot).load()
+            while let Some(Loaded { control, key, owner, .. }) = self.entry(slot).load()
                 && control.is_live()
-                && unwanted(&key_of(&key).flow(control.original()), control)
+                && unwanted(&key_of(&key).flow(control.original()), owner)
             {
                 if self.entry(slot).exchange(control, control.claimed()).is_ok() {
                     self.release(slot, control);

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicU32, Ordering as CountOrdering};
 
-use super::config::{Config, Lifetimes};
+use crossbeam::utils::CachePadded;
+
+use super::config::{Config, Lifetimes, PickUp};
 use super::conn::Conn;
 use super::counters::{Counters, Event, Statistics};
-use super::entry::{Control, Entry, OwnerId, Tracking};
+use super::entry::{Contents, Control, Entry, EpochTag, OwnerId};
 use super::fragments::Fragments;
 use super::hash::{Hashed, NO_HINT, Seed, alternate, home};
 #[cfg(all(test, feature = "loom"))]
@@ -30,10 +32,13 @@ pub struct ConnTable {
     pub(super) counters: Counters,
     pub(super) opened: Opened,
     /// Connections by owner.
-    pub(super) owners: Box<[AtomicU32]>,
+    owners: Box<[AtomicU32]>,
+    /// Connections of all owners. Counted as they come and go, so that it may be off by the few under way.
+    total: CachePadded<AtomicU32>,
     fragments: Fragments,
+    entries: u32,
     quota: u32,
-    pick_up: bool,
+    pick_up: PickUp,
 }
 
 /// A connection to enter.
@@ -45,7 +50,9 @@ pub struct NewConn<'a> {
     pub transport: &'a Transport,
     /// Whose quota it counts against.
     pub owner: OwnerId,
-    /// Under which snapshot it was judged.
+    /// Whether the packet came through the node's stack; see [`Conn::via_host`].
+    pub via_host: bool,
+    /// Under which snapshot policy allowed it.
     pub epoch: Epoch,
     /// Now.
     pub now: Timestamp,
@@ -79,6 +86,9 @@ pub(super) type Held = (u32, Control);
 /// Owners that are counted.
 pub(super) const OWNERS: usize = if cfg!(all(test, feature = "loom")) { 4 } else { 1 << 16 };
 
+/// One in so many entries is an owner's always (and one in any case), as long as there is room at all.
+const SMALL_SHARE: u32 = 1024;
+
 /// A home group with more entries than this sends new ones to its alternate, if that has fewer. Below it an entry
 /// is where it is looked for first.
 const CROWDED: u32 = LANES * 3 / 4;
@@ -101,12 +111,17 @@ impl ConnTable {
             counters: Counters::new(),
             opened,
             owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
+            total: CachePadded::new(AtomicU32::new(0)),
             fragments: Fragments::new(),
+            entries: config.entries as u32,
             quota: config.quota(),
             pick_up: config.pick_up,
         };
         if opened == Opened::Found {
             table.recover();
+            if let PickUp::AfterLoss(_) = table.pick_up {
+                table.pick_up = PickUp::Never;
+            }
         }
         Ok(table)
     }
@@ -126,9 +141,9 @@ impl ConnTable {
         size_of_val(self.storage.entries()) + size_of_val(self.storage.tags())
     }
 
-    /// Connections in the table. Counted as they come and go, so that it may be off by the few under way.
+    /// Connections in the table; it may be off by the few that are coming and going.
     pub fn len(&self) -> usize {
-        self.owners.iter().map(|count| count.load(CountOrdering::Relaxed) as usize).sum()
+        self.total.load(CountOrdering::Relaxed) as usize
     }
 
     /// Whether the table holds no connection.
@@ -199,11 +214,14 @@ impl ConnTable {
     /// Why there is no room for it; each is counted.
     pub fn insert(&self, new: &NewConn<'_>) -> Result<Insertion<'_>, Refused> {
         let hashed = new.hashed;
-        let opening = track::open(hashed.protocol(), hashed.orientation, new.transport, self.pick_up);
+        let now = new.now.tick();
+        let pick_up = self.picks_up(new.owner, new.now);
+        let opening = track::open(hashed.protocol(), hashed.orientation, new.transport, pick_up, now);
         let Some((state, tracking)) = opening else {
             self.counters.count(Event::RefusedCannotOpen);
             return Err(Refused::CannotOpen);
         };
+        let contents = Contents { owner: new.owner, via_host: new.via_host, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if !self.is_expired(hashed.protocol(), control, new.now.tick()) {
@@ -211,59 +229,78 @@ impl ConnTable {
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
                 }
                 // Look again, whether it is gone now, was touched, or another thread removes it.
-                self.expire(slot, control, new.now.tick());
+                self.expire(slot, control, now);
                 continue;
             }
             let (slot, claimed) = self.make_room(new)?;
-            let control = Control::tentative(claimed, state.code(), hashed.orientation, new.owner, new.now.tick());
-            self.publish((slot, control), hashed, new.epoch, tracking);
+            let epoch = EpochTag::of(new.epoch);
+            let control = Control::tentative(claimed, state.code(), hashed.orientation, epoch, now);
+            self.publish((slot, control), hashed, contents);
             match self.settle(hashed, (slot, control)) {
-                Some((winner, now)) if winner == slot && now.is_same_stay(control) => {
-                    return Ok(Insertion::Created(Conn::new(self, hashed, slot, now)));
+                Some((winner, found)) if winner == slot && found.is_same_generation(control) => {
+                    return Ok(Insertion::Created(Conn::new(self, hashed, slot, found)));
                 }
-                Some((winner, now)) => {
+                Some((winner, found)) => {
                     self.counters.count(Event::Raced);
-                    return Ok(Insertion::Found(Conn::new(self, hashed, winner, now)));
+                    return Ok(Insertion::Found(Conn::new(self, hashed, winner, found)));
                 }
                 None => self.counters.count(Event::Retried),
             }
         }
     }
 
+    /// Whether a packet from the middle of a connection may open one for this owner now.
+    fn picks_up(&self, owner: OwnerId, now: Timestamp) -> bool {
+        match self.pick_up {
+            PickUp::Never => false,
+            PickUp::AfterLoss(end) | PickUp::Until(end) if now >= end => false,
+            PickUp::AfterLoss(_) | PickUp::Until(_) => self.len_of(owner) < self.limit() / 2,
+            PickUp::Always => true,
+        }
+    }
+
     /// An entry for a new connection, claimed and counted against its owner.
     fn make_room(&self, new: &NewConn<'_>) -> Result<Held, Refused> {
         let now = new.now.tick();
-        let mut held: Option<Held> = None;
-        while !self.reserve(new.owner) {
-            let evicted = self.evict(new.hashed, Some(new.owner), now);
-            if let Some((slot, claimed)) = held {
-                self.entry(slot).free(claimed);
-            }
-            if evicted.is_none() {
+        let limit = self.limit();
+        if self.count(new.owner) >= limit {
+            let Some(held) = self.evict(new.hashed, Some(new.owner), now) else {
+                self.uncount(new.owner);
                 self.counters.count(Event::RefusedQuota);
                 return Err(Refused::Quota);
+            };
+            // The table has filled up since its owner came to have so many: it gives back one more.
+            if self.len_of(new.owner) > self.limit()
+                && let Some((slot, claimed)) = self.evict(new.hashed, Some(new.owner), now)
+            {
+                self.entry(slot).free(claimed);
             }
-            held = evicted;
+            return Ok(held);
         }
-        let found = held.or_else(|| self.claim_free(new.hashed)).or_else(|| self.evict(new.hashed, None, now));
+        let found = self.claim_free(new.hashed).or_else(|| self.evict(new.hashed, None, now));
         found.ok_or_else(|| {
-            self.unreserve(new.owner);
+            self.uncount(new.owner);
             self.counters.count(Event::RefusedFull);
             Refused::Full
         })
     }
 
-    /// Counts one more connection of `owner`, unless it is at its quota.
-    fn reserve(&self, owner: OwnerId) -> bool {
-        if self.owner(owner).fetch_add(1, CountOrdering::Relaxed) < self.quota {
-            return true;
-        }
-        self.unreserve(owner);
-        false
+    /// Most connections that an owner may have now: no more than are still free, so that there is room for others however
+    /// many owners take all that they can (dynamic thresholds: Choudhury and Hahne, 1998); but always a few.
+    fn limit(&self) -> u32 {
+        let free = self.entries.saturating_sub(self.total.load(CountOrdering::Relaxed));
+        self.quota.min(free.max(self.entries / SMALL_SHARE).max(1))
     }
 
-    pub(super) fn unreserve(&self, owner: OwnerId) {
+    /// Counts one more connection of `owner`; how many it had before.
+    pub(super) fn count(&self, owner: OwnerId) -> u32 {
+        self.total.fetch_add(1, CountOrdering::Relaxed);
+        self.owner(owner).fetch_add(1, CountOrdering::Relaxed)
+    }
+
+    fn uncount(&self, owner: OwnerId) {
         self.owner(owner).fetch_sub(1, CountOrdering::Relaxed);
+        self.total.fetch_sub(1, CountOrdering::Relaxed);
     }
 
     /// Claims a free entry in the home group, or in the alternate if the home is crowded and that is less so.
@@ -284,10 +321,10 @@ impl ConnTable {
     }
 
     /// Writes a connection into a claimed entry and shows it to other inserts, as tentative.
-    fn publish(&self, (slot, control): Held, hashed: &Hashed, epoch: Epoch, tracking: Tracking) {
+    fn publish(&self, (slot, control): Held, hashed: &Hashed, contents: Contents) {
         // The tag goes first: whoever sees the entry written and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
-        self.entry(slot).publish(control, &hashed.words, epoch, tracking);
+        self.entry(slot).publish(control, &hashed.words, contents);
     }
 
     /// Makes one tentative entry of this key the connection that all see, and all others vanish. The entry that it is
@@ -330,7 +367,7 @@ impl ConnTable {
                     self.counters.count(Event::Created);
                     Some((slot, control.confirmed()))
                 }
-                Err(found) if found.is_same_stay(control) => Some((slot, found)),
+                Err(found) if found.is_same_generation(control) => Some((slot, found)),
                 Err(_) => None,
             };
         }
@@ -346,7 +383,7 @@ impl ConnTable {
                 self.release(slot, control);
                 Ok(())
             }
-            Err(found) if found.is_same_stay(control) => Err((slot, found)),
+            Err(found) if found.is_same_generation(control) => Err((slot, found)),
             Err(_) => Ok(()),
         }
     }
@@ -385,7 +422,7 @@ impl ConnTable {
     pub(super) fn is_expired(&self, protocol: Protocol, control: Control, now: Tick) -> bool {
         let age = control.tick().age(now);
         // No timeout is that short, and a busy connection's last packet was just now.
-        age > 0 && age > self.lifetimes.of(protocol, control.state())
+        age > 0 && age > self.lifetimes.of(protocol, control)
     }
 
     /// Removes the connection that `control` shows if its timeout has passed. One that was touched or re-used since
@@ -405,15 +442,15 @@ impl ConnTable {
 
     /// Frees an entry that this thread claimed from the connection that `control` shows.
     pub(super) fn release(&self, slot: u32, control: Control) {
-        self.unclaim_tag(slot, control);
+        self.forget(slot);
         self.entry(slot).free(control.claimed());
     }
 
-    /// Takes tag and quota from an entry that this thread claimed from the connection that `control` shows, before it
-    /// is freed or used for another: a tag cleared later could be the next connection's.
-    pub(super) fn unclaim_tag(&self, slot: u32, control: Control) {
+    /// Takes tag and quota from an entry that this thread claimed from a connection, before it is freed or used for
+    /// another: a tag cleared later could be the next connection's.
+    pub(super) fn forget(&self, slot: u32) {
         self.tags(slot / LANES).clear(slot % LANES);
-        self.unreserve(control.owner());
+        self.uncount(self.entry(slot).take_owner());
     }
 
     #[inline]

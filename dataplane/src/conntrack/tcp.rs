@@ -13,9 +13,13 @@ use crate::packet::{TcpFlags, TcpSegment};
 pub(super) enum Step {
     /// New state, and the windows of the segment's sender and receiver as the table keeps them.
     Accept(TcpState, u64, u64),
+    /// The window of the segment's sender with the SYN in it.
+    Hold(u64),
     Pass,
     Invalid,
-    Reopen,
+    Open,
+    /// The windows of the segment's sender and receiver, with which the new connection begins.
+    Restart(u64, u64),
 }
 
 /// What is known of the octets that one side sends.
@@ -58,6 +62,8 @@ const SEEN: u8 = 1;
 const FIN: u8 = 2;
 /// The other side has acknowledged that FIN.
 const FIN_ACKED: u8 = 4;
+/// Alone, since no FIN is acknowledged before it is sent: [`Window::holding`].
+const HOLDS_SYN: u8 = FIN_ACKED;
 
 /// A limit where a word keeps it, rounded up.
 #[inline(always)]
@@ -113,6 +119,32 @@ impl Window {
             scale: segment.window_scale.unwrap_or(0).min(MAX_SCALE),
             marks: SEEN,
         }
+    }
+
+    /// The window of a side whose live connection has let this SYN through. If the other side acknowledges it, both have
+    /// forgotten the connection and begin another. If it does not, the connection goes on, so what its side has offered
+    /// stays; its numbers, which give way to the SYN's, are believed anew with its next segment.
+    fn holding(self, syn: &TcpSegment) -> Self {
+        let new = Self::from_syn(syn);
+        let kept = u32::from(new.scale) | u32::from(new.reach) << 4;
+        Self { end: new.end, limit: kept * LIMIT_GRAIN, marks: HOLDS_SYN, ..self }
+    }
+
+    /// The window of the side that sent the SYN which this one holds.
+    fn held(self) -> Self {
+        let kept = self.limit / LIMIT_GRAIN;
+        Self { end: self.end, limit: self.end, reach: (kept >> 4) as u8 & 31, scale: kept as u8 & 15, marks: SEEN }
+    }
+
+    #[inline]
+    const fn holds_syn(&self) -> bool {
+        self.marks == HOLDS_SYN
+    }
+
+    /// Whether `ack` acknowledges the SYN that this side has sent last.
+    #[inline]
+    const fn is_syn_acked_by(&self, ack: u32) -> bool {
+        self.end.wrapping_sub(ack) <= MAX_SYN_DATA
     }
 
     /// The sequence number that follows all that it has sent, if that is known.
@@ -185,7 +217,7 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
             let sender = Window { end, limit: end.wrapping_add(1 << reach), reach, marks: SEEN, ..unknown };
             let limit = segment.ack.wrapping_add(offer);
             let receiver = Window { end: segment.ack, limit, reach: 16, ..unknown };
-            Some((TcpState::Established, sender, receiver))
+            Some((TcpState::PickedUp, sender, receiver))
         }
         _ => None,
     }
@@ -243,10 +275,13 @@ fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment:
         TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
         TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
         TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
-        TcpState::TimeWait | TcpState::Close => Step::Reopen,
-        // RFC 5961 section 4: the receiver answers with an acknowledgement, and if the sender has really forgotten the
-        // connection, it is that answer which makes it send the RST that ends it.
-        _ => Step::Pass,
+        TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => Step::Open,
+        // Again; or of a side that has said that it is done, whose connection does not last.
+        _ if segment.end() == sender.end || sender.is(FIN) => Step::Pass,
+        // RFC 9293 section 3.10.7.4, RFC 5961 section 4: a receiver that knows the connection answers with an
+        // acknowledgement, and if the sender has forgotten it, that answer makes it send the RST that ends it. A receiver
+        // that has forgotten it, too, answers with a SYN-ACK.
+        _ => Step::Hold(sender.holding(segment).pack()),
     }
 }
 
@@ -255,24 +290,33 @@ fn syn_ack(state: TcpState, (sender, receiver): Windows, from_opener: bool, segm
     match state {
         TcpState::SynSent | TcpState::SynSent2 => {
             let simultaneous = state == TcpState::SynSent2;
-            let unacknowledged = receiver.end.wrapping_sub(segment.ack);
-            if (from_opener && !simultaneous) || unacknowledged > MAX_SYN_DATA {
+            if (from_opener && !simultaneous) || !receiver.is_syn_acked_by(segment.ack) {
                 return Step::Invalid;
             }
             if simultaneous && segment.end() != sender.end {
                 return Step::Invalid;
             }
-            let (mut sender, mut receiver) = (Window::from_syn(segment), receiver);
-            if segment.window_scale.is_none() {
-                // RFC 7323 section 2.2: both sides scale, or neither does.
-                (sender.scale, receiver.scale) = (0, 0);
-            }
-            receiver.limit = later(receiver.limit, segment.ack.wrapping_add(u32::from(segment.window)));
+            let (sender, receiver) = answered(receiver, segment);
             accept(TcpState::SynReceived, sender, receiver)
+        }
+        _ if receiver.holds_syn() && receiver.is_syn_acked_by(segment.ack) => {
+            let (sender, receiver) = answered(receiver.held(), segment);
+            Step::Restart(sender.pack(), receiver.pack())
         }
         _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => Step::Pass,
         _ => Step::Invalid,
     }
+}
+
+/// The windows of a SYN-ACK's sender and of its receiver, whose SYN it acknowledges.
+fn answered(mut receiver: Window, segment: &TcpSegment) -> Windows {
+    let mut sender = Window::from_syn(segment);
+    if segment.window_scale.is_none() {
+        // RFC 7323 section 2.2: both sides scale, or neither does.
+        (sender.scale, receiver.scale) = (0, 0);
+    }
+    receiver.limit = later(receiver.limit, segment.ack.wrapping_add(u32::from(segment.window)));
+    (sender, receiver)
 }
 
 #[inline(never)]
@@ -284,11 +328,15 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
             true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
             true => Step::Pass,
             // RFC 9293 section 3.10.7.3: a refusal acknowledges the SYN.
-            false if has_ack && receiver.end.wrapping_sub(segment.ack) <= MAX_SYN_DATA => {
+            false if has_ack && receiver.is_syn_acked_by(segment.ack) => {
                 accept(TcpState::Close, sender, receiver)
             }
             false => Step::Invalid,
         };
+    }
+    if receiver.holds_syn() && has_ack && receiver.is_syn_acked_by(segment.ack) {
+        // It refuses the SYN that was let through: to it there is no connection.
+        return accept(TcpState::Close, sender, receiver);
     }
     // Some stacks set ACK and leave the number zero.
     let ack = if has_ack && segment.ack != 0 { segment.ack } else { receiver.end };
@@ -296,8 +344,9 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
         return Step::Invalid;
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
-    // is less where octets were lost between here and there, which cannot be seen from here.
-    let exact = sender.is(SEEN) && segment.seq == sender.end;
+    // is less where bytes were lost between here and there, which cannot be seen from here. After a challenge it is the
+    // number that the challenge acknowledged.
+    let exact = !sender.holds_syn() && segment.seq == sender.end;
     match state {
         TcpState::Established | TcpState::Resetting if !exact => accept(TcpState::Resetting, sender, receiver),
         _ => accept(TcpState::Close, sender, receiver),
@@ -307,7 +356,7 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 #[inline(always)]
 fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
     let (end, ack) = (segment.end(), segment.ack);
-    if !sender.is(SEEN) && receiver.is(SEEN) {
+    if !sender.is(SEEN) && !sender.holds_syn() && receiver.is(SEEN) {
         // What it has received may have passed by unseen, and what was seen be sent again.
         receiver.end = later(receiver.end, ack);
     }
@@ -317,6 +366,14 @@ fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool
         TcpState::SynSent | TcpState::SynSent2 => return Step::Invalid,
         _ if !fits(&sender, &receiver, segment.seq, end, ack) => return Step::Invalid,
         _ => {}
+    }
+    if receiver.holds_syn() {
+        // A challenge: to this side the connection lives, and what it acknowledges is where the other one is.
+        receiver = Window { end: ack, limit: ack, marks: 0, ..receiver };
+    }
+    if sender.holds_syn() {
+        // The SYN was not its own, or it lives all the same.
+        sender = Window { end, limit: end, marks: 0, ..sender };
     }
     let offer = sender.offer(segment);
     sender.reach = sender.reach.max(log2(offer));
@@ -351,6 +408,7 @@ fn resume(known: u32, told: u32, window: u32) -> u32 {
 fn after_plain(state: TcpState, sender: &Window, receiver: &Window, from_opener: bool) -> TcpState {
     match (state, sender.is(FIN), receiver.is(FIN)) {
         (TcpState::Close, ..) => TcpState::Close,
+        (TcpState::PickedUp, ..) if !(sender.is(SEEN) && receiver.is(SEEN)) => TcpState::PickedUp,
         (TcpState::SynReceived, false, false) if !from_opener => TcpState::SynReceived,
         (_, false, false) => TcpState::Established,
         (_, true, true) if sender.is(FIN_ACKED) && receiver.is(FIN_ACKED) => TcpState::TimeWait,

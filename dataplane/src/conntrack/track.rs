@@ -1,7 +1,10 @@
 //! What a packet does to the connection that it belongs to: pure functions from state to state.
 
+use std::time::Duration;
+
 use super::entry::Tracking;
 use super::state::State;
+use super::time::{self, Tick};
 use super::{sctp, tcp};
 use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Transport};
 
@@ -10,14 +13,17 @@ use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Tran
 pub(super) enum Step {
     /// It passes, and the connection goes on with this.
     Accept(State, Tracking),
+    /// A SYN on a live connection: it passes for its receiver to judge, and is kept with the connection, which else stays
+    /// as it is.
+    Hold(Tracking),
     /// It passes for its receiver to judge, and proves nothing: the connection stays as it is and ages on.
     Pass,
     /// It does not belong into the connection as it is.
     Invalid,
-    /// It opens a new connection where this one has ended.
-    Reopen,
-    /// Policy has ended the connection.
-    Cut,
+    /// It opens a new connection where this one has ended, or was never answered.
+    Open,
+    /// It answers a SYN that was kept: the connection begins anew, opened by the other side than the packet's, with this.
+    Restart(Tracking),
 }
 
 /// The first packet of a connection: the state and tracking that it starts with, or `None` if it cannot open one.
@@ -26,6 +32,7 @@ pub(super) fn open(
     orientation: Orientation,
     transport: &Transport,
     pick_up: bool,
+    now: Tick,
 ) -> Option<(State, Tracking)> {
     match (protocol, transport) {
         (Protocol::TCP, Transport::Tcp(segment)) => {
@@ -39,7 +46,7 @@ pub(super) fn open(
         (Protocol::TCP | Protocol::SCTP, _) => None,
         (Protocol::UDP, Transport::Udp)
         | (Protocol::ICMP | Protocol::ICMPV6, Transport::EchoRequest)
-        | (_, Transport::Other) => Some((State::Unreplied, [0; 2])),
+        | (_, Transport::Other) => Some((State::Unreplied, [u64::from(now.0), 0])),
         _ => None,
     }
 }
@@ -52,19 +59,21 @@ pub(super) fn step(
     original: Orientation,
     orientation: Orientation,
     transport: &Transport,
+    now: Tick,
 ) -> Step {
     let from_opener = orientation == original;
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
     match (state, transport) {
-        (State::Cut, transport) => after_cut(transport),
         (State::Tcp(state), Transport::Tcp(segment)) => {
             match tcp::step(state, sender, receiver, from_opener, segment) {
                 tcp::Step::Accept(state, sender, receiver) => {
                     Step::Accept(State::Tcp(state), tracking(orientation, sender, receiver))
                 }
+                tcp::Step::Hold(sender) => Step::Hold(tracking(orientation, sender, receiver)),
                 tcp::Step::Pass => Step::Pass,
                 tcp::Step::Invalid => Step::Invalid,
-                tcp::Step::Reopen => Step::Reopen,
+                tcp::Step::Open => Step::Open,
+                tcp::Step::Restart(sender, receiver) => Step::Restart(tracking(orientation, sender, receiver)),
             }
         }
         (State::Sctp(state), Transport::Sctp { chunk, tag }) => {
@@ -74,20 +83,32 @@ pub(super) fn step(
                 }
                 sctp::Step::Pass => Step::Pass,
                 sctp::Step::Invalid => Step::Invalid,
-                sctp::Step::Reopen => Step::Reopen,
+                sctp::Step::Open => Step::Open,
             }
         }
         // A later fragment has been let through by its first one; it only shows that the connection is in use.
         (_, Transport::LaterFragment) => Step::Accept(state, tracked),
-        (State::Unreplied | State::Replied, Transport::EchoRequest) if from_opener => Step::Accept(state, tracked),
-        (State::Unreplied | State::Replied, Transport::EchoReply) if !from_opener => {
-            Step::Accept(State::Replied, tracked)
-        }
-        (State::Unreplied | State::Replied, Transport::Udp | Transport::Other) => {
-            Step::Accept(if from_opener { state } else { State::Replied }, tracked)
-        }
+        (State::Unreplied | State::Replied | State::Assured, transport) => match (transport, from_opener) {
+            (Transport::EchoRequest | Transport::Udp | Transport::Other, true) => {
+                Step::Accept(after_opener(state, tracked, now), tracked)
+            }
+            (Transport::EchoReply | Transport::Udp | Transport::Other, false) => {
+                Step::Accept(if state == State::Unreplied { State::Replied } else { state }, tracked)
+            }
+            _ => Step::Invalid,
+        },
         _ => Step::Invalid,
     }
+}
+
+/// How long after its first packet the opening side must still send for the connection to be a stream.
+const STREAM: u32 = time::ticks(Duration::from_secs(2));
+
+/// The state after another packet of the opening side, by a protocol without a handshake.
+#[inline]
+fn after_opener(state: State, tracked: Tracking, now: Tick) -> State {
+    let began = Tick(tracked[0] as u32);
+    if state == State::Replied && began.age(now) >= STREAM { State::Assured } else { state }
 }
 
 /// [`step`] for nearly every segment of an established TCP connection: what is tracked after it, or `None` where [`step`]
@@ -99,15 +120,13 @@ pub(super) fn go_on(tracked: Tracking, orientation: Orientation, segment: &TcpSe
     Some(tracking(orientation, sender, receiver))
 }
 
-/// Nothing of a connection passes that policy has cut. What opens another one between the same ports is judged anew,
-/// in its own direction.
-fn after_cut(transport: &Transport) -> Step {
+/// Whether a packet opens a connection by itself, so that it is evaluated in its own direction where another connection
+/// has ended. By other protocols any packet could: none of them ends what policy has cut.
+pub(super) fn opens(transport: &Transport) -> bool {
     match transport {
-        Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN) && !segment.flags.contains(TcpFlags::ACK) => {
-            Step::Reopen
-        }
-        Transport::Sctp { chunk: SctpChunk::Init, .. } => Step::Reopen,
-        _ => Step::Cut,
+        Transport::Tcp(segment) => segment.flags.contains(TcpFlags::SYN) && !segment.flags.contains(TcpFlags::ACK),
+        Transport::Sctp { chunk, .. } => *chunk == SctpChunk::Init,
+        _ => false,
     }
 }
 
@@ -124,15 +143,17 @@ mod tests {
     use super::*;
     use Orientation::{HighToLow, LowToHigh};
 
+    const NOW: Tick = Tick(1000);
+
     #[test]
     fn only_a_request_opens_and_a_reply_only_answers() {
         for protocol in [Protocol::ICMP, Protocol::ICMPV6] {
-            assert_eq!(open(protocol, LowToHigh, &Transport::EchoReply, true), None);
-            assert_eq!(open(protocol, LowToHigh, &Transport::IcmpError { quoted_at: 0 }, true), None);
-            assert_eq!(open(protocol, LowToHigh, &Transport::LaterFragment, true), None);
-            let (state, tracking) = open(protocol, HighToLow, &Transport::EchoRequest, true).unwrap();
+            for other in [Transport::EchoReply, Transport::IcmpError { quoted_at: 0 }, Transport::LaterFragment] {
+                assert_eq!(open(protocol, LowToHigh, &other, true, NOW), None);
+            }
+            let (state, tracking) = open(protocol, HighToLow, &Transport::EchoRequest, true, NOW).unwrap();
             assert_eq!(state, State::Unreplied);
-            let step = |orientation, transport| step(state, tracking, HighToLow, orientation, &transport);
+            let step = |orientation, transport| step(state, tracking, HighToLow, orientation, &transport, NOW);
             assert_eq!(step(HighToLow, Transport::EchoRequest), Step::Accept(State::Unreplied, tracking));
             assert_eq!(step(LowToHigh, Transport::EchoReply), Step::Accept(State::Replied, tracking));
             assert_eq!(step(HighToLow, Transport::EchoReply), Step::Invalid, "a reply from the asker");
@@ -141,27 +162,33 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_from_the_answering_side_is_a_reply() {
+    fn a_datagram_from_the_answering_side_is_a_reply_and_two_seconds_make_a_stream() {
         for (protocol, transport) in [(Protocol::UDP, Transport::Udp), (Protocol(47), Transport::Other)] {
-            let (state, tracking) = open(protocol, LowToHigh, &transport, false).unwrap();
+            let (state, tracking) = open(protocol, LowToHigh, &transport, false, NOW).unwrap();
+            let step = |state, orientation, after: u32| {
+                match step(state, tracking, LowToHigh, orientation, &transport, Tick(NOW.0 + after)) {
+                    Step::Accept(state, after) if after == tracking => state,
+                    other => panic!("{other:?}"),
+                }
+            };
             assert_eq!(state, State::Unreplied);
-            let step = |state, orientation| step(state, tracking, LowToHigh, orientation, &transport);
-            assert_eq!(step(state, LowToHigh), Step::Accept(State::Unreplied, tracking));
-            assert_eq!(step(state, HighToLow), Step::Accept(State::Replied, tracking));
-            assert_eq!(step(State::Replied, LowToHigh), Step::Accept(State::Replied, tracking));
+            assert_eq!(step(State::Unreplied, LowToHigh, 100), State::Unreplied);
+            assert_eq!(step(State::Unreplied, HighToLow, 100), State::Replied);
+            assert_eq!(step(State::Replied, HighToLow, 100), State::Replied, "the answering side alone proves nothing");
+            assert_eq!([3, 4].map(|after| step(State::Replied, LowToHigh, after)), [State::Replied, State::Assured]);
+            assert_eq!([LowToHigh, HighToLow].map(|way| step(State::Assured, way, 100)), [State::Assured; 2]);
         }
     }
 
     #[test]
     fn a_packet_of_another_kind_than_its_connection_is_invalid() {
-        let (state, tracking) = open(Protocol::UDP, LowToHigh, &Transport::Udp, true).unwrap();
-        let segment = Transport::Tcp(crate::packet::TcpSegment::default());
-        assert_eq!(step(state, tracking, LowToHigh, LowToHigh, &segment), Step::Invalid);
-        assert_eq!(open(Protocol::TCP, LowToHigh, &Transport::Udp, true), None);
-        assert_eq!(open(Protocol::TCP, LowToHigh, &Transport::LaterFragment, true), None);
-        assert_eq!(
-            step(state, tracking, LowToHigh, LowToHigh, &Transport::LaterFragment),
-            Step::Accept(state, tracking)
-        );
+        let (state, tracking) = open(Protocol::UDP, LowToHigh, &Transport::Udp, true, NOW).unwrap();
+        let segment = Transport::Tcp(TcpSegment::default());
+        let step = |transport| step(state, tracking, LowToHigh, LowToHigh, &transport, NOW);
+        assert_eq!(step(segment), Step::Invalid);
+        assert_eq!(step(Transport::LaterFragment), Step::Accept(state, tracking));
+        for other in [Transport::Udp, Transport::LaterFragment] {
+            assert_eq!(open(Protocol::TCP, LowToHigh, &other, true, NOW), None);
+        }
     }
 }

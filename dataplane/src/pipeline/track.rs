@@ -60,7 +60,42 @@ impl<O: Observer> Tracker<'_, O> {
             Update::Invalid => Err(Cause::InvalidState),
             Update::Cut => Err(Cause::ConnectionCut),
             Update::Ended => self.open(packet, hashed),
+            Update::Opens => self.open_in_place(connection, packet, hashed),
+            Update::AsksInReverse => self.ask_in_reverse(connection, packet, hashed),
+            Update::Restarts => self.restart(connection, packet, hashed),
         }
+    }
+
+    /// A packet that opens a connection where another one has ended, or was cut. Policy is asked first: were the old one
+    /// forgotten for a packet that is then denied, the next packet of its other side could bring it back.
+    #[cold]
+    #[inline(never)]
+    fn open_in_place(&mut self, old: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        self.judge(&packet.flow, Occasion::Opened)?;
+        if !old.replace(hashed.orientation(), &packet.transport, self.now) {
+            return Err(Cause::InvalidState);
+        }
+        self.enter(packet, hashed)
+    }
+
+    /// A SYN on a live connection from the side that did not open it.
+    #[cold]
+    #[inline(never)]
+    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        self.judge(&packet.flow, Occasion::Opened)?;
+        match connection.hold_syn(hashed.orientation(), &packet.transport, self.now) {
+            Update::Accepted(_) => Ok(()),
+            _ => Err(Cause::InvalidState),
+        }
+    }
+
+    /// A SYN-ACK with which both ends begin anew what the table still holds as a live connection.
+    #[cold]
+    #[inline(never)]
+    fn restart(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        self.judge(&packet.flow.reversed(), Occasion::Opened)?;
+        let restarted = connection.restart(self.snapshot.epoch, hashed.orientation(), &packet.transport, self.now);
+        if restarted { Ok(()) } else { Err(Cause::InvalidState) }
     }
 
     /// A packet of a connection that is to be judged again.
@@ -80,10 +115,16 @@ impl<O: Observer> Tracker<'_, O> {
     #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         self.judge(&packet.flow, Occasion::Opened)?;
+        self.enter(packet, hashed)
+    }
+
+    /// Enters the connection that an allowed packet opens.
+    fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         let new = NewConn {
             hashed,
             transport: &packet.transport,
             owner: self.owner(&packet.flow),
+            via_host: false,
             epoch: self.snapshot.epoch,
             now: self.now,
         };
@@ -94,8 +135,8 @@ impl<O: Observer> Tracker<'_, O> {
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(()),
                     Update::Cut => Err(Cause::ConnectionCut),
-                    // Gone again within the same instant: the sender will try again.
-                    Update::Invalid | Update::Ended => Err(Cause::InvalidState),
+                    // Ended again within the same instant: the sender will try again.
+                    _ => Err(Cause::InvalidState),
                 }
             }
             Err(Refused::Full) => Err(Cause::TableFull),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::verdicts::{Recorder, VerdictLog};
-use crate::Snapshot;
+use crate::{Epoch, Snapshot};
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
@@ -42,7 +42,7 @@ pub(crate) trait Processor: Send + 'static {
     }
 
     /// Does a step of what must be done now and then: a small one where packets may be waiting.
-    fn tend(&mut self, now: Instant, busy: bool);
+    fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool);
 }
 
 /// The pipeline, its clock, and the worker's share in keeping the connection table tidy.
@@ -129,7 +129,7 @@ impl Processor for Judge {
         Some(self.pipeline.answers())
     }
 
-    fn tend(&mut self, now: Instant, busy: bool) {
+    fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool) {
         let timestamp = self.timestamp(now);
         let Some(sweep) = &mut self.sweep else { return };
         let connections = self.pipeline.connections();
@@ -137,7 +137,7 @@ impl Processor for Judge {
         let due = connections.capacity() as f64 * elapsed.as_secs_f64() / SWEEP_PERIOD.as_secs_f64();
         let step = (due as usize).min(if busy { BUSY_STEP } else { IDLE_STEP });
         if step >= BUSY_STEP / 2 {
-            connections.sweep(&mut sweep.cursor, step, timestamp);
+            connections.sweep(&mut sweep.cursor, step, timestamp, epoch);
             sweep.last = now;
         }
     }

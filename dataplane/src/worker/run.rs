@@ -86,14 +86,15 @@ impl<P: Processor> Worker<P> {
             if let Some(since) = busy_since.take() {
                 self.desk.counters().busy_turns.note(now.duration_since(since));
             }
-            self.desk.counters().note_epoch(self.snapshot.load().epoch);
+            let epoch = self.snapshot.load().epoch;
+            self.desk.counters().note_epoch(epoch);
             self.desk.timed = timed;
             let turn = self.turn(now, until_look == 0);
             until_tending -= 1;
             // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
             until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
             if !turn.busy || until_tending == 0 {
-                self.processor.tend(now, turn.busy);
+                self.processor.housekeeping(epoch, now, turn.busy);
                 self.desk.unwatch_busy(&self.epoll);
                 until_tending = TEND;
             }

@@ -58,7 +58,7 @@ fn flow(table: &ConnTable, group: u32, n: usize) -> Flow {
 
 fn insert<'t>(table: &'t ConnTable, flow: &Flow, epoch: u32, now: Timestamp) -> Result<Insertion<'t>, Refused> {
     let hashed = table.prepare(flow);
-    table.insert(&NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(1), epoch: Epoch(epoch), now })
+    table.insert(&NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(1), via_host: false, epoch: Epoch(epoch), now })
 }
 
 fn find<'t>(table: &'t ConnTable, flow: &Flow, now: Timestamp) -> Option<Conn<'t>> {
@@ -131,6 +131,89 @@ fn of_two_that_cut_a_connection_one_is_told_that_it_did() {
     });
 }
 
+/// What two workers write that ask policy at once, one under an epoch, the other under the next; the third word of each
+/// case is whether the connection was cut before.
+fn verdicts_of_two_epochs(was_cut: bool, older: bool, newer: bool) {
+    explore(2, move || {
+        let table = table();
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        if was_cut {
+            find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false);
+        }
+        let lagging = {
+            let table = table.clone();
+            thread::spawn(move || {
+                let mut conn = find(&table, &wanted, NOW).unwrap();
+                if !conn.is_of_epoch(Epoch(3)) {
+                    conn.set_judged(Epoch(3), older);
+                }
+                // What its packet goes by.
+                (conn.is_cut(), conn.is_of_epoch(Epoch(4)))
+            })
+        };
+        let mut conn = find(&table, &wanted, NOW).unwrap();
+        conn.set_judged(Epoch(4), newer);
+        assert!(conn.is_cut() != newer && conn.is_of_epoch(Epoch(4)));
+        let (is_cut, went_by_newer) = lagging.join().unwrap();
+        assert_eq!(is_cut, if went_by_newer { !newer } else { !older });
+        let conn = find(&table, &wanted, NOW).unwrap();
+        assert!(conn.is_cut() != newer && conn.is_of_epoch(Epoch(4)), "what is newest stays");
+        usize::from(went_by_newer)
+    });
+}
+
+#[test]
+fn of_verdicts_under_two_epochs_the_newer_one_stays() {
+    for was_cut in [false, true] {
+        for (older, newer) in [(false, false), (false, true), (true, false), (true, true)] {
+            verdicts_of_two_epochs(was_cut, older, newer);
+        }
+    }
+}
+
+#[test]
+fn a_verdict_and_a_packet_at_once_are_both_kept() {
+    explore(2, || {
+        let table = table();
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false))
+        };
+        let mut conn = find(&table, &wanted, NOW).unwrap();
+        let update = conn.update(wanted.key().1.opposite(), &Transport::Udp, NOW);
+        assert_eq!(other.join().unwrap(), Judged::Cut);
+        let mut conn = find(&table, &wanted, NOW).unwrap();
+        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(2)));
+        assert_eq!(conn.set_judged(Epoch(3), true), Judged::Restored);
+        match update {
+            Update::Accepted(state) => assert_eq!((state, conn.state()), (State::Replied, State::Replied)),
+            other => assert_eq!((other, conn.state()), (Update::Cut, State::Unreplied)),
+        }
+        usize::from(update == Update::Cut)
+    });
+}
+
+#[test]
+fn an_owner_that_changes_while_the_connection_goes_is_counted_once() {
+    explore(1, || {
+        let table = table();
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        let doomed = find(&table, &wanted, NOW).unwrap();
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || table.assign_owners(|_| Some(OwnerId(2))))
+        };
+        assert!(doomed.remove());
+        assert_eq!(other.join().unwrap(), 0);
+        assert_eq!((table.len(), table.len_of(OwnerId(1)), table.len_of(OwnerId(2))), (0, 0, 0));
+        0
+    });
+}
+
 #[test]
 fn expiry_takes_no_connection_that_was_just_touched() {
     explore(2, || {
@@ -140,7 +223,7 @@ fn expiry_takes_no_connection_that_was_just_touched() {
         let mut conn = find(&table, &wanted, NOW).unwrap();
         let sweeper = {
             let table = table.clone();
-            thread::spawn(move || table.sweep(&mut SweepCursor::default(), usize::MAX, LATER).expired)
+            thread::spawn(move || table.sweep(&mut SweepCursor::default(), usize::MAX, LATER, Epoch(1)).expired)
         };
         let update = conn.update(wanted.key().1, &Transport::Udp, LATER);
         let expired = sweeper.join().unwrap();
@@ -161,7 +244,7 @@ fn expiry_takes_no_connection_that_was_entered_anew() {
         insert(&table, &wanted, 1, NOW).unwrap();
         let sweeper = {
             let table = table.clone();
-            thread::spawn(move || table.sweep(&mut SweepCursor::default(), usize::MAX, LATER).expired)
+            thread::spawn(move || table.sweep(&mut SweepCursor::default(), usize::MAX, LATER, Epoch(1)).expired)
         };
         // Either the sweep or the insert removes the old one; the new one stays.
         assert!(matches!(insert(&table, &wanted, 2, LATER), Ok(Insertion::Created(_))));
@@ -185,7 +268,7 @@ fn a_lookup_never_meets_the_connection_that_took_the_entry() {
             thread::spawn(move || {
                 let Some(mut conn) = find(&table, &old, NOW) else { return 0 };
                 assert_eq!(conn.original_flow(), old);
-                conn.set_epoch(Epoch(3));
+                _ = conn.set_judged(Epoch(3), true);
                 match conn.update(old.key().1.opposite(), &Transport::Udp, NOW) {
                     Update::Ended => 1,
                     Update::Accepted(State::Replied) => 2,
@@ -251,7 +334,7 @@ fn eviction_takes_no_connection_that_was_just_answered() {
             Update::Accepted(state) => assert_eq!((state, found), (State::Replied, Some(State::Replied))),
             other => assert_eq!((other, found), (Update::Ended, None)),
         }
-        assert_eq!((table.len(), table.statistics().evicted_unreplied), (4, 1));
+        assert_eq!((table.len(), table.statistics().evicted_unanswered), (4, 1));
         usize::from(update == Update::Ended)
     });
 }
@@ -268,7 +351,7 @@ fn updates_from_both_directions_are_both_kept() {
         let hashed = table.prepare(&flow);
         let transport = segment(TcpFlags::SYN, 100, 0, 0);
         table
-            .insert(&NewConn { hashed: &hashed, transport: &transport, owner: OwnerId(1), epoch: Epoch(1), now: NOW })
+            .insert(&NewConn { hashed: &hashed, transport: &transport, owner: OwnerId(1), via_host: false, epoch: Epoch(1), now: NOW })
             .unwrap();
         let update = move |table: &ConnTable, way: Orientation, transport: Transport| {
             let updated = table.find(&table.prepare(&flow), NOW).unwrap().update(way, &transport, NOW);

@@ -3,7 +3,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::conntrack::entry::Control;
+use crate::conntrack::entry::{Contents, Control, EpochTag};
 use crate::conntrack::tests::{NOW, POD, flow, insert, syn, tcp};
 use crate::conntrack::{Config, ConnTable, Insertion, OwnerId, State, TcpState, Update};
 use crate::packet::{TcpFlags, TcpSegment, Transport};
@@ -13,6 +13,10 @@ const ENTRIES: usize = 1000;
 
 fn open(path: &Path) -> Result<ConnTable, OpenError> {
     ConnTable::new(&Config { entries: ENTRIES, mapping: Some(path.to_owned()), ..Config::default() })
+}
+
+fn contents() -> Contents {
+    Contents { owner: POD, via_host: false, tracking: [0; 2] }
 }
 
 fn directory() -> (tempfile::TempDir, PathBuf) {
@@ -170,11 +174,11 @@ fn what_was_under_way_or_is_damaged_is_cleared() {
         table.entry(free[0]).claim().unwrap();
         let words = |n| table.prepare(&flow(n)).words;
         let claimed = table.entry(free[1]).claim().unwrap();
-        let tentative = Control::tentative(claimed, 2, flow(3).key().1, POD, NOW.tick());
-        table.entry(free[1]).publish(tentative, &words(3), Epoch(1), [0; 2]);
+        let tentative = Control::tentative(claimed, 2, flow(3).key().1, EpochTag::NONE, NOW.tick());
+        table.entry(free[1]).publish(tentative, &words(3), contents());
         let claimed = table.entry(free[2]).claim().unwrap();
-        let stray = Control::tentative(claimed, 14, flow(4).key().1, POD, NOW.tick()).confirmed();
-        table.entry(free[2]).publish(stray, &words(4), Epoch(1), [0; 2]);
+        let stray = Control::tentative(claimed, 14, flow(4).key().1, EpochTag::NONE, NOW.tick()).confirmed();
+        table.entry(free[2]).publish(stray, &words(4), contents());
         let (slot, control) = table.lookup(&table.prepare(&flow(2))).unwrap();
         let wrong = (0..u32::MAX)
             .map(|n| table.prepare(&flow(100 + n)))
@@ -186,7 +190,7 @@ fn what_was_under_way_or_is_damaged_is_cleared() {
                 !groups.contains(&(slot / LANES))
             })
             .unwrap();
-        table.entry(slot).publish(control, &wrong.words, Epoch(1), [0; 2]);
+        table.entry(slot).publish(control, &wrong.words, contents());
         table.capacity()
     };
     let table = open(&path).unwrap();

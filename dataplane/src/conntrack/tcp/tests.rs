@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::super::state::{State, TcpState};
 use super::super::tests::{NOW, POD};
-use super::super::{Config, ConnTable, Insertion, NewConn, Refused, Update};
+use super::super::{Config, ConnTable, Insertion, NewConn, PickUp, Refused, Update};
 use super::*;
 use crate::packet::parse;
 use crate::snapshot::Epoch;
@@ -22,6 +22,8 @@ enum Outcome {
     Invalid,
     /// The connection had ended, and it opened a new one.
     Reopened,
+    /// It answered a SYN on a live connection, which began anew.
+    Restarted,
     /// It belongs to no connection and cannot open one.
     Refused,
 }
@@ -74,6 +76,10 @@ impl Row {
         self.expect(Outcome::Reopened, state)
     }
 
+    fn restarts(self, state: TcpState) -> Self {
+        self.expect(Outcome::Restarted, state)
+    }
+
     fn frame(&self, v6: bool) -> Vec<u8> {
         let builder = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]);
         let (mut src, mut dst, mut ports) = (1, 2, (40_000, 80));
@@ -114,7 +120,7 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
     let packet = parse(frame).unwrap();
     let hashed = table.prepare(&packet.flow);
     let enter = |opened| {
-        let new = NewConn { hashed: &hashed, transport: &packet.transport, owner: POD, epoch: Epoch(1), now: NOW };
+        let new = NewConn { hashed: &hashed, transport: &packet.transport, owner: POD, via_host: false, epoch: Epoch(1), now: NOW };
         match table.insert(&new) {
             Ok(Insertion::Created(conn)) => {
                 assert_eq!(conn.original_flow(), packet.flow);
@@ -135,8 +141,24 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
                 Outcome::Passed
             }
             Update::Invalid => Outcome::Invalid,
-            Update::Cut => unreachable!("nobody cuts it"),
-            Update::Ended => enter(Outcome::Reopened),
+            Update::Cut | Update::Ended => unreachable!("nobody cuts or removes it"),
+            // Policy allows all.
+            Update::Opens => {
+                assert!(conn.replace(hashed.orientation(), &packet.transport, NOW));
+                enter(Outcome::Reopened)
+            }
+            Update::AsksInReverse => {
+                assert!(conn.is_reply(hashed.orientation()));
+                let held = conn.hold_syn(hashed.orientation(), &packet.transport, NOW);
+                assert_eq!(held, Update::Accepted(conn.state()));
+                Outcome::Passed
+            }
+            Update::Restarts => {
+                assert!(conn.restart(Epoch(1), hashed.orientation(), &packet.transport, NOW));
+                let conn = table.find(&hashed, NOW).unwrap();
+                assert_eq!(conn.original_flow(), packet.flow.reversed(), "opened by whose SYN it is");
+                Outcome::Restarted
+            }
         },
     };
     (outcome, table.find(&hashed, NOW).map(|conn| conn.state()))
@@ -144,7 +166,11 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
 
 fn run(pick_up: bool, description: &str, rows: &[Row]) {
     for v6 in [false, true] {
-        let table = ConnTable::new(&Config { entries: 64, pick_up, ..Config::default() }).unwrap();
+        let table = ConnTable::new(&Config {
+            entries: 64,
+            pick_up: if pick_up { PickUp::Always } else { PickUp::Never },
+            ..Config::default()
+        }).unwrap();
         for (number, row) in rows.iter().enumerate() {
             let (outcome, state) = pass(&table, &row.frame(v6));
             let expected = (row.outcome, row.state.map(State::Tcp));
@@ -463,6 +489,105 @@ fn resets_and_syns_that_do_not_belong() {
             ]),
         ),
         ("SYN-ACK beyond the window", established(&[s("SA", 90_000, 101, 0).bad(Established)])),
+        (
+            "both forgot, and the same side opens again",
+            established(&[
+                c("S", 70_000, 0, 0).ok(Established),
+                c("S", 70_000, 0, 0).ok(Established),
+                s("SA", 8000, 70_001, 0).restarts(SynReceived),
+                c("A", 70_001, 8001, 0).ok(Established),
+                c("PA", 70_001, 8001, 30).ok(Established),
+                s("A", 8001, 70_031, 30).ok(Established),
+                c("A", 20_000, 8001, 10).bad(Established),
+            ]),
+        ),
+        (
+            "both forgot, and the other side opens",
+            established(&[
+                s("S", 70_000, 0, 0).ok(Established),
+                c("SA", 8000, 70_001, 0).restarts(SynReceived),
+                s("A", 70_001, 8001, 9).ok(Established),
+                c("A", 8001, 70_010, 0).ok(Established),
+            ]),
+        ),
+        (
+            "both forgot, and the second attempt is answered",
+            established(&[
+                c("S", 70_000, 0, 0).ok(Established),
+                c("S", 80_000, 0, 0).ok(Established),
+                s("SA", 8000, 70_001, 0).bad(Established),
+                s("SA", 8000, 80_001, 0).restarts(SynReceived),
+            ]),
+        ),
+        (
+            "the new connection has the scales of its own SYNs",
+            established(&[
+                Row { scale: Some(7), ..c("S", 70_000, 0, 0).ok(Established) },
+                Row { scale: Some(7), ..s("SA", 8000, 70_001, 0).restarts(SynReceived) },
+                c("A", 70_001, 8001, 0).ok(Established),
+                s("A", 100_000, 70_001, 10).ok(Established),
+                s("A", 240_000, 70_001, 10).bad(Established),
+            ]),
+        ),
+        (
+            "SYN-ACK of a SYN that was not seen",
+            established(&[c("S", 70_000, 0, 0).ok(Established), s("SA", 8000, 60_001, 0).bad(Established)]),
+        ),
+        (
+            "the other side knows no connection and has no listener",
+            established(&[
+                c("S", 70_000, 0, 0).ok(Established),
+                s("RA", 0, 70_001, 0).ok(Close),
+                c("S", 75_000, 0, 0).reopens(SynSent),
+            ]),
+        ),
+        (
+            "a refusal of another SYN than the one that was seen",
+            established(&[c("S", 70_000, 0, 0).ok(Established), s("RA", 900_000, 60_001, 0).bad(Established)]),
+        ),
+        (
+            "a forged SYN of the client: the connection goes on",
+            established(&[
+                Row { scale: Some(0), ..c("S", 70_000, 0, 0).win(1).ok(Established) },
+                s("A", 501, 101, 0).ok(Established),
+                c("PA", 101, 501, 100).ok(Established),
+                s("PA", 501, 201, 900).ok(Established),
+                c("A", 201, 1401, 0).ok(Established),
+                c("A", 50_000, 1401, 10).bad(Established),
+                s("SA", 8000, 70_001, 0).bad(Established),
+            ]),
+        ),
+        (
+            "a forged SYN between data: both go on without a challenge",
+            established(&[
+                c("PA", 101, 501, 100).ok(Established),
+                c("S", 70_000, 0, 0).ok(Established),
+                c("PA", 201, 501, 100).ok(Established),
+                s("A", 501, 301, 0).ok(Established),
+                s("PA", 501, 301, 50).ok(Established),
+            ]),
+        ),
+        (
+            "a forged SYN of the server's side",
+            established(&[
+                s("S", 70_000, 0, 0).ok(Established),
+                c("A", 101, 501, 0).ok(Established),
+                s("PA", 501, 101, 20).ok(Established),
+                c("A", 101, 521, 0).ok(Established),
+            ]),
+        ),
+        (
+            "SYN on a connection that its side has ended",
+            established(&[c("FA", 101, 501, 0).ok(FinWait), c("S", 9000, 0, 0).ok(FinWait)]),
+        ),
+        (
+            "SYN on one that the other side has ended",
+            established(&[
+                s("FA", 501, 101, 0).ok(FinWait),
+                c("S", 9000, 0, 0).ok(FinWait),
+                s("SA", 8000, 9001, 0).restarts(SynReceived),
+            ]),
+        ),
     ];
     for (description, rows) in cases {
         run(true, description, rows);
@@ -471,21 +596,26 @@ fn resets_and_syns_that_do_not_belong() {
 
 #[test]
 fn picking_up_in_the_middle() {
-    let first = c("PA", 5000, 9000, 10).opens(Established);
+    let first = c("PA", 5000, 9000, 10).opens(PickedUp);
     let answer = s("A", 9000, 5010, 100).ok(Established);
     run(false, "not set", &[c("A", 5000, 9000, 10), c("A", 5000, 9000, 0), c("S", 100, 0, 0).opens(SynSent)]);
     let cases: &[(&str, &[Row])] = &[
         ("data, then the other side's", &[first, answer, c("A", 5010, 9100, 0).ok(Established)]),
         (
             "several from one side before the other's",
-            &[first, c("A", 5010, 9300, 10).ok(Established), s("A", 9000, 5020, 10).ok(Established)],
+            &[first, c("A", 5010, 9300, 10).ok(PickedUp), s("A", 9000, 5020, 10).ok(Established)],
         ),
         ("windows whose scale is not known", &[first, answer, s("A", 900_000, 5010, 10).ok(Established)]),
         ("far beyond any window", &[first, answer, c("A", 200_000_000, 9100, 10).bad(Established)]),
         ("acknowledgement of what was not sent", &[first, answer, c("A", 5010, 99_000, 10).bad(Established)]),
         (
             "RST of a side not yet heard",
-            &[first, s("R", 9000, 0, 0).ok(Resetting), c("A", 5010, 9000, 1).ok(Established)],
+            &[first, s("R", 9000, 0, 0).ok(Close), c("A", 5010, 9000, 1).ok(Close), c("S", 7, 0, 0).reopens(SynSent)],
+        ),
+        ("FIN before the other side is heard", &[first, c("FA", 5010, 9000, 0).ok(PickedUp)]),
+        (
+            "SYN before the other side is heard",
+            &[first, c("S", 100, 0, 0).reopens(SynSent), s("SA", 500, 101, 0).ok(SynReceived)],
         ),
         ("RST of the next number", &[first, answer, s("R", 9100, 0, 0).ok(Close)]),
         (
@@ -504,7 +634,7 @@ fn picking_up_in_the_middle() {
         ),
         (
             "the server is heard first",
-            &[s("A", 9000, 5000, 10).opens(Established), c("A", 5000, 9010, 10).ok(Established)],
+            &[s("A", 9000, 5000, 10).opens(PickedUp), c("A", 5000, 9010, 10).ok(Established)],
         ),
     ];
     for (description, rows) in cases {
@@ -520,6 +650,10 @@ fn a_window_survives_packing() {
         assert_eq!(Window { limit, ..unpacked }, window);
         assert!(unpacked.limit.wrapping_sub(limit) < LIMIT_GRAIN, "rounded up, {limit}");
         assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { marks: FIN_ACKED, ..unpacked });
+        let syn = TcpSegment { seq: 7, window: 64_000, flags: TcpFlags::SYN, window_scale: Some(14), ..Default::default() };
+        let holding = Window::unpack(window.holding(&syn).pack());
+        assert!(holding.holds_syn() && (holding.reach, holding.scale) == (30, 15), "what was offered stays");
+        assert_eq!(holding.held(), Window::from_syn(&syn));
     }
     assert_eq!([0, 1, 2, 3, 1024, 1025, u32::MAX].map(log2), [0, 0, 1, 2, 10, 11, 30]);
 }

@@ -124,15 +124,21 @@ fn nothing_of_a_cut_connection_passes_from_either_side_until_it_is_restored() {
 }
 
 #[test]
-fn what_opens_another_connection_ends_one_that_is_cut() {
+fn what_opens_another_connection_ends_one_that_is_cut_only_once_policy_allows_it() {
     for case in cases() {
         let table = table(64);
         case.open(&table);
         find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
         let Some(anew) = case.anew else { continue };
-        // From the answering side too: it is judged in its own direction then.
-        let way = case.ways()[1];
-        assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, &anew, NOW), Update::Ended);
+        // From the answering side too: policy is asked about it in its own direction then.
+        for way in case.ways() {
+            assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, &anew, NOW), Update::Opens);
+            let later = &case.later[usize::from(way == case.ways()[1])];
+            assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, later, NOW), Update::Cut, "{:?}", case.flow);
+        }
+        let (way, conn) = (case.ways()[1], find(&table, &case.flow, NOW).unwrap());
+        assert!(!conn.replace(way, &case.later[1], NOW), "not for what opens nothing");
+        assert!(conn.replace(way, &anew, NOW));
         assert!(find(&table, &case.flow, NOW).is_none() && table.is_empty());
         assert_eq!(table.statistics().reopened, 1);
     }
@@ -152,30 +158,53 @@ fn a_cut_connection_is_remembered_as_long_as_its_ends_go_on_trying() {
         }
         let silent = now.plus(Duration::from_secs(case.remembered + 2));
         assert!(find(&table, &case.flow, silent).is_none(), "{:?}", case.flow);
-        assert_eq!(table.sweep(&mut SweepCursor::default(), usize::MAX, silent).expired, 1);
+        assert_eq!(table.sweep(&mut SweepCursor::default(), usize::MAX, silent, Epoch(1)).expired, 1);
     }
 }
 
 #[test]
-fn a_cut_connection_makes_room_before_one_that_nobody_answered() {
-    let table = ConnTable::new(&Config { entries: 64, quota: Some(u32::MAX), ..Config::default() }).unwrap();
-    let later = NOW.plus(Duration::from_secs(5));
-    // All older than those that are cut, and unreplied.
-    let all: Vec<u32> = (0..200).take_while(|n| insert(&table, &flow(*n), &Transport::Udp, NOW).is_ok()).collect();
-    let (full, before) = (table.len(), table.statistics());
-    assert!(before.evicted_unreplied > 0, "the table is full: {full} of {}", all.len());
-    let there: Vec<u32> = all.into_iter().filter(|n| find(&table, &flow(*n), NOW).is_some()).collect();
-    for n in &there {
-        let mut conn = find(&table, &flow(*n), NOW).unwrap();
-        conn.update(flow(*n).key().1, &Transport::Udp, later);
-        assert_eq!(conn.set_judged(Epoch(2), n % 2 == 0), if n % 2 == 0 { Judged::Kept } else { Judged::Cut });
+fn a_cut_connection_that_both_sides_had_agreed_to_makes_no_room() {
+    let case = &cases()[0];
+    let table = table(64);
+    case.open(&table);
+    assert_eq!(find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false), Judged::Cut);
+    // A flood of its own pod, and then one that fills the table.
+    for n in 100..5000 {
+        let _ = insert(&table, &tcp(n), &syn(), NOW);
     }
-    for n in 1000..1010 {
-        insert(&table, &flow(n), &Transport::Udp, later).unwrap();
+    assert!(table.statistics().evicted_quota > 0 && find(&table, &case.flow, NOW).unwrap().is_cut());
+    for n in 100..5000 {
+        insert_alone(&table, &tcp(n), n, &syn(), NOW);
     }
-    let after = table.statistics();
-    assert_eq!(after.evicted_transient - before.evicted_transient, 10, "all of the room was a cut connection's");
-    assert!(there.iter().filter(|n| *n % 2 == 0).all(|n| find(&table, &flow(*n), later).is_some()));
+    assert!(table.statistics().evicted_unanswered > 0 && find(&table, &case.flow, NOW).unwrap().is_cut());
+}
+
+#[test]
+fn a_cut_connection_that_nobody_had_answered_makes_room_like_any_other() {
+    let table = table(64);
+    let entered: Vec<u32> = (0..64).filter(|n| insert_alone(&table, &flow(*n), *n, &Transport::Udp, NOW)).collect();
+    for n in &entered {
+        assert_eq!(find(&table, &flow(*n), NOW).unwrap().set_judged(Epoch(2), false), Judged::Cut);
+    }
+    for n in 100..5000 {
+        assert!(insert_alone(&table, &flow(n), n, &Transport::Udp, NOW.plus(Duration::from_secs(1))));
+    }
+    assert!(entered.iter().all(|n| find(&table, &flow(*n), NOW).is_none()));
+}
+
+#[test]
+fn a_connection_that_is_restored_is_what_it_was() {
+    let table = table(64);
+    let reset = segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 1001, 0);
+    for (n, packets, expected) in [(1, vec![], TcpState::SynSent), (2, vec![reset], TcpState::Close)] {
+        insert(&table, &tcp(n), &syn(), NOW).unwrap();
+        for packet in packets {
+            find(&table, &tcp(n), NOW).unwrap().update(tcp(n).key().1.opposite(), &packet, NOW);
+        }
+        let mut conn = find(&table, &tcp(n), NOW).unwrap();
+        assert_eq!((conn.set_judged(Epoch(2), false), conn.state()), (Judged::Cut, State::Cut));
+        assert_eq!((conn.set_judged(Epoch(3), true), conn.state()), (Judged::Restored, State::Tcp(expected)));
+    }
 }
 
 #[test]

@@ -68,7 +68,7 @@ impl Processor for Held {
         self.inside.store(false, Ordering::SeqCst);
     }
 
-    fn tend(&mut self, _: Instant, _: bool) {}
+    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
 }
 
 #[test]

@@ -15,7 +15,7 @@ use penstock_xdp_redirect::{AttachOptions, Attached, Interface, Redirect, Role};
 
 use super::processor::Processor;
 use super::*;
-use crate::Snapshot;
+use crate::{Epoch, Snapshot};
 use crate::forward::PortId;
 use crate::io::{FrameAccount, RxBatch};
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
@@ -57,7 +57,7 @@ impl Processor for Wires {
         }
     }
 
-    fn tend(&mut self, _: Instant, _: bool) {}
+    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
 }
 
 /// A small dataplane with as many workers as it is given cores.
