@@ -2,6 +2,7 @@
 
 mod bulk;
 mod cores;
+mod flood;
 mod generator;
 mod meter;
 mod run;
@@ -14,13 +15,14 @@ mod wire;
 
 pub use bulk::{Receipt, transfer, transfer_for};
 pub use cores::CoreTimes;
+pub use flood::{Flood, Packets, Sources, route_beyond};
 pub use generator::{Generator, UdpFlow};
 pub use meter::{Count, Meter};
 pub use run::Probes;
 pub use search::{Found, Search};
 pub use sink::Sink;
 pub use station::{Outcome, PORTS, PROBE_PORT, Probing, Station, Trial, of_length};
-pub use streams::{connections_for, streams_for};
+pub use streams::{connections_at, connections_for, streams_for};
 pub use traffic::{Lengths, Traffic};
 pub use wire::Wire;
 

@@ -115,6 +115,43 @@ pub fn connections_for(
     })
 }
 
+/// Clients that take turns where connections are opened at a pace.
+const PACED: u32 = 16;
+/// Below the second after which a stack sends its SYN again.
+const AT_ONCE: Duration = Duration::from_millis(950);
+
+/// Opens so many connections a second to an address, each given up where it needs a second SYN; how many were tried, and how
+/// many opened.
+pub fn connections_at(
+    from: &Namespace,
+    to: &Namespace,
+    address: SocketAddr,
+    rate: f64,
+    length: Duration,
+) -> Result<(u64, u64)> {
+    let listeners = [to.run(|| listen(&address)).context("cannot listen")?];
+    let (ends, tried, opened) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let tries = &|client: u32| {
+        let (start, mut turn) = (Instant::now(), 0);
+        while start.elapsed() < length {
+            turn += 1;
+            tried.fetch_add(1, Ordering::Relaxed);
+            let is_open = TcpStream::connect_timeout(&address, AT_ONCE).is_ok();
+            opened.fetch_add(u64::from(is_open), Ordering::Relaxed);
+            let next = f64::from(turn * PACED + client) / rate;
+            std::thread::sleep(Duration::from_secs_f64(next).saturating_sub(start.elapsed()));
+        }
+    };
+    std::thread::scope(|scope| {
+        let server = scope.spawn(|| accept_until(&listeners, &ends));
+        let clients: Vec<_> = (0..PACED).map(|client| scope.spawn(move || from.run(|| tries(client)))).collect();
+        clients.into_iter().for_each(|client| client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        ends.store(true, Ordering::Relaxed);
+        server.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })?;
+    Ok((tried.into_inner(), opened.into_inner()))
+}
+
 /// Room for all that may wait to be accepted: a SYN that finds none is sent again a second later, and nothing is measured then
 /// but that.
 const WAITING: i32 = 65_535;

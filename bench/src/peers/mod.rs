@@ -9,7 +9,7 @@ mod policy;
 mod testpmd;
 mod tools;
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -20,8 +20,10 @@ use nix::unistd::Pid;
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::Status;
 
-use crate::load::{Outcome, Probing, Sink, Station, Traffic, Trial, go_first, pin};
-use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Pod, Scratch, Service};
+use crate::load::{
+    Flood, Outcome, Packets, Probing, Sink, Sources, Station, Traffic, Trial, go_first, pin, route_beyond,
+};
+use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, Scratch, Service};
 
 use huge_pages::HugePages;
 pub use policy::{NODE, Size, manifests, pod_name};
@@ -113,6 +115,7 @@ pub struct Lane {
     /// Ends before its node does.
     running: Running,
     node: Node,
+    outside: Option<Outside>,
     station: Station,
     manifests: PathBuf,
     /// What the peer says it is, such as its version.
@@ -133,7 +136,8 @@ impl Lane {
         let station = Station::open(from, to, gateway)?;
         let (running, description) =
             start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
-        let mut lane = Self { peer, node, station, running, manifests, description, size, cores, scratch };
+        let mut lane =
+            Self { peer, node, outside: None, station, running, manifests, description, size, cores, scratch };
         lane.verify().with_context(|| format!("{label} does not do what it should"))?;
         lane.pause()?;
         Ok(lane)
@@ -147,6 +151,23 @@ impl Lane {
     /// The node and its pods.
     pub fn node(&self) -> &Node {
         &self.node
+    }
+
+    /// A flood from a machine behind the node, and where it runs. The first call adds that machine; the node also sends it what
+    /// it has no other route for.
+    pub fn flood_from_outside(
+        &mut self,
+        packets: Packets,
+        sources: Sources,
+        to: (Ipv4Addr, u16),
+    ) -> Result<(Flood, Namespace)> {
+        if self.outside.is_none() {
+            let outside = self.node.add_outside("outside")?;
+            route_beyond(&self.node, &outside)?;
+            self.outside = Some(outside);
+        }
+        let outside = self.outside.as_ref().context("a machine outside was just added")?;
+        Ok((Flood::new((&self.node, outside), packets, sources, to)?, outside.namespace().clone()))
     }
 
     /// What the peer says it is.
@@ -397,7 +418,7 @@ fn daemon_config(
 ) -> DaemonConfig {
     let mut config = DaemonConfig::new(NODE, manifests);
     // Room for the connections of every scenario, as the kernel is given, too.
-    config.conntrack = format!("mapping = \"off\"\nentries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
+    let mut conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     config.admin = Some(scratch.path().join("admin.sock"));
     let memory = if size.pods > 8 { 512 } else { MEMORY };
     let worker = cores.worker;
@@ -409,9 +430,12 @@ fn daemon_config(
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
             Some(("xdp", line)) => xdp += &format!("{line}\n"),
+            // In place of what it has otherwise.
+            Some(("conntrack", line)) => conntrack = format!("{line}\n"),
             _ => {}
         }
     }
+    config.conntrack = format!("mapping = \"off\"\n{conntrack}");
     config.sections = format!("[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n");
     config
 }

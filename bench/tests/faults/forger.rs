@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
 use penstock_bench::load::Wire;
+use penstock_bench::testbed::Outside;
 use penstock_control::service::admin::types::Port;
 
 use crate::fixture::World;
@@ -29,6 +30,16 @@ impl Forger {
             wire: Wire::open(namespace).unwrap(),
             mac: namespace.netlink().unwrap().mac("eth0").unwrap(),
             gateway: world.cluster.node.netlink().mac(host_side).unwrap(),
+            sent: 0,
+        }
+    }
+
+    /// A machine's interface outside, past its own stack.
+    pub(crate) fn outside(world: &World, outside: &Outside) -> Self {
+        Self {
+            wire: Wire::open(outside.namespace()).unwrap(),
+            mac: outside.namespace().netlink().unwrap().mac("eth0").unwrap(),
+            gateway: world.cluster.node.netlink().mac(outside.interface()).unwrap(),
             sent: 0,
         }
     }

@@ -8,12 +8,15 @@ mod clock;
 #[path = "../system/fixture.rs"]
 mod fixture;
 mod floods;
+mod floods_from_outside;
 mod forged;
 mod forger;
+mod forgotten;
 mod mutated;
 mod operation;
 mod paths;
 mod restarts;
+mod revoked;
 mod rings;
 mod spoofing;
 mod stopped;

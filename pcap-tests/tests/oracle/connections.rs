@@ -35,6 +35,10 @@ struct Connection {
     tags: [Option<u32>; 2],
     ends: u8,
     reset: bool,
+    /// Whether a segment from its middle opened it.
+    picked_up: bool,
+    /// A SYN that passed although the connection was live: its side, and the number that acknowledges it.
+    syn: Option<(usize, u32)>,
 }
 
 /// A node.
@@ -54,7 +58,7 @@ struct Seen {
 }
 
 enum Kind {
-    Tcp { flags: u8, seq: u32, len: u32 },
+    Tcp { flags: u8, seq: u32, ack: u32, len: u32 },
     Udp,
     Sctp { chunk: u8, tag: u32, initiate: u32 },
     Ask,
@@ -192,33 +196,68 @@ impl Oracle {
             Kind::Answer => vec![reversed(seen.flow)],
             _ => vec![seen.flow, reversed(seen.flow)],
         };
-        if let Some(key) = self.find(now, &keys)
-            && let Some(verdict) = self.connections.get_mut(&key).and_then(|found| found.take(now, seen))
-        {
-            return verdict;
+        if let Some(key) = self.find(now, &keys) {
+            if let Some(verdict) = self.out_of_sync(now, &key, seen) {
+                return verdict;
+            }
+            let found = self.find(now, &keys).and_then(|key| self.connections.get_mut(&key));
+            if let Some(verdict) = found.and_then(|found| found.take(now, seen)) {
+                return verdict;
+            }
         }
         let opens = match seen.kind {
             // RFC 9293: a connection opens with SYN alone; one that was missed may be picked up by what has ACK alone.
-            Kind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10 | 0x12),
+            Kind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10),
             Kind::Answer => false,
             _ => true,
         };
         let allowed = self.world.allows(&seen.flow);
         if allowed && opens {
-            let connection = Connection {
-                opened: seen.flow,
-                allowed,
-                answered: false,
-                last: now,
-                next: [None; 2],
-                tags: [None; 2],
-                ends: 0,
-                reset: false,
-            };
-            let connection = self.connections.entry(seen.flow).insert_entry(connection);
-            connection.into_mut().take(now, seen);
+            let picked_up = matches!(seen.kind, Kind::Tcp { flags, .. } if flags & 0x02 == 0);
+            self.enter(Connection::new(seen.flow, now, picked_up)).take(now, seen);
         }
         allowed && opens
+    }
+
+    /// Enters a connection in the place of any other between the same ports. Of echoes each side has its own.
+    fn enter(&mut self, connection: Connection) -> &mut Connection {
+        if !matches!(connection.opened.protocol, 1 | 58) {
+            self.connections.remove(&reversed(connection.opened));
+        }
+        self.connections.entry(connection.opened).insert_entry(connection).into_mut()
+    }
+
+    /// What becomes of a SYN on a live connection, and of the SYN-ACK that may answer it; `None` for every other segment.
+    ///
+    /// Whoever sends the SYN may have forgotten the connection. If its peer has too, the peer answers with a SYN-ACK that
+    /// acknowledges it. If the peer lives, it answers with an ACK (RFC 9293 section 3.10.7.4, RFC 5961 section 4), and the
+    /// connection stays. The kernel keeps the numbers of such a SYN likewise (net/netfilter/nf_conntrack_proto_tcp.c,
+    /// `TCP_CONNTRACK_IGNORE`). A SYN from the answering side asks for a connection in its own direction.
+    fn out_of_sync(&mut self, now: u64, key: &Flow, seen: &Seen) -> Option<bool> {
+        let Kind::Tcp { flags, seq, ack, .. } = seen.kind else { return None };
+        let found = self.connections.get_mut(key).filter(|found| found.allowed && !found.is_over())?;
+        let side = usize::from(seen.flow != found.opened);
+        match flags & 0x17 {
+            0x02 if found.is_opening() => None,
+            0x02 => {
+                let passes = side == 0 || self.world.allows(&seen.flow);
+                if passes {
+                    found.syn = Some((side, seq.wrapping_add(1)));
+                }
+                Some(passes)
+            }
+            0x12 if found.syn == Some((1 - side, ack)) => {
+                let opened = reversed(seen.flow);
+                let passes = self.world.allows(&opened);
+                if passes {
+                    let anew = self.enter(Connection::new(opened, now, false));
+                    anew.next[0] = Some(ack);
+                    return None;
+                }
+                Some(false)
+            }
+            _ => None,
+        }
     }
 
     /// The first of these flows that opened a connection, if that is live.
@@ -230,11 +269,38 @@ impl Oracle {
 }
 
 impl Connection {
+    /// One that its policy allows, before its first packet.
+    fn new(opened: Flow, now: u64, picked_up: bool) -> Self {
+        Self {
+            opened,
+            allowed: true,
+            answered: false,
+            last: now,
+            next: [None; 2],
+            tags: [None; 2],
+            ends: 0,
+            reset: false,
+            picked_up,
+            syn: None,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.reset || self.ends >= 2
+    }
+
+    /// Whether only SYNs were seen yet: another one is a new attempt, or crosses the first.
+    fn is_opening(&self) -> bool {
+        !self.answered && !self.picked_up
+    }
+
     /// In seconds, as the kernel's defaults.
     fn timeout(&self) -> u64 {
         match (self.opened.protocol, self.answered) {
             (6, _) if self.reset => 10,
             (6, _) if self.ends >= 2 => 120,
+            // As long as what one side has sent may go unacknowledged.
+            (6, false) if self.picked_up => 300,
             (6, false) => 120,
             (6, true) => 432_000,
             (17, false) => 30,
@@ -250,17 +316,23 @@ impl Connection {
         let side = usize::from(seen.flow != self.opened);
         if let Kind::Tcp { flags, seq, .. } = seen.kind {
             let is_syn = flags & 0x17 == 0x02;
-            let over = self.reset || self.ends >= 2 || !self.allowed;
+            let over = self.is_over() || !self.allowed;
             if is_syn && over && self.next[side].is_none_or(|next| seq.wrapping_sub(next) as i32 > 0 || !self.allowed) {
                 return None;
             }
+            if is_syn && side == 0 && self.is_opening() {
+                self.next[0] = None;
+            }
+        }
+        if !self.allowed && matches!(seen.kind, Kind::Sctp { chunk: 1, .. }) {
+            return None;
         }
         if !self.allowed {
             self.last = now;
             return Some(false);
         }
         match seen.kind {
-            Kind::Tcp { flags, seq, len } => {
+            Kind::Tcp { flags, seq, len, .. } => {
                 let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
                 if far && !(flags & 0x04 != 0 && seq == 0) {
                     return Some(false);
@@ -401,7 +473,7 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
             if header < 20 || header > payload.len() {
                 return Err(WRONG);
             }
-            Kind::Tcp { flags: payload[13], seq: long(4), len: (payload.len() - header) as u32 }
+            Kind::Tcp { flags: payload[13], seq: long(4), ack: long(8), len: (payload.len() - header) as u32 }
         }
         17 if word(4) < 8 || (usize::from(word(4)) > payload.len() && piece.is_none()) => return Err(WRONG),
         17 => Kind::Udp,

@@ -75,6 +75,7 @@ pub(crate) const BARS: &[Bar] = &[
         .against("kernel routing"),
     most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
     most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
+    least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
 ];
 
 /// Whether a bar goes by this case.

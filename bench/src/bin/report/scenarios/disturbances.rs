@@ -1,10 +1,11 @@
 //! What traffic notices of policy that changes, and of others' floods.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
-use penstock_bench::load::{Outcome, Probing, Traffic, Trial};
+use anyhow::{Context, Result, bail, ensure};
+use penstock_bench::load::{Generator, Outcome, PORTS, Packets, Probing, Sources, Traffic, Trial, connections_at, pin};
 use penstock_bench::peers::{Lane, Peer, Reload, Size, manifests};
 
 use super::{Case, Known, Scenario};
@@ -138,3 +139,62 @@ pub(crate) fn flood() -> Scenario {
         cases: peers.into_iter().flat_map(|peer| [0.0, 50e3].map(|syns| case(peer, syns))).collect(),
     }
 }
+
+/// Packets a second of a flood from outside.
+const FLOOD: f64 = 100e3;
+/// Connections a second that are opened beside it.
+const OPENED: f64 = 200.0;
+
+const SHARES: &[Metric] = &[
+    Metric::higher("share", "", 4),
+    Metric::higher("without a flood", "", 4),
+    Metric::higher("flood", "k packets/s", 0),
+];
+
+pub(crate) fn ack_flood() -> Scenario {
+    let measure = |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        let length = (plan.length * 2).max(Duration::from_millis(500));
+        let pod = lane.pod(0)?.address(false).context("the pod has no IPv4 address")?;
+        let IpAddr::V4(address) = pod else { bail!("the pod has no IPv4 address") };
+        let to = (address, PORTS.start);
+        let (mut flood, machine) = lane.flood_from_outside(Packets::Ack, Sources::Spoofed, to)?;
+        let generator = machine.run(|| Generator::open("eth0"))?;
+        let pod_0 = lane.pod(0)?.namespace();
+        let open = || -> Result<f64> {
+            let (tried, opened) =
+                connections_at(&machine, pod_0, SocketAddr::new(pod, PORTS.start + 9), OPENED, length)?;
+            Ok(opened as f64 / tried.max(1) as f64)
+        };
+        let without = open()?;
+        ensure!(without > 0.0, "no connection opens without a flood");
+        let (ends, core) = (AtomicBool::new(false), plan.cores.generator);
+        let start = Instant::now();
+        let (during, sent) = std::thread::scope(|scope| {
+            let flooding = scope.spawn(|| {
+                pin(core)?;
+                flood.run(&generator, FLOOD, &ends)
+            });
+            // What is opened comes when the pod has all that it may.
+            std::thread::sleep(FILLED);
+            let during = open();
+            ends.store(true, Ordering::Relaxed);
+            let sent = flooding.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            anyhow::Ok((during?, sent?))
+        })?;
+        let rate = sent as f64 / start.elapsed().as_secs_f64();
+        Ok(vec![Some(during / without), Some(without), Some(rate / 1e3)])
+    };
+    let small = Peer::Penstock { enforces: true, sections: "conntrack entries = 65536\n".to_owned() };
+    Scenario {
+        name: "ack-flood",
+        title: "An ACK flood from outside beside new connections",
+        about: "A machine outside opens 200 connections a second to a pod; then again while it floods the same pod with 100 k \
+                bare ACKs a second from made-up addresses. Only what opens at its first SYN counts. The connection table is a \
+                16th of the default, so that the flood has filled the pod's quota before the first of them.",
+        metrics: SHARES,
+        cases: vec![Case::of(small, measure)],
+    }
+}
+
+/// Twice as long as the flood takes to fill a quota of 16,384.
+const FILLED: Duration = Duration::from_millis(350);

@@ -85,6 +85,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::updates(),
         disturbances::swap(),
         disturbances::flood(),
+        disturbances::ack_flood(),
         inside::stages(),
         io::matrix(),
     ]

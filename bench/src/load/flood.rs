@@ -1,0 +1,128 @@
+//! Floods of packets that belong to no connection, at a pace, from addresses that their sender makes up.
+
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use etherparse::{IpNumber, Ipv4Header, TcpHeader, UdpHeader};
+use rand::rngs::SmallRng;
+use rand::{RngCore, SeedableRng};
+
+use super::generator::Generator;
+use crate::testbed::{Netlink, Node, Outside, Via};
+
+/// Packets that are made and sent at once.
+const BATCH: usize = 64;
+/// More than this a flood does not make up for when it was held up.
+const LATE: f64 = 0.02;
+
+/// What a flood is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Packets {
+    /// TCP segments with ACK alone, as from the middle of a connection.
+    Ack,
+    /// TCP SYNs.
+    Syn,
+    /// TCP RSTs.
+    Rst,
+    /// UDP datagrams.
+    Udp,
+}
+
+/// Whom a flood comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Sources {
+    /// From ever another address of 11.0.0.0/8 and port.
+    Spoofed,
+    /// From this address, and ever another port.
+    One(Ipv4Addr),
+}
+
+/// A flood from a machine outside to a pod.
+pub struct Flood {
+    /// What it is of.
+    pub packets: Packets,
+    /// Whom it comes from.
+    pub sources: Sources,
+    /// Whom it is for.
+    pub destination: (Ipv4Addr, u16),
+    macs: ([u8; 6], [u8; 6]),
+    random: SmallRng,
+}
+
+impl Flood {
+    /// One that this machine is to send by its `eth0`.
+    pub fn new(
+        (node, outside): (&Node, &Outside),
+        packets: Packets,
+        sources: Sources,
+        destination: (Ipv4Addr, u16),
+    ) -> Result<Self> {
+        let own = outside.namespace().netlink()?.mac("eth0")?;
+        let gateway = node.netlink().mac(outside.interface())?;
+        Ok(Self { packets, sources, destination, macs: (own, gateway), random: SmallRng::seed_from_u64(16) })
+    }
+
+    /// Sends so many packets a second until it is told to end; returns how many were taken. `generator` is one of the
+    /// machine that the flood comes from.
+    pub fn run(&mut self, generator: &Generator, rate: f64, ends: &AtomicBool) -> Result<u64> {
+        let (mut taken, mut due, mut last) = (0, 0.0, Instant::now());
+        while !ends.load(Ordering::Relaxed) {
+            due += last.elapsed().as_secs_f64().min(LATE) * rate;
+            last = Instant::now();
+            if due < 1.0 {
+                std::thread::sleep(Duration::from_micros(100));
+                continue;
+            }
+            let count = (due as usize).min(BATCH);
+            let frames: Vec<_> = (0..count).map(|_| self.frame()).collect::<Result<_>>()?;
+            taken += generator.send_frames(&frames)? as u64;
+            due -= count as f64;
+        }
+        Ok(taken)
+    }
+
+    fn frame(&mut self) -> Result<Vec<u8>> {
+        let random = self.random.next_u64();
+        let [a, b, c, ..] = random.to_be_bytes();
+        let port = 1024 + (random as u16) % (u16::MAX - 1024);
+        let source = match self.sources {
+            Sources::Spoofed => Ipv4Addr::new(11, a, b, c),
+            Sources::One(address) => address,
+        };
+        let (protocol, transport) = match self.packets {
+            Packets::Udp => (IpNumber::UDP, 8),
+            _ => (IpNumber::TCP, 20),
+        };
+        let ip = Ipv4Header::new(transport, 64, protocol, source.octets(), self.destination.0.octets())?;
+        let mut frame = Vec::with_capacity(54);
+        frame.extend([self.macs.1, self.macs.0].concat());
+        frame.extend([0x08, 0x00]);
+        ip.write(&mut frame)?;
+        match self.packets {
+            Packets::Udp => UdpHeader::with_ipv4_checksum(port, self.destination.1, &ip, &[])?.write(&mut frame)?,
+            _ => self.segment(port, &ip)?.write(&mut frame)?,
+        }
+        Ok(frame)
+    }
+
+    fn segment(&mut self, port: u16, ip: &Ipv4Header) -> Result<TcpHeader> {
+        let mut tcp = TcpHeader::new(port, self.destination.1, self.random.next_u32(), 64_240);
+        match self.packets {
+            Packets::Syn => tcp.syn = true,
+            Packets::Rst => tcp.rst = true,
+            _ => (tcp.ack, tcp.acknowledgment_number) = (true, self.random.next_u32()),
+        }
+        tcp.checksum = tcp.calc_checksum_ipv4(ip, &[])?;
+        Ok(tcp)
+    }
+}
+
+/// Has a node send what it has no route for to this machine, as to a router, so that answers to made-up addresses leave it.
+pub fn route_beyond(node: &Node, outside: &Outside) -> Result<()> {
+    let netlink: &Netlink = node.netlink();
+    let machine = outside.addresses().iter().copied().find(|address| address.is_ipv4());
+    let machine = machine.context("the machine outside has no IPv4 address")?;
+    netlink.add_route("0.0.0.0/0".parse()?, netlink.index(outside.interface())?, Via::Gateway(machine))
+}
