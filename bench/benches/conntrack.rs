@@ -106,7 +106,14 @@ impl Connections for ConnTable {
 fn enter(table: &ConnTable, flow: &Flow, now: u64) {
     let hashed = table.prepare(flow);
     let now = Timestamp::from_millis(now);
-    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(0), epoch: Epoch(1), now };
+    let new = NewConn {
+        hashed: &hashed,
+        transport: &Transport::Udp,
+        owner: OwnerId(0),
+        via_host: false,
+        epoch: Epoch(1),
+        now,
+    };
     assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
 }
 
@@ -534,7 +541,8 @@ fn flood(settings: &Settings) -> Row {
         let (request, owner) = (flow(n), OwnerId(1 + (n % 4) as u16));
         let hashed = table.prepare(&request);
         let at = Timestamp::from_millis(now);
-        let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, epoch: Epoch(1), now: at };
+        let new =
+            NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now: at };
         let Ok(Insertion::Created(mut conn)) = table.insert(&new) else { panic!("there is room") };
         conn.update(hashed.orientation().opposite(), &Transport::Udp, at);
     }
@@ -585,7 +593,7 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
         hashed.iter_mut().for_each(|hashed| table.locate(hashed));
         for hashed in &hashed {
             if table.find(hashed, now).is_none() {
-                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), epoch: Epoch(1), now };
+                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
                 // Entered, or refused because the pod is at its quota: both are the flood's business.
                 let _ = black_box(table.insert(&new).is_ok());
             }

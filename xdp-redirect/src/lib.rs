@@ -10,12 +10,14 @@ mod alive;
 mod attach;
 mod error;
 mod foreign;
+mod leave;
 mod local_pods;
 mod outcome;
 mod own;
 mod pins;
 mod program;
 mod tag;
+mod translation;
 
 pub use attach::{Attached, Mode};
 pub use error::{AttachError, LoadError, SocketError};
@@ -26,6 +28,7 @@ pub use own::OwnError;
 pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
+pub use translation::can_find_translated;
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -140,7 +143,7 @@ impl Redirect {
         self.pins.as_ref()
     }
 
-    /// The addresses whose packets an uplink hands over.
+    /// The addresses of this node's pods.
     pub fn local_pods(&self) -> &LocalPods {
         &self.shared.local_pods
     }

@@ -166,7 +166,7 @@ mod tests {
 
     fn enter(table: &ConnTable, flow: &Flow, owner: u16) {
         let (transport, hashed) = (&Transport::Udp, &table.prepare(flow));
-        let new = NewConn { hashed, transport, owner: OwnerId(owner), epoch: Epoch(1), now: NOW };
+        let new = NewConn { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
         assert!(table.insert(&new).is_ok());
     }
 

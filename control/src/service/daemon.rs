@@ -25,6 +25,7 @@ use super::operation::{Doors, Operation};
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
+use super::surroundings::Surroundings;
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
 use crate::model::{Change, Object, ObjectKey};
@@ -107,8 +108,8 @@ struct Daemon<'a> {
     ports: Ports,
     host_port: HostPort,
     epoch: Epoch,
-    /// Addresses of the node in the last snapshot.
-    node: BTreeSet<IpAddr>,
+    /// As in the last snapshot.
+    around: Surroundings,
     connections: Connections,
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
@@ -174,7 +175,7 @@ impl<'a> Daemon<'a> {
             ports,
             host_port,
             epoch: Epoch::default(),
-            node: BTreeSet::new(),
+            around: Surroundings::default(),
             connections: Connections::new(&config.conntrack.mapping),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
@@ -201,6 +202,7 @@ impl<'a> Daemon<'a> {
         let opened = self.ports.open_host(&self.dataplane, &workers, &node);
         drop(inside);
         opened.map_err(RunError::failed)?;
+        self.ports.check_sources(&node).map_err(RunError::bad_input)?;
         self.hold_what_opens().context("a descriptor cannot be duplicated").map_err(RunError::Failed)?;
         for name in &self.config.uplinks {
             let link = self.facts.link(name.as_str()).cloned();
@@ -328,10 +330,14 @@ impl<'a> Daemon<'a> {
         let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
         let gone = self.ports.take_gone(&self.facts);
         ports_changed |= !gone.is_empty();
-        let node: BTreeSet<IpAddr> = self.objects.node_addresses().iter().copied().collect();
-        let node_changed = node != self.node;
-        self.node = node;
-        if trigger.policy || ports_changed || node_changed {
+        let around = Surroundings::of(&self.config.encapsulation, &self.facts, &self.objects);
+        let around_changed = around != self.around;
+        self.around = around;
+        let announces = trigger.network || ports_changed || around_changed;
+        if announces {
+            self.ports.announce(self.around.pods());
+        }
+        if trigger.policy || ports_changed || around_changed {
             self.publish(why, seen);
             self.connections.publish(self.dataplane.connections(), self.ports.tenants());
         }
@@ -341,8 +347,8 @@ impl<'a> Daemon<'a> {
                 Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
             }
         }
-        if trigger.network || ports_changed {
-            self.ports.announce();
+        if announces {
+            self.ports.retract();
             self.route().await;
         }
         Ok(())
@@ -351,7 +357,7 @@ impl<'a> Daemon<'a> {
     fn publish(&mut self, why: &str, seen: Instant) {
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
         let (began, policy) = (Instant::now(), self.objects.policy_set());
-        let forwarding = self.ports.forwarding(&self.node, &self.config.service_cidrs);
+        let forwarding = self.ports.forwarding(&self.around, &self.config.service_cidrs);
         self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
         self.operation.progress.published(self.epoch, &policy, self.ports.served(), seen);
         self.dataplane.publish(Snapshot { epoch: self.epoch, policy, forwarding });

@@ -19,6 +19,7 @@ mod progress;
 mod report;
 mod samples;
 mod signals;
+mod surroundings;
 pub(crate) mod table;
 mod verdicts;
 mod waiting;

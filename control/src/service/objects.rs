@@ -18,6 +18,8 @@ pub(super) struct Objects {
     /// All addresses of this node: of its object, its interfaces and its configuration.
     addresses: Vec<IpAddr>,
     pods: BTreeMap<ObjectKey, Pod>,
+    /// Addresses of the other nodes' objects.
+    others: BTreeMap<String, Vec<IpAddr>>,
     policies: BTreeSet<ObjectKey>,
 }
 
@@ -38,6 +40,7 @@ impl Objects {
             configured: configured.to_vec(),
             addresses: Vec::new(),
             pods: BTreeMap::new(),
+            others: BTreeMap::new(),
             policies: BTreeSet::new(),
         }
     }
@@ -56,6 +59,8 @@ impl Objects {
                     self.node_object = None;
                     continue;
                 }
+                Change::Set(Object::Node(node)) => drop(self.others.insert(node.name.clone(), node.addresses.clone())),
+                Change::Delete(ObjectRef::Node(name)) => drop(self.others.remove(name)),
                 Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
                     self.pods.insert(pod.key.clone(), pod.clone());
                     pods = true;
@@ -108,6 +113,18 @@ impl Objects {
     /// All addresses of this node.
     pub(super) fn node_addresses(&self) -> &[IpAddr] {
         &self.addresses
+    }
+
+    /// All addresses of other nodes.
+    pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
+        self.others.values().flatten().copied()
+    }
+
+    /// The addresses of this node's pods, whether they are served or not.
+    pub(super) fn pod_addresses(&self) -> BTreeSet<IpAddr> {
+        let running = self.pods.values().filter(|pod| !pod.host_network && !pod.finished);
+        let addresses = running.flat_map(|pod| pod.addresses.iter().copied());
+        addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
     /// The policy in force for this node's pods.

@@ -11,7 +11,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-use penstock_xdp_redirect::{Pins, ProgramTag};
+use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated};
 
 use super::config::Config;
 use super::objects::Objects;
@@ -107,6 +107,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
             Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
+    findings.extend((!config.uplinks.is_empty()).then(|| kernel::translation(can_find_translated())));
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())

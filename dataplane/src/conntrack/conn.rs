@@ -81,6 +81,27 @@ impl<'t> Conn<'t> {
         self.control.owner()
     }
 
+    /// Whether its packets cross the node's own stack, in both directions.
+    #[inline]
+    pub fn via_host(&self) -> bool {
+        self.control.is_via_host()
+    }
+
+    /// From now on its packets cross the node's own stack. False if it is gone.
+    #[cold]
+    pub fn set_via_host(&mut self) -> bool {
+        loop {
+            let control = self.entry.control();
+            if !control.is_same_stay(self.control) {
+                return false;
+            }
+            self.control = control.with_via_host(true);
+            if control == self.control || self.entry.exchange(control, self.control).is_ok() {
+                return true;
+            }
+        }
+    }
+
     /// Its state when it was found or last updated through this handle.
     #[inline]
     pub fn state(&self) -> State {

@@ -21,9 +21,10 @@ pub struct OwnerId(pub u16);
 /// | 5 | orientation of the original direction |
 /// | 6–27 | tick of the last packet |
 /// | 28–43 | owner |
-/// | 44–63 | generation: counts how often the entry has been claimed |
+/// | 44 | via host: its packets cross the node's own stack |
+/// | 45–63 | generation: counts how often the entry has been claimed |
 ///
-/// The generation wraps after 2²⁰ claims. A compare-and-swap that waited so long would in addition have to meet the
+/// The generation wraps after 2¹⁹ claims. A compare-and-swap that waited so long would in addition have to meet the
 /// same state, owner and tick to go wrong.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Control(pub(super) u64);
@@ -32,8 +33,9 @@ const TENTATIVE: u64 = 1 << 4;
 const ORIENTATION: u64 = 1 << 5;
 const TICK_AT: u32 = 6;
 const OWNER_AT: u32 = TICK_AT + Tick::BITS;
-const GENERATION_AT: u32 = OWNER_AT + 16;
-const _: () = assert!(GENERATION_AT == 44);
+const VIA_HOST: u64 = 1 << (OWNER_AT + 16);
+const GENERATION_AT: u32 = OWNER_AT + 17;
+const _: () = assert!(GENERATION_AT == 45);
 
 /// State number of an entry that is free.
 pub(super) const FREE: u8 = 0;
@@ -93,6 +95,15 @@ impl Control {
     #[inline]
     pub(super) const fn owner(self) -> OwnerId {
         OwnerId((self.0 >> OWNER_AT) as u16)
+    }
+
+    #[inline]
+    pub(super) const fn is_via_host(self) -> bool {
+        self.0 & VIA_HOST != 0
+    }
+
+    pub(super) const fn with_via_host(self, via_host: bool) -> Self {
+        Self(if via_host { self.0 | VIA_HOST } else { self.0 & !VIA_HOST })
     }
 
     #[inline]
@@ -315,25 +326,28 @@ mod tests {
 
     #[test]
     fn the_control_word_keeps_its_parts_apart() {
-        let claimed = Control(0xabcde << 44 | 0xfffff << 20).claimed_anew();
-        assert_eq!((claimed.generation(), claimed.state()), (0xabcdf, CLAIMED));
+        let claimed = Control(0x5bcde << 45 | 0xfffff << 20).claimed_anew();
+        assert_eq!((claimed.generation(), claimed.state()), (0x5bcdf, CLAIMED));
         let tick = Tick(0x2a_5a5a);
         let control = Control::tentative(claimed, 11, Orientation::HighToLow, OwnerId(0xbeef), tick);
         assert!(control.is_tentative() && control.is_written() && !control.is_live());
         let control = control.confirmed();
         assert!(control.is_live());
         assert_eq!((control.state(), control.tick(), control.owner()), (11, tick, OwnerId(0xbeef)));
-        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0xabcdf));
+        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0x5bcdf));
         let other = control.with(3, Tick(Tick::MASK)).with_owner(OwnerId(1));
         assert_eq!((other.state(), other.tick(), other.owner()), (3, Tick(Tick::MASK), OwnerId(1)));
-        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0xabcdf));
+        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0x5bcdf));
+        let by_host = other.with_via_host(true);
+        assert!(!other.is_via_host() && by_host.is_via_host() && by_host.with_via_host(false) == other);
+        assert!(by_host.is_same_stay(other) && !by_host.claimed().is_via_host());
         assert!(control.is_same_stay(other) && !control.is_same_stay(control.claimed()));
         assert_eq!(Control(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
 
     #[test]
     fn an_epoch_is_sealed_with_the_generation() {
-        let at = |generation: u64| Control(generation << 44 | 5);
+        let at = |generation: u64| Control(generation << 45 | 5);
         for generation in 1..1000 {
             assert_eq!(stored_epoch(Epoch(7), at(generation)), stored_epoch(Epoch(7), at(generation)));
             assert_ne!(stored_epoch(Epoch(7), at(generation)), stored_epoch(Epoch(7), at(generation + 1)));

@@ -180,7 +180,7 @@ impl Header {
     /// "penstock" in ASCII.
     const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
     /// Of all that lies in the file: to be raised whenever the meaning of any bit changes.
-    const VERSION: u64 = 1;
+    const VERSION: u64 = 2;
 
     fn new(groups: u32, seed: &Seed) -> io::Result<Self> {
         let mut words = [0; Self::WORDS];

@@ -222,7 +222,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
         .filter(|(_, (group, _))| groups.contains(group))
         .collect();
     let owned = model.known.values().filter(|known| known.owner == owner).count();
-    let new = NewConn { hashed: &hashed, transport, owner, epoch: Epoch(model.epoch), now };
+    let new = NewConn { hashed: &hashed, transport, owner, via_host: false, epoch: Epoch(model.epoch), now };
     let opens = !matches!(transport, Transport::EchoReply)
         && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
     match table.insert(&new) {

@@ -45,6 +45,8 @@ pub struct NewConn<'a> {
     pub transport: &'a Transport,
     /// Whose quota it counts against.
     pub owner: OwnerId,
+    /// Whether its packets cross the node's own stack, in both directions.
+    pub via_host: bool,
     /// Under which snapshot it was judged.
     pub epoch: Epoch,
     /// Now.
@@ -216,6 +218,7 @@ impl ConnTable {
             }
             let (slot, claimed) = self.make_room(new)?;
             let control = Control::tentative(claimed, state.code(), hashed.orientation, new.owner, new.now.tick());
+            let control = control.with_via_host(new.via_host);
             self.publish((slot, control), hashed, new.epoch, tracking);
             match self.settle(hashed, (slot, control)) {
                 Some((winner, now)) if winner == slot && now.is_same_stay(control) => {

@@ -40,7 +40,14 @@ pub(super) fn insert<'t>(
     transport: &Transport,
     now: Timestamp,
 ) -> Result<Insertion<'t>, Refused> {
-    table.insert(&NewConn { hashed: &table.prepare(flow), transport, owner: POD, epoch: Epoch(1), now })
+    table.insert(&NewConn {
+        hashed: &table.prepare(flow),
+        transport,
+        owner: POD,
+        via_host: false,
+        epoch: Epoch(1),
+        now,
+    })
 }
 
 fn find<'t>(table: &'t ConnTable, flow: &Flow, now: Timestamp) -> Option<Conn<'t>> {
@@ -138,7 +145,7 @@ fn an_idle_connection_expires_and_a_touched_one_does_not() {
 /// Makes an established connection of `flow`.
 fn establish(table: &ConnTable, flow: &Flow, owner: OwnerId, now: Timestamp) -> Result<(), Refused> {
     let hashed = table.prepare(flow);
-    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, epoch: Epoch(1), now };
+    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
     let (Insertion::Created(mut conn) | Insertion::Found(mut conn)) = table.insert(&new)?;
     let updated = conn.update(hashed.orientation().opposite(), &Transport::Udp, now);
     assert_eq!(updated, Update::Accepted(State::Replied));
@@ -237,7 +244,8 @@ fn a_flood_from_one_pod_leaves_the_others_alone() {
     let flood = |n: u32| {
         let hashed = table.prepare(&tcp(1_000_000 + n));
         let syn = syn();
-        let new = NewConn { hashed: &hashed, transport: &syn, owner: flooder, epoch: Epoch(1), now: NOW };
+        let new =
+            NewConn { hashed: &hashed, transport: &syn, owner: flooder, via_host: false, epoch: Epoch(1), now: NOW };
         table.insert(&new).map(|_| ())
     };
     let refused = (0..20_000).filter(|n| flood(*n) == Err(Refused::Quota)).count() as u64;
@@ -321,8 +329,14 @@ fn threads_that_meet_leave_a_sound_table() {
                 (None, 0) => _ = table.sweep(&mut cursor, 64, now),
                 (None, 1) if n == 0 => _ = table.remove_owner(OwnerId((random >> 50) as u16 % 4)),
                 (None, _) => {
-                    let new =
-                        NewConn { hashed: &hashed, transport: &Transport::Udp, owner: owner(n), epoch: Epoch(1), now };
+                    let new = NewConn {
+                        hashed: &hashed,
+                        transport: &Transport::Udp,
+                        owner: owner(n),
+                        via_host: false,
+                        epoch: Epoch(1),
+                        now,
+                    };
                     if let Err(refused) = table.insert(&new) {
                         assert_ne!(refused, Refused::CannotOpen);
                     }

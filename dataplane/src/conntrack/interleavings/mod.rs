@@ -58,7 +58,14 @@ fn flow(table: &ConnTable, group: u32, n: usize) -> Flow {
 
 fn insert<'t>(table: &'t ConnTable, flow: &Flow, epoch: u32, now: Timestamp) -> Result<Insertion<'t>, Refused> {
     let hashed = table.prepare(flow);
-    table.insert(&NewConn { hashed: &hashed, transport: &Transport::Udp, owner: OwnerId(1), epoch: Epoch(epoch), now })
+    table.insert(&NewConn {
+        hashed: &hashed,
+        transport: &Transport::Udp,
+        owner: OwnerId(1),
+        via_host: false,
+        epoch: Epoch(epoch),
+        now,
+    })
 }
 
 fn find<'t>(table: &'t ConnTable, flow: &Flow, now: Timestamp) -> Option<Conn<'t>> {
@@ -268,7 +275,14 @@ fn updates_from_both_directions_are_both_kept() {
         let hashed = table.prepare(&flow);
         let transport = segment(TcpFlags::SYN, 100, 0, 0);
         table
-            .insert(&NewConn { hashed: &hashed, transport: &transport, owner: OwnerId(1), epoch: Epoch(1), now: NOW })
+            .insert(&NewConn {
+                hashed: &hashed,
+                transport: &transport,
+                owner: OwnerId(1),
+                via_host: false,
+                epoch: Epoch(1),
+                now: NOW,
+            })
             .unwrap();
         let update = move |table: &ConnTable, way: Orientation, transport: Transport| {
             let updated = table.find(&table.prepare(&flow), NOW).unwrap().update(way, &transport, NOW);

@@ -114,7 +114,14 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
     let packet = parse(frame).unwrap();
     let hashed = table.prepare(&packet.flow);
     let enter = |opened| {
-        let new = NewConn { hashed: &hashed, transport: &packet.transport, owner: POD, epoch: Epoch(1), now: NOW };
+        let new = NewConn {
+            hashed: &hashed,
+            transport: &packet.transport,
+            owner: POD,
+            via_host: false,
+            epoch: Epoch(1),
+            now: NOW,
+        };
         match table.insert(&new) {
             Ok(Insertion::Created(conn)) => {
                 assert_eq!(conn.original_flow(), packet.flow);
