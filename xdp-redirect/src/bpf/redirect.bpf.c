@@ -267,6 +267,8 @@ int penstock_leave(struct __sk_buff *skb)
 	}
 	if (unread || bpf_map_lookup_elem(&local_pods, &from))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
+	if (source_before(skb, kind == bpf_htons(ETH_P_IP), &from) && bpf_map_lookup_elem(&local_pods, &from))
+		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
 	return TC_ACT_OK;
 }
 

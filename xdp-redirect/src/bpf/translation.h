@@ -16,6 +16,8 @@ struct bpf_ct_opts { __s32 netns_id; __s32 error; __u8 l4proto; __u8 dir; __u8 r
 
 extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
 					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
+extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
+					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
 
 struct ports { __be16 from, to; };
@@ -140,4 +142,60 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 			return of_quoted(ctx, type + 8, end, is_v4);
 	}
 	return UNDECIDED;
+}
+
+struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
+
+/* The source with which a packet that leaves came to the node, which may have translated it on its way. Who answers in the
+ * name of a Service's backend would leave in the Service's name. */
+static __always_inline int source_before(struct __sk_buff *skb, int is_v4, struct in6_addr *from)
+{
+	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
+	struct bpf_sock_tuple tuple = {};
+	struct ports ports;
+	struct heads heads;
+	struct nf_conn *connection;
+	const struct nf_conntrack_tuple *came;
+	__u32 offset = ETH_HLEN, length;
+
+	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+		return 0;
+	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
+		return 0;
+	if (is_v4 && heads.ip4.frag_off & bpf_htons(0x1fff))
+		return 0; /* has no ports; without its first fragment it is no datagram */
+	options.l4proto = is_v4 ? heads.ip4.protocol : heads.ip6.nexthdr;
+	offset += is_v4 ? heads.ip4.ihl * 4 : sizeof(heads.ip6);
+	if ((options.l4proto != IPPROTO_TCP && options.l4proto != IPPROTO_UDP) ||
+	    bpf_skb_load_bytes(skb, offset, &ports, sizeof(ports)))
+		return 0;
+	/* Turned round: so the table knows it, whichever direction it is. */
+	if (is_v4) {
+		tuple.ipv4.saddr = heads.ip4.daddr;
+		tuple.ipv4.daddr = heads.ip4.saddr;
+		tuple.ipv4.sport = ports.to;
+		tuple.ipv4.dport = ports.from;
+	} else {
+		__builtin_memcpy(tuple.ipv6.saddr, &heads.ip6.daddr, sizeof(tuple.ipv6.saddr));
+		__builtin_memcpy(tuple.ipv6.daddr, &heads.ip6.saddr, sizeof(tuple.ipv6.daddr));
+		tuple.ipv6.sport = ports.to;
+		tuple.ipv6.dport = ports.from;
+	}
+	length = is_v4 ? sizeof(tuple.ipv4) : sizeof(tuple.ipv6);
+	connection = bpf_skb_ct_lookup(skb, &tuple, length, &options, sizeof(options));
+	if (!connection)
+		return 0;
+	came = options.dir ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
+	*from = (struct in6_addr){};
+	if (is_v4) {
+		from->s6_addr32[2] = bpf_htonl(0xffff);
+		from->s6_addr32[3] = came->src.u3.all[0];
+	} else {
+		from->s6_addr32[0] = came->src.u3.all[0];
+		from->s6_addr32[1] = came->src.u3.all[1];
+		from->s6_addr32[2] = came->src.u3.all[2];
+		from->s6_addr32[3] = came->src.u3.all[3];
+	}
+	bpf_ct_release(connection);
+	return 1;
 }
