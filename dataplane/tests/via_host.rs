@@ -44,7 +44,7 @@ impl Node {
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, NODE_IPS.map(|text| ip(text).into()), []);
         let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()))
             .with_portless([ip(GHOST).into()])
-            .with_encapsulation(encapsulation);
+            .with_encapsulation(Arc::new(encapsulation));
         for (id, kind, mtu, addresses) in [
             (HOST, PortKind::Host, 1500, [].as_slice()),
             (A, PortKind::Pod, 1500, &A_IPS),
@@ -71,7 +71,9 @@ impl Node {
         let ingress = if open { Isolation::Open } else { Isolation::Isolated(Arc::new(RuleTable::new(&[], []))) };
         let mut update = PolicySet::default().update();
         for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, Owner::Node(NodeId(0)))] {
-            texts.iter().for_each(|text| drop(update.set_address(ip(text).into(), Some(owner))));
+            for text in texts {
+                update.set_address(ip(text).into(), Some(owner));
+            }
         }
         update
             .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
@@ -260,6 +262,6 @@ fn pods_send_nodes_nothing_that_these_would_unwrap() {
     let first = fragment(udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 800), 0, true);
     assert_eq!(node.verdict(A, &first), dropped, "a first fragment");
     // Policy would have let it pass: it is not asked.
-    node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Encapsulation::default());
+    node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Arc::default());
     assert_eq!(node.verdict(A, &udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 10)), Verdict::Forward(HOST));
 }

@@ -31,7 +31,7 @@ pub use tag::ProgramTag;
 pub use translation::can_find_translated;
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use program::Shared;
 
@@ -118,6 +118,24 @@ impl fmt::Display for Interface {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)
     }
+}
+
+/// Whether the kernel takes the program that [`Attached::check_sources_on`] attaches: tried on the loopback of a network
+/// namespace that goes again. `None` where that cannot be told, without CAP_SYS_ADMIN.
+pub fn try_source_check() -> Option<Result<(), AttachError>> {
+    let attempt = || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
+        let interface = Interface { name: "lo".to_owned(), index: 1 };
+        let loaded =
+            Shared::create().and_then(|shared| program::Program::load(AttachOptions::new(Role::Host), &shared));
+        let program = match loaded {
+            Ok(program) => program,
+            Err(source) => return Some(Err(AttachError::Load { interface: interface.name, source })),
+        };
+        let attached = leave::attach(program.leave.as_ref()?.as_fd(), &interface);
+        Some(attached.map_err(|source| AttachError::Filter { interface: interface.name, source }))
+    };
+    std::thread::scope(|scope| scope.spawn(attempt).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
 /// The loader: loads and attaches instances of the program that share one map of local pods.

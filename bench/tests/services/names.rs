@@ -128,7 +128,7 @@ fn a_packet_in_a_local_pods_name_that_did_not_come_from_the_workers_is_dropped_a
 fn nobody_outside_answers_in_the_name_of_a_services_backend() {
     for by_uplink in [false, true] {
         let scene = scene(by_uplink);
-        let to_node = scene.world.cluster.node.netlink().unwrap().mac("eth1").unwrap();
+        let to_node = scene.world.cluster.node.netlink().mac("eth1").unwrap();
         let wire = Wire::open(scene.outside.namespace()).unwrap();
         for v6 in [false, true] {
             let (client, backend) = (scene.world.site("test/pod-0"), scene.backend.address(v6).unwrap());

@@ -125,6 +125,8 @@ struct Trigger {
     policy: bool,
     /// Pods, links, routes or addresses may be others.
     network: bool,
+    /// Other nodes' addresses may be others.
+    nodes: bool,
 }
 
 impl<'a> Daemon<'a> {
@@ -209,7 +211,7 @@ impl<'a> Daemon<'a> {
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.settle("first state", Trigger { policy: true, network: true }, started).await?;
+        self.settle("first state", Trigger { policy: true, network: true, nodes: true }, started).await?;
         self.ports.take_over_rest(&self.facts);
         privileges::settle().map_err(RunError::failed)?;
         tracing::info!(
@@ -287,7 +289,8 @@ impl<'a> Daemon<'a> {
         if !effect.policy {
             tracing::debug!("no effect on the tables: {what}");
         }
-        self.settle(&what, Trigger { policy: effect.policy, network: effect.pods }, seen).await
+        let trigger = Trigger { policy: effect.policy, network: effect.pods, nodes: effect.nodes };
+        self.settle(&what, trigger, seen).await
     }
 
     /// Looks at the network again.
@@ -296,7 +299,7 @@ impl<'a> Daemon<'a> {
             return Ok(());
         }
         let policy = self.objects.apply_addresses(&self.facts.addresses);
-        self.settle(why, Trigger { policy, network: true }, seen).await
+        self.settle(why, Trigger { policy, network: true, nodes: false }, seen).await
     }
 
     /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
@@ -330,9 +333,7 @@ impl<'a> Daemon<'a> {
         let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
         let gone = self.ports.take_gone(&self.facts);
         ports_changed |= !gone.is_empty();
-        let around = Surroundings::of(&self.config.encapsulation, &self.facts, &self.objects);
-        let around_changed = around != self.around;
-        self.around = around;
+        let around_changed = (trigger.network || trigger.nodes) && self.look_around();
         let announces = trigger.network || ports_changed || around_changed;
         if announces {
             self.ports.announce(self.around.pods());
@@ -352,6 +353,14 @@ impl<'a> Daemon<'a> {
             self.route().await;
         }
         Ok(())
+    }
+
+    /// Whether what surrounds the ports has changed.
+    fn look_around(&mut self) -> bool {
+        let around = Surroundings::of(&self.config.encapsulation, &self.facts, &self.objects);
+        let changed = around != self.around;
+        self.around = around;
+        changed
     }
 
     fn publish(&mut self, why: &str, seen: Instant) {

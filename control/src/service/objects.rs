@@ -29,6 +29,8 @@ pub(super) struct Effect {
     pub(super) policy: bool,
     /// Pods of this node are among them.
     pub(super) pods: bool,
+    /// This node or another has other addresses.
+    pub(super) nodes: bool,
 }
 
 impl Objects {
@@ -47,7 +49,7 @@ impl Objects {
 
     /// Takes changes in, as one; `interfaces` are the addresses on the node's interfaces.
     pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> Effect {
-        let mut pods = false;
+        let (mut pods, mut nodes) = (false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
@@ -59,8 +61,11 @@ impl Objects {
                     self.node_object = None;
                     continue;
                 }
-                Change::Set(Object::Node(node)) => drop(self.others.insert(node.name.clone(), node.addresses.clone())),
-                Change::Delete(ObjectRef::Node(name)) => drop(self.others.remove(name)),
+                Change::Set(Object::Node(node)) => {
+                    let before = self.others.insert(node.name.clone(), node.addresses.clone());
+                    nodes |= before.as_ref() != Some(&node.addresses);
+                }
+                Change::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
                 Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
                     self.pods.insert(pod.key.clone(), pod.clone());
                     pods = true;
@@ -78,8 +83,10 @@ impl Objects {
             }
             others.push(change);
         }
-        others.extend(self.own_node(interfaces));
-        Effect { policy: self.engine.apply(others), pods }
+        let own = self.own_node(interfaces);
+        nodes |= own.is_some();
+        others.extend(own);
+        Effect { policy: self.engine.apply(others), pods, nodes }
     }
 
     /// Takes in the addresses on the node's interfaces. Whether the policy may be another.

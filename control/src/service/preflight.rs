@@ -11,7 +11,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated};
+use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated, try_source_check};
 
 use super::config::Config;
 use super::objects::Objects;
@@ -152,6 +152,14 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
         0 => format!("XDP program: {own}; none is pinned"),
         count => format!("XDP program: {own}, and so are all {count} that are pinned"),
     }))
+}
+
+/// Whether the kernel takes the program that keeps others from passing for pods.
+pub(super) fn source_check() -> Option<Finding> {
+    Some(match try_source_check()? {
+        Ok(()) => Finding::ok("sources of what the node's stack sends to pods: the kernel can check them"),
+        Err(error) => Finding::error(error.to_string()),
+    })
 }
 
 /// Tells of each local pod whether its interface can be served.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use ipnet::IpNet;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, WELL_KNOWN_TUNNEL_PORTS};
@@ -18,36 +19,18 @@ pub(super) struct Surroundings {
     node: BTreeSet<IpAddr>,
     /// Addresses of this node's pods, served or not.
     pods: BTreeSet<IpAddr>,
-    tunnels: Option<Tunnels>,
-}
-
-/// What pods may not send to nodes.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-struct Tunnels {
-    ports: BTreeSet<u16>,
-    nodes: BTreeSet<IpAddr>,
-    /// What this node takes for its own.
-    taken: BTreeSet<IpNet>,
+    encapsulation: Arc<Encapsulation>,
 }
 
 impl Surroundings {
     pub(super) fn of(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Self {
-        let tunnels = || {
-            let found = facts.tunnel_ports.iter().copied();
-            let configured = config.ports.iter().map(|port| port.get());
-            let own = objects.node_addresses().iter().copied();
-            let (single, blocks): (BTreeSet<IpNet>, BTreeSet<IpNet>) =
-                facts.taken.iter().partition(|net| net.prefix_len() == net.max_prefix_len());
-            Tunnels {
-                ports: found.chain(configured).chain(WELL_KNOWN_TUNNEL_PORTS).collect(),
-                nodes: own.chain(objects.other_nodes()).chain(single.iter().map(|net| net.addr())).collect(),
-                taken: blocks,
-            }
-        };
         Self {
             node: objects.node_addresses().iter().copied().collect(),
             pods: objects.pod_addresses(),
-            tunnels: (config.from_pods == FromPods::Drop).then(tunnels),
+            encapsulation: Arc::new(match config.from_pods {
+                FromPods::Drop => encapsulation(config, facts, objects),
+                FromPods::Allow => Encapsulation::default(),
+            }),
         }
     }
 
@@ -60,13 +43,16 @@ impl Surroundings {
     pub(super) fn forwarding(&self) -> Forwarding {
         let addresses = |all: &BTreeSet<IpAddr>| all.iter().copied().map(Address::from).collect::<Vec<_>>();
         let forwarding = Forwarding::new(addresses(&self.node)).with_portless(addresses(&self.pods));
-        match &self.tunnels {
-            None => forwarding,
-            Some(Tunnels { ports, nodes, taken }) => forwarding.with_encapsulation(Encapsulation::refused(
-                ports.iter().copied(),
-                addresses(nodes),
-                taken.iter().copied(),
-            )),
-        }
+        forwarding.with_encapsulation(self.encapsulation.clone())
     }
+}
+
+/// What pods may not send to nodes.
+fn encapsulation(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Encapsulation {
+    let configured = config.ports.iter().map(|port| port.get());
+    let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(facts.tunnel_ports.iter().copied());
+    let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
+    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = facts.taken.iter().partition(is_single);
+    let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
+    Encapsulation::refused(ports, own.chain(objects.other_nodes()).map(Address::from), blocks)
 }

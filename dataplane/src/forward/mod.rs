@@ -7,6 +7,7 @@ mod encapsulation;
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -95,7 +96,7 @@ pub struct Forwarding {
     host: Option<PortId>,
     /// Addresses of this node's pods that have no port.
     portless: FxHashSet<Address>,
-    encapsulation: Encapsulation,
+    encapsulation: Arc<Encapsulation>,
 }
 
 /// An address was given to two ports.
@@ -132,7 +133,7 @@ impl Forwarding {
 
     /// The same, and pods may not send to the nodes what these would decapsulate.
     #[must_use]
-    pub fn with_encapsulation(self, encapsulation: Encapsulation) -> Self {
+    pub fn with_encapsulation(self, encapsulation: Arc<Encapsulation>) -> Self {
         Self { encapsulation, ..self }
     }
 
