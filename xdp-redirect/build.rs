@@ -7,9 +7,11 @@ use std::{env, fs};
 use libbpf_cargo::SkeletonBuilder;
 
 const SOURCE: &str = "src/bpf/redirect.bpf.c";
+const HEADER: &str = "src/bpf/translation.h";
 
 fn main() {
     println!("cargo:rerun-if-changed={SOURCE}");
+    println!("cargo:rerun-if-changed={HEADER}");
     println!("cargo:rerun-if-env-changed=CLANG");
     let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
     if let Err(error) = Command::new(&clang).arg("--version").output() {

@@ -45,6 +45,9 @@ causes! {
     HeaderChecksum = "header_checksum",
     /// The source address is not the pod's own.
     SpoofedSource = "spoofed_source",
+    /// A pod's, and a node would unwrap it and route what is inside, which nobody has judged: a tunnel's packet to a node's
+    /// address.
+    Encapsulation = "encapsulation",
     /// The destination is multicast or broadcast: neither is routed between pods.
     Multicast = "multicast",
     /// Source or destination is link-local or loopback: never routed.

@@ -141,6 +141,7 @@ fn the_corpus_meets_verdicts_reasons_and_standings_of_every_kind() {
         "neighbour_discovery",
         "header_checksum",
         "spoofed_source",
+        "encapsulation",
         "multicast",
         "not_routable",
         "ttl_expired",

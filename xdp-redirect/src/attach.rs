@@ -12,7 +12,7 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
 use crate::pins::{Pinned, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
-use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, OwnError, SocketError, own};
+use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, OwnError, SocketError, leave, own};
 
 /// Where the program runs.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -156,6 +156,15 @@ impl Attached {
     pub fn set_own(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnError> {
         own::set(&self.program.own, mac, addresses)
             .map_err(|source| OwnError { interface: self.interface.name.clone(), source })
+    }
+
+    /// On the node's end of the host port, which this is the workers' end of, drops from now on what carries a local pod's
+    /// source and did not come in there: see `penstock_leave` in `src/bpf/redirect.bpf.c`. Takes the place of what an earlier
+    /// process put there, in one step. It stays as long as the interface, and is counted among [`Attached::outcomes`].
+    pub fn check_sources_on(&self, node: &Interface) -> Result<(), AttachError> {
+        let Some(program) = &self.program.leave else { return Ok(()) };
+        leave::attach(program.as_fd(), node)
+            .map_err(|source| AttachError::Filter { interface: node.name.clone(), source })
     }
 
     /// What the program did so far, by outcome.

@@ -73,6 +73,16 @@ pub enum AttachError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// The program that checks sources could not be attached.
+    #[error(
+        "interface {interface}: the program that checks local pods' sources cannot be attached ({source}): a kernel with CONFIG_NET_SCH_INGRESS and CONFIG_NET_CLS_BPF is needed (modprobe sch_ingress; modprobe cls_bpf)"
+    )]
+    Filter {
+        /// The interface.
+        interface: String,
+        /// What the kernel said.
+        source: libbpf_rs::Error,
+    },
     /// The kernel refused every mode that was allowed.
     #[error(
         "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"

@@ -10,12 +10,14 @@ mod alive;
 mod attach;
 mod error;
 mod foreign;
+mod leave;
 mod local_pods;
 mod outcome;
 mod own;
 mod pins;
 mod program;
 mod tag;
+mod translation;
 
 pub use attach::{Attached, Mode};
 pub use error::{AttachError, LoadError, SocketError};
@@ -26,9 +28,10 @@ pub use own::OwnError;
 pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
+pub use translation::can_find_translated;
 
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use program::Shared;
 
@@ -117,6 +120,24 @@ impl fmt::Display for Interface {
     }
 }
 
+/// Whether the kernel takes the program that [`Attached::check_sources_on`] attaches: tried on the loopback of a network
+/// namespace that goes again. `None` where that cannot be told, without CAP_SYS_ADMIN.
+pub fn try_source_check() -> Option<Result<(), AttachError>> {
+    let attempt = || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
+        let interface = Interface { name: "lo".to_owned(), index: 1 };
+        let loaded =
+            Shared::create().and_then(|shared| program::Program::load(AttachOptions::new(Role::Host), &shared));
+        let program = match loaded {
+            Ok(program) => program,
+            Err(source) => return Some(Err(AttachError::Load { interface: interface.name, source })),
+        };
+        let attached = leave::attach(program.leave.as_ref()?.as_fd(), &interface);
+        Some(attached.map_err(|source| AttachError::Filter { interface: interface.name, source }))
+    };
+    std::thread::scope(|scope| scope.spawn(attempt).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+}
+
 /// The loader: loads and attaches instances of the program that share one map of local pods.
 #[derive(Debug)]
 pub struct Redirect {
@@ -140,7 +161,7 @@ impl Redirect {
         self.pins.as_ref()
     }
 
-    /// The addresses whose packets an uplink hands over.
+    /// The addresses of this node's pods.
     pub fn local_pods(&self) -> &LocalPods {
         &self.shared.local_pods
     }

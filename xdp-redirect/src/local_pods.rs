@@ -1,4 +1,4 @@
-//! The addresses whose packets an uplink hands over.
+//! The addresses of this node's pods.
 
 use std::net::IpAddr;
 
@@ -9,7 +9,8 @@ use crate::LoadError;
 /// How many addresses the map holds, as `local_pods` in `src/bpf/redirect.bpf.c`.
 pub const MAX_LOCAL_ADDRESSES: u32 = 8192;
 
-/// The map of local pods' addresses, shared by all instances of the program. Only [`crate::Role::Uplink`] reads it.
+/// The map of local pods' addresses, shared by all instances of the program. An uplink hands over what is for one of them; on
+/// the node's end of the host port nothing passes in their name that did not come from the workers.
 #[derive(Debug)]
 pub struct LocalPods {
     map: MapHandle,
@@ -59,6 +60,12 @@ impl LocalPods {
             text if text.contains("E2BIG") || text.contains("os error 7") => LocalPodsError::Full { address },
             _ => LocalPodsError::Kernel { address, source },
         })
+    }
+
+    /// This address is a pod's of this node that the workers do not serve: packets for it pass to the kernel, and none may come
+    /// from elsewhere in its name.
+    pub fn insert_unserved(&self, address: IpAddr) -> Result<(), LocalPodsError> {
+        self.insert(address, 0)
     }
 
     /// Packets for this address pass to the kernel from now on. Removing one that is not there is no error.

@@ -27,11 +27,19 @@ pub enum Outcome {
     /// On an uplink, longer than what a socket or the pod's link takes: passed to the kernel, which cuts it on its way to the
     /// host port.
     TooLong,
+    /// On the node's end of the host port, with the source of a pod of this node, but it did not enter the node's stack by
+    /// the workers: dropped.
+    SpoofedSource,
+    /// On an uplink, of a connection that the kernel translates: passed to it.
+    Translated,
+    /// On an uplink, and whether the kernel translates its connection cannot be told (a fragment, or neither TCP nor UDP):
+    /// passed to it.
+    Undecided,
 }
 
 impl Outcome {
     /// Every outcome, in the order of its number.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 12] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -41,6 +49,9 @@ impl Outcome {
         Self::VlanTag,
         Self::ForgedNeighbour,
         Self::TooLong,
+        Self::SpoofedSource,
+        Self::Translated,
+        Self::Undecided,
     ];
 
     /// Its name in counters and logs.
@@ -55,6 +66,9 @@ impl Outcome {
             Self::VlanTag => "vlan_tag",
             Self::ForgedNeighbour => "forged_neighbour",
             Self::TooLong => "too_long",
+            Self::SpoofedSource => "spoofed_source",
+            Self::Translated => "translated",
+            Self::Undecided => "undecided",
         }
     }
 }

@@ -38,6 +38,8 @@ pub(crate) struct Program {
     pub(crate) sockets: MapHandle,
     pub(crate) outcomes: MapHandle,
     pub(crate) own: MapHandle,
+    /// The program for the node's end of the host port; only where the role is that.
+    pub(crate) leave: Option<OwnedFd>,
 }
 
 impl Program {
@@ -51,6 +53,10 @@ impl Program {
             sockets: handle(&*loaded.maps.sockets)?,
             outcomes: handle(&*loaded.maps.outcomes)?,
             own: handle(&*loaded.maps.own)?,
+            leave: match options.role {
+                Role::Host => Some(loaded.progs.penstock_leave.as_fd().try_clone_to_owned().map_err(duplicated)?),
+                Role::Pod | Role::Uplink => None,
+            },
         })
     }
 }
@@ -74,6 +80,7 @@ fn load_skeleton<'a>(
     // As it stands in a frame, whatever the machine's byte order.
     let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();
     constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
+    open.progs.penstock_leave.set_autoload(options.role == Role::Host);
     open.maps.local_pods.reuse_fd(shared.local_pods.map().as_fd()).map_err(failed)?;
     open.maps.alive.reuse_fd(shared.alive.map().as_fd()).map_err(failed)?;
     open.load().map_err(failed)

@@ -1,6 +1,6 @@
 //! What the kernel says about this network namespace, as far as it matters here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use ipnet::IpNet;
@@ -19,6 +19,11 @@ pub struct Facts {
     pub networks: Vec<(IpNet, u32)>,
     /// Addresses of the node itself that a pod can reach: loopback and link-local ones left out.
     pub addresses: Vec<IpAddr>,
+    /// All that the node takes for itself when a pod sends it there: its addresses, and what its routes call local, broadcast
+    /// or anycast.
+    pub taken: BTreeSet<IpNet>,
+    /// UDP ports of its tunnels, as their interfaces tell them.
+    pub tunnel_ports: BTreeSet<u16>,
 }
 
 /// A network interface.

@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use futures_util::{Stream, StreamExt, TryStreamExt, pin_mut};
 use ipnet::IpNet;
 use netlink_packet_route::address::AddressAttribute;
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{
+    InfoAmt, InfoBareUdp, InfoData, InfoGeneve, InfoKind, InfoVxlan, LinkAttribute, LinkFlags, LinkInfo, LinkMessage,
+};
 use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
@@ -119,11 +121,14 @@ impl Netlink {
 
     /// Reads all facts. The other end of a veth is asked after only where a host route leads to it or a bridge has it.
     pub async fn facts(&self) -> Result<Facts, NetlinkError> {
-        let mut routes = self.host_routes().await?;
+        let all = self.all_routes().await?;
+        let mut routes: Vec<HostRoute> = all.iter().filter_map(host_route).collect();
         routes.sort_unstable();
+        let taken = all.iter().filter_map(taken).collect();
         let routed: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
         let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
         let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
+        let tunnel_ports = messages.iter().flat_map(tunnel_ports).collect();
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
         let on_bridge = |link: &Link| link.peer_elsewhere && link.master.is_some_and(|index| bridges.contains(&index));
         let mut unknown = BTreeSet::new();
@@ -143,7 +148,7 @@ impl Netlink {
             bridged = behind_bridges(&neighbours, &links);
         }
         let (addresses, networks) = self.addresses(&bridges).await?;
-        Ok(Facts { links, routes, bridged, networks, addresses })
+        Ok(Facts { links, routes, bridged, networks, addresses, taken, tunnel_ports })
     }
 
     /// Has the kernel find out which Ethernet address `address` has on a link. Once it has, that is an event.
@@ -193,10 +198,10 @@ impl Netlink {
         source.filter(|source| !matches!(source, IpAddr::V6(v6) if v6.is_unicast_link_local()))
     }
 
-    async fn host_routes(&self) -> Result<Vec<HostRoute>, NetlinkError> {
+    async fn all_routes(&self) -> Result<Vec<RouteMessage>, NetlinkError> {
         let mut found = self.routes(AddressFamily::Inet).await?;
         found.extend(self.routes(AddressFamily::Inet6).await?);
-        Ok(found.iter().filter_map(host_route).collect())
+        Ok(found)
     }
 
     /// The node's own addresses, and the networks of those that bridges have.
@@ -364,6 +369,55 @@ pub(super) fn ip(address: &RouteAddress) -> Option<IpAddr> {
         RouteAddress::Inet(v4) => Some(IpAddr::V4(*v4)),
         RouteAddress::Inet6(v6) => Some(IpAddr::V6(*v6)),
         _ => None,
+    }
+}
+
+/// What a route has the node take for itself, unless no pod can send there.
+fn taken(message: &RouteMessage) -> Option<IpNet> {
+    if !matches!(message.header.kind, RouteType::Local | RouteType::Broadcast | RouteType::Anycast) {
+        return None;
+    }
+    let destination = message.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(address) => ip(address),
+        _ => None,
+    });
+    let network = IpNet::new(destination?, message.header.destination_prefix_length).ok()?;
+    let reachable = match network.addr() {
+        IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
+        IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
+    };
+    reachable.then_some(network)
+}
+
+/// The UDP ports on which a link takes packets out of their wrapping. WireGuard's is none of these: it takes them from those
+/// alone who have a key.
+fn tunnel_ports(message: &LinkMessage) -> Vec<u16> {
+    let info = message.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::LinkInfo(info) => Some(info),
+        _ => None,
+    });
+    let data = info.into_iter().flatten().find_map(|part| match part {
+        LinkInfo::Data(data) => Some(data),
+        _ => None,
+    });
+    match data {
+        Some(InfoData::Vxlan(all)) => {
+            all.iter().filter_map(|one| if let InfoVxlan::Port(port) = one { Some(*port) } else { None }).collect()
+        }
+        Some(InfoData::Geneve(all)) => {
+            all.iter().filter_map(|one| if let InfoGeneve::Port(port) = one { Some(*port) } else { None }).collect()
+        }
+        Some(InfoData::BareUdp(all)) => {
+            all.iter().filter_map(|one| if let InfoBareUdp::Port(port) = one { Some(*port) } else { None }).collect()
+        }
+        Some(InfoData::Amt(all)) => all
+            .iter()
+            .filter_map(|one| match one {
+                InfoAmt::RelayPort(port) | InfoAmt::GatewayPort(port) => Some(*port),
+                _ => None,
+            })
+            .collect(),
+        _ => Vec::new(),
     }
 }
 

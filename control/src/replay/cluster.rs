@@ -1,9 +1,10 @@
 //! From a cluster's objects to what a replay needs of them: tables, ports made up for the pods, and names.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use penstock_dataplane::Snapshot;
-use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
+use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::Reach;
 use rustc_hash::FxHashMap;
@@ -111,7 +112,13 @@ impl Cluster {
             Holder::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
             _ => None,
         });
-        let mut forwarding = Forwarding::new(node);
+        let nodes = state.addresses().filter_map(|(address, holder)| match holder {
+            Holder::Node(_) => Some(Address::from(address)),
+            Holder::Pod(_) => None,
+        });
+        // A node's own tunnels are not known here.
+        let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
+        let mut forwarding = Forwarding::new(node).with_encapsulation(Arc::new(encapsulation));
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
             // Captured packets may be longer than a link's MTU: the kernel had not segmented them yet.

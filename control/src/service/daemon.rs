@@ -25,6 +25,7 @@ use super::operation::{Doors, Operation};
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::signals::{Signal, Signals};
+use super::surroundings::Surroundings;
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
 use crate::model::{Change, Object, ObjectKey};
@@ -107,8 +108,8 @@ struct Daemon<'a> {
     ports: Ports,
     host_port: HostPort,
     epoch: Epoch,
-    /// Addresses of the node in the last snapshot.
-    node: BTreeSet<IpAddr>,
+    /// As in the last snapshot.
+    around: Surroundings,
     connections: Connections,
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
@@ -124,6 +125,8 @@ struct Trigger {
     policy: bool,
     /// Pods, links, routes or addresses may be others.
     network: bool,
+    /// Other nodes' addresses may be others.
+    nodes: bool,
 }
 
 impl<'a> Daemon<'a> {
@@ -174,7 +177,7 @@ impl<'a> Daemon<'a> {
             ports,
             host_port,
             epoch: Epoch::default(),
-            node: BTreeSet::new(),
+            around: Surroundings::default(),
             connections: Connections::new(&config.conntrack.mapping),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
@@ -201,13 +204,14 @@ impl<'a> Daemon<'a> {
         let opened = self.ports.open_host(&self.dataplane, &workers, &node);
         drop(inside);
         opened.map_err(RunError::failed)?;
+        self.ports.check_sources(&node).map_err(RunError::bad_input)?;
         self.hold_what_opens().context("a descriptor cannot be duplicated").map_err(RunError::Failed)?;
         for name in &self.config.uplinks {
             let link = self.facts.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.settle("first state", Trigger { policy: true, network: true }, started).await?;
+        self.settle("first state", Trigger { policy: true, network: true, nodes: true }, started).await?;
         self.ports.take_over_rest(&self.facts);
         privileges::settle().map_err(RunError::failed)?;
         tracing::info!(
@@ -285,7 +289,8 @@ impl<'a> Daemon<'a> {
         if !effect.policy {
             tracing::debug!("no effect on the tables: {what}");
         }
-        self.settle(&what, Trigger { policy: effect.policy, network: effect.pods }, seen).await
+        let trigger = Trigger { policy: effect.policy, network: effect.pods, nodes: effect.nodes };
+        self.settle(&what, trigger, seen).await
     }
 
     /// Looks at the network again.
@@ -294,7 +299,7 @@ impl<'a> Daemon<'a> {
             return Ok(());
         }
         let policy = self.objects.apply_addresses(&self.facts.addresses);
-        self.settle(why, Trigger { policy, network: true }, seen).await
+        self.settle(why, Trigger { policy, network: true, nodes: false }, seen).await
     }
 
     /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
@@ -328,10 +333,12 @@ impl<'a> Daemon<'a> {
         let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
         let gone = self.ports.take_gone(&self.facts);
         ports_changed |= !gone.is_empty();
-        let node: BTreeSet<IpAddr> = self.objects.node_addresses().iter().copied().collect();
-        let node_changed = node != self.node;
-        self.node = node;
-        if trigger.policy || ports_changed || node_changed {
+        let around_changed = (trigger.network || trigger.nodes) && self.look_around();
+        let announces = trigger.network || ports_changed || around_changed;
+        if announces {
+            self.ports.announce(self.around.pods());
+        }
+        if trigger.policy || ports_changed || around_changed {
             self.publish(why, seen);
             self.connections.publish(self.dataplane.connections(), self.ports.tenants());
         }
@@ -341,17 +348,25 @@ impl<'a> Daemon<'a> {
                 Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
             }
         }
-        if trigger.network || ports_changed {
-            self.ports.announce();
+        if announces {
+            self.ports.retract();
             self.route().await;
         }
         Ok(())
     }
 
+    /// Whether what surrounds the ports has changed.
+    fn look_around(&mut self) -> bool {
+        let around = Surroundings::of(&self.config.encapsulation, &self.facts, &self.objects);
+        let changed = around != self.around;
+        self.around = around;
+        changed
+    }
+
     fn publish(&mut self, why: &str, seen: Instant) {
         self.epoch = self.epoch.next();
         let (began, policy) = (Instant::now(), self.objects.policy_set());
-        let forwarding = self.ports.forwarding(&self.node, &self.config.service_cidrs);
+        let forwarding = self.ports.forwarding(&self.around, &self.config.service_cidrs);
         self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
         self.operation.progress.published(self.epoch, &policy, self.ports.served(), seen);
         self.dataplane.publish(Snapshot { epoch: self.epoch, policy, forwarding });

@@ -19,6 +19,7 @@ mod progress;
 mod report;
 mod samples;
 mod signals;
+mod surroundings;
 pub(crate) mod table;
 mod verdicts;
 mod waiting;
@@ -90,6 +91,7 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
                 findings.extend(preflight::programs(config));
+                findings.extend(preflight::source_check());
                 match netlink.facts().await {
                     Ok(facts) => findings.extend(preflight::pods(config, &facts, &objects)),
                     Err(error) => findings.push(Finding::error(error.to_string())),

@@ -18,6 +18,8 @@ pub(super) struct Objects {
     /// All addresses of this node: of its object, its interfaces and its configuration.
     addresses: Vec<IpAddr>,
     pods: BTreeMap<ObjectKey, Pod>,
+    /// Addresses of the other nodes' objects.
+    others: BTreeMap<String, Vec<IpAddr>>,
     policies: BTreeSet<ObjectKey>,
 }
 
@@ -27,6 +29,8 @@ pub(super) struct Effect {
     pub(super) policy: bool,
     /// Pods of this node are among them.
     pub(super) pods: bool,
+    /// This node or another has other addresses.
+    pub(super) nodes: bool,
 }
 
 impl Objects {
@@ -38,13 +42,14 @@ impl Objects {
             configured: configured.to_vec(),
             addresses: Vec::new(),
             pods: BTreeMap::new(),
+            others: BTreeMap::new(),
             policies: BTreeSet::new(),
         }
     }
 
     /// Takes changes in, as one; `interfaces` are the addresses on the node's interfaces.
     pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> Effect {
-        let mut pods = false;
+        let (mut pods, mut nodes) = (false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
@@ -56,6 +61,11 @@ impl Objects {
                     self.node_object = None;
                     continue;
                 }
+                Change::Set(Object::Node(node)) => {
+                    let before = self.others.insert(node.name.clone(), node.addresses.clone());
+                    nodes |= before.as_ref() != Some(&node.addresses);
+                }
+                Change::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
                 Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
                     self.pods.insert(pod.key.clone(), pod.clone());
                     pods = true;
@@ -73,8 +83,10 @@ impl Objects {
             }
             others.push(change);
         }
-        others.extend(self.own_node(interfaces));
-        Effect { policy: self.engine.apply(others), pods }
+        let own = self.own_node(interfaces);
+        nodes |= own.is_some();
+        others.extend(own);
+        Effect { policy: self.engine.apply(others), pods, nodes }
     }
 
     /// Takes in the addresses on the node's interfaces. Whether the policy may be another.
@@ -108,6 +120,18 @@ impl Objects {
     /// All addresses of this node.
     pub(super) fn node_addresses(&self) -> &[IpAddr] {
         &self.addresses
+    }
+
+    /// All addresses of other nodes.
+    pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
+        self.others.values().flatten().copied()
+    }
+
+    /// The addresses of this node's pods, whether they are served or not.
+    pub(super) fn pod_addresses(&self) -> BTreeSet<IpAddr> {
+        let running = self.pods.values().filter(|pod| !pod.host_network && !pod.finished);
+        let addresses = running.flat_map(|pod| pod.addresses.iter().copied());
+        addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
     /// The policy in force for this node's pods.

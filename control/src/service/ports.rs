@@ -16,6 +16,7 @@ use penstock_xdp_redirect::{
 use super::config::{Config, FailMode};
 use super::connections::Tenants;
 use super::first_closed::FirstClosed;
+use super::surroundings::Surroundings;
 use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
@@ -60,8 +61,10 @@ pub(super) struct Ports {
     fixed: Vec<Open>,
     pods: BTreeMap<u32, PodSide>,
     waiting: Waiting,
-    /// Addresses that uplinks hand over, each with the longest frame for it.
+    /// Addresses that the programs know as local pods', each with the longest frame for it.
     announced: BTreeMap<IpAddr, u16>,
+    /// Those that are none any more, until the next snapshot is published.
+    retracted: BTreeSet<IpAddr>,
     /// Links that could not be opened, with the reason that was logged.
     refused: BTreeMap<u32, String>,
     settings: Sysctls,
@@ -94,6 +97,7 @@ impl Ports {
             pods: BTreeMap::new(),
             waiting: Waiting::new(config, facts),
             announced: BTreeMap::new(),
+            retracted: BTreeSet::new(),
             refused: BTreeMap::new(),
             settings: Sysctls::default(),
             follows,
@@ -112,6 +116,12 @@ impl Ports {
         let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
         self.fixed.push(open);
         Ok(())
+    }
+
+    /// From now on nothing comes from the node's stack in a local pod's name that did not come from the workers. `node` is the
+    /// node's end of the pair; the calling thread is in the node's namespace.
+    pub(super) fn check_sources(&self, node: &Link) -> Result<(), AttachError> {
+        self.fixed.iter().try_for_each(|open| open.attached.check_sources_on(&interface(node)))
     }
 
     /// What the kernel is to close first when this process dies, so that all is open at once then: the last one first.
@@ -233,25 +243,35 @@ impl Ports {
         closing
     }
 
-    /// Tells uplinks for which addresses packets are to be handed over, and how long they may be.
-    pub(super) fn announce(&mut self) {
+    /// Tells the programs which addresses are local pods', and how long packets for them may be that uplinks hand over: none
+    /// for those that are not served. To be called before a snapshot with them is published, and [`Ports::retract`] after it,
+    /// so that at no time somebody else passes for a pod.
+    pub(super) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
         let longest = |route: PodRoute| self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER)));
-        let wanted: BTreeMap<IpAddr, u16> =
-            self.pod_routes().into_iter().map(|(address, route)| (address, longest(route))).collect();
+        let mut wanted: BTreeMap<IpAddr, u16> = unserved.iter().map(|&address| (address, 0)).collect();
+        wanted.extend(self.pod_routes().into_iter().map(|(address, route)| (address, longest(route))));
         let local = self.redirect.local_pods();
         for (&address, &longest) in
             wanted.iter().filter(|&(address, longest)| self.announced.get(address) != Some(longest))
         {
             if let Err(error) = local.insert(address, longest) {
-                tracing::error!(%error, "packets from outside do not reach the pod");
+                tracing::error!(%error, "packets from outside do not reach the pod, and may come in its name");
             }
         }
         for &address in self.announced.keys().filter(|&address| !wanted.contains_key(address)) {
-            if let Err(error) = local.remove(address) {
+            self.retracted.insert(address);
+        }
+        self.retracted.retain(|address| !wanted.contains_key(address));
+        self.announced = wanted;
+    }
+
+    /// Has the programs forget the addresses that are no local pod's any more.
+    pub(super) fn retract(&mut self) {
+        for address in std::mem::take(&mut self.retracted) {
+            if let Err(error) = self.redirect.local_pods().remove(address) {
                 tracing::error!(%error, "packets from outside are still taken");
             }
         }
-        self.announced = wanted;
     }
 
     /// How the node is to reach each pod's addresses: by the workers.
@@ -292,9 +312,9 @@ impl Ports {
         self.served().find(|(_, id, _)| *id == port).map(|(pod, ..)| pod)
     }
 
-    /// The forwarding table of the ports that are open.
-    pub(super) fn forwarding(&self, node: &BTreeSet<IpAddr>, services: &[IpNet]) -> Forwarding {
-        let mut forwarding = Forwarding::new(node.iter().copied().map(Address::from)).with_services(services);
+    /// The forwarding table of the ports that are open, for a node with these surroundings.
+    pub(super) fn forwarding(&self, around: &Surroundings, services: &[IpNet]) -> Forwarding {
+        let mut forwarding = around.forwarding().with_services(services);
         for open in self.fixed.iter().chain(self.pods.values().map(|side| &side.open)) {
             if let Err(error) = forwarding.insert(open.id, open.port.clone()) {
                 tracing::error!(interface = %open.attached.interface(), %error, "port left out");

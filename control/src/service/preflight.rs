@@ -11,7 +11,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-use penstock_xdp_redirect::{Pins, ProgramTag};
+use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated, try_source_check};
 
 use super::config::{Config, PickUp};
 use super::objects::Objects;
@@ -115,6 +115,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
             Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
+    findings.extend((!config.uplinks.is_empty()).then(|| kernel::translation(can_find_translated())));
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
@@ -159,6 +160,14 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
         0 => format!("XDP program: {own}; none is pinned"),
         count => format!("XDP program: {own}, and so are all {count} that are pinned"),
     }))
+}
+
+/// Whether the kernel takes the program that keeps others from passing for pods.
+pub(super) fn source_check() -> Option<Finding> {
+    Some(match try_source_check()? {
+        Ok(()) => Finding::ok("sources of what the node's stack sends to pods: the kernel can check them"),
+        Err(error) => Finding::error(error.to_string()),
+    })
 }
 
 /// Tells of each local pod whether its interface can be served.

@@ -12,7 +12,7 @@ use allowance::Allowance;
 pub use build::IcmpError;
 
 use crate::conntrack::Timestamp;
-use crate::forward::{Forwarding, PortId, PortKind};
+use crate::forward::{Forwarding, PortId, PortKind, Ways};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, Transport};
 
 /// What becomes of a connection that policy ends.
@@ -92,12 +92,19 @@ impl Answers {
     /// `next` is the sequence number that the packet's destination expects of its source: given when the connection was
     /// cut just now, so that the other end is told too. Later packets answer their sender alone.
     #[cold]
-    pub(crate) fn cut(&mut self, forwarding: &Forwarding, frame: &[u8], packet: &Packet, next: Option<u32>) {
+    pub(crate) fn cut(
+        &mut self,
+        forwarding: &Forwarding,
+        ways: Ways,
+        frame: &[u8],
+        packet: &Packet,
+        next: Option<u32>,
+    ) {
         if self.on_cut == OnCut::Drop {
             return;
         }
         let Transport::Tcp(segment) = packet.transport else {
-            return self.error(forwarding, frame, packet, IcmpError::Prohibited);
+            return self.error(forwarding, ways, frame, packet, IcmpError::Prohibited);
         };
         if segment.flags.contains(TcpFlags::RST) {
             return;
@@ -106,30 +113,43 @@ impl Answers {
         // RFC 9293 section 3.5.2: a reset takes its number from the acknowledgement that it answers, so that it is the
         // very next one that the sender expects (RFC 5961 section 3.2); where there is none, it acknowledges.
         let numbers = if acknowledges { (segment.ack, None) } else { (0, Some(segment.end())) };
-        self.reset(forwarding, &packet.flow.reversed(), numbers);
+        self.reset(forwarding, ways.back, &packet.flow.reversed(), numbers);
         if let Some(next) = next {
-            self.reset(forwarding, &packet.flow, (next, acknowledges.then_some(segment.ack)));
+            self.reset(forwarding, ways.ahead, &packet.flow, (next, acknowledges.then_some(segment.ack)));
         }
     }
 
-    fn reset(&mut self, forwarding: &Forwarding, flow: &Flow, (sequence, acknowledged): (u32, Option<u32>)) {
+    fn reset(
+        &mut self,
+        forwarding: &Forwarding,
+        way: Option<PortId>,
+        flow: &Flow,
+        (sequence, acknowledged): (u32, Option<u32>),
+    ) {
         let Some(answer) = next(&mut self.store, &mut self.count, &mut self.resets) else {
             self.withheld += 1;
             return;
         };
         answer.length = ETHERNET_LEN + build::reset(&mut answer.octets[ETHERNET_LEN..], flow, sequence, acknowledged);
-        if answer.address(forwarding, flow.dst).is_none() {
+        if answer.address(forwarding, way, flow.dst).is_none() {
             self.count -= 1;
         }
     }
 
     /// Answers a packet with an ICMP error, if one may be sent about it.
     #[cold]
-    pub(crate) fn error(&mut self, forwarding: &Forwarding, frame: &[u8], packet: &Packet, error: IcmpError) {
+    pub(crate) fn error(
+        &mut self,
+        forwarding: &Forwarding,
+        ways: Ways,
+        frame: &[u8],
+        packet: &Packet,
+        error: IcmpError,
+    ) {
         if !may_be_answered(packet) {
             return;
         }
-        let Some(source) = source(forwarding, packet) else { return };
+        let Some(source) = source(forwarding, ways, packet) else { return };
         let Some(answer) = next(&mut self.store, &mut self.count, &mut self.errors) else {
             self.withheld += 1;
             return;
@@ -137,7 +157,7 @@ impl Answers {
         let quoted = &frame[usize::from(packet.layout.network)..usize::from(packet.layout.end)];
         let out = &mut answer.octets[ETHERNET_LEN..];
         answer.length = ETHERNET_LEN + build::error(out, error, source, packet.flow.src, quoted);
-        if answer.address(forwarding, packet.flow.src).is_none() {
+        if answer.address(forwarding, ways.back, packet.flow.src).is_none() {
             self.count -= 1;
         }
     }
@@ -151,9 +171,9 @@ fn next<'a>(store: &'a mut [Answer], count: &mut usize, allowance: &mut Allowanc
 }
 
 impl Answer {
-    /// Writes the Ethernet header of the way to `destination`; `None` if there is none.
-    fn address(&mut self, forwarding: &Forwarding, destination: Address) -> Option<()> {
-        self.port = forwarding.next_hop(destination)?;
+    /// Writes the Ethernet header of this way to `destination`; `None` if there is none.
+    fn address(&mut self, forwarding: &Forwarding, way: Option<PortId>, destination: Address) -> Option<()> {
+        self.port = way?;
         let port = forwarding.port(self.port)?;
         self.octets[..6].copy_from_slice(&port.peer_mac.0);
         self.octets[6..12].copy_from_slice(&port.own_mac.0);
@@ -175,8 +195,8 @@ fn may_be_answered(packet: &Packet) -> bool {
 
 /// Whose address an ICMP error carries: the node's, which is the router. What leaves by the host port carries that of
 /// the packet's destination: the node's stack drops what comes in with an address of its own.
-fn source(forwarding: &Forwarding, packet: &Packet) -> Option<Address> {
-    let egress = forwarding.port(forwarding.next_hop(packet.flow.src)?)?;
+fn source(forwarding: &Forwarding, ways: Ways, packet: &Packet) -> Option<Address> {
+    let egress = forwarding.port(ways.back?)?;
     let node = forwarding.node_address(packet.flow.src.is_v4()).filter(|_| egress.kind != PortKind::Host);
     Some(node.unwrap_or(packet.flow.dst))
 }

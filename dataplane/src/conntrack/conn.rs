@@ -91,11 +91,23 @@ impl<'t> Conn<'t> {
         self.entry.owner()
     }
 
-    /// Whether its first packet came through the node's stack, where its address may have been translated. All its packets
-    /// then go through that stack, in both directions. Ask before [`Conn::update`], as for [`Conn::owner`].
+    /// Whether its packets cross the node's own stack, in both directions.
     #[inline]
     pub fn via_host(&self) -> bool {
-        self.entry.is_via_host()
+        self.control.is_via_host()
+    }
+
+    /// From now on its packets cross the node's own stack. False if it is gone.
+    #[cold]
+    pub fn set_via_host(&mut self) -> bool {
+        while self.refresh() {
+            let wanted = self.control.with_via_host(true);
+            if wanted == self.control || self.entry.exchange(self.control, wanted).is_ok() {
+                self.control = wanted;
+                return true;
+            }
+        }
+        false
     }
 
     /// Its state when it was found or last updated through this handle.
@@ -109,7 +121,7 @@ impl<'t> Conn<'t> {
         TICK * self.control.tick().age(now.tick())
     }
 
-    /// Whether policy was asked about it under this epoch or a newer one. Epochs are told apart by their low 24 bits.
+    /// Whether policy was asked about it under this epoch or a newer one. Epochs are told apart by their low 23 bits.
     #[inline]
     pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
         self.control.epoch().covers(EpochTag::of(epoch))

@@ -11,14 +11,14 @@ use crate::snapshot::Epoch;
 #[repr(transparent)]
 pub struct OwnerId(pub u16);
 
-/// The low 24 bits of an [`Epoch`], as an entry keeps them. Compared by order (RFC 1982), not by equality: of two within
-/// 2²³ of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) takes older ones away long
+/// The low 23 bits of an [`Epoch`], as an entry keeps them. Compared by order (RFC 1982), not by equality: of two within
+/// 2²² of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) takes older ones away long
 /// before they come that far apart.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct EpochTag(u32);
 
 impl EpochTag {
-    const BITS: u32 = 24;
+    const BITS: u32 = Epoch::TAG_BITS;
     const MASK: u32 = (1 << Self::BITS) - 1;
     /// Of a connection that no snapshot of this process has been asked about. No published epoch has it
     /// ([`Epoch::next`]).
@@ -52,8 +52,9 @@ impl EpochTag {
 /// | 4 | tentative: written, but not yet known to be the only entry of its key |
 /// | 5 | orientation of the original direction |
 /// | 6 | revoked: policy has ended the connection; the state stays as it was |
-/// | 7–28 | tick of the last packet |
-/// | 29–52 | tag of the epoch under which policy was last asked |
+/// | 7 | via host: its packets cross the node's own stack |
+/// | 8–29 | tick of the last packet |
+/// | 30–52 | tag of the epoch under which policy was last asked |
 /// | 53–63 | generation: counts how often the entry has been claimed |
 ///
 /// The generation wraps after 2¹¹ claims. A compare-and-swap that waited so long would in addition have to meet the
@@ -66,7 +67,8 @@ const TENTATIVE: u64 = 1 << 4;
 const ORIENTATION_AT: u32 = 5;
 const ORIENTATION: u64 = 1 << ORIENTATION_AT;
 const REVOKED: u64 = 1 << 6;
-const TICK_AT: u32 = 7;
+const VIA_HOST: u64 = 1 << 7;
+const TICK_AT: u32 = 8;
 const TICK: u64 = (Tick::MASK as u64) << TICK_AT;
 const EPOCH_AT: u32 = TICK_AT + Tick::BITS;
 const EPOCH: u64 = (EpochTag::MASK as u64) << EPOCH_AT;
@@ -122,6 +124,15 @@ impl Control {
     #[inline]
     pub(super) const fn is_revoked(self) -> bool {
         self.0 & REVOKED != 0
+    }
+
+    #[inline]
+    pub(super) const fn is_via_host(self) -> bool {
+        self.0 & VIA_HOST != 0
+    }
+
+    pub(super) const fn with_via_host(self, via_host: bool) -> Self {
+        Self(if via_host { self.0 | VIA_HOST } else { self.0 & !VIA_HOST })
     }
 
     /// Whether the connection is in the state of this number, and not revoked.
@@ -202,7 +213,6 @@ pub(super) type Tracking = [u64; 2];
 #[derive(Clone, Copy)]
 pub(super) struct Contents {
     pub(super) owner: OwnerId,
-    pub(super) via_host: bool,
     pub(super) tracking: Tracking,
 }
 
@@ -214,13 +224,11 @@ pub(super) struct Loaded {
     pub(super) tracking: Tracking,
 }
 
-/// The name word above the key's 40 bits: owner in bits 40–55, then flags.
+/// The name word above the key's 40 bits: owner in bits 40–55, then a flag.
 const OWNER_AT: u32 = NAME_BITS;
 const OWNER: u64 = 0xffff << OWNER_AT;
-/// The connection came through the node's stack.
-const VIA_HOST: u64 = 1 << 56;
 /// The owner is not counted any more: the entry is being cleared.
-const UNCOUNTED: u64 = 1 << 57;
+const UNCOUNTED: u64 = 1 << 56;
 
 /// Words of a key before the last. Loom makes do with the first, or it would never come to an end.
 const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
@@ -235,7 +243,7 @@ pub(super) struct Entry {
     control: AtomicU64,
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
-    /// Ports and protocol in the low 40 bits, then the owner and flags.
+    /// Ports and protocol in the low 40 bits, then the owner and a flag.
     name: AtomicU64,
     tracking: [AtomicU64; 2],
 }
@@ -278,8 +286,7 @@ impl Entry {
         for (word, value) in self.addresses.iter().zip(key) {
             word.store(*value, Ordering::Relaxed);
         }
-        let flags = if contents.via_host { VIA_HOST } else { 0 };
-        overwrite(&self.name, key[4] | u64::from(contents.owner.0) << OWNER_AT | flags);
+        overwrite(&self.name, key[4] | u64::from(contents.owner.0) << OWNER_AT);
         for (word, value) in self.tracking.iter().zip(contents.tracking) {
             overwrite(word, value);
         }
@@ -363,12 +370,6 @@ impl Entry {
         OwnerId((self.name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
     }
 
-    /// Whether the connection came through the node's stack; trusted as [`Entry::owner`] is.
-    #[inline]
-    pub(super) fn is_via_host(&self) -> bool {
-        self.name.load(Ordering::Relaxed) & VIA_HOST != 0
-    }
-
     /// The owner of a connection that this thread has claimed to clear it. From here on [`Entry::exchange_owner`] fails, so
     /// that the owner returned is the one that it is counted for.
     pub(super) fn take_owner(&self) -> OwnerId {
@@ -429,6 +430,9 @@ mod tests {
         assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0x5f0));
         assert_eq!(other.with_original(Orientation::LowToHigh).original(), Orientation::LowToHigh);
         assert!(!other.with_verdict(EpochTag::of(Epoch(2)), true).is_revoked());
+        let by_host = other.with_via_host(true);
+        assert!(!other.is_via_host() && by_host.is_via_host() && by_host.with_via_host(false) == other);
+        assert!(by_host.with(5, tick).is_via_host() && !by_host.claimed().is_via_host());
         assert!(control.is_same_generation(other) && !control.is_same_generation(control.claimed()));
         assert_eq!(Control(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
@@ -443,7 +447,7 @@ mod tests {
         }
         assert!(!EpochTag::NONE.covers(tag(1)) && !EpochTag::NONE.covers(EpochTag::NONE));
         assert!(!tag(1).is_stale(tag(1000)) && !tag(1000).is_stale(tag(1)), "a lagging reader");
-        assert!(tag(1).is_stale(tag(1 + (1 << 22))) && tag(1).is_stale(tag((1 << 23) - 1)));
-        assert!(!EpochTag::NONE.is_stale(tag(1 << 23)));
+        assert!(tag(1).is_stale(tag(1 + (1 << 21))) && tag(1).is_stale(tag((1 << 22) - 1)));
+        assert!(!EpochTag::NONE.is_stale(tag(1 << 22)));
     }
 }

@@ -50,7 +50,7 @@ pub struct NewConn<'a> {
     pub transport: &'a Transport,
     /// Whose quota it counts against.
     pub owner: OwnerId,
-    /// Whether the packet came through the node's stack; see [`Conn::via_host`].
+    /// Whether its packets cross the node's own stack, in both directions.
     pub via_host: bool,
     /// Under which snapshot policy allowed it.
     pub epoch: Epoch,
@@ -222,7 +222,7 @@ impl ConnTable {
             self.counters.count(Event::RefusedCannotOpen);
             return Err(Refused::CannotOpen);
         };
-        let contents = Contents { owner: new.owner, via_host: new.via_host, tracking };
+        let contents = Contents { owner: new.owner, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if !self.is_expired(hashed.protocol(), control, new.now.tick()) {
@@ -236,6 +236,7 @@ impl ConnTable {
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
             let control = Control::tentative(claimed, state.code(), hashed.orientation, epoch, now);
+            let control = control.with_via_host(new.via_host);
             self.publish((slot, control), hashed, contents);
             match self.settle(hashed, (slot, control)) {
                 Some((winner, found)) if winner == slot && found.is_same_generation(control) => {

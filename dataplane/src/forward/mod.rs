@@ -3,13 +3,17 @@
 //! A *logical port* is a pod (or the node, or an uplink); the queues that its packets come through belong
 //! to [`crate::io`]. Keeping the two apart leaves room for other ways to reach a pod.
 
+mod encapsulation;
+
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use ipnet::IpNet;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::packet::{Address, Scope};
+use crate::packet::{Address, Packet, Scope};
+pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
 /// A logical port of this node. Small and dense: it indexes arrays.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -73,6 +77,15 @@ pub struct Port {
     pub addresses: Vec<Address>,
 }
 
+/// The ports by which the two ends of a packet are reached.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Ways {
+    /// Where the packet goes.
+    pub(crate) ahead: Option<PortId>,
+    /// Where an answer to its sender goes.
+    pub(crate) back: Option<PortId>,
+}
+
 /// The forwarding table of one snapshot: which port an address is behind.
 #[derive(Clone, Debug, Default)]
 pub struct Forwarding {
@@ -81,6 +94,9 @@ pub struct Forwarding {
     node: Vec<Address>,
     services: Vec<IpNet>,
     host: Option<PortId>,
+    /// Addresses of this node's pods that have no port.
+    portless: FxHashSet<Address>,
+    encapsulation: Arc<Encapsulation>,
 }
 
 /// An address was given to two ports.
@@ -107,6 +123,18 @@ impl Forwarding {
     #[must_use]
     pub fn with_services(self, blocks: &[IpNet]) -> Self {
         Self { services: blocks.to_vec(), ..self }
+    }
+
+    /// The same, and these addresses are of this node's pods too, though they have no port (yet, or any more).
+    #[must_use]
+    pub fn with_portless(self, addresses: impl IntoIterator<Item = Address>) -> Self {
+        Self { portless: addresses.into_iter().collect(), ..self }
+    }
+
+    /// The same, and pods may not send to the nodes what these would decapsulate.
+    #[must_use]
+    pub fn with_encapsulation(self, encapsulation: Arc<Encapsulation>) -> Self {
+        Self { encapsulation, ..self }
     }
 
     /// Adds a port under an identifier of the caller's choice; the last host port given is the one used.
@@ -139,6 +167,30 @@ impl Forwarding {
     #[inline]
     pub fn next_hop(&self, destination: Address) -> Option<PortId> {
         self.pods.get(&destination).copied().or(self.host)
+    }
+
+    /// The port into the node's own stack.
+    #[inline]
+    pub fn host(&self) -> Option<PortId> {
+        self.host
+    }
+
+    /// Whether this is an address of a pod of this node, whether that has a port or not.
+    #[inline]
+    pub fn is_local_pod(&self, address: Address) -> bool {
+        self.pods.contains_key(&address) || self.portless.contains(&address)
+    }
+
+    /// Whether a packet from a pod is one that a node would decapsulate.
+    #[inline(always)]
+    pub fn would_be_decapsulated(&self, packet: &Packet) -> bool {
+        self.encapsulation.may_apply_to(packet) && self.is_decapsulated(packet)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn is_decapsulated(&self, packet: &Packet) -> bool {
+        self.encapsulation.applies_to(packet) && self.pod_port(packet.flow.dst).is_none()
     }
 
     /// The local pod's port that has this address.

@@ -109,3 +109,16 @@ pub enum Transport {
     #[default]
     Other,
 }
+
+impl Transport {
+    /// Whether a connection may begin with such a packet; of TCP and SCTP, whether one does.
+    #[inline]
+    pub const fn may_open(&self) -> bool {
+        match self {
+            Self::Tcp(segment) => segment.flags.contains(TcpFlags::SYN) && !segment.flags.contains(TcpFlags::ACK),
+            Self::Sctp { chunk, .. } => matches!(chunk, SctpChunk::Init),
+            Self::Udp | Self::EchoRequest | Self::Other => true,
+            Self::EchoReply | Self::IcmpError { .. } | Self::LaterFragment => false,
+        }
+    }
+}

@@ -13,10 +13,13 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
         PortKind::Pod => port.addresses.contains(&src),
         PortKind::Host => true,
         // From outside, nothing honest carries an address of this node or of its pods.
-        PortKind::Uplink => forwarding.pod_port(src).is_none() && !forwarding.is_node(src),
+        PortKind::Uplink => !forwarding.is_local_pod(src) && !forwarding.is_node(src),
     };
     if !own_source {
         return Err(Cause::SpoofedSource);
+    }
+    if port.kind == PortKind::Pod && forwarding.would_be_decapsulated(packet) {
+        return Err(Cause::Encapsulation);
     }
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
 }

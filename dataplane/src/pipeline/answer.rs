@@ -1,8 +1,9 @@
 //! Beside the way: which drops are answered, and with what.
 
 use super::Refusal;
+use super::dispatch::ways;
 use crate::answer::{Answers, IcmpError};
-use crate::forward::Forwarding;
+use crate::forward::{Forwarding, Port, PortId, Ways};
 use crate::packet::Packet;
 use crate::{Cause, Snapshot};
 
@@ -14,21 +15,32 @@ const LEAST_MTU_V6: u16 = 1280;
 /// A packet that is too big is told of even if its sender would have it fragmented on the way: the workers do not
 /// fragment, and a stack that hears of the MTU does so itself.
 #[cold]
-pub(super) fn answer(answers: &mut Answers, snapshot: &Snapshot, frame: &[u8], packet: &Packet, refusal: Refusal) {
+pub(super) fn answer(
+    answers: &mut Answers,
+    snapshot: &Snapshot,
+    (ingress, port): (PortId, &Port),
+    frame: &[u8],
+    packet: &Packet,
+    refusal: Refusal,
+) {
     let forwarding = &snapshot.forwarding;
+    if !matches!(refusal.cause, Cause::ConnectionCut | Cause::TtlExpired | Cause::TooBig) {
+        return;
+    }
+    let ways = ways(forwarding, ingress, port, packet, refusal.route);
     match refusal.cause {
-        Cause::ConnectionCut => answers.cut(forwarding, frame, packet, refusal.cut_at),
-        Cause::TtlExpired => answers.error(forwarding, frame, packet, IcmpError::TtlExpired),
+        Cause::ConnectionCut => answers.cut(forwarding, ways, frame, packet, refusal.cut_at),
+        Cause::TtlExpired => answers.error(forwarding, ways, frame, packet, IcmpError::TtlExpired),
         Cause::TooBig => {
-            if let Some(mtu) = mtu(forwarding, packet) {
-                answers.error(forwarding, frame, packet, IcmpError::TooBig { mtu });
+            if let Some(mtu) = mtu(forwarding, ways, packet) {
+                answers.error(forwarding, ways, frame, packet, IcmpError::TooBig { mtu });
             }
         }
         _ => {}
     }
 }
 
-fn mtu(forwarding: &Forwarding, packet: &Packet) -> Option<u16> {
-    let mtu = forwarding.port(forwarding.next_hop(packet.flow.dst)?)?.mtu;
+fn mtu(forwarding: &Forwarding, ways: Ways, packet: &Packet) -> Option<u16> {
+    let mtu = forwarding.port(ways.ahead?)?.mtu;
     Some(if packet.flow.src.is_v4() { mtu } else { mtu.max(LEAST_MTU_V6) })
 }

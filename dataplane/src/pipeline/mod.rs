@@ -19,12 +19,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::Cause;
+use dispatch::Route;
 pub use timed::StageClocks;
 
 use crate::Snapshot;
 use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, Hashed, Timestamp};
-use crate::forward::{Forwarding, Port, PortId};
+use crate::forward::{Forwarding, Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::Judgement;
 
@@ -108,6 +109,8 @@ struct Refusal {
     cause: Cause,
     /// As [`track::Tracker`] left it.
     cut_at: Option<u32>,
+    /// Which way it would have left.
+    route: Route,
 }
 
 /// What one worker needs to judge packets. It allocates nothing after it is made.
@@ -176,17 +179,24 @@ impl Pipeline {
         };
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
         let connections = &*self.connections;
-        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, cut_at: None };
+        let from_host = port.kind == PortKind::Host;
+        let (cut_at, route) = (None, Route::Direct);
+        let mut tracker =
+            track::Tracker { connections, snapshot, now, ingress, index: 0, observer, cut_at, from_host, route };
         for entry in &self.slots[..admitted] {
             let frame = frames.bytes(entry.index);
-            (tracker.index, tracker.cut_at) = (entry.index, None);
+            (tracker.index, tracker.cut_at, tracker.route) = (entry.index, None, Route::Direct);
             let allowed = match self.mode {
                 Mode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
                 Mode::ForwardOnly => Ok(()),
             };
-            let allowed = allowed.map_err(|cause| Refusal { cause, cut_at: tracker.cut_at });
+            let route = tracker.route;
+            let allowed = match allowed {
+                Ok(()) => Ok(route),
+                Err(cause) => Err(Refusal { cause, cut_at: tracker.cut_at, route }),
+            };
             verdicts[entry.index] =
-                conclude(&mut self.answers, snapshot, port, frame, &entry.packet, self.open, allowed);
+                conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
         }
     }
 
@@ -234,20 +244,20 @@ impl Pipeline {
 fn conclude(
     answers: &mut Answers,
     snapshot: &Snapshot,
-    port: &Port,
+    (ingress, port): (PortId, &Port),
     frame: &mut [u8],
     packet: &Packet,
     open: OpenChecksum,
-    allowed: Result<(), Refusal>,
+    allowed: Result<Route, Refusal>,
 ) -> Verdict {
-    let outcome = allowed.and_then(|()| {
-        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet, open);
-        way.map_err(|cause| Refusal { cause, cut_at: None })
+    let outcome = allowed.and_then(|route| {
+        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet, route, open);
+        way.map_err(|cause| Refusal { cause, cut_at: None, route })
     });
     match outcome {
         Ok(port) => Verdict::Forward(port),
         Err(refusal) => {
-            answer::answer(answers, snapshot, frame, packet, refusal);
+            answer::answer(answers, snapshot, (ingress, port), frame, packet, refusal);
             Verdict::Drop(refusal.cause)
         }
     }

@@ -1,8 +1,9 @@
 //! The pipeline with a look at the clock between its stages, for one batch in many.
 
 use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Refusal, Snapshot, Timestamp, Verdict};
-use super::{Pipeline, conclude, track};
+use super::{Pipeline, Route, conclude, track};
 use crate::clocks;
+use crate::forward::PortKind;
 use crate::packet::Flow;
 use crate::policy::Judgement;
 
@@ -73,21 +74,23 @@ impl Pipeline {
             index: 0,
             observer: observer_of_tracker,
             cut_at: None,
+            from_host: port.kind == PortKind::Host,
+            route: Route::Direct,
         };
-        let mut outcomes = [(Ok(()), None); BATCH];
+        let mut outcomes = [(Ok(()), None, Route::Direct); BATCH];
         for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
-            (tracker.index, tracker.cut_at) = (entry.index, None);
+            (tracker.index, tracker.cut_at, tracker.route) = (entry.index, None, Route::Direct);
             if self.mode == Mode::Full {
                 outcome.0 = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
-                outcome.1 = tracker.cut_at;
+                (outcome.1, outcome.2) = (tracker.cut_at, tracker.route);
             }
         }
         let tracked = clocks::now();
-        for (entry, (allowed, cut_at)) in self.slots[..admitted].iter().zip(outcomes) {
-            let allowed = allowed.map_err(|cause| Refusal { cause, cut_at });
+        for (entry, (allowed, cut_at, route)) in self.slots[..admitted].iter().zip(outcomes) {
+            let allowed = allowed.map(|()| route).map_err(|cause| Refusal { cause, cut_at, route });
             let frame = frames.bytes(entry.index);
             verdicts[entry.index] =
-                conclude(&mut self.answers, snapshot, port, frame, &entry.packet, self.open, allowed);
+                conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
         }
         let took = |from: u64, to: u64| to.saturating_sub(from);
         StageClocks {

@@ -1,9 +1,10 @@
 //! Second stage: the packet's connection lets it pass, or else the policy opens one.
 
+use super::dispatch::Route;
 use super::{Observer, Occasion};
 use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, Judged, NewConn, OwnerId, Refused, Timestamp, Update};
 use crate::forward::PortId;
-use crate::packet::{Flow, Packet, Transport, quoted_flow};
+use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
 use crate::{Cause, Snapshot};
 
@@ -18,6 +19,10 @@ pub(super) struct Tracker<'a, O> {
     /// Set when this packet's connection was cut by being judged again: the sequence number that the packet's destination
     /// expects, if it is TCP's.
     pub(super) cut_at: Option<u32>,
+    /// Whether what is tracked came from the node's own stack.
+    pub(super) from_host: bool,
+    /// Which way this packet leaves, if it may; set anew for each.
+    pub(super) route: Route,
 }
 
 impl<O: Observer> Tracker<'_, O> {
@@ -55,6 +60,7 @@ impl<O: Observer> Tracker<'_, O> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
             connection = self.follow_again(connection, packet, hashed);
         }
+        self.route = self.route_of(&mut connection, packet);
         match connection.update(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             Update::Invalid => Err(Cause::InvalidState),
@@ -98,6 +104,36 @@ impl<O: Observer> Tracker<'_, O> {
         if restarted { Ok(()) } else { Err(Cause::InvalidState) }
     }
 
+    /// A connection that came through the node's own stack goes through it in both directions, for it was translated there:
+    /// what came from a pod goes to the stack, what came from the stack to the pod.
+    #[inline(always)]
+    fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> Route {
+        match (self.from_host, connection.via_host()) {
+            (false, true) => Route::ViaHost,
+            (true, false) => {
+                // The pod now reaches this end by another's address, from the same port.
+                if packet.transport.may_open() && self.is_pod(packet.flow.src) {
+                    connection.set_via_host();
+                }
+                Route::Direct
+            }
+            _ => Route::Direct,
+        }
+    }
+
+    /// Whether a connection that this packet enters is to cross the node's own stack: the node has translated it, since a
+    /// pod's packets come from there only then. Of one between two pods that is picked up from its middle that is not known.
+    /// The stack carries it in either case.
+    fn enters_via_host(&self, packet: &Packet) -> bool {
+        let Flow { src, dst, .. } = packet.flow;
+        let known = packet.transport.may_open();
+        self.is_pod(src) && (self.from_host || !known && self.is_pod(dst))
+    }
+
+    fn is_pod(&self, address: Address) -> bool {
+        self.snapshot.forwarding.pod_port(address).is_some()
+    }
+
     /// A packet of a connection that is to be judged again.
     #[cold]
     #[inline(never)]
@@ -120,11 +156,13 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// Enters the connection that an allowed packet opens.
     fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+        let via_host = self.enters_via_host(packet);
+        self.route = if via_host && !self.from_host { Route::ViaHost } else { Route::Direct };
         let new = NewConn {
             hashed,
             transport: &packet.transport,
             owner: self.owner(&packet.flow),
-            via_host: false,
+            via_host,
             epoch: self.snapshot.epoch,
             now: self.now,
         };
@@ -132,6 +170,7 @@ impl<O: Observer> Tracker<'_, O> {
             Ok(Insertion::Created(_)) => Ok(()),
             // Another worker was first, perhaps with a packet of the other direction.
             Ok(Insertion::Found(mut connection)) => {
+                self.route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(()),
                     Update::Cut => Err(Cause::ConnectionCut),
@@ -158,6 +197,8 @@ impl<O: Observer> Tracker<'_, O> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
             self.judge_again(&mut connection);
         }
+        // The node translates what is quoted back to what its receiver knows.
+        self.route = if connection.via_host() && !self.from_host { Route::ViaHost } else { Route::Direct };
         if connection.is_cut() { Err(Cause::ConnectionCut) } else { Ok(()) }
     }
 
@@ -189,9 +230,8 @@ impl<O: Observer> Tracker<'_, O> {
     /// Whether one end is a pod here of which the policy does not know yet. Its side must not pass for another
     /// node's.
     fn is_unready(&self, flow: &Flow, judgement: &Judgement) -> bool {
-        let is_pod = |address| self.snapshot.forwarding.pod_port(address).is_some();
-        (judgement.egress == Side::NotLocal && is_pod(flow.src))
-            || (judgement.ingress == Side::NotLocal && is_pod(flow.dst))
+        (judgement.egress == Side::NotLocal && self.is_pod(flow.src))
+            || (judgement.ingress == Side::NotLocal && self.is_pod(flow.dst))
     }
 
     /// Whose quota a connection counts against: the local pod that opens it, else the local pod that it is for.

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* Hands a port's IP packets to its AF_XDP sockets; address resolution and what is not IP stay with the kernel. A pod
- * speaks in address resolution for itself alone. */
+ * speaks in address resolution for itself alone. A second program checks what the node's stack sends to the workers. */
+#include <stddef.h>
 #include <linux/bpf.h>
 #include <linux/icmpv6.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
 #include <linux/ip.h>
 #include <linux/ipv6.h>
+#include <linux/pkt_cls.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #define FAMILY_INET 2 /* AF_INET and AF_INET6, whose header is not for BPF */
 #define FAMILY_INET6 10
 
-enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG, OUTCOMES };
+enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG,
+	       SPOOFED_SOURCE, TRANSLATED, UNDECIDED, OUTCOMES };
 
 const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
@@ -23,7 +26,7 @@ const volatile __u16 bridge_mac[3] = {};
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
-struct { /* IPv4 as ::ffff:a.b.c.d, and how many octets of a frame the workers can give the pod; shared by all uplinks */
+struct { /* IPv4 as ::ffff:a.b.c.d, and how long a frame the workers can give the pod, 0 if they cannot; shared by all */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, __u16);
 } local_pods SEC(".maps");
@@ -137,17 +140,18 @@ static __always_inline int is_own_discovery(const struct ethhdr *eth, const void
 	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
 }
 
-/* Segments that were joined on their way, or not cut yet, are longer than what a socket or the pod's link takes. The
- * kernel cuts them on the way into the host port. There nobody asks whether what has an address of this node came from
- * outside: only what the node would route back to its sender goes that way. */
-static __always_inline int is_for_kernel_to_cut(struct xdp_md *ctx, const void *start, const void *end, __u16 longest, const struct in6_addr *from)
+#include "translation.h"
+
+/* From the host port nobody asks whether what has an address of this node came from outside. So the kernel gets from an
+ * uplink only what it would route back to its sender. */
+static __always_inline int may_be_the_kernels(struct xdp_md *ctx, const struct in6_addr *from)
 {
 	struct bpf_fib_lookup back = { .ifindex = ctx->ingress_ifindex };
 	long way;
 
-	if (start + longest >= end || bpf_map_lookup_elem(&local_pods, from))
+	if (bpf_map_lookup_elem(&local_pods, from))
 		return 0;
-	if (!from->s6_addr32[0] && !from->s6_addr32[1] && from->s6_addr32[2] == bpf_htonl(0xffff)) {
+	if (is_mapped(from)) {
 		back.family = FAMILY_INET;
 		back.ipv4_dst = from->s6_addr32[3];
 	} else {
@@ -156,6 +160,24 @@ static __always_inline int is_for_kernel_to_cut(struct xdp_md *ctx, const void *
 	}
 	way = bpf_fib_lookup(ctx, &back, sizeof(back), 0);
 	return way == BPF_FIB_LKUP_RET_SUCCESS || way == BPF_FIB_LKUP_RET_NO_NEIGH;
+}
+
+/* What an uplink does not hand over of what is for a local pod:
+ *
+ * - Frames that were joined on their way, or not cut yet, and are longer than what a socket or the pod's link takes. The
+ *   kernel cuts them on the way into the host port.
+ * - Packets of a connection that the kernel translates. It puts the address back that the pod knows.
+ * - Packets of which that cannot be told: fragments, whose ports only the first one has, and other protocols. */
+static __always_inline enum outcome on_uplink(struct xdp_md *ctx, const void *start, const void *end, __u16 longest,
+					      const struct in6_addr *from, const struct in6_addr *to)
+{
+	enum outcome outcome = REDIRECTED;
+
+	if (start + longest < end)
+		outcome = TOO_LONG;
+	else
+		outcome = of_translation(ctx, start + sizeof(struct ethhdr), end, from, to);
+	return outcome != REDIRECTED && may_be_the_kernels(ctx, from) ? outcome : REDIRECTED;
 }
 
 SEC("xdp")
@@ -169,6 +191,7 @@ int penstock(struct xdp_md *ctx)
 	const __u16 *longest;
 	__u32 process = 0;
 	int whole, action;
+	enum outcome outcome;
 
 	/* Before its sockets are gone: the kernel takes its time with each of them. */
 	if (on_miss == XDP_PASS && !bpf_map_lookup_elem(&alive, &process))
@@ -204,13 +227,49 @@ int penstock(struct xdp_md *ctx)
 	}
 	if (uplink) {
 		longest = whole ? bpf_map_lookup_elem(&local_pods, &to) : 0;
-		if (!longest)
+		if (!longest || !*longest)
 			return done(NOT_LOCAL, XDP_PASS);
-		if (is_for_kernel_to_cut(ctx, eth, end, *longest, &from))
-			return done(TOO_LONG, XDP_PASS);
+		outcome = on_uplink(ctx, eth, end, *longest, &from, &to);
+		if (outcome != REDIRECTED)
+			return done(outcome, XDP_PASS);
 	}
 	action = bpf_redirect_map(&sockets, ctx->rx_queue_index, on_miss);
 	return done(action == XDP_REDIRECT ? REDIRECTED : NO_SOCKET, action);
+}
+
+/* On the node's end of the host port: what the node's stack sends to the workers.
+ *
+ * All that a pod sends enters the node's stack by this very interface, and the workers have checked its source. So the
+ * kernel's note of where a packet came in (skb->skb_iif, which forwarding and translation keep) tells a pod's own packets,
+ * which come back because the node translated their destination, from those that others send in its name: from outside or
+ * out of a tunnel they came in elsewhere, and a process of the node made them where it is 0. */
+SEC("tc")
+int penstock_leave(struct __sk_buff *skb)
+{
+	struct in6_addr from = {};
+	__be16 kind;
+	long unread;
+
+	if (skb->ingress_ifindex == skb->ifindex)
+		return TC_ACT_OK;
+	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)))
+		return TC_ACT_OK; /* no IP packet */
+	switch (kind) {
+	case bpf_htons(ETH_P_IP):
+		from.s6_addr32[2] = bpf_htonl(0xffff);
+		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, saddr), &from.s6_addr32[3], 4);
+		break;
+	case bpf_htons(ETH_P_IPV6):
+		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), &from, sizeof(from));
+		break;
+	default:
+		return TC_ACT_OK; /* the workers get IP alone */
+	}
+	if (unread || bpf_map_lookup_elem(&local_pods, &from))
+		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
+	if (source_before(skb, kind == bpf_htons(ETH_P_IP), &from) && bpf_map_lookup_elem(&local_pods, &from))
+		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
+	return TC_ACT_OK;
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -149,7 +149,7 @@ fn every_kind_of_packet_goes_where_its_port_says() {
             reached.insert(expected.1);
         }
     }
-    assert_eq!(reached.len(), Outcome::ALL.len() - 2, "all but the miss and what is too long: {reached:?}");
+    assert_eq!(reached.len(), Outcome::ALL.len() - 5, "all but those that have tests of their own: {reached:?}");
 }
 
 /// Puts the calling thread into a network namespace that forwards and has a way to the others' addresses.
@@ -202,6 +202,104 @@ fn on_an_uplink_what_is_too_long_for_its_pod_is_the_kernels_unless_it_claims_to_
                 expected,
                 "{length} octets from {who} {source:?} on {role:?}, at most {longest}"
             );
+        }
+    }
+}
+
+/// An IPv4 frame of another protocol, or another word of flags and offset.
+fn changed(mut frame: Vec<u8>, protocol: u8, fragment: u16) -> Vec<u8> {
+    frame[23] = protocol;
+    frame[20..22].copy_from_slice(&fragment.to_be_bytes());
+    frame
+}
+
+#[test]
+fn on_an_uplink_what_the_kernel_may_translate_and_nobody_can_tell_is_the_kernels() {
+    enter_a_router();
+    let (shared, socket) = (shared(), any_socket());
+    let mut storage = MaybeUninit::uninit();
+    let loaded = load_skeleton(&mut storage, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
+    let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
+    loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+    let (redirected, undecided) = ((REDIRECT, Outcome::Redirected), (PASS, Outcome::Undecided));
+    let v4 = |protocol, fragment| changed(ipv4(LOCAL_V4), protocol, fragment);
+    let v6 = |next_header: u8, payload: &[u8]| ipv6(LOCAL_V6, next_header, 64, payload);
+    let unreachable = |quoted: &[u8]| v6(58, &[&[1, 4, 0, 0, 0, 0, 0, 0][..], quoted].concat());
+    let quoted = &ipv6(OTHER_V6, 17, 64, &[0; 8])[14..];
+    let cases = [
+        ("UDP", v4(17, 0), redirected),
+        ("UDP that says not to be cut", v4(17, 0x4000), redirected),
+        ("TCP", v4(6, 0), redirected),
+        ("UDP", v6(17, &[0; 8]), redirected),
+        ("TCP without its ports", v6(6, &[0; 2]), redirected),
+        ("a first fragment", v4(17, 0x2000), undecided),
+        ("a later fragment", v4(17, 0x0001), undecided),
+        ("a fragment", v6(44, &[17, 0, 0, 1, 0, 0, 0, 7, 0, 0, 0, 0, 0, 8, 0, 0]), undecided),
+        ("SCTP", v4(132, 0), undecided),
+        ("an echo request", v4(1, 0), undecided),
+        ("GRE", v6(47, &[0; 8]), undecided),
+        ("an error about UDP that is not translated", unreachable(quoted), redirected),
+        ("an error about another protocol", unreachable(&ipv6(OTHER_V6, 132, 64, &[0; 8])[14..]), undecided),
+        ("an error that is cut", unreachable(&quoted[..41]), undecided),
+    ];
+    for (what, mut frame, expected) in cases {
+        // The way back to its sender is known.
+        match frame[12] {
+            0x08 => frame[26..30].copy_from_slice(&OTHER_V4),
+            _ => frame[22..38].copy_from_slice(&OTHER_V6.parse::<Ipv6Addr>().unwrap().octets()),
+        }
+        assert_eq!(run(&loaded, &frame), expected, "{what}");
+        // In a local pod's name it is a worker's to drop.
+        match frame[12] {
+            0x08 => frame[26..30].copy_from_slice(&LOCAL_V4),
+            _ => frame[22..38].copy_from_slice(&LOCAL_V6.parse::<Ipv6Addr>().unwrap().octets()),
+        }
+        assert_eq!(run(&loaded, &frame), redirected, "{what} in a local pod's name");
+    }
+}
+
+#[test]
+fn the_nodes_stack_sends_nothing_in_a_local_pods_name_that_did_not_come_from_the_workers() {
+    // TC_ACT_OK and TC_ACT_SHOT of linux/pkt_cls.h.
+    const OK: u32 = 0;
+    const SHOT: u32 = 2;
+    let shared = shared();
+    let unserved: Ipv6Addr = "fd00::77".parse().unwrap();
+    shared.local_pods.insert_unserved(unserved.into()).unwrap();
+    let mut storage = MaybeUninit::uninit();
+    let loaded = load_skeleton(&mut storage, options(Role::Host, OnMiss::Drop), &shared).unwrap();
+    let v4 = |from: [u8; 4]| {
+        let mut frame = ipv4(OTHER_V4);
+        frame[26..30].copy_from_slice(&from);
+        frame
+    };
+    let v6 = |from: &str| {
+        let mut frame = ipv6(OTHER_V6, 17, 64, &[0; 8]);
+        frame[22..38].copy_from_slice(&from.parse::<Ipv6Addr>().unwrap().octets());
+        frame
+    };
+    let cases = [
+        ("a pod", v4(LOCAL_V4), true),
+        ("a pod", v6(LOCAL_V6), true),
+        ("a pod that is not served", v6("fd00::77"), true),
+        ("somebody else", v4(OTHER_V4), false),
+        ("somebody else", v6(OTHER_V6), false),
+        ("ARP", ethernet(0x0806, &[0; 28]), false),
+    ];
+    for (what, frame, is_pods) in cases {
+        // Where it leaves is the loopback, of index 1; it came in there, elsewhere, or was made here.
+        for (came_in, is_workers) in [(1_u32, true), (2, false), (0, false)] {
+            let before = Outcomes::read(&loaded.maps.outcomes).unwrap().get(Outcome::SpoofedSource);
+            // struct __sk_buff: ingress_ifindex and ifindex are its tenth and eleventh words.
+            let mut context = vec![0; 192];
+            context[36..40].copy_from_slice(&came_in.to_ne_bytes());
+            context[40..44].copy_from_slice(&1_u32.to_ne_bytes());
+            let input = ProgramInput { data_in: Some(&frame), context_in: Some(&mut context), ..Default::default() };
+            let action = loaded.progs.penstock_leave.test_run(input).unwrap().return_value;
+            let dropped = is_pods && !is_workers;
+            assert_eq!(action, if dropped { SHOT } else { OK }, "{what}, came in at {came_in}");
+            let after = Outcomes::read(&loaded.maps.outcomes).unwrap().get(Outcome::SpoofedSource);
+            assert_eq!(after - before, u64::from(dropped), "{what}, came in at {came_in}");
         }
     }
 }

@@ -3,6 +3,7 @@
 //! `configs/penstock.toml` shows every key with its default. A problem is told in one line that names file,
 //! line, key, value and mend.
 
+mod encapsulation;
 mod layers;
 mod operation;
 mod read;
@@ -20,6 +21,7 @@ use serde::Deserialize;
 use crate::source::Location;
 use crate::source::api_server::Access;
 
+pub use encapsulation::{Encapsulation, FromPods};
 pub use layers::{Layers, Loaded, differences};
 pub use operation::{Admin, AdminSocket, Faults, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
@@ -70,6 +72,9 @@ pub struct Config {
     /// The veth pair into the node's own stack.
     #[serde(default)]
     pub host_port: HostPort,
+    /// What pods may send to nodes in a wrapping.
+    #[serde(default)]
+    pub encapsulation: Encapsulation,
     /// What holds while no daemon runs.
     #[serde(default)]
     pub fail: Fail,

@@ -49,6 +49,16 @@ fn version(release: &str) -> Finding {
     }
 }
 
+/// Uplinks hand packets to the workers past the kernel, so what it translates must be told from the rest.
+pub(super) fn translation(can_be_found: bool) -> Finding {
+    match can_be_found {
+        true => Finding::ok("uplinks: the kernel tells which connections it translates"),
+        false => Finding::error(
+            "uplinks: the kernel cannot be asked which connections it translates, and pods would get no answer from Services; use Linux 5.18 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), or take uplinks out",
+        ),
+    }
+}
+
 fn mode(mode: XdpMode) -> Option<Finding> {
     (mode == XdpMode::Generic).then(|| {
         Finding::warning(
@@ -110,6 +120,14 @@ mod tests {
             found.line.starts_with("xdp.mode = \"generic\": ") && found.line.contains("ethtool -K eth0"),
             "{found:?}"
         );
+    }
+
+    #[test]
+    fn uplinks_without_a_way_to_find_translated_connections_are_refused_with_the_remedy() {
+        assert_eq!(translation(true).level, Level::Ok);
+        let found = translation(false);
+        assert_eq!(found.level, Level::Error);
+        assert!(found.line.contains("5.18") && found.line.contains("or take uplinks out"), "{found:?}");
     }
 
     #[test]

@@ -16,7 +16,7 @@ fn open(path: &Path) -> Result<ConnTable, OpenError> {
 }
 
 fn contents() -> Contents {
-    Contents { owner: POD, via_host: false, tracking: [0; 2] }
+    Contents { owner: POD, tracking: [0; 2] }
 }
 
 fn directory() -> (tempfile::TempDir, PathBuf) {

@@ -1,0 +1,137 @@
+//! Services as kube-proxy makes them of nftables: a destination that the node translates.
+
+use std::io::Write as _;
+use std::net::IpAddr;
+use std::process::Stdio;
+
+use nix::sys::signal::Signal;
+use penstock_bench::cluster::Cluster;
+use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::testbed::DaemonConfig;
+use penstock_bench::testbed::{Namespace, Outside};
+
+use crate::fixture::{SERVICES, World, pods, policy};
+
+/// The Service's addresses; nobody has them.
+pub(crate) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
+/// Of its ports these two lead to servers, for which the probes know who answers,
+pub(crate) const WEB: u16 = 80;
+/// this one to whatever a test has listen there,
+pub(crate) const OWN: u16 = 5201;
+/// and this one to where nobody listens.
+pub(crate) const CLOSED: u16 = 81;
+
+/// `pod-1` lets `pod-0` in, and nobody else.
+const POLICY: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+
+pub(crate) fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// The Service's address of a family.
+pub(crate) fn service(v6: bool) -> IpAddr {
+    address(SERVICE[usize::from(v6)])
+}
+
+/// Has a node translate the Service to this backend.
+pub(crate) fn translate(node: &Namespace, backend: &Site) {
+    let mut rules = String::new();
+    for (family, v6) in [("ip", false), ("ip6", true)] {
+        let (to, backend) = (service(v6), backend.address(v6).unwrap());
+        let at = |port: u16| std::net::SocketAddr::new(backend, port);
+        rules += &format!("table {family} services {{ chain prerouting {{ type nat hook prerouting priority -100;\n");
+        for (protocol, from, port) in [
+            ("tcp", WEB, 8080),
+            ("udp", WEB, 53),
+            ("tcp", OWN, OWN),
+            ("udp", OWN, OWN),
+            ("tcp", CLOSED, 9),
+            ("udp", CLOSED, 9),
+        ] {
+            rules += &format!("{family} daddr {to} {protocol} dport {from} dnat to {}\n", at(port));
+        }
+        // What kube-proxy has too: nothing passes that the kernel takes for no part of a connection.
+        rules += &format!("}}\n chain forward {{ type filter hook forward priority 0; ct state invalid drop\n}} }}\n");
+    }
+    run(node, "nft", &["-f", "-"], &rules);
+}
+
+/// Runs a tool in a namespace.
+pub(crate) fn run(namespace: &Namespace, tool: &str, arguments: &[&str], input: &str) {
+    let mut child = namespace.command(tool).args(arguments).stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let status = child.wait().unwrap();
+    assert!(status.success(), "{tool} {}: {status}\n{input}", arguments.join(" "));
+}
+
+/// Where a Service's backend is, and by which way it answers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Backend {
+    /// A pod of the same node.
+    Here,
+    /// A machine elsewhere, whose packets the kernel routes.
+    Elsewhere,
+    /// The same, and they come by an uplink.
+    ByUplink,
+}
+
+pub(crate) const BACKENDS: [Backend; 3] = [Backend::Here, Backend::Elsewhere, Backend::ByUplink];
+
+/// A node with three pods and a Service, whose backend is the last site.
+pub(crate) struct Scene {
+    pub(crate) world: World,
+    pub(crate) backend: Site,
+    pub(crate) outside: Outside,
+    _servers: Option<probe::Servers>,
+}
+
+impl Scene {
+    pub(crate) fn new(backend: Backend) -> Self {
+        Self::with(backend, |_, _| {})
+    }
+
+    pub(crate) fn with(backend: Backend, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+        let (mut outside, mut found) = (None, None);
+        let world = World::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
+            let machine = cluster.node.add_outside("outside").unwrap();
+            if let Backend::ByUplink = backend {
+                config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
+            }
+            let site = match backend {
+                Backend::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
+                Backend::Elsewhere | Backend::ByUplink => Site::from(&machine),
+            };
+            translate(cluster.node.namespace(), &site);
+            (outside, found) = (Some(machine), Some(site));
+            more(cluster, config);
+        });
+        let backend_site = found.unwrap();
+        let servers = match backend {
+            Backend::Here => None,
+            _ => Some(probe::Servers::start(&backend_site, IDENTITY_ELSEWHERE, &SERVICES).unwrap()),
+        };
+        Self { world, backend: backend_site, outside: outside.unwrap(), _servers: servers }
+    }
+
+    /// What comes of a probe of the Service from a pod.
+    pub(crate) fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> Outcome {
+        let identity = self.world.cluster.site(&self.backend.name).map_or(IDENTITY_ELSEWHERE, |index| index as u32);
+        let patience = Patience { attempts: 4, ..Patience::default() };
+        probe::run_one(self.world.site(pod), (identity, service(v6)), protocol, patience).unwrap()
+    }
+
+    /// What the daemon has to say.
+    pub(crate) fn told(&self) -> String {
+        [self.world.daemon.log().lines(), self.world.statistics()].concat().join("\n")
+    }
+
+    /// Kills the daemon and starts the next.
+    pub(crate) fn restart(&mut self) {
+        self.world.daemon.signal(Signal::SIGKILL).unwrap();
+        self.world.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
+        self.world.restart();
+    }
+}
+
+/// Who the machine elsewhere says it is.
+const IDENTITY_ELSEWHERE: u32 = 77;

@@ -1,0 +1,184 @@
+//! A pod does not get round policy in a wrapping that the node takes off.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::{Duration, Instant};
+
+use etherparse::{IpNumber, PacketBuilder};
+use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
+
+use crate::fixture::{World, pods, policy};
+use crate::forger::{Forger, count_to};
+use crate::service::{OWN, address, run};
+
+/// `pod-1` lets a network elsewhere in; `pod-2` may send nothing.
+const ELSEWHERE: [&str; 2] = ["10.244.9.9", "fd00:10:244:9::9"];
+const INGRESS: &str =
+    "  ingress: [{from: [{ipBlock: {cidr: 10.244.9.0/24}}, {ipBlock: {cidr: \"fd00:10:244:9::/64\"}}]}]\n";
+const OTHER_NODE: &str = "{apiVersion: v1, kind: Node, metadata: {name: other}, status: {addresses: [\
+                          {type: InternalIP, address: 172.18.0.3}, {type: InternalIP, address: \"fd00:172:18::3\"}]}}\n";
+const TUNNEL_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
+
+fn tunnel(node: &Namespace, name: &str, port: u16) {
+    let add = format!(
+        "link add {name} address 02:00:00:00:00:77 type vxlan id 1 dstport {port} local 198.51.100.1 dev eth1 nolearning"
+    );
+    run(node, "ip", &add.split(' ').collect::<Vec<_>>(), "");
+    run(node, "ip", &["link", "set", name, "up"], "");
+}
+
+fn world(settings: &str) -> (World, Outside) {
+    let yaml = pods(3) + &policy("served", "pod-1", INGRESS) + &policy("shut", "pod-2", "  policyTypes: [Egress]\n");
+    let mut outside = None;
+    let world = World::of(&yaml, |cluster, config: &mut DaemonConfig| {
+        std::fs::write(config.manifests.join("other.yaml"), OTHER_NODE).unwrap();
+        config.sections += settings;
+        outside = Some(cluster.node.add_outside("outside").unwrap());
+        tunnel(cluster.node.namespace(), "flannel.1", 8472);
+    });
+    (world, outside.unwrap())
+}
+
+/// A datagram to `pod-1` from elsewhere, in VXLAN of network 1.
+fn vxlan(world: &World, v6: bool) -> Vec<u8> {
+    let to = world.site("test/pod-1").address(v6).unwrap();
+    let mut inner = Vec::new();
+    let ethernet = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 9], TUNNEL_MAC);
+    match (address(ELSEWHERE[usize::from(v6)]), to) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), 64),
+        (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), 64),
+        _ => unreachable!("both are of the family asked for"),
+    }
+    .udp(1234, OWN)
+    .write(&mut inner, b"through the node's tunnel")
+    .unwrap();
+    [&[8, 0, 0, 0, 0, 0, 1, 0][..], &inner].concat()
+}
+
+/// What `pod-1` has received on its port.
+struct Ears(Vec<UdpSocket>);
+
+impl Ears {
+    fn open(world: &World) -> Self {
+        let site = world.site("test/pod-1");
+        let open = |v6| {
+            let socket =
+                site.namespace.run(|| UdpSocket::bind(SocketAddr::new(site.address(v6).unwrap(), OWN))).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            socket
+        };
+        Self([false, true].map(open).into())
+    }
+
+    fn heard(&self) -> usize {
+        let mut bytes = [0; 64];
+        self.0.iter().map(|socket| std::iter::from_fn(|| socket.recv(&mut bytes).ok()).count()).sum()
+    }
+}
+
+/// A frame of this IP protocol.
+fn of_protocol(forger: &Forger, from: IpAddr, to: IpAddr, protocol: u8) -> Vec<u8> {
+    let mut frame = Vec::new();
+    forger.ip(from, to).write(&mut frame, IpNumber(protocol), &[0; 40]).unwrap();
+    frame
+}
+
+/// An IPv4 frame made the first fragment of a longer datagram.
+fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
+    frame[20] |= 0x20;
+    let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
+    header.header_checksum = header.calc_header_checksum();
+    frame[24..26].copy_from_slice(&header.header_checksum.to_be_bytes());
+    frame
+}
+
+/// An IPv6 frame with an empty destination-options header (RFC 8200 section 4.6) before what it has.
+fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
+    let protocol = std::mem::replace(&mut frame[20], 60);
+    frame.splice(54..54, [protocol, 0, 1, 4, 0, 0, 0, 0]);
+    let length = u16::from_be_bytes([frame[18], frame[19]]) + 8;
+    frame[18..20].copy_from_slice(&length.to_be_bytes());
+    frame
+}
+
+#[test]
+fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
+    let (world, _outside) = world("[encapsulation]\nports = [7777]\n");
+    let ears = Ears::open(&world);
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let nodes = [
+        ["172.18.0.2", "fd00:172:18::2"],
+        // The pods' gateway, the node's address on another interface, that network's broadcast and anycast address.
+        ["10.244.1.1", "fd00:10:244:1::1"],
+        ["198.51.100.1", "fd00:51:100::1"],
+        ["198.51.100.255", "fd00:51:100::"],
+        ["172.18.0.3", "fd00:172:18::3"],
+    ];
+    for (v6, node) in nodes.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
+        let (own, node) = (world.site("test/pod-2").address(v6).unwrap(), address(node));
+        for port in [8472, 4789, 6081, 7777] {
+            forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&world, v6)));
+        }
+        for protocol in [4, 41, 47, 108, 115, 137] {
+            forger.send(&of_protocol(&forger, own, node, protocol));
+        }
+        let datagram = forger.udp((own, 5000), (node, 8472), &vxlan(&world, v6));
+        let hidden = if v6 { behind_an_option(datagram) } else { first_fragment(datagram) };
+        forger.send(&hidden);
+    }
+    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
+    assert_eq!(ears.heard(), 0, "nothing comes out of the tunnel");
+}
+
+#[test]
+fn a_port_of_a_tunnel_counts_as_soon_as_its_interface_is_there() {
+    let (world, _outside) = world("");
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let own = world.site("test/pod-2").address(false).unwrap();
+    tunnel(world.cluster.node.namespace(), "later", 5555);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 5555), &vxlan(&world, false)));
+        if crate::forger::count(&world, "test/pod-2", "encapsulation") > 0 {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{}", world.daemon.log().lines().join("\n"));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_tunnel_to_the_node_passes_where_the_setting_says_so() {
+    let (world, _outside) = world("[encapsulation]\nfrom_pods = \"allow\"\n");
+    let ears = Ears::open(&world);
+    let mut forger = Forger::of(&world, "test/pod-2");
+    let own = world.site("test/pod-2").address(false).unwrap();
+    // The tunnel's ends are IPv4 alone.
+    for inside_v6 in [false, true] {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while ears.heard() == 0 {
+            forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&world, inside_v6)));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(Instant::now() < deadline, "{}", world.statistics().join("\n"));
+        }
+    }
+    assert_eq!(crate::forger::count(&world, "test/pod-2", "encapsulation"), 0);
+}
+
+#[test]
+fn a_tunnel_that_ends_in_a_pod_is_the_pods_own_matter() {
+    let (world, _outside) = world("");
+    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-2"));
+    for v6 in [false, true] {
+        let there = SocketAddr::new(to.address(v6).unwrap(), 8472);
+        let server = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
+        server.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+        let here = SocketAddr::new(from.address(v6).unwrap(), 0);
+        let client = from.namespace.run(|| UdpSocket::bind(here)).unwrap();
+        let heard = (0..10).any(|_| {
+            client.send_to(b"to a pod", there).unwrap();
+            server.recv(&mut [0; 16]).is_ok()
+        });
+        assert!(heard, "v6: {v6}\n{}", world.statistics().join("\n"));
+    }
+}

@@ -1,0 +1,58 @@
+//! What a snapshot says of the node beside its ports: whose addresses are what, and which tunnels end where.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use ipnet::IpNet;
+use penstock_dataplane::forward::{Encapsulation, Forwarding, WELL_KNOWN_TUNNEL_PORTS};
+use penstock_dataplane::packet::Address;
+
+use super::config::{self, FromPods};
+use super::objects::Objects;
+use crate::discovery::Facts;
+
+/// All of it. Where one differs from that of the last snapshot, another is due.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Surroundings {
+    /// This node's addresses.
+    node: BTreeSet<IpAddr>,
+    /// Addresses of this node's pods, served or not.
+    pods: BTreeSet<IpAddr>,
+    encapsulation: Arc<Encapsulation>,
+}
+
+impl Surroundings {
+    pub(super) fn of(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Self {
+        Self {
+            node: objects.node_addresses().iter().copied().collect(),
+            pods: objects.pod_addresses(),
+            encapsulation: Arc::new(match config.from_pods {
+                FromPods::Drop => encapsulation(config, facts, objects),
+                FromPods::Allow => Encapsulation::default(),
+            }),
+        }
+    }
+
+    /// Addresses of this node's pods, served or not.
+    pub(super) fn pods(&self) -> &BTreeSet<IpAddr> {
+        &self.pods
+    }
+
+    /// A forwarding table without ports.
+    pub(super) fn forwarding(&self) -> Forwarding {
+        let addresses = |all: &BTreeSet<IpAddr>| all.iter().copied().map(Address::from).collect::<Vec<_>>();
+        let forwarding = Forwarding::new(addresses(&self.node)).with_portless(addresses(&self.pods));
+        forwarding.with_encapsulation(self.encapsulation.clone())
+    }
+}
+
+/// What pods may not send to nodes.
+fn encapsulation(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Encapsulation {
+    let configured = config.ports.iter().map(|port| port.get());
+    let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(facts.tunnel_ports.iter().copied());
+    let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
+    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = facts.taken.iter().partition(is_single);
+    let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
+    Encapsulation::refused(ports, own.chain(objects.other_nodes()).map(Address::from), blocks)
+}

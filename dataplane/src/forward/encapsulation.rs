@@ -1,0 +1,97 @@
+//! What a node takes out of its wrapping when a pod sends it there.
+//!
+//! A packet inside of another is judged by nobody: the node's stack unwraps what is addressed to it and routes what it finds,
+//! with a source of the sender's choosing. So pods send no such thing to a node's address.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use rustc_hash::FxHashSet;
+
+use crate::packet::{Address, Packet, Protocol, Transport};
+
+/// UDP ports of tunnels, whether this node is known to have one there or not: other nodes may, and some are not told of by
+/// any interface. VXLAN by IANA and as Linux has it by default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS), MPLS in UDP
+/// (RFC 7510), L2TP and GTP-U and its predecessor.
+pub const WELL_KNOWN_TUNNEL_PORTS: [u16; 9] = [4789, 8472, 6081, 6080, 4754, 6635, 1701, 2152, 3386];
+
+/// IP protocols that Linux unwraps without asking for a key (`inet_add_protocol` and `inet6_add_protocol` in net/): IPIP, IPv6
+/// (sit, ip6_tunnel), GRE, IPComp, PIM (its register messages), L2TP, MPLS in IP, Ethernet (segment routing). ESP and AH are
+/// not among them: they pass for whoever has the key.
+const PROTOCOLS: [u8; 8] = [4, 41, 47, 103, 108, 115, 137, 143];
+
+/// Which packets of pods are refused, because a node would unwrap them. None, unless it is told.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Encapsulation {
+    /// UDP ports of tunnels, in order.
+    ports: Vec<u16>,
+    /// A bit for each, by [`bit`]: most other ports have none in it.
+    hint: u64,
+    /// Addresses of nodes.
+    nodes: FxHashSet<Address>,
+    /// Blocks all of which this node takes for its own.
+    blocks: Vec<IpNet>,
+    on: bool,
+}
+
+impl Encapsulation {
+    /// To these nodes nothing may be sent that they would unwrap: neither the protocols that Linux unwraps nor UDP to these
+    /// ports. `blocks` are what this node takes for its own beyond single addresses: broadcast and anycast addresses, too.
+    pub fn refused(
+        ports: impl IntoIterator<Item = u16>,
+        nodes: impl IntoIterator<Item = Address>,
+        blocks: impl IntoIterator<Item = IpNet>,
+    ) -> Self {
+        let mut ports: Vec<u16> = ports.into_iter().collect();
+        ports.sort_unstable();
+        ports.dedup();
+        let hint = ports.iter().fold(0, |hint, &port| hint | bit(port));
+        Self { ports, hint, nodes: nodes.into_iter().collect(), blocks: blocks.into_iter().collect(), on: true }
+    }
+
+    /// False for nearly every packet, at the price of a branch or two.
+    #[inline(always)]
+    pub(super) fn may_apply_to(&self, packet: &Packet) -> bool {
+        match packet.transport {
+            Transport::Udp => self.hint & bit(packet.flow.dst_port) != 0,
+            // A later fragment passes only if its first one did.
+            Transport::Other => self.on,
+            _ => false,
+        }
+    }
+
+    pub(super) fn applies_to(&self, packet: &Packet) -> bool {
+        let is_wrapping = match packet.flow.protocol {
+            Protocol::UDP => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
+            Protocol(number) => PROTOCOLS.contains(&number),
+        };
+        is_wrapping && self.is_node(packet.flow.dst)
+    }
+
+    fn is_node(&self, address: Address) -> bool {
+        let ip = IpAddr::from(address);
+        self.nodes.contains(&address) || self.blocks.iter().any(|block| block.contains(&ip))
+    }
+}
+
+/// One of 64 bits. DNS, HTTPS and NTP share none with the well-known tunnels.
+#[inline(always)]
+const fn bit(port: u16) -> u64 {
+    1 << (port.wrapping_mul(0x9e37) >> 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_pods_send_most_does_not_reach_the_list() {
+        let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, [], []);
+        for port in [53, 123, 443, 5353] {
+            assert_eq!(encapsulation.hint & bit(port), 0, "port {port}");
+        }
+        for port in WELL_KNOWN_TUNNEL_PORTS {
+            assert_ne!(encapsulation.hint & bit(port), 0, "port {port}");
+        }
+    }
+}

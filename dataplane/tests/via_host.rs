@@ -1,0 +1,267 @@
+//! What crosses the node's own stack on its way between two pods: its connection does so in both directions, and so does all
+//! that is said about it.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
+use penstock_dataplane::answer::OnCut;
+use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
+use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+use penstock_dataplane::policy::{Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PolicySet, RuleTable};
+use penstock_dataplane::{Epoch, Snapshot};
+
+const HOST: PortId = PortId(0);
+const A: PortId = PortId(1);
+const B: PortId = PortId(2);
+const UPLINK: PortId = PortId(3);
+const A_IPS: [&str; 2] = ["10.0.0.1", "fd00::1"];
+const B_IPS: [&str; 2] = ["10.0.0.2", "fd00::2"];
+const GHOST: &str = "10.0.0.9";
+const NODE_IPS: [&str; 2] = ["192.168.0.1", "fd01::1"];
+const B_MTU: u16 = 1400;
+
+const SYN: u8 = 2;
+const SYN_ACK: u8 = 18;
+const ACK: u8 = 16;
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+struct Node {
+    pipeline: Pipeline,
+    snapshot: Snapshot,
+    timed: bool,
+}
+
+impl Node {
+    fn new(timed: bool) -> Self {
+        let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
+        let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, NODE_IPS.map(|text| ip(text).into()), []);
+        let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()))
+            .with_portless([ip(GHOST).into()])
+            .with_encapsulation(Arc::new(encapsulation));
+        for (id, kind, mtu, addresses) in [
+            (HOST, PortKind::Host, 1500, [].as_slice()),
+            (A, PortKind::Pod, 1500, &A_IPS),
+            (B, PortKind::Pod, B_MTU, &B_IPS),
+            (UPLINK, PortKind::Uplink, 1500, &[]),
+        ] {
+            let addresses = addresses.iter().map(|text| ip(text).into()).collect();
+            let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
+            forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
+        }
+        let pipeline = Pipeline::new(connections, Mode::Full).on_cut(OnCut::Reset);
+        let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, timed };
+        node.publish(true);
+        node
+    }
+
+    /// `b` lets everything in, or nothing.
+    fn publish(&mut self, open: bool) {
+        let pod = |number| Owner::Pod {
+            identity: Identity(NonZeroU32::new(number).unwrap()),
+            endpoint: Some(EndpointId(number)),
+            node: Some(NodeId(0)),
+        };
+        let ingress = if open { Isolation::Open } else { Isolation::Isolated(Arc::new(RuleTable::new(&[], []))) };
+        let mut update = PolicySet::default().update();
+        for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, Owner::Node(NodeId(0)))] {
+            for text in texts {
+                update.set_address(ip(text).into(), Some(owner));
+            }
+        }
+        update
+            .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+            .set_endpoint(EndpointId(2), Some(Endpoint { egress: Isolation::Open, ingress }));
+        self.snapshot.policy = update.finish();
+        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+    }
+
+    /// One frame's verdict, and the ports that answers to it leave by.
+    fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
+        let mut frames = MemoryFrames::new();
+        frames.push(frame.to_vec()).unwrap();
+        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        let now = Timestamp::from_millis(1_000_000);
+        if self.timed {
+            self.pipeline.process_batch_timed(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
+        } else {
+            self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
+        }
+        let answers = self.pipeline.answers().take().map(|(port, frame)| (port, frame.to_vec())).collect();
+        (verdicts[0], answers)
+    }
+
+    fn verdict(&mut self, port: PortId, frame: &[u8]) -> Verdict {
+        self.send(port, frame).0
+    }
+}
+
+fn builder(from: &str, to: &str, ttl: u8) -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
+    let ethernet = PacketBuilder::ethernet2([1; 6], [2; 6]);
+    match (ip(from), ip(to)) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), ttl),
+        (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), ttl),
+        _ => panic!("{from} and {to} are of two families"),
+    }
+}
+
+fn udp(from: (&str, u16), to: (&str, u16), length: usize) -> Vec<u8> {
+    let mut frame = Vec::new();
+    builder(from.0, to.0, 64).udp(from.1, to.1).write(&mut frame, &vec![0; length]).unwrap();
+    frame
+}
+
+fn tcp(from: (&str, u16), to: (&str, u16), flags: u8, (seq, ack): (u32, u32)) -> Vec<u8> {
+    let mut header = etherparse::TcpHeader::new(from.1, to.1, seq, 4096);
+    (header.syn, header.ack, header.acknowledgment_number) = (flags & SYN != 0, flags & ACK != 0, ack);
+    let mut frame = Vec::new();
+    builder(from.0, to.0, 64).tcp_header(header).write(&mut frame, &[]).unwrap();
+    frame
+}
+
+/// "Port unreachable" of one about a frame.
+fn unreachable(from: &str, to: &str, about: &[u8]) -> Vec<u8> {
+    let mut frame = Vec::new();
+    if ip(from).is_ipv4() {
+        let kind = etherparse::Icmpv4Type::DestinationUnreachable(etherparse::icmpv4::DestUnreachableHeader::Port);
+        builder(from, to, 64).icmpv4(kind).write(&mut frame, &about[14..]).unwrap();
+    } else {
+        let kind = etherparse::Icmpv6Type::DestinationUnreachable(etherparse::icmpv6::DestUnreachableCode::Port);
+        builder(from, to, 64).icmpv6(kind).write(&mut frame, &about[14..]).unwrap();
+    }
+    frame
+}
+
+/// One of two fragments of an IPv4 datagram.
+fn fragment(mut frame: Vec<u8>, offset: u16, more: bool) -> Vec<u8> {
+    let word = offset / 8 | u16::from(more) << 13;
+    frame[18..20].copy_from_slice(&77_u16.to_be_bytes());
+    frame[20..22].copy_from_slice(&word.to_be_bytes());
+    let header = Ipv4Header::from_slice(&frame[14..]).unwrap().0;
+    frame[24..26].copy_from_slice(&header.calc_header_checksum().to_be_bytes());
+    frame
+}
+
+#[test]
+fn a_connection_that_came_through_the_nodes_stack_goes_through_it_in_both_directions() {
+    for (timed, v6) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
+        let mut node = Node::new(timed);
+        let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
+        // The node has translated what A sent to a Service.
+        assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(HOST));
+        // From there the reply comes back in the Service's name, or, untranslated, in its own.
+        assert_eq!(node.verdict(HOST, &udp(b, a, 10)), Verdict::Forward(A));
+        assert_eq!(node.verdict(A, &udp(a, b, 10)), Verdict::Forward(HOST));
+        // Nothing of this is so for a connection that did not come from there.
+        let (direct, other) = ((A_IPS[v6], 1001), (B_IPS[v6], 8080));
+        assert_eq!(node.verdict(A, &udp(direct, other, 10)), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(A));
+        // Until its opener reaches the same pod by a Service, from the same port.
+        assert_eq!(node.verdict(HOST, &udp(direct, other, 10)), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST));
+        node.publish(true);
+        assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST), "after being judged again");
+    }
+}
+
+#[test]
+fn a_segment_from_the_middle_of_a_connection_between_two_pods_goes_by_the_nodes_stack() {
+    for v6 in [0, 1] {
+        let mut node = Node::new(false);
+        let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
+        assert_eq!(node.verdict(B, &tcp(b, a, ACK, (5000, 1001))), Verdict::Forward(HOST));
+        assert_eq!(node.verdict(HOST, &tcp(b, a, ACK, (5000, 1001))), Verdict::Forward(A));
+        // One that is seen from its beginning does not.
+        let (a, b) = ((A_IPS[v6], 1001), (B_IPS[v6], 8080));
+        assert_eq!(node.verdict(A, &tcp(a, b, SYN, (1000, 0))), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &tcp(b, a, SYN_ACK, (5000, 1001))), Verdict::Forward(A));
+    }
+}
+
+#[test]
+fn what_is_said_about_such_a_connection_goes_the_same_way() {
+    for v6 in [0, 1] {
+        let mut node = Node::new(false);
+        let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
+        let sent = udp(a, b, 10);
+        assert_eq!(node.verdict(HOST, &sent), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &unreachable(b.0, a.0, &sent)), Verdict::Forward(HOST));
+        // A packet too long for B's link: the sender's stack knows the translated packet's MTU by the node alone.
+        let (verdict, answers) = node.send(HOST, &udp(a, b, 1420));
+        assert_eq!(verdict, Verdict::Drop(Cause::TooBig));
+        assert_eq!(answers.iter().map(|answer| answer.0).collect::<Vec<_>>(), [HOST]);
+        assert_eq!(&answers[0].1[..6], &[2, 0, 0, 0, 0, 2], "to the node's end");
+        // On a direct connection the sender is told at once.
+        let (verdict, answers) = node.send(A, &udp((a.0, 1001), b, 1420));
+        assert_eq!((verdict, answers[0].0), (Verdict::Drop(Cause::TooBig), A));
+    }
+}
+
+#[test]
+fn later_fragments_follow_their_first_one_through_the_nodes_stack() {
+    let mut node = Node::new(false);
+    let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
+    assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
+    let reply = udp(b, a, 800);
+    assert_eq!(node.verdict(B, &fragment(reply.clone(), 0, true)), Verdict::Forward(HOST));
+    assert_eq!(node.verdict(B, &fragment(reply, 808, false)), Verdict::Forward(HOST));
+}
+
+#[test]
+fn both_ends_of_such_a_connection_are_reset_by_the_ways_they_know() {
+    let mut node = Node::new(false);
+    let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
+    assert_eq!(node.verdict(HOST, &tcp(a, b, SYN, (1000, 0))), Verdict::Forward(B));
+    assert_eq!(node.verdict(B, &tcp(b, a, SYN_ACK, (5000, 1001))), Verdict::Forward(HOST));
+    assert_eq!(node.verdict(HOST, &tcp(a, b, ACK, (1001, 5001))), Verdict::Forward(B));
+    node.publish(false);
+    let (verdict, answers) = node.send(B, &tcp(b, a, ACK, (5001, 1001)));
+    assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
+    assert_eq!(answers.iter().map(|answer| answer.0).collect::<Vec<_>>(), [B, HOST], "the sender, then the other end");
+}
+
+#[test]
+fn an_uplink_takes_nothing_in_the_name_of_a_local_pod_that_has_no_port() {
+    let mut node = Node::new(false);
+    assert_eq!(node.verdict(UPLINK, &udp((GHOST, 1), (B_IPS[0], 2), 10)), Verdict::Drop(Cause::SpoofedSource));
+    assert_eq!(node.verdict(UPLINK, &udp(("203.0.113.7", 1), (B_IPS[0], 2), 10)), Verdict::Forward(B));
+}
+
+#[test]
+fn pods_send_nodes_nothing_that_these_would_unwrap() {
+    let mut node = Node::new(false);
+    let dropped = Verdict::Drop(Cause::Encapsulation);
+    let of_protocol = |from: &str, to: &str, number: u8| {
+        let mut frame = Vec::new();
+        builder(from, to, 64).write(&mut frame, IpNumber(number), &[0; 40]).unwrap();
+        frame
+    };
+    for v6 in [0, 1] {
+        let (a, host) = (A_IPS[v6], NODE_IPS[v6]);
+        for number in [4, 41, 47, 103, 108, 115, 137, 143] {
+            assert_eq!(node.verdict(A, &of_protocol(a, host, number)), dropped, "protocol {number}");
+        }
+        assert_eq!(node.verdict(A, &of_protocol(a, B_IPS[v6], 47)), Verdict::Forward(B), "to a pod");
+        assert_eq!(node.verdict(A, &of_protocol(a, host, 50)), Verdict::Forward(HOST), "ESP has a key");
+        for port in WELL_KNOWN_TUNNEL_PORTS {
+            assert_eq!(node.verdict(A, &udp((a, 1), (host, port), 10)), dropped, "port {port}");
+        }
+        for port in [53, 51820, 4790] {
+            assert_eq!(node.verdict(A, &udp((a, 1), (host, port), 10)), Verdict::Forward(HOST), "port {port}");
+        }
+        assert_eq!(node.verdict(A, &udp((a, 1), (B_IPS[v6], 4789), 10)), Verdict::Forward(B), "to a pod");
+        assert_eq!(node.verdict(HOST, &of_protocol(host, a, 47)), Verdict::Forward(A), "from the node");
+    }
+    let first = fragment(udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 800), 0, true);
+    assert_eq!(node.verdict(A, &first), dropped, "a first fragment");
+    // Policy would have let it pass: it is not asked.
+    node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Arc::default());
+    assert_eq!(node.verdict(A, &udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 10)), Verdict::Forward(HOST));
+}

@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Whether a packet belongs to a connection that the kernel translates: asked of the kernel's connection table. */
+
+/* Parts of the kernel's types (include/net/netfilter/nf_conntrack.h), found by name in the running kernel's BTF. */
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+union nf_inet_addr { __u32 all[4]; };
+union nf_conntrack_man_proto { __be16 all; };
+struct nf_conntrack_man { union nf_inet_addr u3; union nf_conntrack_man_proto u; };
+struct nf_conntrack_tuple { struct nf_conntrack_man src; struct { union nf_inet_addr u3; union { __be16 all; } u; } dst; };
+struct nf_conntrack_tuple_hash { struct nf_conntrack_tuple tuple; };
+struct nf_conn { struct nf_conntrack_tuple_hash tuplehash[2]; };
+#pragma clang attribute pop
+
+/* As include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18 has it. Later ones are longer, and take this too. */
+struct bpf_ct_opts { __s32 netns_id; __s32 error; __u8 l4proto; __u8 dir; __u8 reserved[2]; };
+
+extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
+					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
+extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
+					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
+extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
+
+struct ports { __be16 from, to; };
+
+static __always_inline int is_mapped(const struct in6_addr *address)
+{
+	return !address->s6_addr32[0] && !address->s6_addr32[1] && address->s6_addr32[2] == bpf_htonl(0xffff);
+}
+
+static __always_inline int differs(const union nf_inet_addr *known, const struct in6_addr *address)
+{
+	if (is_mapped(address))
+		return known->all[0] != address->s6_addr32[3];
+	return known->all[0] != address->s6_addr32[0] || known->all[1] != address->s6_addr32[1] ||
+	       known->all[2] != address->s6_addr32[2] || known->all[3] != address->s6_addr32[3];
+}
+
+/* A connection is translated if its other direction is not this one turned round. The status bits IPS_SRC_NAT and
+ * IPS_DST_NAT do not tell of those that IPVS translates (ip_vs_update_conntrack in net/netfilter/ipvs/ip_vs_nfct.c). */
+static __always_inline int is_turned(const struct nf_conntrack_tuple *other, const struct in6_addr *from,
+				     const struct in6_addr *to, struct ports ports)
+{
+	return !differs(&other->src.u3, to) && !differs(&other->dst.u3, from) && other->src.u.all == ports.to &&
+	       other->dst.u.all == ports.from;
+}
+
+static __always_inline enum outcome of_connection(struct xdp_md *ctx, __u8 protocol, const struct in6_addr *from,
+						  const struct in6_addr *to, struct ports ports)
+{
+	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS, .l4proto = protocol };
+	struct bpf_sock_tuple tuple = {};
+	struct nf_conn *connection;
+	int turned;
+
+	if (is_mapped(from)) {
+		tuple.ipv4.saddr = from->s6_addr32[3];
+		tuple.ipv4.daddr = to->s6_addr32[3];
+		tuple.ipv4.sport = ports.from;
+		tuple.ipv4.dport = ports.to;
+		connection = bpf_xdp_ct_lookup(ctx, &tuple, sizeof(tuple.ipv4), &options, sizeof(options));
+	} else {
+		__builtin_memcpy(tuple.ipv6.saddr, from, sizeof(tuple.ipv6.saddr));
+		__builtin_memcpy(tuple.ipv6.daddr, to, sizeof(tuple.ipv6.daddr));
+		tuple.ipv6.sport = ports.from;
+		tuple.ipv6.dport = ports.to;
+		connection = bpf_xdp_ct_lookup(ctx, &tuple, sizeof(tuple.ipv6), &options, sizeof(options));
+	}
+	if (!connection)
+		return REDIRECTED;
+	if (options.dir)
+		turned = is_turned(&connection->tuplehash[0].tuple, from, to, ports);
+	else
+		turned = is_turned(&connection->tuplehash[1].tuple, from, to, ports);
+	bpf_ct_release(connection);
+	return turned ? REDIRECTED : TRANSLATED;
+}
+
+/* The transport header that follows an IP header: its protocol, or -1 where the packet has no ports that can be read. */
+struct transport { const void *at; int protocol; };
+
+static __always_inline struct transport transport_of(const void *ip, const void *end, int is_v4)
+{
+	const struct iphdr *ip4 = ip;
+	const struct ipv6hdr *ip6 = ip;
+	struct transport found = { .protocol = -1 };
+
+	if (!is_v4) { /* an extension header, of which the fragment header is one, is a protocol of its own here */
+		if ((const void *)(ip6 + 1) <= end)
+			found = (struct transport){ .at = ip6 + 1, .protocol = ip6->nexthdr };
+	} else if ((const void *)(ip4 + 1) <= end && ip4->ihl >= 5 && !(ip4->frag_off & bpf_htons(0x3fff))) {
+		found = (struct transport){ .at = ip + ip4->ihl * 4, .protocol = ip4->protocol };
+	}
+	return found;
+}
+
+/* The kernel translates in an ICMP error what it quotes: a packet of the other direction. */
+static __always_inline enum outcome of_quoted(struct xdp_md *ctx, const void *ip, const void *end, int is_v4)
+{
+	const struct transport quoted = transport_of(ip, end, is_v4);
+	const struct ports *ports = quoted.at;
+	const struct iphdr *ip4 = ip;
+	const struct ipv6hdr *ip6 = ip;
+	struct in6_addr from = {}, to = {};
+
+	if ((quoted.protocol != IPPROTO_TCP && quoted.protocol != IPPROTO_UDP) || (const void *)(ports + 1) > end)
+		return UNDECIDED;
+	if (is_v4) {
+		if ((const void *)(ip4 + 1) > end)
+			return UNDECIDED;
+		from.s6_addr32[2] = to.s6_addr32[2] = bpf_htonl(0xffff);
+		from.s6_addr32[3] = ip4->saddr;
+		to.s6_addr32[3] = ip4->daddr;
+	} else {
+		if ((const void *)(ip6 + 1) > end)
+			return UNDECIDED;
+		__builtin_memcpy(&from, &ip6->saddr, sizeof(from));
+		__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
+	}
+	return of_connection(ctx, quoted.protocol, &to, &from, (struct ports){ ports->to, ports->from });
+}
+
+/* What becomes of a packet for a local pod, by whether the kernel translates its connection. */
+static __always_inline enum outcome of_translation(struct xdp_md *ctx, const void *ip, const void *end,
+						   const struct in6_addr *from, const struct in6_addr *to)
+{
+	const int is_v4 = is_mapped(to);
+	const struct transport transport = transport_of(ip, end, is_v4);
+	const struct ports *ports = transport.at;
+	const __u8 *type = transport.at;
+
+	/* A kernel that translates nothing: the loader has made sure of it. */
+	if (!bpf_ksym_exists(bpf_xdp_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+		return REDIRECTED;
+	if (transport.protocol == IPPROTO_TCP || transport.protocol == IPPROTO_UDP) {
+		if ((const void *)(ports + 1) > end)
+			return REDIRECTED; /* a worker says what is wrong with it */
+		return of_connection(ctx, transport.protocol, from, to, *ports);
+	}
+	if (transport.protocol == (is_v4 ? IPPROTO_ICMP : IPPROTO_ICMPV6) && (const void *)(type + 8) <= end) {
+		/* RFC 792, RFC 4443 section 2.1 */
+		if (is_v4 ? *type == 3 || *type == 11 || *type == 12 : *type < 128)
+			return of_quoted(ctx, type + 8, end, is_v4);
+	}
+	return UNDECIDED;
+}
+
+struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
+
+/* The source with which a packet that leaves came to the node, which may have translated it on its way. Who answers in the
+ * name of a Service's backend would leave in the Service's name. */
+static __always_inline int source_before(struct __sk_buff *skb, int is_v4, struct in6_addr *from)
+{
+	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
+	struct bpf_sock_tuple tuple = {};
+	struct ports ports;
+	struct heads heads;
+	struct nf_conn *connection;
+	const struct nf_conntrack_tuple *came;
+	__u32 offset = ETH_HLEN, length;
+
+	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+		return 0;
+	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
+		return 0;
+	if (is_v4 && heads.ip4.frag_off & bpf_htons(0x1fff))
+		return 0; /* has no ports; without its first fragment it is no datagram */
+	options.l4proto = is_v4 ? heads.ip4.protocol : heads.ip6.nexthdr;
+	offset += is_v4 ? heads.ip4.ihl * 4 : sizeof(heads.ip6);
+	if ((options.l4proto != IPPROTO_TCP && options.l4proto != IPPROTO_UDP) ||
+	    bpf_skb_load_bytes(skb, offset, &ports, sizeof(ports)))
+		return 0;
+	/* Turned round: so the table knows it, whichever direction it is. */
+	if (is_v4) {
+		tuple.ipv4.saddr = heads.ip4.daddr;
+		tuple.ipv4.daddr = heads.ip4.saddr;
+		tuple.ipv4.sport = ports.to;
+		tuple.ipv4.dport = ports.from;
+	} else {
+		__builtin_memcpy(tuple.ipv6.saddr, &heads.ip6.daddr, sizeof(tuple.ipv6.saddr));
+		__builtin_memcpy(tuple.ipv6.daddr, &heads.ip6.saddr, sizeof(tuple.ipv6.daddr));
+		tuple.ipv6.sport = ports.to;
+		tuple.ipv6.dport = ports.from;
+	}
+	length = is_v4 ? sizeof(tuple.ipv4) : sizeof(tuple.ipv6);
+	connection = bpf_skb_ct_lookup(skb, &tuple, length, &options, sizeof(options));
+	if (!connection)
+		return 0;
+	came = options.dir ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
+	*from = (struct in6_addr){};
+	if (is_v4) {
+		from->s6_addr32[2] = bpf_htonl(0xffff);
+		from->s6_addr32[3] = came->src.u3.all[0];
+	} else {
+		from->s6_addr32[0] = came->src.u3.all[0];
+		from->s6_addr32[1] = came->src.u3.all[1];
+		from->s6_addr32[2] = came->src.u3.all[2];
+		from->s6_addr32[3] = came->src.u3.all[3];
+	}
+	bpf_ct_release(connection);
+	return 1;
+}
