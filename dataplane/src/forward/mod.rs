@@ -59,7 +59,7 @@ pub enum PortKind {
 }
 
 /// A port as the packet path needs it.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Port {
     /// What stands behind it.
     pub kind: PortKind,
