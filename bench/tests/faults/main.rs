@@ -18,3 +18,4 @@ mod rings;
 mod spoofing;
 mod stopped;
 mod traffic;
+mod waits;
