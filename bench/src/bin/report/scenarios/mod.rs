@@ -1,5 +1,6 @@
 //! What is measured.
 
+mod churn;
 mod disturbances;
 mod inside;
 mod io;
@@ -85,6 +86,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::updates(),
         disturbances::swap(),
         disturbances::flood(),
+        churn::policy(),
         inside::stages(),
         io::matrix(),
     ]
