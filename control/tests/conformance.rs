@@ -144,6 +144,7 @@ fn pod(pod: &SuitePod) -> Pod {
         host_network: false,
         finished: false,
         ports: pod.ports.iter().map(port).collect(),
+        tenure: Default::default(),
     }
 }
 

@@ -1,6 +1,8 @@
 //! The addresses of this node's pods.
 
+use std::io;
 use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd};
 
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 
@@ -55,11 +57,23 @@ impl LocalPods {
     /// header: what the workers take and the pod's link too. What is longer passes to the kernel, unless an address of this
     /// node or of its pods sends it. An address that is there already has the new length from now on.
     pub fn insert(&self, address: IpAddr, longest: u16) -> Result<(), LocalPodsError> {
-        let inserted = self.map.update(&key(address), &longest.to_ne_bytes(), MapFlags::ANY);
-        inserted.map_err(|source| match source.to_string() {
-            text if text.contains("E2BIG") || text.contains("os error 7") => LocalPodsError::Full { address },
-            _ => LocalPodsError::Kernel { address, source },
-        })
+        let (key, value) = (key(address), longest.to_ne_bytes());
+        // libbpf-rs keeps the kernel's error number to itself.
+        // SAFETY: the map is open, and key and value live across the call and have its sizes.
+        let result = unsafe {
+            libbpf_sys::bpf_map_update_elem(
+                self.map.as_fd().as_raw_fd(),
+                key.as_ptr().cast(),
+                value.as_ptr().cast(),
+                libbpf_sys::BPF_ANY.into(),
+            )
+        };
+        match result {
+            0 => Ok(()),
+            // What a hash map says that has `max_entries` elements (`alloc_htab_elem` in kernel/bpf/hashtab.c).
+            error if -error == libc::E2BIG => Err(LocalPodsError::Full { address }),
+            error => Err(LocalPodsError::Kernel { address, source: io::Error::from_raw_os_error(-error).into() }),
+        }
     }
 
     /// This address is a pod's of this node that the workers do not serve: packets for it pass to the kernel, and none may come
@@ -89,5 +103,30 @@ pub(crate) fn key(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
         IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv6Addr;
+
+    use super::*;
+
+    fn address(number: u32) -> IpAddr {
+        Ipv6Addr::from_bits(u128::from(number)).into()
+    }
+
+    #[test]
+    fn an_address_for_which_there_is_no_room_is_told_by_the_kernels_error_number() {
+        let local = LocalPods::create().unwrap();
+        for number in 0..MAX_LOCAL_ADDRESSES {
+            local.insert(address(number), 1514).unwrap();
+        }
+        let one_more = address(MAX_LOCAL_ADDRESSES);
+        assert!(matches!(local.insert(one_more, 1514), Err(LocalPodsError::Full { address }) if address == one_more));
+        local.insert(address(7), 9014).unwrap();
+        local.remove(address(7)).unwrap();
+        local.insert(one_more, 1514).unwrap();
+        assert!(local.contains(one_more) && !local.contains(address(7)));
     }
 }

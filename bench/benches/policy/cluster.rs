@@ -50,6 +50,7 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
             protocol: PortProtocol::Tcp,
             number: 8080 + (app % 3) as u16,
         }],
+        tenure: Default::default(),
     }
 }
 

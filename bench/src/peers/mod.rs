@@ -1,6 +1,7 @@
 //! What forwards between two pods: Penstock, and what one would run instead, on the same topology, under the same policies
 //! and seen to enforce them before anything is measured.
 
+mod churn;
 mod filters;
 mod huge_pages;
 mod nfqueue;
@@ -25,6 +26,7 @@ use crate::load::{
 };
 use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, Scratch, Service};
 
+pub use churn::{ChurnOf, churn, times_until_in_force};
 use huge_pages::HugePages;
 pub use policy::{NODE, Size, manifests, pod_name};
 pub use tools::{Missing, find};
@@ -350,6 +352,18 @@ impl Reload {
             Peer::Nftables => filters::nftables(&self.node, &policy::engine(&self.manifests)?, &self.scratch).map(drop),
             _ => Ok(()),
         }
+    }
+
+    /// Saves a further manifest of this name at once, which Penstock watches too.
+    pub fn save_as(&self, file: &str, text: &str) -> Result<()> {
+        let new = self.scratch.join(format!("being-saved-{file}"));
+        std::fs::write(&new, text)?;
+        Ok(std::fs::rename(&new, self.manifests.join(file))?)
+    }
+
+    /// Takes a further manifest away.
+    pub fn remove(&self, file: &str) -> Result<()> {
+        std::fs::remove_file(self.manifests.join(file)).with_context(|| format!("cannot remove {file}"))
     }
 }
 

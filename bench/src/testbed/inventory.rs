@@ -6,13 +6,14 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::namespace::{DIRECTORY, owner};
+use super::namespace::{DIRECTORY, made, owner};
 use super::netlink::{Netlink, network_state};
 
-/// Namespaces and child processes of this process, links, addresses and routes of the machine, and what is
-/// pinned in the BPF file system: two of them, before and after, must not differ.
+/// Namespaces and child processes of this process, links, addresses and routes of the machine, and what is pinned in the
+/// BPF file system for a namespace of this process: two of them, before and after, must not differ.
 ///
-/// Namespaces and processes of others are left out, since others may come and go meanwhile.
+/// Namespaces, processes and pinned objects of others are left out, since others may come and go meanwhile. So does what
+/// the kernel itself puts into a BPF file system when one is mounted (`maps.debug`, `progs.debug`: kernel/bpf/preload).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Inventory {
     items: BTreeSet<String>,
@@ -24,7 +25,8 @@ impl Inventory {
         let mut items: BTreeSet<String> = network_state(&Netlink::open_here()?)?.into_iter().collect();
         items.extend(own_namespaces().map(|name| format!("namespace {name}")));
         items.extend(own_children().map(|process| format!("process {process}")));
-        pinned(Path::new("/sys/fs/bpf"), &mut items);
+        let own: BTreeSet<String> = made().into_iter().map(|inode| inode.to_string()).collect();
+        pinned(Path::new("/sys/fs/bpf"), &own, false, &mut items);
         Ok(Self { items })
     }
 
@@ -65,11 +67,15 @@ fn parent(process: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-fn pinned(directory: &Path, items: &mut BTreeSet<String>) {
+/// What is in directories of these names, which are inodes of namespaces, and they themselves.
+fn pinned(directory: &Path, own: &BTreeSet<String>, inside: bool, items: &mut BTreeSet<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        items.insert(format!("pinned {}", entry.path().display()));
+        let is_own = inside || entry.file_name().to_str().is_some_and(|name| own.contains(name));
+        if is_own {
+            items.insert(format!("pinned {}", entry.path().display()));
+        }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            pinned(&entry.path(), items);
+            pinned(&entry.path(), own, is_own, items);
         }
     }
 }

@@ -1,12 +1,14 @@
 //! Network namespaces that go when they are dropped.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
@@ -22,6 +24,8 @@ pub const DIRECTORY: &str = "/run/netns";
 const PREFIX: &str = "pen";
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
+/// By inode, all that this process has made, those that are gone included.
+static MADE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
 static SWEEP: Once = Once::new();
 
 /// A network namespace, bound at `/run/netns/NAME` so that `ip netns exec NAME` enters it.
@@ -39,6 +43,11 @@ struct Inner {
     _guard: Guard,
 }
 
+/// The inodes of all namespaces that this process has made.
+pub(super) fn made() -> BTreeSet<u64> {
+    MADE.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
 impl Namespace {
     /// Makes one whose name ends in `label`.
     pub fn new(label: &str) -> Result<Self> {
@@ -54,6 +63,7 @@ impl Namespace {
         let file = on_thread(|| bind_new(&path)).with_context(|| {
             format!("cannot make the network namespace {name}; it needs root (CAP_SYS_ADMIN): run it with sudo")
         })?;
+        MADE.lock().unwrap_or_else(PoisonError::into_inner).insert(file.metadata()?.ino());
         let namespace = Self { inner: Arc::new(Inner { name, file: Arc::new(file), _guard: guard }) };
         namespace.prepare()?;
         Ok(namespace)
@@ -73,6 +83,11 @@ impl Namespace {
     /// Its name under [`DIRECTORY`].
     pub fn name(&self) -> &str {
         &self.inner.name
+    }
+
+    /// The number by which what belongs to it is known, such as pinned objects.
+    pub fn inode(&self) -> Result<u64> {
+        Ok(self.inner.file.metadata()?.ino())
     }
 
     /// The file that stands for it.

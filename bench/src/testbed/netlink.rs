@@ -89,7 +89,7 @@ impl Netlink {
 
     /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`, which cannot be set up
     /// before it has its own peer.
-    pub(super) fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {
+    pub fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {
         let peer =
             LinkMessageBuilder::<LinkUnspec>::new().name(peer).mtu(mtu).setns_by_fd(peer_namespace.as_raw_fd()).build();
         let link = LinkMessageBuilder::<LinkVeth>::new_with_info_kind(InfoKind::Veth)

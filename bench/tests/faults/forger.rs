@@ -90,9 +90,14 @@ pub(crate) fn count(world: &World, pod: &str, cause: &str) -> u64 {
 
 /// The same, once it is so much, or has not become so in time.
 pub(crate) fn count_to(world: &World, pod: &str, cause: &str, expected: u64) -> u64 {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    sum_to(world, pod, &[cause], expected)
+}
+
+/// The same of several causes together.
+pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -> u64 {
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let counted = count(world, pod, cause);
+        let counted = causes.iter().map(|cause| count(world, pod, cause)).sum();
         if counted >= expected || Instant::now() > deadline {
             return counted;
         }

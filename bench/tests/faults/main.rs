@@ -21,3 +21,4 @@ mod rings;
 mod spoofing;
 mod stopped;
 mod traffic;
+mod waits;

@@ -1,14 +1,14 @@
 //! A pod says that it is another: by its addresses, in ARP and neighbour discovery, as a router or a DHCP server.
 
 use std::net::IpAddr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use penstock_bench::load::Wire;
 use penstock_bench::probe::{self, Outcome, Patience, Protocol};
 use penstock_bench::testbed::network_state;
 
 use crate::fixture::{World, pods};
-use crate::forger::{BROADCAST, Forger, count, count_to};
+use crate::forger::{BROADCAST, Forger, count, count_to, sum_to};
 
 const MARK: u16 = 47_112;
 /// A MAC that nobody has.
@@ -159,9 +159,11 @@ fn a_packet_from_an_address_that_is_not_the_pods_reaches_nobody_and_is_counted()
         let marked = arrived.iter().filter(|frame| frame.windows(2).any(|octets| octets == MARK.to_be_bytes()));
         assert_eq!(marked.count(), 0, "{arrived:02x?}");
     }
-    let counted = count(&world, "test/pod-2", "spoofed_source") + count(&world, "test/pod-2", "malformed");
-    // The pod's own stack may say at any time to which multicast groups it listens (RFC 3810), by an address of its link.
-    assert!((forger.sent..forger.sent + 8).contains(&counted), "{counted} of {}", forger.sent);
+    // The pod's own stack may say at any time to which multicast groups it listens (RFC 3810), by an address of its link: at
+    // least so many.
+    let causes = ["spoofed_source", "malformed"];
+    let counted = sum_to(&world, "test/pod-2", &causes, forger.sent);
+    assert!(counted >= forger.sent, "{counted} of {}", forger.sent);
 }
 
 #[test]
@@ -178,8 +180,12 @@ fn a_mac_that_is_not_the_pods_leads_nobody_astray() {
         forger.mac = mac;
         forger.send(&forger.udp((own[0], 1000), (addresses(&world, "test/pod-1")[0], MARK), b"hello"));
     }
-    let arrived = seen.received(Duration::from_millis(300)).unwrap();
-    let marked: Vec<_> = arrived.iter().filter(|frame| frame.windows(2).any(|two| two == MARK.to_be_bytes())).collect();
+    let (mut arrived, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(30));
+    let is_marked = |frame: &&Vec<u8>| frame.windows(2).any(|two| two == MARK.to_be_bytes());
+    while arrived.iter().filter(is_marked).count() < 3 && Instant::now() < deadline {
+        arrived.extend(seen.received(Duration::from_millis(50)).unwrap());
+    }
+    let marked: Vec<_> = arrived.iter().filter(is_marked).collect();
     assert_eq!(marked.len(), 3, "what the pod may send, it may: its MAC ends at the node");
     let host_side = world.cluster.node.pod("test/pod-1").unwrap().interface();
     let gateway = world.cluster.node.netlink().mac(host_side).unwrap();
@@ -191,6 +197,8 @@ fn a_mac_that_is_not_the_pods_leads_nobody_astray() {
 
 #[test]
 fn dhcp_from_a_pod_reaches_nobody_and_is_counted() {
+    /// More than the pod's own stack says to its link by itself.
+    const EACH: u64 = 50;
     let world = World::of(&pods(3), |_, _| {});
     let mut forger = Forger::of(&world, "test/pod-2");
     let seen = ["test/pod-0", "test/pod-1"].map(|name| Wire::open(&world.site(name).namespace).unwrap());
@@ -209,8 +217,9 @@ fn dhcp_from_a_pod_reaches_nobody_and_is_counted() {
         let before = count(&world, "test/pod-2", cause);
         let mut frame = forger.udp(from, to, b"dhcp");
         frame[..6].copy_from_slice(&BROADCAST);
-        forger.send(&frame);
-        assert_eq!(count_to(&world, "test/pod-2", cause, before + 1), before + 1, "{from:?} to {to:?}");
+        (0..EACH).for_each(|_| forger.send(&frame));
+        let counted = count_to(&world, "test/pod-2", cause, before + EACH);
+        assert!(counted >= before + EACH, "{from:?} to {to:?}: {counted} after {before}");
     }
     assert!(node.recv_from(&mut [0; 64]).is_err(), "not even the node");
     for wire in seen {

@@ -282,12 +282,10 @@ fn a_connection_that_policy_ends_is_closed_at_both_ends_if_so_set() {
     publish(&world.scratch, &world.manifests, &world.daemon, &policy("closed", "pod-1", "  ingress: []\n"));
     for (client, server) in &mut connections {
         client.write_all(b"more").unwrap();
-        let start = Instant::now();
         for end in [client, server] {
             let error = end.read(&mut [0; 64]).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
         }
-        assert!(start.elapsed() < Duration::from_secs(1), "at once: {:?}", start.elapsed());
     }
     // How the kernel tells of "administratively prohibited" (`icmp_err_convert`, `tab_unreach` in net/ipv4 and net/ipv6).
     for ((client, _), told) in datagrams.iter().zip([Errno::EHOSTUNREACH, Errno::EACCES]) {

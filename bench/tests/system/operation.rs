@@ -234,6 +234,7 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
 fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force() {
     let open = Open::start(&(pods(2) + &only_port(8080)), "");
     let before = open.status();
+    let saving = Instant::now();
     open.world.save("all.yaml", &(pods(2) + &only_port(9090)));
     let after = wait_for(
         || {
@@ -249,7 +250,8 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
     let metrics = open.metrics();
     assert_eq!(sum(&metrics, "penstock_enforced_seconds_count", &[]), 1.0, "one event, the start not counted");
     let took = metrics["penstock_enforced_seconds_sum"];
-    assert!(took > 0.0 && took < 0.5, "{took} s from the event to a snapshot in force");
+    let longest = saving.elapsed().as_secs_f64();
+    assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in force, of {longest} s");
     // A pod without an interface has no network, and is told with what it waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.world.save("all.yaml", &(pods(2) + &lost));

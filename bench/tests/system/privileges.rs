@@ -93,7 +93,7 @@ fn once_it_is_ready_one_thread_has_what_is_kept_and_no_other_has_anything() {
     });
     // Asking for these starts a thread for what takes long.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
-    let expected = ["penstock", "manifests", "verdict-log", "worker", "notify", "tokio"];
+    let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
     assert_only_what_is_kept(&world.daemon, mask(&KEPT), &expected);
 }
 

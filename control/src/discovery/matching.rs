@@ -77,11 +77,13 @@ pub enum Problem {
         link: String,
     },
     /// Two pods claim one address.
-    #[error("pods {first} and {second}: both have {address}; one address belongs to one pod: correct their podIPs")]
+    #[error(
+        "pods {first} and {second}: both have {address}; {first} gets it, as the one that stays or started later: delete {second}, or correct its podIPs"
+    )]
     AddressTaken {
-        /// One pod.
+        /// The pod that is served with it.
         first: ObjectKey,
-        /// The other.
+        /// The other, which is not.
         second: ObjectKey,
         /// The address.
         address: IpAddr,
@@ -138,7 +140,8 @@ impl Problem {
 
 /// The ports of the node's pods, by interface index, and what stands in the way of the others.
 ///
-/// `pods` are all pods known; those of `node` count that have an address, are not host-network and not finished.
+/// `pods` are all pods known, each with no address that is another's; those of `node` count that have an address, are not
+/// host-network and not finished.
 /// `largest` is the longest IP packet that a frame holds, in octets.
 pub fn pod_ports<'a>(
     facts: &Facts,
@@ -155,8 +158,7 @@ pub fn pod_ports<'a>(
     };
     let mut local: Vec<&Pod> = pods.into_iter().filter(local).collect();
     local.sort_by(|a, b| a.key.cmp(&b.key));
-    let taken = claimed_twice(&local, &mut problems);
-    for pod in local.into_iter().filter(|pod| !taken.contains(&pod.key)) {
+    for pod in local {
         let port = match pod_port(facts, &behind, pod, largest) {
             Ok(port) => port,
             Err(problem) => {
@@ -174,22 +176,6 @@ pub fn pod_ports<'a>(
     }
     ports.retain(|link, _| !contested.contains(link));
     (ports, problems)
-}
-
-/// Pods that have an address which another pod has too: neither can be told from the other.
-fn claimed_twice(pods: &[&Pod], problems: &mut BTreeSet<Problem>) -> BTreeSet<ObjectKey> {
-    let mut owners: BTreeMap<IpAddr, &ObjectKey> = BTreeMap::new();
-    let mut taken = BTreeSet::new();
-    for pod in pods {
-        for &address in &pod.addresses {
-            let first = *owners.entry(address).or_insert(&pod.key);
-            if first != &pod.key {
-                taken.extend([first.clone(), pod.key.clone()]);
-                problems.insert(Problem::AddressTaken { first: first.clone(), second: pod.key.clone(), address });
-            }
-        }
-    }
-    taken
 }
 
 fn pod_port(facts: &Facts, behind: &BTreeMap<IpAddr, u32>, pod: &Pod, largest: u32) -> Result<PodPort, Problem> {
@@ -253,6 +239,7 @@ mod tests {
             host_network: false,
             finished: false,
             ports: Vec::new(),
+            tenure: Default::default(),
         }
     }
 
@@ -349,12 +336,6 @@ mod tests {
                 vec![("10.1.1.5", 7), ("10.1.1.6", 7)],
                 vec![a.clone(), pod("b", &["10.1.1.6"])],
                 "pods shop/a and shop/b: both are behind veth7;",
-            ),
-            (
-                link(7),
-                vec![("10.1.1.5", 7), ("10.1.1.6", 8)],
-                vec![a.clone(), pod("b", &["10.1.1.6", "10.1.1.5"])],
-                "pods shop/a and shop/b: both have 10.1.1.5;",
             ),
         ];
         for (seven, routes, mut pods, expected) in cases {

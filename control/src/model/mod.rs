@@ -64,6 +64,32 @@ pub struct Pod {
     pub finished: bool,
     /// Named container ports; a name occurs once a protocol.
     pub ports: Vec<NamedPort>,
+    /// What says how long it has had its addresses, and whether it still has them.
+    pub tenure: Tenure,
+}
+
+impl Pod {
+    /// Whether an address that both pods claim is this one's rather than the other's.
+    ///
+    /// A kubelet may give a pod's address to the next while the API server still has the old pod's object. A finished pod
+    /// has no address (`status.phase`, <https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/>), which is seen
+    /// to elsewhere. One that is being deleted yields to one that is not, and then the one that started later has it.
+    /// Where the times do not tell, names do: whoever asks gets the same answer, in whatever order the objects came.
+    pub fn outranks(&self, other: &Self) -> bool {
+        let rank = |pod: &Self| (!pod.tenure.leaving, pod.tenure.started, pod.tenure.created);
+        rank(self).cmp(&rank(other)).then_with(|| other.key.cmp(&self.key)).is_gt()
+    }
+}
+
+/// The times of a pod that say which of two has an address. Seconds of Unix time.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Tenure {
+    /// `metadata.deletionTimestamp` is there: it is being deleted.
+    pub leaving: bool,
+    /// `status.startTime`.
+    pub started: Option<i64>,
+    /// `metadata.creationTimestamp`.
+    pub created: Option<i64>,
 }
 
 /// A named port of a pod's container.

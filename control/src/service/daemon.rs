@@ -6,29 +6,33 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
 use std::path::Path;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
+use penstock_dataplane::forward::PortId;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
-use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
 use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling, Priority};
-use super::connections::{self, Connections};
+use super::connections::{self, Clearing, Walks};
 use super::first_closed::FirstClosed;
+use super::follow::Follower;
 use super::objects::Objects;
 use super::operation::{Doors, Operation};
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
+use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
-use super::surroundings::Surroundings;
+use super::surroundings::NodeNetwork;
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
-use crate::model::{Change, Object, ObjectKey};
+use crate::model::{Change, Object, ObjectKey, Pod};
 use crate::privileges;
 use crate::source::Source;
 
@@ -42,6 +46,8 @@ const SETTLE: Duration = Duration::from_millis(2);
 /// keep a core busy, and policy does not wait for them long.
 const SETTLE_BY_LOOK: u32 = 3;
 const LONGEST_SETTLE: Duration = Duration::from_millis(20);
+/// How long until a port is tried again whose queue is busy.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
 pub(super) async fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
@@ -51,10 +57,18 @@ pub(super) async fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError
     refuse(preflight::network(config, &netlink).await)?;
     // Before the source, which may be long in coming.
     let doors = Doors::open(loaded).await?;
-    let Some((mut source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
-    let operation = |dataplane: &Dataplane| Operation::start(doors, layers, loaded, source.health(), dataplane);
+    let Some((source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
+    let health = source.health();
+    let operation = |dataplane: &Dataplane| Operation::start(doors, layers, loaded, health, dataplane);
     let mut daemon = Daemon::start(config, netlink, objects, operation).await?;
-    let outcome = daemon.serve(&mut source, &events, &mut signals).await;
+    let outcome = match Follower::start(source, Arc::clone(&daemon.publisher)) {
+        Ok(mut follower) => {
+            let outcome = daemon.serve(&mut follower, &events, &mut signals).await;
+            follower.end();
+            outcome
+        }
+        Err(error) => Err(RunError::failed(error)),
+    };
     daemon.report();
     daemon.write_verdicts();
     let leaves = match (&outcome, config.fail.on_exit) {
@@ -103,30 +117,17 @@ struct Daemon<'a> {
     facts: Facts,
     /// How long reading them took.
     look_took: Duration,
-    objects: Objects,
-    dataplane: Dataplane,
+    publisher: Arc<Publisher>,
+    /// Goes through the connection table.
+    walker: JoinHandle<()>,
+    dataplane: Arc<Dataplane>,
     ports: Ports,
     host_port: HostPort,
-    epoch: Epoch,
-    /// As in the last snapshot.
-    around: Surroundings,
-    connections: Connections,
     problems: BTreeSet<Problem>,
     /// Pods' addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
     first_closed: FirstClosed,
-}
-
-/// What is to be looked at.
-#[derive(Clone, Copy)]
-struct Trigger {
-    /// The policy may be another.
-    policy: bool,
-    /// Pods, links, routes or addresses may be others.
-    network: bool,
-    /// Other nodes' addresses may be others.
-    nodes: bool,
 }
 
 impl<'a> Daemon<'a> {
@@ -141,7 +142,7 @@ impl<'a> Daemon<'a> {
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
         objects.apply(initial.into_iter().map(Change::Set), &facts.addresses);
         // What else stands in a pod's way is told, and may pass.
-        let unfit = preflight::pods(config, &facts, &objects);
+        let unfit = preflight::pods(config, &facts, objects.tenants());
         refuse(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
@@ -167,18 +168,20 @@ impl<'a> Daemon<'a> {
             other => RunError::failed(other),
         })?;
         let ports = Ports::new(redirect, config, &facts, host_port.follows());
+        let (clearing, walks) = Clearing::new();
+        let dataplane = Arc::new(dataplane);
+        let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));
+        let walker = go_through(walks, config, &dataplane, &publisher).map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
             netlink,
             facts,
             look_took: Duration::ZERO,
-            objects,
+            publisher,
+            walker,
             dataplane,
             ports,
             host_port,
-            epoch: Epoch::default(),
-            around: Surroundings::default(),
-            connections: Connections::new(&config.conntrack.mapping),
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
             operation,
@@ -211,15 +214,17 @@ impl<'a> Daemon<'a> {
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.settle("first state", Trigger { policy: true, network: true, nodes: true }, started).await?;
+        self.settle("first state", started).await?;
         self.ports.take_over_rest(&self.facts);
+        self.ports.wait_no_more();
         privileges::settle().map_err(RunError::failed)?;
+        let content = self.publisher.content();
         tracing::info!(
             target: logging::MILESTONES,
             "ready: {} pods, {} policies, epoch {}",
             self.ports.pods(),
-            self.objects.policies(),
-            self.epoch.0
+            content.objects.policies(),
+            content.epoch.0
         );
         Ok(())
     }
@@ -234,7 +239,9 @@ impl<'a> Daemon<'a> {
         Ok(())
     }
 
-    async fn serve(&mut self, source: &mut Source, events: &Events, signals: &mut Signals) -> Result<(), RunError> {
+    /// Keeps the ports in step with pods and network, and answers who asks. Policy does not wait for it.
+    async fn serve(&mut self, follower: &mut Follower, events: &Events, signals: &mut Signals) -> Result<(), RunError> {
+        let publisher = Arc::clone(&self.publisher);
         let mut reconcile = tokio::time::interval(RECONCILE);
         let mut heartbeat = tokio::time::interval(HEARTBEAT);
         for ticks in [&mut reconcile, &mut heartbeat] {
@@ -257,12 +264,13 @@ impl<'a> Daemon<'a> {
                     Signal::Reload => self.reload(),
                 },
                 _ = heartbeat.tick() => self.workers_live()?,
-                // Before the source: were it always ready, nobody could look in.
-                next = self.operation.next() => self.operate(next).await,
-                batch = source.next() => {
-                    let batch = batch.ok_or_else(|| RunError::Failed(anyhow!("the source is not followed any more; restart penstock")))?;
-                    self.change(batch, Instant::now()).await?;
+                () = follower.ended() => {
+                    return Err(RunError::Failed(anyhow!("the source is not followed any more; restart penstock")));
                 }
+                // Before the rest: were that always ready, nobody could look in.
+                next = self.operation.next() => self.operate(next).await,
+                () = publisher.pods.notified() => self.look("pods", Instant::now()).await?,
+                () = tokio::time::sleep(RETRY), if self.ports.has_busy() => self.settle("retry", Instant::now()).await?,
                 () = events.changed() => {
                     let seen = Instant::now();
                     tokio::time::sleep((SETTLE_BY_LOOK * self.look_took).clamp(SETTLE, LONGEST_SETTLE)).await;
@@ -273,33 +281,9 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Takes in a batch of changed objects.
-    async fn change(&mut self, changes: Vec<Change>, seen: Instant) -> Result<(), RunError> {
-        if changes.is_empty() {
-            return Ok(());
-        }
-        let what = summary(&changes);
-        self.operation.progress.times.changes.inc_by(changes.len() as u64);
-        let began = Instant::now();
-        let effect = self.objects.apply(changes, &self.facts.addresses);
-        self.operation.progress.times.compile.observe(began.elapsed().as_secs_f64());
-        if effect.pods {
-            self.read_facts().await;
-        }
-        if !effect.policy {
-            tracing::debug!("no effect on the tables: {what}");
-        }
-        let trigger = Trigger { policy: effect.policy, network: effect.pods, nodes: effect.nodes };
-        self.settle(&what, trigger, seen).await
-    }
-
     /// Looks at the network again.
     async fn look(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        if !self.read_facts().await {
-            return Ok(());
-        }
-        let policy = self.objects.apply_addresses(&self.facts.addresses);
-        self.settle(why, Trigger { policy, network: true, nodes: false }, seen).await
+        if self.read_facts().await { self.settle(why, seen).await } else { Ok(()) }
     }
 
     /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
@@ -318,67 +302,40 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Makes ports, snapshot and routes what objects and facts ask for, in this order: a new pod's port is open
-    /// before it is published, and one that goes is closed after a snapshot without it.
-    async fn settle(&mut self, why: &str, trigger: Trigger, seen: Instant) -> Result<(), RunError> {
+    /// Makes ports, forwarding and routes what pods and facts ask for, in this order: a new pod's port is open before it is
+    /// published, and one that goes is closed after a snapshot without it. Each of these steps may wait for the kernel:
+    /// none is taken while the [`Publisher`]'s content is held.
+    async fn settle(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
         // Neither end is there without the other.
         if !self.facts.links.contains_key(&self.host_port.node().index) {
             return Err(RunError::failed(HostPortError::Gone(self.host_port.node().name.clone())));
         }
         self.ports.close_new(&self.facts);
         let largest = self.config.umem.frame_size.largest_packet();
-        let (wanted, problems) = pod_ports(&self.facts, self.objects.pods(), self.config.node.as_str(), largest);
-        self.seek(&problems).await;
+        let (pods, mut problems) = self.publisher.content().objects.tenants();
+        let (wanted, more) = pod_ports(&self.facts, &pods, self.config.node.as_str(), largest);
+        problems.extend(more);
+        self.seek(&pods, &problems).await;
         self.tell(problems);
-        let mut ports_changed = self.ports.update(&self.dataplane, &self.facts, wanted);
+        self.ports.update(&self.dataplane, &self.facts, wanted);
         let gone = self.ports.take_gone(&self.facts);
-        ports_changed |= !gone.is_empty();
-        let around_changed = (trigger.network || trigger.nodes) && self.look_around();
-        let announces = trigger.network || ports_changed || around_changed;
-        if announces {
-            self.ports.announce(self.around.pods());
-        }
-        if trigger.policy || ports_changed || around_changed {
-            self.publish(why, seen);
-            self.connections.publish(self.dataplane.connections(), self.ports.tenants());
-        }
-        for (id, interface) in gone {
-            match self.dataplane.close_port(id) {
+        let unserved = self.publisher.content().objects.pod_addresses();
+        self.ports.announce(&unserved);
+        self.publisher.place(self.ports.layout(), NodeNetwork::of(&self.facts), why, seen);
+        self.close(gone);
+        self.ports.retract();
+        self.route().await;
+        Ok(())
+    }
+
+    fn close(&self, gone: Vec<(PortId, String)>) {
+        let ids: Vec<PortId> = gone.iter().map(|(id, _)| *id).collect();
+        for ((id, interface), closed) in gone.into_iter().zip(self.dataplane.close_ports(&ids)) {
+            match closed {
                 Ok(()) => tracing::info!(interface, port = %id, "closed"),
                 Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
             }
         }
-        if announces {
-            self.ports.retract();
-            self.route().await;
-        }
-        Ok(())
-    }
-
-    /// Whether what surrounds the ports has changed.
-    fn look_around(&mut self) -> bool {
-        let around = Surroundings::of(&self.config.encapsulation, &self.facts, &self.objects);
-        let changed = around != self.around;
-        self.around = around;
-        changed
-    }
-
-    fn publish(&mut self, why: &str, seen: Instant) {
-        self.epoch = self.epoch.next();
-        let (began, policy) = (Instant::now(), self.objects.policy_set());
-        let forwarding = self.ports.forwarding(&self.around, &self.config.service_cidrs);
-        self.connections.take_over(self.dataplane.connections(), &self.ports.tenants(), &forwarding);
-        self.operation.progress.published(self.epoch, &policy, self.ports.served(), seen);
-        self.dataplane.publish(Snapshot { epoch: self.epoch, policy, forwarding });
-        self.operation.progress.times.publish.observe(began.elapsed().as_secs_f64());
-        self.operation.progress.follow(&self.dataplane);
-        tracing::info!(
-            epoch = self.epoch.0,
-            pods = self.ports.pods(),
-            policies = self.objects.policies(),
-            microseconds = seen.elapsed().as_micros() as u64,
-            "published: {why}"
-        );
     }
 
     async fn route(&mut self) {
@@ -395,10 +352,10 @@ impl<'a> Daemon<'a> {
     }
 
     /// Has the kernel ask on bridges for the pods that nothing leads to.
-    async fn seek(&self, problems: &BTreeSet<Problem>) {
+    async fn seek(&self, pods: &[Pod], problems: &BTreeSet<Problem>) {
         let lost = problems.iter().filter(|problem| matches!(problem, Problem::NoRoute { .. }));
         let lost: BTreeSet<&ObjectKey> = lost.flat_map(Problem::pods).collect();
-        for pod in self.objects.pods().filter(|pod| lost.contains(&pod.key)) {
+        for pod in pods.iter().filter(|pod| lost.contains(&pod.key)) {
             for &address in &pod.addresses {
                 if let Some(bridge) = self.facts.bridge_of(address) {
                     self.netlink.solicit(bridge, address).await;
@@ -419,7 +376,7 @@ impl<'a> Daemon<'a> {
         for problem in self.problems.difference(&problems) {
             tracing::info!("no longer so: {problem}");
         }
-        self.operation.progress.note_problems(&problems);
+        self.publisher.content().progress.note_problems(&problems);
         self.problems = problems;
     }
 
@@ -449,8 +406,12 @@ impl<'a> Daemon<'a> {
     /// Ends all threads, and either puts everything back (rules, routes and the pair first, so that the node's own
     /// traffic is the kernel's again) or leaves it to the next daemon: programs without sockets drop.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, host_port, first_closed, .. } = self;
+        let Self { dataplane, ports, host_port, first_closed, publisher, walker, .. } = self;
         drop(first_closed);
+        publisher.end();
+        // A panic has been told on standard error by then.
+        let _ = walker.join();
+        drop(publisher);
         let removed = match leaves {
             OnExit::Keep => {
                 ports.keep();
@@ -463,12 +424,31 @@ impl<'a> Daemon<'a> {
                 removed
             }
         };
-        let stopped = dataplane.stop();
+        let stopped = Arc::into_inner(dataplane).expect("no other thread has it any more").stop();
         removed.map_err(RunError::failed)?;
         let frames = stopped.map_err(RunError::failed)?;
         tracing::info!(target: logging::MILESTONES, ?frames, "ended");
         Ok(())
     }
+}
+
+/// Starts the thread that removes connections. It has no capability, and reads no clock.
+fn go_through(
+    walks: Walks,
+    config: &Config,
+    dataplane: &Dataplane,
+    publisher: &Arc<Publisher>,
+) -> io::Result<JoinHandle<()>> {
+    let (mapping, table) = (config.conntrack.mapping.clone(), Arc::clone(dataplane.connections()));
+    let publisher = Arc::downgrade(publisher);
+    thread::Builder::new().name("connections".to_owned()).spawn(move || {
+        privileges::forgo();
+        walks.run(&mapping, &table, |addresses| {
+            if let Some(publisher) = publisher.upgrade() {
+                publisher.cleared(addresses);
+            }
+        });
+    })
 }
 
 /// The loader of XDP programs. Links that an earlier daemon pinned are taken over, or cleared where this one pins none.
@@ -573,18 +553,4 @@ fn pair_mtu(config: &Config, facts: &Facts) -> u32 {
     let pods = behind.values().filter_map(|index| facts.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
     largest.min(config.umem.frame_size.largest_packet())
-}
-
-/// What changed, in a few words.
-fn summary(changes: &[Change]) -> String {
-    const SHOWN: usize = 4;
-    let name = |change: &Change| match change {
-        Change::Set(object) => object.reference().to_string(),
-        Change::Delete(reference) => format!("{reference} deleted"),
-    };
-    let mut names: Vec<String> = changes.iter().take(SHOWN).map(name).collect();
-    if changes.len() > SHOWN {
-        names.push(format!("and {} more", changes.len() - SHOWN));
-    }
-    names.join(", ")
 }

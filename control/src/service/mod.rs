@@ -1,13 +1,16 @@
 //! The node service: what `penstock run` runs.
 //!
-//! One thread keeps everything in step: changes of objects (`objects`) and of the network ([`crate::discovery`]) end in
-//! open ports (`ports`) and a published snapshot (`daemon`). The packets are the workers' business alone.
+//! Two threads keep everything in step, and publish (`publisher`): one follows the objects and has policy compiled
+//! (`follow`), the other follows the network ([`crate::discovery`]), opens and closes ports (`ports`) and answers who asks
+//! (`daemon`). What the second does may wait for the kernel; policy does not. The packets are the workers' business alone.
 
 pub mod admin;
 pub mod config;
 mod connections;
 mod daemon;
 mod first_closed;
+mod follow;
+mod layout;
 pub mod logging;
 mod metrics;
 mod objects;
@@ -16,6 +19,7 @@ mod outlet;
 mod ports;
 pub mod preflight;
 mod progress;
+mod publisher;
 mod report;
 mod samples;
 mod signals;
@@ -23,6 +27,7 @@ mod surroundings;
 pub(crate) mod table;
 mod verdicts;
 mod waiting;
+mod walks;
 mod words;
 
 use std::fmt::Display;
@@ -93,7 +98,7 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
                 findings.extend(preflight::programs(config));
                 findings.extend(preflight::source_check());
                 match netlink.facts().await {
-                    Ok(facts) => findings.extend(preflight::pods(config, &facts, &objects)),
+                    Ok(facts) => findings.extend(preflight::pods(config, &facts, objects.tenants())),
                     Err(error) => findings.push(Finding::error(error.to_string())),
                 }
             }

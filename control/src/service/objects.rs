@@ -5,8 +5,10 @@ use std::net::IpAddr;
 
 use penstock_dataplane::policy::PolicySet;
 
+use crate::discovery::Problem;
 use crate::engine::{Engine, Settings};
 use crate::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
+use crate::state::Holder;
 
 /// All objects, and what of them is this node's.
 pub(super) struct Objects {
@@ -112,6 +114,43 @@ impl Objects {
         self.pods.values()
     }
 
+    /// This node's pods with the addresses that are theirs, and what is said of an address that two pods claim.
+    pub(super) fn tenants(&self) -> (Vec<Pod>, BTreeSet<Problem>) {
+        let (mut pods, mut problems) = (Vec::with_capacity(self.pods.len()), BTreeSet::new());
+        for pod in self.pods.values() {
+            let mut pod = pod.clone();
+            if !pod.host_network && !pod.finished {
+                let second = pod.key.clone();
+                pod.addresses.retain(|&address| match self.holder(address) {
+                    Some(first) if *first != second => {
+                        problems.insert(Problem::AddressTaken {
+                            first: first.clone(),
+                            second: second.clone(),
+                            address,
+                        });
+                        false
+                    }
+                    _ => true,
+                });
+            }
+            pods.push(pod);
+        }
+        (pods, problems)
+    }
+
+    /// The pod whose address this is, as policy goes by it.
+    fn holder(&self, address: IpAddr) -> Option<&ObjectKey> {
+        match self.engine.state().holder(&address)? {
+            Holder::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
+            Holder::Node(_) => None,
+        }
+    }
+
+    /// Whether `address` is this pod's, as policy goes by it.
+    pub(super) fn has(&self, pod: &ObjectKey, address: IpAddr) -> bool {
+        self.holder(address) == Some(pod)
+    }
+
     /// How many policies there are in the cluster.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
@@ -156,7 +195,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use crate::model::{NetworkPolicy, Selector};
+    use crate::model::{NetworkPolicy, Selector, Tenure};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -173,6 +212,7 @@ mod tests {
             host_network: false,
             finished: false,
             ports: Vec::new(),
+            tenure: Default::default(),
         }))
     }
 
@@ -216,6 +256,79 @@ mod tests {
         assert!(!objects.apply_addresses(&[address("192.0.2.9")]), "nothing new");
         assert_eq!(reached(&objects), [true, false, true]);
         assert_eq!(objects.node_addresses(), ["192.0.2.1", "192.0.2.9"].map(address));
+    }
+
+    #[test]
+    fn of_two_pods_with_one_address_the_living_one_has_it_and_the_other_is_reported() {
+        let tenure = |leaving, started, created| Tenure { leaving, started, created };
+        let plain = tenure(false, Some(10), Some(10));
+        let finished = |pod: &mut Pod| pod.finished = true;
+        let nothing = |_: &mut Pod| {};
+        type Edit = fn(&mut Pod);
+        // Of `old` and `new`: what they say, and who has the address; and whether the other is reported.
+        let cases: [(&str, Tenure, Tenure, Edit, &str, bool); 8] = [
+            ("old finished", plain, plain, finished, "new", false),
+            ("old finished, though it started later", tenure(false, Some(20), None), plain, finished, "new", false),
+            ("old is being deleted", tenure(true, Some(10), Some(10)), plain, nothing, "new", true),
+            ("old is being deleted and started later", tenure(true, Some(20), Some(20)), plain, nothing, "new", true),
+            ("new started later", plain, tenure(false, Some(11), Some(1)), nothing, "new", true),
+            ("old is known to have started, new is not", plain, tenure(false, None, Some(99)), nothing, "old", true),
+            ("new was created later", plain, tenure(false, Some(10), Some(11)), nothing, "new", true),
+            ("nothing tells them apart: by name", plain, plain, nothing, "new", true),
+        ];
+        for (what, of_old, of_new, more, holder, reported) in cases {
+            for in_order in [true, false] {
+                for far in [None, Some("old"), Some("new")] {
+                    let mut objects = Objects::new("here", &[]);
+                    let made = |name: &str, tenure, more: Edit| {
+                        let node = if far == Some(name) { "elsewhere" } else { "here" };
+                        let Change::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
+                        made.tenure = tenure;
+                        more(&mut made);
+                        Change::Set(Object::Pod(made))
+                    };
+                    let (old, new) = (made("old", of_old, more), made("new", of_new, nothing));
+                    let (first, second) = if in_order { (old, new) } else { (new, old) };
+                    objects.apply([first], &[]);
+                    objects.apply([second], &[]);
+                    let told = format!("{what}, in order {in_order}, elsewhere {far:?}");
+                    let (pods, problems) = objects.tenants();
+                    let live = |pod: &&Pod| !pod.finished && !pod.addresses.is_empty();
+                    let served: Vec<&str> = pods.iter().filter(live).map(|pod| pod.key.name.as_str()).collect();
+                    let expected = if far == Some(holder) { vec![] } else { vec![holder] };
+                    assert_eq!(served, expected, "forwarding: {told}");
+                    for name in ["old", "new"] {
+                        let key = ObjectKey { namespace: "shop".into(), name: name.into() };
+                        assert_eq!(objects.has(&key, address("10.1.1.5")), name == holder, "policy: {told}");
+                    }
+                    let other = if holder == "new" { "old" } else { "new" };
+                    let is_here = far != Some(other);
+                    assert_eq!(problems.len(), usize::from(reported && is_here), "{told}: {problems:?}");
+                    for problem in problems {
+                        let text = problem.to_string();
+                        assert!(text.starts_with(&format!("pods shop/{holder} and shop/{other}: both have")), "{text}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_address_goes_over_when_its_pod_begins_to_leave_and_when_it_is_gone() {
+        let mut objects = Objects::new("here", &[]);
+        let made = |name: &str, started, leaving| {
+            let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
+            made.tenure = Tenure { leaving, started: Some(started), created: None };
+            Change::Set(Object::Pod(made))
+        };
+        let key = |name: &str| ObjectKey { namespace: "shop".into(), name: name.into() };
+        let gone = Change::Delete(ObjectRef::Pod(key("b")));
+        for (change, holder) in
+            [(made("b", 2, false), "b"), (made("a", 1, false), "b"), (made("b", 2, true), "a"), (gone, "a")]
+        {
+            objects.apply([change], &[]);
+            assert!(objects.has(&key(holder), address("10.1.1.5")), "{holder}");
+        }
     }
 
     #[test]

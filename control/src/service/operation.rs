@@ -11,15 +11,12 @@ use super::RunError;
 use super::admin::{self, Admin, Asker, Question, Questions, Served};
 use super::config::{Layers, Loaded};
 use super::metrics::Metrics;
-use super::progress::Progress;
 use super::samples::{self, Sample, Samples};
 use super::verdicts::Verdicts;
 use crate::source::SourceHealth;
 
 /// How often the verdict log is written.
 const WRITE: Duration = Duration::from_millis(100);
-/// How often it is looked whether a snapshot is in force that is not yet.
-const LOOK: Duration = Duration::from_millis(1);
 
 /// What is open before the daemon starts: problems with it are told before anything on the node is touched.
 pub(super) struct Doors {
@@ -49,8 +46,6 @@ pub(super) enum Next {
     Sample,
     /// The verdict log is to be written.
     Write,
-    /// A snapshot that was published was not in force everywhere yet.
-    Look,
 }
 
 /// All that the daemon's loop has for its operation.
@@ -62,7 +57,6 @@ pub(super) struct Operation {
     pub(super) loaded: Loaded,
     pub(super) source: Arc<SourceHealth>,
     pub(super) samples: Samples,
-    pub(super) progress: Progress,
     pub(super) verdicts: Verdicts,
     pub(super) started: Instant,
     sampling: Interval,
@@ -92,7 +86,6 @@ impl Operation {
             loaded: loaded.clone(),
             source,
             samples: Samples::new(Sample::take(dataplane)),
-            progress: Progress::new(),
             verdicts: verdicts.map_err(RunError::bad_input)?,
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),
@@ -106,9 +99,8 @@ impl Operation {
         if let Some(asker) = self.asker.take() {
             asker.started();
         }
-        let (awaits, writes) = (self.progress.awaits(), self.verdicts.is_on());
+        let writes = self.verdicts.is_on();
         tokio::select! {
-            () = tokio::time::sleep(LOOK), if awaits => Next::Look,
             _ = self.sampling.tick() => Next::Sample,
             _ = self.writing.tick(), if writes => Next::Write,
             // The channel never closes: the doors keep its other end, or nobody asks.

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
-use ipnet::IpNet;
-use penstock_dataplane::forward::{Forwarding, Port, PortId, PortKind};
+use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
@@ -14,13 +14,15 @@ use penstock_xdp_redirect::{
 };
 
 use super::config::{Config, FailMode};
-use super::connections::Tenants;
 use super::first_closed::FirstClosed;
-use super::surroundings::Surroundings;
+use super::layout::{Layout, OpenPort, Served};
 use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
 use crate::model::ObjectKey;
 
+/// How long an interface's queue may be busy until that is logged: a queue that was closed a moment ago is, as long as the
+/// kernel's deferred work takes.
+const PATIENCE: Duration = Duration::from_secs(3);
 /// Octets of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
@@ -67,6 +69,10 @@ pub(super) struct Ports {
     retracted: BTreeSet<IpAddr>,
     /// Links that could not be opened, with the reason that was logged.
     refused: BTreeMap<u32, String>,
+    /// Links whose queue another socket has, and since when.
+    busy: BTreeMap<u32, Instant>,
+    /// How long opening waits for a queue that is busy.
+    patience: Duration,
     settings: Sysctls,
     /// Whether an earlier daemon may have made the settings.
     follows: bool,
@@ -99,6 +105,8 @@ impl Ports {
             announced: BTreeMap::new(),
             retracted: BTreeSet::new(),
             refused: BTreeMap::new(),
+            busy: BTreeMap::new(),
+            patience: PATIENCE,
             settings: Sysctls::default(),
             follows,
         }
@@ -199,6 +207,7 @@ impl Ports {
             changed = true;
         }
         self.refused.retain(|index, _| wanted.contains_key(index));
+        self.busy.retain(|index, _| wanted.contains_key(index));
         for (index, port) in wanted {
             if let Some(side) = self.pods.get_mut(&index) {
                 if !side.served || side.last != port {
@@ -212,6 +221,7 @@ impl Ports {
             match self.open_pod(dataplane, link, options, port) {
                 Ok(side) => {
                     self.refused.remove(&index);
+                    self.busy.remove(&index);
                     self.pods.insert(index, side);
                     changed = true;
                 }
@@ -223,11 +233,34 @@ impl Ports {
                     if self.waiting.closes() && !self.waiting.has(index) {
                         self.close(&interface(link), facts);
                     }
-                    self.tell(index, &error.to_string());
+                    if !self.may_become_free(index, &error) {
+                        self.tell(index, &error.to_string());
+                    }
                 }
             }
         }
         changed
+    }
+
+    /// From now on opening does not wait for a queue that is busy: [`Ports::has_busy`] says that it is to be tried again.
+    pub(super) fn wait_no_more(&mut self) {
+        self.patience = Duration::ZERO;
+    }
+
+    /// Whether a port could not be opened because its queue has been busy, for a short time so far. One that stays so is
+    /// tried again whenever ports are brought in step.
+    pub(super) fn has_busy(&self) -> bool {
+        self.busy.values().any(|since| since.elapsed() < PATIENCE)
+    }
+
+    /// Whether this is no more than a queue that has been busy for a short time.
+    fn may_become_free(&mut self, index: u32, error: &OpenError) -> bool {
+        let OpenError::Port(PortError::QueueBusy { .. }) = error else {
+            self.busy.remove(&index);
+            return false;
+        };
+        let since = *self.busy.entry(index).or_insert_with(Instant::now);
+        since.elapsed() + self.patience < PATIENCE
     }
 
     /// Takes out the ports whose interface is gone. They are to be closed once a snapshot without them is published.
@@ -288,11 +321,20 @@ impl Ports {
         routes
     }
 
-    /// Who has each address: the pod and its interface. A pod that is made again under its name has another interface.
-    pub(super) fn tenants(&self) -> Tenants {
-        let served = self.pods.values().filter(|side| side.served);
-        let addresses = |side: &PodSide| side.last.addresses.clone();
-        served.flat_map(|side| addresses(side).into_iter().map(|address| (address, side.tenant()))).collect()
+    /// What a snapshot needs to know of the ports that are open.
+    pub(super) fn layout(&self) -> Layout {
+        let placed = |open: &Open, pod: Option<Served>| OpenPort {
+            id: open.id,
+            interface: open.attached.interface().name.clone(),
+            port: open.port.clone(),
+            pod,
+        };
+        let served = |side: &PodSide| {
+            let PodPort { pod, link, addresses, .. } = &side.last;
+            side.served.then(|| Served { key: pod.clone(), link: *link, addresses: addresses.clone() })
+        };
+        let fixed = self.fixed.iter().map(|open| placed(open, None));
+        Layout { ports: fixed.chain(self.pods.values().map(|side| placed(&side.open, served(side)))).collect() }
     }
 
     /// The port of this pod, and its interface.
@@ -301,26 +343,9 @@ impl Ports {
         Some((side.open.id, &side.last.name))
     }
 
-    /// The pods that are served, each with its port and its addresses.
-    pub(super) fn served(&self) -> impl Iterator<Item = (&ObjectKey, PortId, &BTreeSet<IpAddr>)> {
-        let served = self.pods.values().filter(|side| side.served);
-        served.map(|side| (&side.last.pod, side.open.id, &side.last.addresses))
-    }
-
     /// The pod behind a port, if it is served.
     pub(super) fn pod_of(&self, port: PortId) -> Option<&ObjectKey> {
-        self.served().find(|(_, id, _)| *id == port).map(|(pod, ..)| pod)
-    }
-
-    /// The forwarding table of the ports that are open, for a node with these surroundings.
-    pub(super) fn forwarding(&self, around: &Surroundings, services: &[IpNet]) -> Forwarding {
-        let mut forwarding = around.forwarding().with_services(services);
-        for open in self.fixed.iter().chain(self.pods.values().map(|side| &side.open)) {
-            if let Err(error) = forwarding.insert(open.id, open.port.clone()) {
-                tracing::error!(interface = %open.attached.interface(), %error, "port left out");
-            }
-        }
-        forwarding
+        self.pods.values().find(|side| side.served && side.open.id == port).map(|side| &side.last.pod)
     }
 
     /// Interfaces that are closed because their pod is not known, with what came from them.
@@ -392,7 +417,8 @@ impl Ports {
         options: AttachOptions,
         port: Port,
     ) -> Result<Open, OpenError> {
-        let id = dataplane.open_port(&PortRequest::new(link.name.as_str()))?;
+        let request = PortRequest { patience: self.patience, ..PortRequest::new(link.name.as_str()) };
+        let id = dataplane.open_port(&request)?;
         if let Some(error) = dataplane.gso_refused(id) {
             tracing::warn!(
                 interface = link.name,
@@ -473,10 +499,6 @@ impl PodSide {
         if let Err(error) = self.open.attached.set_own(self.last.peer_mac.0, addresses) {
             tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
         }
-    }
-
-    fn tenant(&self) -> (ObjectKey, u32) {
-        (self.last.pod.clone(), self.last.link)
     }
 
     fn take(&mut self, port: PodPort) {

@@ -3,6 +3,7 @@
 mod interfaces;
 mod kernel;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io;
@@ -14,8 +15,8 @@ use nix::unistd::Pid;
 use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated, try_source_check};
 
 use super::config::{Config, PickUp};
-use super::objects::Objects;
 use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
+use crate::model::Pod;
 use crate::source::Location;
 use crate::source::api_server::Access;
 
@@ -171,9 +172,11 @@ pub(super) fn source_check() -> Option<Finding> {
 }
 
 /// Tells of each local pod whether its interface can be served.
-pub(super) fn pods(config: &Config, facts: &Facts, objects: &Objects) -> Vec<Finding> {
+pub(super) fn pods(config: &Config, facts: &Facts, tenants: (Vec<Pod>, BTreeSet<Problem>)) -> Vec<Finding> {
     let largest = config.umem.frame_size.largest_packet();
-    let (ports, problems) = pod_ports(facts, objects.pods(), config.node.as_str(), largest);
+    let (pods, mut problems) = tenants;
+    let (ports, more) = pod_ports(facts, &pods, config.node.as_str(), largest);
+    problems.extend(more);
     let told = problems.iter().map(|problem| match problem {
         Problem::TooLong { .. } => Finding::error(problem.to_string()),
         _ => Finding::warning(problem.to_string()),

@@ -12,6 +12,26 @@ use super::config::{self, FromPods};
 use super::objects::Objects;
 use crate::discovery::Facts;
 
+/// What counts of the node's network interfaces.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct NodeNetwork {
+    /// Their addresses.
+    pub(super) addresses: Vec<IpAddr>,
+    /// What the node takes for itself beside them.
+    taken: BTreeSet<IpNet>,
+    tunnel_ports: BTreeSet<u16>,
+}
+
+impl NodeNetwork {
+    pub(super) fn of(facts: &Facts) -> Self {
+        Self {
+            addresses: facts.addresses.clone(),
+            taken: facts.taken.clone(),
+            tunnel_ports: facts.tunnel_ports.clone(),
+        }
+    }
+}
+
 /// All of it. Where one differs from that of the last snapshot, another is due.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Surroundings {
@@ -23,20 +43,15 @@ pub(super) struct Surroundings {
 }
 
 impl Surroundings {
-    pub(super) fn of(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Self {
+    pub(super) fn of(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Self {
         Self {
             node: objects.node_addresses().iter().copied().collect(),
             pods: objects.pod_addresses(),
             encapsulation: Arc::new(match config.from_pods {
-                FromPods::Drop => encapsulation(config, facts, objects),
+                FromPods::Drop => encapsulation(config, network, objects),
                 FromPods::Allow => Encapsulation::default(),
             }),
         }
-    }
-
-    /// Addresses of this node's pods, served or not.
-    pub(super) fn pods(&self) -> &BTreeSet<IpAddr> {
-        &self.pods
     }
 
     /// A forwarding table without ports.
@@ -48,11 +63,11 @@ impl Surroundings {
 }
 
 /// What pods may not send to nodes.
-fn encapsulation(config: &config::Encapsulation, facts: &Facts, objects: &Objects) -> Encapsulation {
+fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Encapsulation {
     let configured = config.ports.iter().map(|port| port.get());
-    let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(facts.tunnel_ports.iter().copied());
+    let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(network.tunnel_ports.iter().copied());
     let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
-    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = facts.taken.iter().partition(is_single);
+    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = network.taken.iter().partition(is_single);
     let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
     Encapsulation::refused(ports, own.chain(objects.other_nodes()).map(Address::from), blocks)
 }

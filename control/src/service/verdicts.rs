@@ -136,10 +136,14 @@ impl Verdicts {
         self.unwritten
     }
 
-    /// The lines of what the workers have told since the last time.
-    pub(super) fn lines(&self, view: &View<'_>) -> Vec<String> {
-        let records = std::iter::from_fn(|| self.log.take()).take(AT_ONCE);
-        records.map(|record| line(view, &record)).collect()
+    /// What the workers have told since the last time.
+    pub(super) fn take(&self) -> Vec<VerdictRecord> {
+        std::iter::from_fn(|| self.log.take()).take(AT_ONCE).collect()
+    }
+
+    /// The lines of these records.
+    pub(super) fn lines(&self, view: &View<'_>, records: &[VerdictRecord]) -> Vec<String> {
+        records.iter().map(|record| line(view, record)).collect()
     }
 
     /// Has lines written, and one of what is missing.

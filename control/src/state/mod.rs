@@ -2,8 +2,8 @@
 //!
 //! A [`State`] takes one change after the other and notes what each made outdated, so that the layers after it look at
 //! that alone: pods whose policies may be others now, addresses whose owner or classes may be. It knows no I/O and no
-//! clock, and the order in which objects come does not matter to what it says in the end, with one exception that
-//! Kubernetes makes itself: of two pods that claim one address at a time, the one that claimed it last has it.
+//! clock, and the order in which objects come does not matter to what it says in the end. Of two pods that claim one
+//! address the one has it that [outranks](Pod::outranks) the other.
 
 mod class;
 mod objects;
@@ -90,7 +90,7 @@ struct PolicyRecord {
     pods: FxHashSet<PodId>,
 }
 
-/// Who says that an address is theirs; of each kind the last one has it, and a pod before a node.
+/// Who says that an address is theirs. A pod has it before a node; the pod that outranks the others, the node that came last.
 #[derive(Default, Debug)]
 struct Claim {
     pods: Vec<PodId>,
@@ -190,7 +190,9 @@ impl State {
     /// Who has an address.
     pub fn holder(&self, address: &IpAddr) -> Option<Holder> {
         let claim = self.claims.get(address)?;
-        claim.pods.last().map(|pod| Holder::Pod(*pod)).or(claim.nodes.last().map(|node| Holder::Node(*node)))
+        let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
+        let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
+        pod.map(Holder::Pod).or(claim.nodes.last().map(|node| Holder::Node(*node)))
     }
 
     /// Every address that someone has.

@@ -1,7 +1,6 @@
 //! Policy holds on real packets, and follows manifests and interfaces.
 
 use std::fs;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
@@ -83,9 +82,8 @@ fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
         fs::remove_file(files.path("manifests/late.yaml")).unwrap();
         daemon.wait_for("Pod shop/late deleted");
 
-        let (status, took, said) = daemon.end(Signal::SIGTERM);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
         assert_eq!(status.code(), Some(0), "{said}");
-        assert!(took < Duration::from_secs(1), "{took:?}");
         assert!(said.contains("PORT  INTERFACE"), "statistics at the end: {said}");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);

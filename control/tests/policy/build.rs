@@ -63,6 +63,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         host_network: false,
         finished: false,
         ports: ports.iter().map(port).collect(),
+        tenure: Default::default(),
     }
 }
 

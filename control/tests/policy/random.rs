@@ -143,7 +143,8 @@ fn some_pod() -> impl Strategy<Value = Object> {
         |(key, labels, node, addresses, (host_network, finished), ports)| {
             let addresses = addresses.into_iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
             let node = node.map(str::to_owned);
-            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, ports })
+            let tenure = Default::default();
+            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, ports, tenure })
         },
     )
 }

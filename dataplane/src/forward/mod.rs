@@ -63,7 +63,7 @@ pub enum PortKind {
 }
 
 /// A port as the packet path needs it.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Port {
     /// What stands behind it.
     pub kind: PortKind,
@@ -179,6 +179,12 @@ impl Forwarding {
     #[inline]
     pub fn is_local_pod(&self, address: Address) -> bool {
         self.pods.contains_key(&address) || self.portless.contains(&address)
+    }
+
+    /// Whether this is an address of a pod of this node that has no port.
+    #[inline]
+    pub fn is_portless_pod(&self, address: Address) -> bool {
+        self.portless.contains(&address) && !self.pods.contains_key(&address)
     }
 
     /// Whether a packet from a pod is one that a node would decapsulate.

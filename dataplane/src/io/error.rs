@@ -110,6 +110,18 @@ pub enum PortError {
     /// A worker that had to take part is gone.
     #[error("worker {0} is dead: restart the dataplane")]
     WorkerDied(usize),
+    /// A worker that has died has not closed the port's sockets in time.
+    #[error(
+        "port {port} of interface {interface} is not closed: worker {worker} died and still holds its socket; restart the dataplane"
+    )]
+    NotClosed {
+        /// The port.
+        port: PortId,
+        /// Its interface.
+        interface: String,
+        /// The worker.
+        worker: usize,
+    },
     /// Anything else.
     #[error("interface {interface}: {step}: {source}")]
     Kernel {

@@ -57,8 +57,15 @@ pub(crate) struct XskQueue {
 
 impl XskQueue {
     /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and puts its
-    /// first frames into the fill ring.
-    pub(crate) fn open(umem: &Umem, interface: &str, queue: u32, slot: Slot, budget: u32) -> Result<Self, PortError> {
+    /// first frames into the fill ring. One wake-up is to send `budget` packets.
+    pub(crate) fn open(
+        umem: &Umem,
+        interface: &str,
+        queue: u32,
+        slot: Slot,
+        patience: Duration,
+        budget: u32,
+    ) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
         let fill_target = FillTarget::new(ring_size);
@@ -70,7 +77,7 @@ impl XskQueue {
                 total: pool.total(),
             });
         }
-        let (tx, rx, fill, completion) = bind(umem, interface, queue)?;
+        let (tx, rx, fill, completion) = bind(umem, interface, queue, patience)?;
         let mut this = Self {
             slot,
             rx,
@@ -292,9 +299,8 @@ impl XskQueue {
     }
 
     /// Sends what is still in the TX ring before the queue is closed, for as long as that moves and not after
-    /// `limit`. What remains is dropped with the socket.
-    pub(crate) fn settle(&mut self, limit: Duration, pool: &FramePool) {
-        let deadline = Instant::now() + limit;
+    /// `deadline`. What remains is dropped with the socket.
+    pub(crate) fn settle(&mut self, deadline: Instant, pool: &FramePool) {
         let mut scratch = [FrameDesc::default(); BATCH];
         let mut cache = FrameCache::new();
         loop {
@@ -346,10 +352,14 @@ impl XskQueue {
 /// Makes and binds a socket. A queue that was closed a moment ago is free only when the kernel's deferred work is
 /// done, which waits for a lock that all changes of interfaces take (`xp_release_deferred` in net/xdp/xsk_buff_pool.c):
 /// hence the patience with one that is busy.
-fn bind(umem: &Umem, interface: &str, queue: u32) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
-    const PATIENCE: Duration = Duration::from_secs(3);
+fn bind(
+    umem: &Umem,
+    interface: &str,
+    queue: u32,
+    patience: Duration,
+) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
     let name = interface.parse().map_err(|_| PortError::NoInterface { interface: interface.to_owned() })?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + patience;
     let (tx, rx, rings) = loop {
         // SAFETY: no program is loaded by libxdp, which is what sharing a UMEM and queue would need.
         let result = unsafe { Socket::new(socket_config(umem.config().ring_size), umem.xsk(), &name, queue) };

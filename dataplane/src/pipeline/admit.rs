@@ -11,7 +11,8 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     let own_source = match port.kind {
         PortKind::Pod => port.addresses.contains(&src),
-        PortKind::Host => true,
+        // A pod without a port has sent nothing that the node's stack could send back.
+        PortKind::Host => !forwarding.is_portless_pod(src),
         // From outside, nothing honest carries an address of this node or of its pods.
         PortKind::Uplink => !forwarding.is_local_pod(src) && !forwarding.is_node(src),
     };

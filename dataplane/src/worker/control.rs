@@ -1,12 +1,14 @@
 //! What the control side and the workers share, and how the one speaks to the others.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
+use super::dataplane::PortRequest;
 use super::mailbox::{Command, Mailbox};
 use super::ports::{OpenPort, OpenQueue, PortTable};
 use super::statistics::{Depths, PortCounters, Traffic, WorkerCounters};
@@ -37,6 +39,8 @@ pub(super) struct Shared {
 pub(super) struct Control {
     pub(super) shared: Arc<Shared>,
     pub(super) commands: Vec<Sender<Command>>,
+    /// By worker: a channel whose other end its thread has until it ends.
+    pub(super) ends: Vec<Receiver<()>>,
     pub(super) ports: PortTable,
     pub(super) closed: Traffic,
     pub(super) gso: GsoSockets,
@@ -44,6 +48,8 @@ pub(super) struct Control {
 
 /// How long closing waits for packets that are being sent.
 const SETTLE: Duration = Duration::from_millis(50);
+/// How long closing waits for the end of a worker that has died: so long as the kernel may take to close all its sockets.
+const END: Duration = Duration::from_secs(10);
 
 impl Control {
     pub(super) fn send(&self, worker: usize, command: Command) {
@@ -56,8 +62,18 @@ impl Control {
     fn ask<T>(
         &self,
         workers: impl IntoIterator<Item = usize>,
-        mut question: impl FnMut(usize, Sender<T>) -> Command,
+        question: impl FnMut(usize, Sender<T>) -> Command,
     ) -> Result<Vec<T>, PortError> {
+        let answers = self.ask_each(workers, question).into_iter();
+        answers.map(|(worker, answer)| answer.ok_or(PortError::WorkerDied(worker))).collect()
+    }
+
+    /// The same, with `None` of workers that have died.
+    fn ask_each<T>(
+        &self,
+        workers: impl IntoIterator<Item = usize>,
+        mut question: impl FnMut(usize, Sender<T>) -> Command,
+    ) -> Vec<(usize, Option<T>)> {
         let asked: Vec<(usize, Receiver<T>)> = workers
             .into_iter()
             .map(|worker| {
@@ -66,30 +82,32 @@ impl Control {
                 (worker, answered)
             })
             .collect();
-        asked.into_iter().map(|(worker, answered)| answered.recv().map_err(|_| PortError::WorkerDied(worker))).collect()
+        asked.into_iter().map(|(worker, answered)| (worker, answered.recv().ok())).collect()
     }
 
     fn workers(&self) -> std::ops::Range<usize> {
         0..self.commands.len()
     }
 
-    pub(super) fn open(&mut self, interface: &str, queues: Option<u32>) -> Result<PortId, PortError> {
+    pub(super) fn open(&mut self, request: &PortRequest) -> Result<PortId, PortError> {
+        let PortRequest { interface, queues, patience } = request;
         let facts = InterfaceFacts::read(interface)?;
         facts.check(self.shared.umem.config().frame_size)?;
         let published = self.shared.snapshot.load_full();
         let Some(id) = self.ports.vacant(&published) else {
-            return Err(PortError::TooManyPorts { interface: interface.to_owned(), max: MAX_PORTS });
+            return Err(PortError::TooManyPorts { interface: interface.clone(), max: MAX_PORTS });
         };
-        let opened = self.open_queues(&facts, queues.unwrap_or(facts.queues).max(1)).and_then(|(sockets, open)| {
-            let counters = self.workers().map(|_| Arc::default()).collect();
-            self.ports.insert(id, OpenPort { interface: interface.to_owned(), queues: open, counters });
-            self.attach(id, sockets)
-        });
+        let opened =
+            self.open_queues(&facts, queues.unwrap_or(facts.queues).max(1), *patience).and_then(|(sockets, open)| {
+                let counters = self.workers().map(|_| Arc::default()).collect();
+                self.ports.insert(id, OpenPort { interface: interface.clone(), queues: open, counters });
+                self.attach(id, sockets)
+            });
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
                 // Ends what was begun, if anything was.
-                if self.close(id).is_err() {
+                if let Err(PortError::NotOpen(_)) = self.close(id) {
                     self.ports.retire(id);
                 }
                 Err(error)
@@ -102,13 +120,14 @@ impl Control {
         &mut self,
         facts: &InterfaceFacts,
         count: u32,
+        patience: Duration,
     ) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
         let (mut sockets, mut open) = (Vec::new(), Vec::new());
         // With several queues the kernel would choose one for what leaves as one, by the core: segments could overtake others.
         let joins = self.shared.gso && (facts.queues, facts.tx_queues) == (1, 1);
         for queue in 0..count {
             let result = match self.ports.take_slot() {
-                Some(slot) => self.open_queue(&facts.name, queue, slot, joins),
+                Some(slot) => self.open_queue(&facts.name, queue, slot, joins, patience),
                 None => Err(PortError::TooManyPorts { interface: facts.name.clone(), max: MAX_PORTS }),
             };
             match result {
@@ -131,16 +150,17 @@ impl Control {
         queue: u32,
         slot: crate::io::Slot,
         joins: bool,
+        patience: Duration,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
-        let opened =
-            XskQueue::open(&self.shared.umem, interface, queue, slot, self.shared.tx_budget).and_then(|socket| {
-                let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
-                    interface: interface.to_owned(),
-                    step: "duplicating a socket's descriptor",
-                    source,
-                });
-                again.map(|again| (socket, again))
+        let bound = XskQueue::open(&self.shared.umem, interface, queue, slot, patience, self.shared.tx_budget);
+        let opened = bound.and_then(|socket| {
+            let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
+                interface: interface.to_owned(),
+                step: "duplicating a socket's descriptor",
+                source,
             });
+            again.map(|again| (socket, again))
+        });
         match opened {
             Ok((mut socket, again)) => {
                 let gso = joins.then(|| self.join_segments(&mut socket, interface));
@@ -192,32 +212,87 @@ impl Control {
     }
 
     pub(super) fn close(&mut self, id: PortId) -> Result<(), PortError> {
-        let Some(port) = self.ports.remove(id) else { return Err(PortError::NotOpen(id)) };
-        // First nobody sends to it any more; then what is under way to its owners is dealt with; then they let go.
-        let unrouted = self.ask(self.workers(), |_, done| Command::Unroute { port: id, done });
-        let owners: std::collections::BTreeSet<usize> = port.queues.iter().map(|queue| queue.worker).collect();
-        let detached = self.ask(owners, |_, done| Command::Detach { port: id, done });
-        let sockets = detached?.into_iter().flatten().collect();
-        unrouted?;
-        for counters in &port.counters {
-            self.closed.add(counters);
+        self.close_all(&[id]).pop().unwrap_or(Err(PortError::NotOpen(id)))
+    }
+
+    /// Closes ports, all in the time that one takes. A worker that has died closes its sockets as it ends; it is waited for.
+    pub(super) fn close_all(&mut self, ids: &[PortId]) -> Vec<Result<(), PortError>> {
+        let (mut sockets, mut leaving) = (Vec::new(), Vec::new());
+        let mut outcomes = Vec::with_capacity(ids.len());
+        for &id in ids {
+            outcomes.push(match self.ports.remove(id) {
+                None => Err(PortError::NotOpen(id)),
+                Some(port) => {
+                    let (detached, dead) = self.detach(id, &port);
+                    sockets.extend(detached);
+                    let closed = self.await_ends(id, &port, dead);
+                    leaving.push((id, port, closed.is_ok()));
+                    closed
+                }
+            });
         }
-        self.close_queues(sockets, port.queues);
-        self.ports.retire(id);
+        self.settle(sockets);
+        for (id, port, closed) in leaving {
+            for counters in &port.counters {
+                self.closed.add(counters);
+            }
+            // What is not known to be closed keeps its frames, number and slots: the kernel may still write to them.
+            if closed {
+                self.reclaim(port.queues);
+                self.ports.retire(id);
+            }
+        }
+        outcomes
+    }
+
+    /// Takes a port's sockets from its workers: first nobody sends to it any more; then what is under way to its owners is
+    /// dealt with; then they let go. With the owners that have died.
+    fn detach(&self, id: PortId, port: &OpenPort) -> (Vec<XskQueue>, Vec<usize>) {
+        self.ask_each(self.workers(), |_, done| Command::Unroute { port: id, done });
+        let owners: BTreeSet<usize> = port.queues.iter().map(|queue| queue.worker).collect();
+        let (mut sockets, mut dead) = (Vec::new(), Vec::new());
+        for (worker, answer) in self.ask_each(owners, |_, done| Command::Detach { port: id, done }) {
+            match answer {
+                Some(queues) => sockets.extend(queues),
+                None => dead.push(worker),
+            }
+        }
+        (sockets, dead)
+    }
+
+    /// Waits until workers that have died have closed their sockets, which they have when their threads end.
+    fn await_ends(&self, id: PortId, port: &OpenPort, dead: Vec<usize>) -> Result<(), PortError> {
+        let deadline = Instant::now() + END;
+        for worker in dead {
+            // Nothing is ever sent: the thread has the other end until it ends.
+            if self.ends[worker].recv_deadline(deadline) == Err(RecvTimeoutError::Timeout) {
+                return Err(PortError::NotClosed { port: id, interface: port.interface.clone(), worker });
+            }
+        }
         Ok(())
+    }
+
+    /// Sends what sockets that no worker has any more are to send, for a moment, and closes them.
+    fn settle(&self, sockets: Vec<XskQueue>) {
+        let (pool, deadline) = (self.shared.umem.pool(), Instant::now() + SETTLE);
+        for mut socket in sockets {
+            socket.settle(deadline, pool);
+        }
     }
 
     /// Closes sockets that no worker has any more, and frees all frames that they held.
     pub(super) fn close_queues(&mut self, sockets: Vec<XskQueue>, open: Vec<OpenQueue>) {
-        let pool = self.shared.umem.pool();
-        for mut socket in sockets {
-            socket.settle(SETTLE, pool);
-        }
+        self.settle(sockets);
+        self.reclaim(open);
+    }
+
+    /// Frees all frames of sockets that no worker has any more.
+    fn reclaim(&mut self, open: Vec<OpenQueue>) {
         // Both descriptors of every socket are closed by now, and the kernel is done with their frames when closing
         // returns (`xsk_release` waits for packets in flight by synchronize_net).
         let slots: Vec<_> = open.into_iter().map(|queue| queue.slot).collect();
         for slot in slots {
-            pool.reclaim(slot);
+            self.shared.umem.pool().reclaim(slot);
             self.ports.give_slot(slot);
         }
     }

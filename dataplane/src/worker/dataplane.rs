@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
-use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
 use super::control::{Control, Shared};
 use super::mailbox::{Command, Mailbox};
@@ -36,12 +36,14 @@ pub struct PortRequest {
     /// How many of its RX queues to open, from the first on; `None` opens all that the interface uses. Packets of a queue
     /// that is not opened find no socket.
     pub queues: Option<u32>,
+    /// How long to wait for a queue that another socket has: the kernel frees one some time after it was closed.
+    pub patience: Duration,
 }
 
 impl PortRequest {
     /// All queues of this interface.
     pub fn new(interface: impl Into<String>) -> Self {
-        Self { interface: interface.into(), queues: None }
+        Self { interface: interface.into(), queues: None, patience: Duration::from_secs(3) }
     }
 }
 
@@ -107,6 +109,7 @@ impl Dataplane {
         let control = Control {
             shared: shared.clone(),
             commands: Vec::new(),
+            ends: Vec::new(),
             ports: PortTable::default(),
             closed: Traffic::default(),
             gso: GsoSockets::default(),
@@ -123,17 +126,13 @@ impl Dataplane {
         };
         let (begun, all_begun) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
-            let (sender, receiver) = unbounded();
-            let thread = spawn(
-                index,
-                core,
-                shared.clone(),
-                processor(index, &this.connections),
-                receiver,
-                begun.clone(),
-                &config,
-            )?;
-            this.control().commands.push(sender);
+            let ((sender, receiver), (ending, end)) = (unbounded(), bounded(0));
+            let worker = Thread { index, core, commands: receiver, begun: begun.clone(), ending };
+            let thread = spawn(worker, shared.clone(), processor(index, &this.connections), &config)?;
+            let mut control = this.control();
+            control.commands.push(sender);
+            control.ends.push(end);
+            drop(control);
             this.threads.push(thread);
         }
         drop(begun);
@@ -157,7 +156,7 @@ impl Dataplane {
     /// Then the sockets are to be put into the XDP program's map ([`Dataplane::with_sockets`]), and the port into a
     /// snapshot. Its number is not one that the snapshot published last speaks of.
     pub fn open_port(&self, request: &PortRequest) -> Result<PortId, PortError> {
-        self.control().open(&request.interface, request.queues)
+        self.control().open(request)
     }
 
     /// Shows the sockets of a port, each with its queue's number. They live as long as the port is open, so that no copy
@@ -200,9 +199,15 @@ impl Dataplane {
 
     /// Closes a port; all its frames are free when this returns. The XDP program should be detached before, and a
     /// snapshot without the port be published. Packets still on the way to it are dropped as
-    /// [`Cause::PortGone`](crate::pipeline::Cause::PortGone).
+    /// [`Cause::PortGone`](crate::pipeline::Cause::PortGone). Where a worker has died, it returns once that one's sockets are
+    /// closed, or says that they are not.
     pub fn close_port(&self, port: PortId) -> Result<(), PortError> {
         self.control().close(port)
+    }
+
+    /// Closes several ports, in the time that one takes; the outcomes are in the order of `ports`.
+    pub fn close_ports(&self, ports: &[PortId]) -> Vec<Result<(), PortError>> {
+        self.control().close_all(ports)
     }
 
     /// Makes this what the workers go by, each from its next turn on.
@@ -382,15 +387,24 @@ fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
     })
 }
 
-fn spawn<P: Processor>(
+/// What a worker's thread is started with.
+struct Thread {
     index: usize,
     core: CoreId,
+    commands: Receiver<Command>,
+    /// Told when it has begun.
+    begun: Sender<(CoreId, Option<Priority>)>,
+    /// Dropped when it ends.
+    ending: Sender<()>,
+}
+
+fn spawn<P: Processor>(
+    thread: Thread,
     shared: Arc<Shared>,
     processor: P,
-    commands: Receiver<Command>,
-    begun: Sender<(CoreId, Option<Priority>)>,
     config: &Config,
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
+    let Thread { index, core, commands, begun, ending } = thread;
     let failed = |source| StartError::Thread { worker: index, source };
     let (timer, priority) = (StageTimer::new(config.time_stages), config.priority);
     let worker = Worker::new(index, shared.clone(), processor, commands, config.polling, timer)
@@ -401,13 +415,13 @@ fn spawn<P: Processor>(
         drop(begun);
         // What it reads comes from pods; its queues are opened for it.
         forgo_capabilities();
-        match catch_unwind(AssertUnwindSafe(|| worker.run())) {
-            Ok(queues) => queues,
-            Err(panic) => {
-                let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
-                Vec::new()
-            }
-        }
+        let queues = catch_unwind(AssertUnwindSafe(|| worker.run())).unwrap_or_else(|panic| {
+            let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
+            Vec::new()
+        });
+        // After a panic its sockets are closed by now.
+        drop(ending);
+        queues
     };
     thread::Builder::new().name(format!("{}-{index}", config.thread_name)).spawn(body).map_err(failed)
 }

@@ -1,4 +1,4 @@
-//! What must be reached, as ratios within one run.
+//! What must be reached, as ratios or differences within one run.
 
 use crate::results::Results;
 
@@ -17,6 +17,8 @@ pub(crate) struct Bar {
     metric: &'static str,
     of: &'static str,
     against: Option<&'static str>,
+    /// Whether it is how much more the one is than the other that counts, not how many times.
+    beyond: bool,
     pub(crate) side: Side,
     pub(crate) bar: f64,
 }
@@ -24,14 +26,14 @@ pub(crate) struct Bar {
 /// What came of a bar.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Reached {
-    /// The ratio, and whether it is on the right side.
+    /// The ratio or difference, and whether it is on the right side.
     Measured(f64, bool),
     /// Why there is none.
     Not(String),
 }
 
 const fn least(what: &'static str, scenario: &'static str, metric: &'static str, bar: f64) -> Bar {
-    Bar { what, scenario, metric, of: "Penstock", against: None, side: Side::AtLeast, bar }
+    Bar { what, scenario, metric, of: "Penstock", against: None, beyond: false, side: Side::AtLeast, bar }
 }
 
 const fn most(what: &'static str, scenario: &'static str, metric: &'static str, bar: f64) -> Bar {
@@ -46,6 +48,11 @@ impl Bar {
     const fn against(self, against: &'static str) -> Self {
         Self { against: Some(against), ..self }
     }
+
+    /// So much more than that one at most.
+    const fn beyond(self, rest: &'static str) -> Self {
+        Self { against: Some(rest), beyond: true, ..self }
+    }
 }
 
 /// All bars.
@@ -59,6 +66,14 @@ pub(crate) const BARS: &[Bar] = &[
         .against("nftables, 1000 linear rules"),
     least("the same against Open vSwitch, userspace, with conntrack", "pps", "received", 2.0)
         .against("Open vSwitch, userspace"),
+    most(
+        "from save to in force, p99, while 50 pods come and go each second: ms beyond that at rest",
+        "policy-churn",
+        "p99",
+        10.0,
+    )
+    .of("Penstock, 50 pods a second")
+    .beyond("Penstock, at rest"),
     most("first packet of a connection, p99 of the added latency, against NFQUEUE", "first-packet", "added p99", 0.1)
         .against("NFQUEUE"),
     least("new TCP connections a second against kernel + nftables + conntrack", "tcp-connections", "opened", 1.0)
@@ -102,7 +117,7 @@ impl Bar {
         let against = self.against.map_or(Ok(1.0), median);
         match (median(self.of), against) {
             (Ok(of), Ok(against)) => {
-                let value = of / against;
+                let value = if self.beyond { of - against } else { of / against };
                 let meets = match self.side {
                     Side::AtLeast => value >= self.bar,
                     Side::AtMost => value <= self.bar,
@@ -155,6 +170,7 @@ mod tests {
         let twice = least("", "pps", "received", 2.0).against("other");
         let most_twice = most("", "pps", "received", 2.0).against("other");
         let none = most("", "pps", "received", 0.0);
+        let beyond = |bar| most("", "pps", "received", bar).beyond("other");
         let measured: &[(&str, &[f64], Option<&str>)] =
             &[("Penstock", &[1.0, 6.0, 5.0], None), ("other", &[2.0, 2.5, 3.0], None)];
         let slower: &[(&str, &[f64], Option<&str>)] = &[("Penstock", &[3.0], None), ("other", &[2.0], None)];
@@ -165,6 +181,8 @@ mod tests {
             (most_twice, measured, Reached::Measured(2.0, true)),
             (twice, slower, Reached::Measured(1.5, false)),
             (most_twice, slower, Reached::Measured(1.5, true)),
+            (beyond(2.5), measured, Reached::Measured(2.5, true)),
+            (beyond(2.0), measured, Reached::Measured(2.5, false)),
             (twice, missing, Reached::Not("other: it is not installed".into())),
             // Where nothing may be lost, one repetition that loses something is enough.
             (none, &[("Penstock", &[0.0, 0.0, 7.0][..], None)], Reached::Measured(7.0, false)),

@@ -17,7 +17,7 @@ use crate::cli::{explain, flow};
 use crate::engine::Engine;
 use crate::service::config::Config;
 use crate::service::objects::Objects;
-use crate::service::ports::Ports;
+use crate::service::ports::{Counted, Ports};
 use crate::service::progress::Progress;
 use crate::service::samples::{Sample, Samples};
 use crate::source::{Kind, SourceHealth};
@@ -37,17 +37,30 @@ pub(in crate::service) struct View<'a> {
     pub(in crate::service) started: Instant,
 }
 
+/// What is read of the kernel and asked of the workers, which may take a moment.
+pub(in crate::service) struct Figures {
+    pub(in crate::service) sample: Sample,
+    pub(in crate::service) depths: Depths,
+    pub(in crate::service) ports: Vec<Counted>,
+}
+
+impl Figures {
+    pub(in crate::service) fn read(dataplane: &Dataplane, ports: &Ports) -> Self {
+        // A worker that has died does not answer; that is told otherwise.
+        let depths = dataplane.depths().unwrap_or_default();
+        Self { sample: Sample::take(dataplane), depths, ports: ports.counted() }
+    }
+}
+
 impl View<'_> {
     fn engine(&self) -> &Engine {
         self.objects.engine()
     }
 
     /// How the daemon is.
-    pub(in crate::service) fn status(&self) -> types::Status {
-        let now = Sample::take(self.dataplane);
-        let before = self.samples.before(&now);
-        // A worker that has died does not answer; that is told otherwise.
-        let depths = self.dataplane.depths().unwrap_or_default();
+    pub(in crate::service) fn status(&self, figures: &Figures) -> types::Status {
+        let Figures { sample: now, depths, .. } = figures;
+        let before = self.samples.before(now);
         let in_force = self.dataplane.in_force();
         let total = now.statistics.total();
         types::Status {
@@ -58,8 +71,8 @@ impl View<'_> {
             policies: self.objects.policies(),
             published: self.epoch.0,
             in_force: in_force.iter().all(|&epoch| epoch == self.epoch),
-            workers: self.workers(&now, before, &depths, &in_force),
-            ports: self.port_list(&now, before, &depths),
+            workers: self.workers(now, before, depths, &in_force),
+            ports: self.port_list(figures, before),
             pods: self.pods(&in_force),
             drops: total.drops().map(|(cause, count)| (cause.name().to_owned(), count)).collect(),
             frames: types::Frames {
@@ -126,8 +139,9 @@ impl View<'_> {
             .collect()
     }
 
-    fn port_list(&self, now: &Sample, before: &Sample, depths: &Depths) -> Vec<types::Port> {
-        let (counted, seconds) = (self.ports.counted(), now.seconds_since(before));
+    fn port_list(&self, figures: &Figures, before: &Sample) -> Vec<types::Port> {
+        let Figures { sample: now, depths, ports: counted } = figures;
+        let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
             .map(|figures| {

@@ -2,28 +2,25 @@
 
 use serde::Serialize;
 
-use super::answer::View;
+use super::answer::{Figures, View};
 use super::routes::pretty;
 use super::types::{Dump, DumpFile};
 use crate::service::logging;
-use crate::service::metrics::{self, Collected};
 use crate::service::preflight::Finding;
 
 impl View<'_> {
-    /// All that is known, but the connections. `config` is what was read, `findings` what preflight says now.
+    /// All that is known, but connections and metrics. `config` is what was read, `findings` what preflight says now.
     ///
     /// No file of it holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables
     /// speak of objects by name.
-    pub(in crate::service) fn dump(&self, config: &toml::Table, findings: &[Finding]) -> Dump {
-        let text = |name: &str, content: String| DumpFile { name: name.to_owned(), content };
+    pub(in crate::service) fn dump(&self, config: &toml::Table, findings: &[Finding], figures: &Figures) -> Dump {
         let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
         Dump {
             files: vec![
                 text("versions.txt", versions()),
                 text("config.toml", config.to_string()),
-                file("status.json", &self.status()),
+                file("status.json", &self.status(figures)),
                 text("policy.json", crate::cli::render::json(self.objects.engine())),
-                text("metrics.txt", metrics::encode(Collected::new(self))),
                 text("preflight.txt", preflight.collect()),
                 text("log.txt", logging::recent()),
             ],
@@ -31,9 +28,14 @@ impl View<'_> {
     }
 }
 
+/// A file with this text.
+pub(super) fn text(name: &str, content: String) -> DumpFile {
+    DumpFile { name: name.to_owned(), content }
+}
+
 /// A file with this value as JSON.
 pub(super) fn file(name: &str, value: &impl Serialize) -> DumpFile {
-    DumpFile { name: name.to_owned(), content: pretty(value) + "\n" }
+    text(name, pretty(value) + "\n")
 }
 
 fn versions() -> String {

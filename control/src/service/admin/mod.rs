@@ -7,8 +7,9 @@
 //! | `/v1/explain` | [`types::Explanation`]; query: [`types::ExplainQuery`] |
 //! | `/v1/dump` | [`types::Dump`] |
 //!
-//! The daemon's loop has the state and answers between two of its own steps; nothing here is shared with the workers but
-//! their counters, and no lock is. What takes long, going through the connection table, is done on a thread of its own.
+//! The control thread answers between two of its own steps; nothing here is shared with the workers but
+//! their counters, and no lock is. What takes long, going through the connection table, is done on a thread of its own, once at
+//! a time.
 
 mod answer;
 mod bundle;
@@ -22,7 +23,7 @@ use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use answer::{View, identifier, kind};
+pub(super) use answer::{Figures, View, identifier, kind};
 pub(super) use question::{Asker, Question, Questions, channel};
 pub(super) use socket::SocketError;
 use socket::SocketFile;

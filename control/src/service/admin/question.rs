@@ -11,6 +11,7 @@ use tokio::time::timeout;
 
 use super::types::{Dump, ExplainQuery, Explanation, Flow, Status};
 use crate::service::metrics::Collected;
+use crate::service::walks::Walks;
 
 /// How long an answer may take. The loop is busy for so long only when something is wrong with it.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -27,8 +28,8 @@ pub(in crate::service) enum Question {
     Describe { connections: Vec<Connection>, answer: oneshot::Sender<Vec<Flow>> },
     /// Why is a flow allowed or denied?
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
-    /// All that a support bundle holds, but the connections.
-    Dump(oneshot::Sender<Dump>),
+    /// All that a support bundle holds, but the connections; and what the metrics are made of.
+    Dump(oneshot::Sender<(Dump, Collected)>),
     /// What the metrics are made of.
     Metrics(oneshot::Sender<Collected>),
     /// Do the workers live? The problem, if not.
@@ -61,6 +62,7 @@ pub(in crate::service) enum NoAnswer {
 pub(in crate::service) struct Asker {
     questions: mpsc::Sender<Question>,
     started: Arc<AtomicBool>,
+    walks: Walks,
 }
 
 /// The end that answers.
@@ -69,7 +71,7 @@ pub(in crate::service) type Questions = mpsc::Receiver<Question>;
 /// Both ends.
 pub(in crate::service) fn channel() -> (Asker, Questions) {
     let (sender, receiver) = mpsc::channel(WAITING);
-    (Asker { questions: sender, started: Arc::default() }, receiver)
+    (Asker { questions: sender, started: Arc::default(), walks: Walks::default() }, receiver)
 }
 
 impl Asker {
@@ -81,6 +83,11 @@ impl Asker {
     /// Whether the loop is still to begin.
     pub(in crate::service) fn is_starting(&self) -> bool {
         !self.started.load(Ordering::Relaxed)
+    }
+
+    /// Where the connection table is gone through.
+    pub(in crate::service) fn walks(&self) -> &Walks {
+        &self.walks
     }
 
     /// Asks, and waits for the answer.

@@ -14,7 +14,8 @@ use tokio::net::UnixListener;
 
 use super::question::{Asker, Listing, NoAnswer, Question};
 use super::types::{ExplainQuery, Flows, FlowsQuery, Problem};
-use crate::service::words;
+use crate::service::walks::Busy;
+use crate::service::{metrics, words};
 
 /// Connections that are listed unless more are asked for.
 const SOME: usize = 1_000;
@@ -32,6 +33,12 @@ impl Refusal {
 
 impl From<NoAnswer> for Refusal {
     fn from(error: NoAnswer) -> Self {
+        Self(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+    }
+}
+
+impl From<Busy> for Refusal {
+    fn from(error: Busy) -> Self {
         Self(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
     }
 }
@@ -72,7 +79,9 @@ async fn flows(State(asker): State<Asker>, Query(query): Query<FlowsQuery>) -> R
 }
 
 async fn dump(State(asker): State<Asker>) -> Result<impl IntoResponse, Refusal> {
-    let mut dump = asker.ask(Question::Dump).await?;
+    let (mut dump, collected) = asker.ask(Question::Dump).await?;
+    let metrics = metrics::encode(collected, asker.walks()).await?;
+    dump.files.push(super::bundle::text("metrics.txt", metrics));
     let flows = list(&asker, &FlowsQuery { limit: Some(10 * SOME), ..Default::default() }).await?;
     dump.files.push(super::bundle::file("flows.json", &flows));
     Ok(Json(dump))
@@ -84,8 +93,7 @@ async fn list(asker: &Asker, query: &FlowsQuery) -> Result<Flows, Refusal> {
     let listing = asker.ask(|answer| Question::Connections { end, answer }).await?.map_err(Refusal::bad)?;
     let limit = query.limit.unwrap_or(SOME).min(MOST);
     // A full table takes some ten milliseconds: not on the thread that publishes policies.
-    let found = tokio::task::spawn_blocking(move || filter.find(&listing, limit)).await;
-    let (matching, connections) = found.map_err(|_| NoAnswer::Silent)?;
+    let (matching, connections) = asker.walks().run(move || filter.find(&listing, limit)).await?;
     let flows = asker.ask(|answer| Question::Describe { connections, answer }).await?;
     Ok(Flows { matching, flows })
 }

@@ -1,25 +1,33 @@
 //! The daemon's answers to those who look into it, and its configuration read again.
 
-use super::super::admin::{Question, View};
+use penstock_dataplane::conntrack::Connection;
+
+use super::super::admin::types::{Dump, Flow};
+use super::super::admin::{Figures, Question, View};
 use super::super::config::{Loaded, differences};
 use super::super::metrics::Collected;
 use super::super::operation::Next;
+use super::super::publisher::Content;
 use super::super::samples::Sample;
 use super::super::{logging, preflight};
 use super::Daemon;
+
+/// Most connections or records that are named while the [`Content`] is held: policy waits for so many at most.
+const AT_ONCE: usize = 200;
 
 /// Keys that a running daemon takes in; all others need a restart.
 const RELOADABLE: [&str; 3] = ["log.level", "node_addresses", "verdict_log."];
 
 impl Daemon<'_> {
-    pub(super) fn view(&self) -> View<'_> {
+    /// What is to be seen of the daemon. Whatever waits for the kernel or a worker is read before `content` is held.
+    fn view<'v>(&'v self, content: &'v Content) -> View<'v> {
         View {
             config: self.config,
-            objects: &self.objects,
+            objects: &content.objects,
             ports: &self.ports,
             dataplane: &self.dataplane,
-            epoch: self.epoch,
-            progress: &self.operation.progress,
+            epoch: content.epoch,
+            progress: &content.progress,
             source: &self.operation.source,
             samples: &self.operation.samples,
             unwritten: self.operation.verdicts.unwritten(),
@@ -32,37 +40,64 @@ impl Daemon<'_> {
         match next {
             Next::Answer(question) => self.answer(question).await,
             Next::Sample => self.operation.samples.keep(Sample::take(&self.dataplane)),
-            Next::Look => {
-                self.operation.progress.look(&self.dataplane);
-            }
             Next::Write => self.write_verdicts(),
         }
     }
 
     /// Has written what the workers have told so far.
     pub(super) fn write_verdicts(&mut self) {
-        let lines = self.operation.verdicts.lines(&self.view());
+        let records = self.operation.verdicts.take();
+        let mut lines = Vec::with_capacity(records.len());
+        for some in records.chunks(AT_ONCE) {
+            let content = self.publisher.content();
+            lines.extend(self.operation.verdicts.lines(&self.view(&content), some));
+        }
         self.operation.verdicts.write(lines);
     }
 
     /// Answers. Whoever asked may have gone meanwhile, which is no matter.
     async fn answer(&self, question: Question) {
-        let view = self.view();
         match question {
-            Question::Status(answer) => drop(answer.send(view.status())),
-            Question::Connections { end, answer } => drop(answer.send(view.listing(end.as_deref()))),
-            Question::Describe { connections, answer } => drop(answer.send(view.describe(&connections))),
-            Question::Explain { query, answer } => drop(answer.send(view.explain(&query))),
-            Question::Metrics(answer) => drop(answer.send(Collected::new(&view))),
+            Question::Status(answer) => {
+                let figures = self.figures();
+                drop(answer.send(self.view(&self.publisher.content()).status(&figures)));
+            }
+            Question::Connections { end, answer } => {
+                drop(answer.send(self.view(&self.publisher.content()).listing(end.as_deref())));
+            }
+            Question::Describe { connections, answer } => drop(answer.send(self.describe(&connections))),
+            Question::Explain { query, answer } => {
+                drop(answer.send(self.view(&self.publisher.content()).explain(&query)));
+            }
+            Question::Metrics(answer) => {
+                let figures = self.figures();
+                drop(answer.send(Collected::new(&self.view(&self.publisher.content()), figures)));
+            }
             Question::Health(answer) => drop(answer.send(self.health())),
             Question::Readiness(answer) => drop(answer.send(self.readiness())),
-            Question::Dump(answer) => {
-                let mut findings = preflight::machine(self.config);
-                findings.extend(preflight::network(self.config, &self.netlink).await);
-                findings.extend(preflight::pods(self.config, &self.facts, &self.objects));
-                drop(answer.send(view.dump(&self.operation.loaded.values, &findings)));
-            }
+            Question::Dump(answer) => drop(answer.send(self.dump().await)),
         }
+    }
+
+    fn figures(&self) -> Figures {
+        Figures::read(&self.dataplane, &self.ports)
+    }
+
+    /// Some at a time, so that policy does not wait for a long list.
+    fn describe(&self, connections: &[Connection]) -> Vec<Flow> {
+        let some = |some| self.view(&self.publisher.content()).describe(some);
+        connections.chunks(AT_ONCE).flat_map(some).collect()
+    }
+
+    async fn dump(&self) -> (Dump, Collected) {
+        let mut findings = preflight::machine(self.config);
+        findings.extend(preflight::network(self.config, &self.netlink).await);
+        let tenants = self.publisher.content().objects.tenants();
+        findings.extend(preflight::pods(self.config, &self.facts, tenants));
+        let figures = self.figures();
+        let content = self.publisher.content();
+        let view = self.view(&content);
+        (view.dump(&self.operation.loaded.values, &findings, &figures), Collected::new(&view, figures))
     }
 
     fn health(&self) -> Result<(), String> {
@@ -80,7 +115,7 @@ impl Daemon<'_> {
         if !self.operation.source.is_synced() {
             return Err("not all objects have been read yet".to_owned());
         }
-        match self.operation.progress.is_programmed() {
+        match self.publisher.content().progress.is_programmed() {
             true => Ok(()),
             false => Err("no policy is in force on every worker yet".to_owned()),
         }
@@ -110,7 +145,7 @@ impl Daemon<'_> {
         if let Err(error) = self.operation.verdicts.change(&loaded.config.verdict_log) {
             tracing::error!("the verdict log goes on as it was: {error}");
         }
-        self.objects.set_configured(&loaded.config.node_addresses);
+        self.publisher.content().objects.set_configured(&loaded.config.node_addresses);
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_dataplane::conntrack::{ConnTable, State, Timestamp};
+use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{Depths, Histogram, KernelDrops, Outcome, PortStatistics, Statistics};
@@ -13,9 +13,9 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, Kind};
-use crate::service::admin::View;
+use crate::service::admin::{Figures, View};
 use crate::service::progress::Times;
-use crate::service::words::all_states;
+use crate::service::walks::ByState;
 use crate::source::{Kind as ObjectKind, KindHealth};
 
 /// All that one scrape tells, but what [`Times`] keeps.
@@ -33,6 +33,9 @@ pub(in crate::service) struct Collected {
     attached: usize,
     tables: policy::Statistics,
     connections: Connections,
+    pub(super) table: Arc<ConnTable>,
+    /// Filled in when the table has been gone through.
+    pub(super) by_state: Arc<ByState>,
     verdicts: Verdicts,
     source: Vec<(ObjectKind, KindHealth)>,
     uptime: Duration,
@@ -49,7 +52,6 @@ struct Named {
 
 #[derive(Debug)]
 struct Connections {
-    table: Arc<ConnTable>,
     capacity: usize,
     octets: usize,
     events: Vec<(&'static str, u64)>,
@@ -61,25 +63,15 @@ struct Verdicts {
     lost: u64,
 }
 
-impl Connections {
-    /// How many there are in each state. A full table takes some ten milliseconds.
-    fn by_state(&self) -> BTreeMap<&'static str, u64> {
-        let mut by_state: BTreeMap<&'static str, u64> = all_states().map(|state: State| (state.name(), 0)).collect();
-        for connection in self.table.iter(Timestamp::now()) {
-            *by_state.entry(connection.state.name()).or_default() += 1;
-        }
-        by_state
-    }
-}
-
 /// Limits of the histogram of turns, in nanoseconds: powers of two, where the workers' own buckets end.
 const TURNS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
 
 impl Collected {
-    /// Reads everything but the connections' states, for which the table is gone through when this is written.
-    pub(in crate::service) fn new(view: &View<'_>) -> Self {
+    /// Reads everything but the connections' states, for which the table is gone through.
+    pub(in crate::service) fn new(view: &View<'_>, figures: Figures) -> Self {
         let table = view.dataplane.connections();
-        let named = view.ports.counted().into_iter().map(|counted| {
+        let Figures { sample, depths, ports } = figures;
+        let named = ports.into_iter().map(|counted| {
             let (namespace, pod) = counted.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
             let xdp = counted.outcomes.iter().flat_map(|outcomes| outcomes.iter());
             let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
@@ -87,8 +79,8 @@ impl Collected {
         });
         let log = view.dataplane.verdicts();
         Self {
-            statistics: view.dataplane.statistics(),
-            depths: view.dataplane.depths().unwrap_or_default(),
+            statistics: sample.statistics,
+            depths,
             ports: named.collect(),
             published: view.epoch.0,
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
@@ -98,11 +90,12 @@ impl Collected {
             attached: view.ports.pods(),
             tables: view.objects.engine().policy_set().statistics(),
             connections: Connections {
-                table: table.clone(),
                 capacity: table.capacity(),
                 octets: table.memory(),
                 events: table.statistics().iter().collect(),
             },
+            table: Arc::clone(table),
+            by_state: Arc::default(),
             verdicts: Verdicts {
                 suppressed: Outcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
@@ -382,8 +375,7 @@ impl Collected {
             &[("free", frames.free.into()), ("fill", frames.fill.into()), ("in_flight", frames.in_flight.into())],
         )?;
         to.gauge("penstock_umem_capacity_frames", "All frames of the UMEM", frames.total.into())?;
-        let by_state = self.connections.by_state();
-        let states: Vec<(&str, f64)> = by_state.into_iter().map(|(state, count)| (state, count as f64)).collect();
+        let states: Vec<(&str, f64)> = self.by_state.iter().map(|(state, count)| (*state, *count as f64)).collect();
         to.gauges("penstock_connections", "Connections in the table, by state", "state", &states)?;
         to.gauge(
             "penstock_connections_capacity",

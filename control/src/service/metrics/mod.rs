@@ -26,6 +26,7 @@ use tokio::net::TcpListener;
 pub(super) use collected::Collected;
 
 use super::admin::{Asker, Question};
+use super::walks::{Busy, Walks};
 
 /// The content type of the OpenMetrics text format.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -66,10 +67,7 @@ impl Metrics {
 
 async fn metrics(State(asker): State<Asker>) -> Response {
     let text = match asker.ask(Question::Metrics).await {
-        // Goes through the connection table: not on the thread that publishes policies.
-        Ok(collected) => {
-            tokio::task::spawn_blocking(move || encode(collected)).await.map_err(|error| error.to_string())
-        }
+        Ok(collected) => encode(collected, asker.walks()).await.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
     };
     match text {
@@ -98,7 +96,12 @@ fn probe(answer: Result<(), String>) -> Response {
 }
 
 /// Everything in the OpenMetrics text format.
-pub(super) fn encode(collected: Collected) -> String {
+pub(super) async fn encode(mut collected: Collected, walks: &Walks) -> Result<String, Busy> {
+    collected.by_state = walks.by_state(&collected.table).await?;
+    walks.run(move || text_of(collected)).await
+}
+
+fn text_of(collected: Collected) -> String {
     let mut registry = Registry::default();
     let times = &collected.times;
     registry.register("penstock_compile_seconds", "From changed objects to tables", times.compile.clone());

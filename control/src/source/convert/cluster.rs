@@ -3,10 +3,11 @@
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::Deserialize;
 
 use super::{At, Invalid, Problem, Settings, names, port};
-use crate::model::{self, NamedPort};
+use crate::model::{self, NamedPort, Tenure};
 
 /// The label that the API server gives to every namespace, its name.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
@@ -82,7 +83,17 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, Invalid> {
         host_network: spec.and_then(|spec| spec.host_network).unwrap_or(false),
         finished: matches!(phase, Some("Succeeded" | "Failed")),
         ports: named_ports(pod)?,
+        tenure: tenure(pod),
     })
+}
+
+fn tenure(pod: &Pod) -> Tenure {
+    let seconds = |time: &Time| time.0.as_second();
+    Tenure {
+        leaving: pod.metadata.deletion_timestamp.is_some(),
+        started: pod.status.as_ref().and_then(|status| status.start_time.as_ref()).map(seconds),
+        created: pod.metadata.creation_timestamp.as_ref().map(seconds),
+    }
 }
 
 /// `status.podIPs`, and `status.podIP` of a pod that has only that.

@@ -53,11 +53,11 @@ pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origi
     conflicts
 }
 
-/// The addresses that only this object may have. A finished pod's may be another's by now, and a host-network
-/// pod's are its node's.
+/// The addresses that only this object may have. A finished pod's may be another's by now, and so may those of one that is
+/// being deleted; a host-network pod's are its node's.
 fn owned_addresses(object: &Object) -> &[IpAddr] {
     match object {
-        Object::Pod(pod) if !pod.host_network && !pod.finished => &pod.addresses,
+        Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.tenure.leaving => &pod.addresses,
         _ => &[],
     }
 }

@@ -10,14 +10,6 @@ fn snapshot(epoch: u32) -> Snapshot {
     Snapshot { epoch: Epoch(epoch), ..Snapshot::default() }
 }
 
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_micros(100));
-    }
-}
-
 #[test]
 fn what_is_published_is_in_force_at_once_on_workers_that_sleep() {
     in_namespace(|| {

@@ -150,6 +150,51 @@ fn a_worker_that_dies_is_told_of() {
 }
 
 #[test]
+fn a_port_of_a_worker_that_died_is_closed_when_closing_returns_and_its_frames_are_free() {
+    in_namespace(|| {
+        ip("link add name a numtxqueues 2 numrxqueues 2 type veth peer name ap numtxqueues 2 numrxqueues 2");
+        ip("link set dev a up");
+        ip("link set dev ap up");
+        veth("b");
+        let bench = Bench::start(config(&[0, 1]));
+        // A queue at each worker, and a port at the one that lives on.
+        let (a, attached_a) = bench.open("a");
+        let (b, attached_b) = bench.open("b");
+        let filled = bench.account().fill;
+        bench.dataplane.kill_worker(0);
+        wait_until("its death is noticed", || bench.dataplane.failed().is_some());
+        drop((attached_a, attached_b));
+        for port in [a, b] {
+            bench.dataplane.close_port(port).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let census = bench.dataplane.census();
+        assert_eq!((census.fill, census.in_flight), (0, 0), "of {filled}: {census:?}");
+        assert!(matches!(bench.dataplane.close_port(a), Err(PortError::NotOpen(_))));
+        // Nothing of this process has the queues any more; the kernel's own work is waited for.
+        let other = Bench::start(config(&[1]));
+        other.open("a");
+        other.open("b");
+    });
+}
+
+#[test]
+fn a_queue_that_another_socket_has_is_waited_for_as_long_as_was_asked_for_and_no_longer() {
+    in_namespace(|| {
+        veth("a");
+        let (bench, other) = (Bench::start(config(&[0])), Bench::start(config(&[1])));
+        let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
+        let at_once = PortRequest { patience: Duration::ZERO, ..PortRequest::new("a") };
+        assert!(matches!(bench.dataplane.open_port(&at_once), Err(PortError::QueueBusy { .. })));
+        thread::scope(|scope| {
+            let patient = PortRequest { patience: Duration::from_secs(60), ..PortRequest::new("a") };
+            let opened = scope.spawn(|| bench.dataplane.open_port(&patient));
+            other.dataplane.close_port(held).unwrap();
+            opened.join().unwrap().unwrap();
+        });
+    });
+}
+
+#[test]
 fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
     in_namespace(|| {
         let refused = |config: Config, parts: &[&str]| {

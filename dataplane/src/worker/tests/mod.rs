@@ -60,6 +60,15 @@ impl Processor for Wires {
     fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
 }
 
+/// Waits as long as a busy machine may need.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_micros(100));
+    }
+}
+
 /// A small dataplane with as many workers as it is given cores.
 fn config(cores: &[usize]) -> Config {
     Config {

@@ -1,5 +1,6 @@
 //! What is measured.
 
+mod churn;
 mod disturbances;
 mod inside;
 mod io;
@@ -86,6 +87,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::swap(),
         disturbances::flood(),
         disturbances::ack_flood(),
+        churn::policy(),
         inside::stages(),
         io::matrix(),
     ]

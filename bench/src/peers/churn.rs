@@ -1,0 +1,129 @@
+//! Pods that come and go beside what is measured, and how long a change of policy takes meanwhile.
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::policy::NODE;
+use super::{Lane, Reload, v4};
+use crate::testbed::{Namespace, Netlink, Via};
+
+/// Pods of the churn that are there at a time.
+const ALIVE: usize = 10;
+/// The port that is opened and closed by turns; no other policy allows it.
+const PORT: u16 = 9200;
+/// How long a change may take until it is given up.
+const LIMIT: Duration = Duration::from_secs(10);
+/// Between two packets: the precision with which a change is seen.
+const INTERVAL: Duration = Duration::from_micros(200);
+/// How long nothing arrives once the port is closed again.
+const SILENCE: Duration = Duration::from_millis(20);
+
+/// Makes and removes so many pods a second until `ends`; how many it were.
+///
+/// Each is a veth whose other end is in one namespace with all others, a route and a manifest: what a pod costs the daemon, not
+/// what it costs the machine to run one.
+pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
+    let (node, others) = (lane.node.netlink()?, Namespace::new("churn")?);
+    let mut alive: VecDeque<(u32, String)> = VecDeque::new();
+    let (start, mut made) = (Instant::now(), 0_u32);
+    while !ends.load(Ordering::Relaxed) {
+        if start.elapsed().as_secs_f64() * a_second < f64::from(made) {
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        alive.push_back(come(lane, &node, &others, made)?);
+        made += 1;
+        if alive.len() > ALIVE {
+            go(lane, &node, alive.pop_front())?;
+        }
+    }
+    alive.into_iter().try_for_each(|pod| go(lane, &node, Some(pod)))?;
+    Ok(made)
+}
+
+/// What [`churn`] needs of a lane.
+pub struct ChurnOf {
+    node: Namespace,
+    reload: Reload,
+}
+
+impl ChurnOf {
+    /// Of this one.
+    pub fn new(lane: &Lane) -> Self {
+        Self { node: lane.node().namespace().clone(), reload: lane.reload() }
+    }
+}
+
+fn come(lane: &ChurnOf, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
+    let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 2, 0).to_bits() + number % 1000);
+    let index = node.add_veth(&format!("churn{number}"), &format!("peer{number}"), others, 1500)?;
+    let inside = others.netlink()?;
+    inside.set_up(inside.index(&format!("peer{number}"))?)?;
+    node.add_route(IpAddr::from(address).into(), index, Via::Link)?;
+    let file = format!("churn-{number}.yaml");
+    lane.reload.save_as(
+        &file,
+        &format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: churn-{number}, labels: {{ role: churn }} }}\n\
+             spec: {{ nodeName: {NODE}, containers: [{{ name: main, image: example.invalid/main }}] }}\n\
+             status: {{ phase: Running, podIPs: [{{ ip: {address} }}] }}\n"
+        ),
+    )?;
+    Ok((index, file))
+}
+
+fn go(lane: &ChurnOf, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
+    let Some((index, file)) = pod else { return Ok(()) };
+    lane.reload.remove(&file)?;
+    node.remove(index)
+}
+
+/// Opens a port of the second pod by a policy and closes it again, so many times; from each save to the first packet that
+/// arrives.
+pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>> {
+    let (from, to, reload) = (lane.pod(0)?, lane.pod(1)?, lane.reload());
+    let there = SocketAddr::new(v4(to)?, PORT);
+    let receiver = to.namespace().run(|| UdpSocket::bind(there).context("cannot bind"))?;
+    let here = SocketAddr::new(v4(from)?, 0);
+    let sender = from.namespace().run(|| UdpSocket::bind(here).context("cannot bind"))?;
+    let arrives = |wait: Duration| -> Result<bool> {
+        receiver.set_read_timeout(Some(wait))?;
+        Ok(receiver.recv(&mut [0; 64]).is_ok())
+    };
+    let mut times = Vec::with_capacity(changes);
+    for _ in 0..changes {
+        let saved = Instant::now();
+        reload.save_as("toggle.yaml", &toggle(PORT))?;
+        loop {
+            sender.send_to(b"open?", there)?;
+            if arrives(INTERVAL)? {
+                break;
+            }
+            ensure!(saved.elapsed() < LIMIT, "the policy is not in force after {LIMIT:?}");
+        }
+        times.push(saved.elapsed());
+        let closed = Instant::now();
+        reload.save_as("toggle.yaml", &toggle(PORT + 1))?;
+        let mut quiet = Instant::now();
+        while quiet.elapsed() < SILENCE {
+            sender.send_to(b"closed?", there)?;
+            if arrives(INTERVAL)? {
+                quiet = Instant::now();
+            }
+            ensure!(closed.elapsed() < LIMIT, "the port is still open after {LIMIT:?}");
+        }
+    }
+    reload.remove("toggle.yaml")?;
+    Ok(times)
+}
+
+fn toggle(port: u16) -> String {
+    format!(
+        "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: toggle }}\n\
+         spec:\n  podSelector: {{ matchLabels: {{ role: receiver }} }}\n  ingress: [{{ ports: [{{ port: {port}, protocol: UDP }}] }}]\n"
+    )
+}
