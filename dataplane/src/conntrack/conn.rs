@@ -232,11 +232,15 @@ impl<'t> Conn<'t> {
         let Some(state) = State::of(self.hashed.protocol(), control) else {
             return Some(Update::Ended);
         };
-        match track::step(state, tracked, control.original(), orientation, transport, now) {
+        let held = self.entry.held_syn();
+        match track::step(state, tracked, control.original(), orientation, transport, held, now) {
             Step::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
-            Step::Hold(_) if orientation != control.original() && !allowed => Some(Update::AsksInReverse),
-            // It proves nothing yet: the connection ages on.
-            Step::Hold(tracking) => self.accept(state, tracked, tracking, control.tick()),
+            Step::Hold(..) if orientation != control.original() && !allowed => Some(Update::AsksInReverse),
+            Step::Hold(tracking, syn) => {
+                self.entry.hold_syn(control, syn);
+                // It proves nothing yet: the connection ages on.
+                self.accept(state, tracked, tracking, control.tick())
+            }
             Step::Pass => Some(Update::Accepted(state)),
             Step::Invalid => Some(Update::Invalid),
             Step::Open => Some(Update::Opens),
@@ -273,7 +277,8 @@ impl<'t> Conn<'t> {
             else {
                 continue;
             };
-            let step = track::step(state, tracked, control.original(), orientation, transport, now.tick());
+            let held = self.entry.held_syn();
+            let step = track::step(state, tracked, control.original(), orientation, transport, held, now.tick());
             let Step::Restart(tracking) = step else { return false };
             let wanted = control
                 .with(TcpState::SynReceived as u8, now.tick())

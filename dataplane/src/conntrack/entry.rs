@@ -2,6 +2,7 @@
 
 use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, fence, overwrite};
+use super::tcp::HeldSyn;
 use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
 use crate::snapshot::Epoch;
@@ -224,11 +225,13 @@ pub(super) struct Loaded {
     pub(super) tracking: Tracking,
 }
 
-/// The name word above the key's 40 bits: owner in bits 40–55, then a flag.
+/// The name word above the key's 40 bits: owner in bits 40–55, then a flag, then a held SYN.
 const OWNER_AT: u32 = NAME_BITS;
 const OWNER: u64 = 0xffff << OWNER_AT;
 /// The owner is not counted any more: the entry is being cleared.
 const UNCOUNTED: u64 = 1 << 56;
+/// What is kept of a SYN that a live connection has let through ([`super::tcp::HeldSyn`]): bits 57–63.
+const HELD_SYN_AT: u32 = 57;
 
 /// Words of a key before the last. Loom makes do with the first, or it would never come to an end.
 const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
@@ -243,7 +246,7 @@ pub(super) struct Entry {
     control: AtomicU64,
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
-    /// Ports and protocol in the low 40 bits, then the owner and a flag.
+    /// Ports and protocol in the low 40 bits, then owner, flag and held SYN.
     name: AtomicU64,
     tracking: [AtomicU64; 2],
 }
@@ -387,6 +390,24 @@ impl Entry {
             let wanted = name & !OWNER | u64::from(to.0) << OWNER_AT;
             match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return Some(OwnerId((name >> OWNER_AT) as u16)),
+                Err(found) => name = found,
+            }
+        }
+    }
+
+    /// What is kept of a SYN, if tracking says that there is one; trusted as [`Entry::owner`] is.
+    #[inline]
+    pub(super) fn held_syn(&self) -> HeldSyn {
+        HeldSyn((self.name.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
+    }
+
+    /// Keeps a SYN with the connection that `control` shows, if that is still there.
+    pub(super) fn hold_syn(&self, control: Control, syn: HeldSyn) {
+        let mut name = self.name.load(Ordering::Relaxed);
+        while self.still(control) {
+            let wanted = name & ((1 << HELD_SYN_AT) - 1) | u64::from(syn.0) << HELD_SYN_AT;
+            match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
+                Ok(_) => return,
                 Err(found) => name = found,
             }
         }

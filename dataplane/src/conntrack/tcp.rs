@@ -13,8 +13,8 @@ use crate::packet::{TcpFlags, TcpSegment};
 pub(super) enum Step {
     /// New state, and the windows of the segment's sender and receiver as the table keeps them.
     Accept(TcpState, u64, u64),
-    /// The window of the segment's sender with the SYN in it.
-    Hold(u64),
+    /// The window of the segment's sender, marked, and what is kept of the SYN beside it.
+    Hold(u64, HeldSyn),
     Pass,
     Invalid,
     Open,
@@ -62,8 +62,38 @@ const SEEN: u8 = 1;
 const FIN: u8 = 2;
 /// The other side has acknowledged that FIN.
 const FIN_ACKED: u8 = 4;
-/// Alone, since no FIN is acknowledged before it is sent: [`Window::holding`].
+/// Without [`FIN`], since no FIN is acknowledged before it is sent: a [`HeldSyn`] of this side's is kept.
 const HOLDS_SYN: u8 = FIN_ACKED;
+
+/// What is kept, beside its window, of a SYN that a side of a live connection has sent: seven bits. If the other side
+/// acknowledges the SYN, both have forgotten the connection and begin another. If it does not, the connection goes on as
+/// if there had been no SYN.
+///
+/// Bits 0–1 are the side's marks [`FIN`] and [`FIN_ACKED`] as they were. Bits 2–6 are a hash of the number that
+/// acknowledges the SYN: enough to tell attempts apart. Whether a SYN-ACK may restart a connection does not hang on it:
+/// only its receiver, who knows the number, goes on with it, and policy is asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct HeldSyn(pub(super) u8);
+
+impl HeldSyn {
+    fn new(syn: &TcpSegment, marks: u8) -> Self {
+        Self(Self::hash(syn.seq.wrapping_add(1)) << 2 | marks >> 1)
+    }
+
+    const fn hash(ack: u32) -> u8 {
+        (ack.wrapping_mul(0x9e37_79b1) >> 27) as u8
+    }
+
+    /// Whether this number acknowledges it.
+    const fn is_acked_by(self, ack: u32) -> bool {
+        self.0 >> 2 == Self::hash(ack)
+    }
+
+    /// The marks of its side before it.
+    const fn marks(self) -> u8 {
+        (self.0 & 3) << 1
+    }
+}
 
 /// A limit where a word keeps it, rounded up.
 #[inline(always)]
@@ -121,24 +151,25 @@ impl Window {
         }
     }
 
-    /// The window of a side whose live connection has let this SYN through. If the other side acknowledges it, both have
-    /// forgotten the connection and begin another. If it does not, the connection goes on, so what its side has offered
-    /// stays; its numbers, which give way to the SYN's, are believed anew with its next segment.
-    fn holding(self, syn: &TcpSegment) -> Self {
-        let new = Self::from_syn(syn);
-        let kept = u32::from(new.scale) | u32::from(new.reach) << 4;
-        Self { end: new.end, limit: kept * LIMIT_GRAIN, marks: HOLDS_SYN, ..self }
-    }
-
-    /// The window of the side that sent the SYN which this one holds.
-    fn held(self) -> Self {
-        let kept = self.limit / LIMIT_GRAIN;
-        Self { end: self.end, limit: self.end, reach: (kept >> 4) as u8 & 31, scale: kept as u8 & 15, marks: SEEN }
-    }
-
+    /// Whether a [`HeldSyn`] of this side's is kept.
     #[inline]
     const fn holds_syn(&self) -> bool {
-        self.marks == HOLDS_SYN
+        self.marks & (FIN | FIN_ACKED) == HOLDS_SYN
+    }
+
+    /// This window while a SYN of its side's is kept.
+    fn holding(self) -> Self {
+        Self { marks: self.marks & SEEN | HOLDS_SYN, ..self }
+    }
+
+    /// This window as it was before.
+    fn without(self, held: HeldSyn) -> Self {
+        if self.holds_syn() { Self { marks: self.marks & SEEN | held.marks(), ..self } } else { self }
+    }
+
+    /// The window of a side whose SYN this number acknowledges; what it offers is not known, and taken as the greatest.
+    fn of_acked_syn(ack: u32) -> Self {
+        Self { end: ack, limit: ack, reach: 16, scale: UNKNOWN_SCALE, marks: SEEN }
     }
 
     /// Whether `ack` acknowledges the SYN that this side has sent last.
@@ -225,14 +256,21 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
 
 /// A later segment of a connection in `state`, with the windows of its sender and receiver as the table keeps them.
 #[inline(always)]
-pub(super) fn step(state: TcpState, sender: u64, receiver: u64, from_opener: bool, segment: &TcpSegment) -> Step {
+pub(super) fn step(
+    state: TcpState,
+    sender: u64,
+    receiver: u64,
+    from_opener: bool,
+    segment: &TcpSegment,
+    held: HeldSyn,
+) -> Step {
     // Unpacked where they are needed: those of a plain segment then never leave the registers.
     let windows = || (Window::unpack(sender), Window::unpack(receiver));
     match kind(segment.flags) {
-        Some(Kind::Plain) => plain(state, windows(), from_opener, segment),
-        Some(Kind::Syn) => syn(state, windows(), from_opener, segment),
-        Some(Kind::SynAck) => syn_ack(state, windows(), from_opener, segment),
-        Some(Kind::Reset) => reset(state, windows(), from_opener, segment),
+        Some(Kind::Plain) => plain(state, windows(), from_opener, segment, held),
+        Some(Kind::Syn) => syn(state, windows(), from_opener, segment, held),
+        Some(Kind::SynAck) => syn_ack(state, windows(), from_opener, segment, held),
+        Some(Kind::Reset) => reset(state, windows(), from_opener, segment, held),
         None => Step::Invalid,
     }
 }
@@ -269,24 +307,31 @@ fn accept(state: TcpState, sender: Window, receiver: Window) -> Step {
 }
 
 #[inline(never)]
-fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
+fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
     match state {
         // Again, or a new attempt with another initial number.
         TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
         TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
         TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
         TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => Step::Open,
-        // Again; or of a side that has said that it is done, whose connection does not last.
-        _ if segment.end() == sender.end || sender.is(FIN) => Step::Pass,
+        // Again.
+        TcpState::SynReceived if segment.end() == sender.end => Step::Pass,
+        _ if sender.holds_syn() => Step::Hold(sender.pack(), HeldSyn::new(segment, held.marks())),
         // RFC 9293 section 3.10.7.4, RFC 5961 section 4: a receiver that knows the connection answers with an
         // acknowledgement, and if the sender has forgotten it, that answer makes it send the RST that ends it. A receiver
         // that has forgotten it, too, answers with a SYN-ACK.
-        _ => Step::Hold(sender.holding(segment).pack()),
+        _ => Step::Hold(sender.holding().pack(), HeldSyn::new(segment, sender.marks & (FIN | FIN_ACKED))),
     }
 }
 
 #[inline(never)]
-fn syn_ack(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
+fn syn_ack(
+    state: TcpState,
+    (sender, receiver): Windows,
+    from_opener: bool,
+    segment: &TcpSegment,
+    held: HeldSyn,
+) -> Step {
     match state {
         TcpState::SynSent | TcpState::SynSent2 => {
             let simultaneous = state == TcpState::SynSent2;
@@ -299,8 +344,8 @@ fn syn_ack(state: TcpState, (sender, receiver): Windows, from_opener: bool, segm
             let (sender, receiver) = answered(receiver, segment);
             accept(TcpState::SynReceived, sender, receiver)
         }
-        _ if receiver.holds_syn() && receiver.is_syn_acked_by(segment.ack) => {
-            let (sender, receiver) = answered(receiver.held(), segment);
+        _ if receiver.holds_syn() && held.is_acked_by(segment.ack) => {
+            let (sender, receiver) = answered(Window::of_acked_syn(segment.ack), segment);
             Step::Restart(sender.pack(), receiver.pack())
         }
         _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => Step::Pass,
@@ -320,7 +365,7 @@ fn answered(mut receiver: Window, segment: &TcpSegment) -> Windows {
 }
 
 #[inline(never)]
-fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
+fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
     let has_ack = segment.flags.contains(TcpFlags::ACK);
     if state == TcpState::SynSent {
         return match from_opener {
@@ -332,7 +377,7 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
             false => Step::Invalid,
         };
     }
-    if receiver.holds_syn() && has_ack && receiver.is_syn_acked_by(segment.ack) {
+    if receiver.holds_syn() && has_ack && held.is_acked_by(segment.ack) {
         // It refuses the SYN that was let through: to it there is no connection.
         return accept(TcpState::Close, sender, receiver);
     }
@@ -342,9 +387,8 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
         return Step::Invalid;
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
-    // is less where bytes were lost between here and there, which cannot be seen from here. After a challenge it is the
-    // number that the challenge acknowledged.
-    let exact = !sender.holds_syn() && segment.seq == sender.end;
+    // is less where bytes were lost between here and there, which cannot be seen from here.
+    let exact = sender.is(SEEN) && segment.seq == sender.end;
     match state {
         TcpState::Established | TcpState::Resetting if !exact => accept(TcpState::Resetting, sender, receiver),
         _ => accept(TcpState::Close, sender, receiver),
@@ -352,9 +396,11 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 }
 
 #[inline(always)]
-fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool, segment: &TcpSegment) -> Step {
+fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
+    // What fits shows that to its sender the connection lives: a SYN on it is not answered any more.
+    let (mut sender, mut receiver) = (sender.without(held), receiver.without(held));
     let (end, ack) = (segment.end(), segment.ack);
-    if !sender.is(SEEN) && !sender.holds_syn() && receiver.is(SEEN) {
+    if !sender.is(SEEN) && receiver.is(SEEN) {
         // What it has received may have passed by unseen, and what was seen be sent again.
         receiver.end = later(receiver.end, ack);
     }
@@ -364,14 +410,6 @@ fn plain(state: TcpState, (mut sender, mut receiver): Windows, from_opener: bool
         TcpState::SynSent | TcpState::SynSent2 => return Step::Invalid,
         _ if !fits(&sender, &receiver, segment.seq, end, ack) => return Step::Invalid,
         _ => {}
-    }
-    if receiver.holds_syn() {
-        // A challenge: to this side the connection lives, and what it acknowledges is where the other one is.
-        receiver = Window { end: ack, limit: ack, marks: 0, ..receiver };
-    }
-    if sender.holds_syn() {
-        // The SYN was not its own, or it lives all the same.
-        sender = Window { end, limit: end, marks: 0, ..sender };
     }
     let offer = sender.offer(segment);
     sender.reach = sender.reach.max(log2(offer));

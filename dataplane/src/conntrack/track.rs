@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::entry::Tracking;
 use super::state::State;
+use super::tcp::HeldSyn;
 use super::time::{self, Tick};
 use super::{sctp, tcp};
 use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Transport};
@@ -15,7 +16,7 @@ pub(super) enum Step {
     Accept(State, Tracking),
     /// A SYN on a live connection: it passes for its receiver to judge, and is kept with the connection, which else stays
     /// as it is.
-    Hold(Tracking),
+    Hold(Tracking, HeldSyn),
     /// It passes for its receiver to judge, and proves nothing: the connection stays as it is and ages on.
     Pass,
     /// It does not belong into the connection as it is.
@@ -59,17 +60,18 @@ pub(super) fn step(
     original: Orientation,
     orientation: Orientation,
     transport: &Transport,
+    held: HeldSyn,
     now: Tick,
 ) -> Step {
     let from_opener = orientation == original;
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
     match (state, transport) {
         (State::Tcp(state), Transport::Tcp(segment)) => {
-            match tcp::step(state, sender, receiver, from_opener, segment) {
+            match tcp::step(state, sender, receiver, from_opener, segment, held) {
                 tcp::Step::Accept(state, sender, receiver) => {
                     Step::Accept(State::Tcp(state), tracking(orientation, sender, receiver))
                 }
-                tcp::Step::Hold(sender) => Step::Hold(tracking(orientation, sender, receiver)),
+                tcp::Step::Hold(sender, held) => Step::Hold(tracking(orientation, sender, receiver), held),
                 tcp::Step::Pass => Step::Pass,
                 tcp::Step::Invalid => Step::Invalid,
                 tcp::Step::Open => Step::Open,
@@ -153,7 +155,9 @@ mod tests {
             }
             let (state, tracking) = open(protocol, HighToLow, &Transport::EchoRequest, true, NOW).unwrap();
             assert_eq!(state, State::Unreplied);
-            let step = |orientation, transport| step(state, tracking, HighToLow, orientation, &transport, NOW);
+            let step = |orientation, transport| {
+                step(state, tracking, HighToLow, orientation, &transport, HeldSyn::default(), NOW)
+            };
             assert_eq!(step(HighToLow, Transport::EchoRequest), Step::Accept(State::Unreplied, tracking));
             assert_eq!(step(LowToHigh, Transport::EchoReply), Step::Accept(State::Replied, tracking));
             assert_eq!(step(HighToLow, Transport::EchoReply), Step::Invalid, "a reply from the asker");
@@ -171,6 +175,7 @@ mod tests {
                 LowToHigh,
                 orientation,
                 &transport,
+                HeldSyn::default(),
                 Tick(NOW.0 + after),
             ) {
                 Step::Accept(state, after) if after == tracking => state,
@@ -189,7 +194,7 @@ mod tests {
     fn a_packet_of_another_kind_than_its_connection_is_invalid() {
         let (state, tracking) = open(Protocol::UDP, LowToHigh, &Transport::Udp, true, NOW).unwrap();
         let segment = Transport::Tcp(TcpSegment::default());
-        let step = |transport| step(state, tracking, LowToHigh, LowToHigh, &transport, NOW);
+        let step = |transport| step(state, tracking, LowToHigh, LowToHigh, &transport, HeldSyn::default(), NOW);
         assert_eq!(step(segment), Step::Invalid);
         assert_eq!(step(Transport::LaterFragment), Step::Accept(state, tracking));
         for other in [Transport::Udp, Transport::LaterFragment] {

@@ -528,13 +528,14 @@ fn resets_and_syns_that_do_not_belong() {
             ]),
         ),
         (
-            "the new connection has the scales of its own SYNs",
+            "the new connection scales, and how much is not known of the side whose SYN it was",
             established(&[
                 Row { scale: Some(7), ..c("S", 70_000, 0, 0).ok(Established) },
                 Row { scale: Some(7), ..s("SA", 8000, 70_001, 0).restarts(SynReceived) },
                 c("A", 70_001, 8001, 0).ok(Established),
                 s("A", 100_000, 70_001, 10).ok(Established),
-                s("A", 240_000, 70_001, 10).bad(Established),
+                s("A", 20_000_000, 70_001, 10).bad(Established),
+                c("A", 90_000, 8001, 10).bad(Established),
             ]),
         ),
         (
@@ -585,8 +586,33 @@ fn resets_and_syns_that_do_not_belong() {
             ]),
         ),
         (
+            "a forged SYN and a forged segment: both go on",
+            established(&[
+                c("PA", 101, 501, 100).ok(Established),
+                c("S", 70_000, 0, 0).ok(Established),
+                c("A", 900_000, 501, 10).bad(Established),
+                s("A", 501, 201, 0).ok(Established),
+                c("PA", 201, 501, 100).ok(Established),
+            ]),
+        ),
+        (
             "SYN on a connection that its side has ended",
-            established(&[c("FA", 101, 501, 0).ok(FinWait), c("S", 9000, 0, 0).ok(FinWait)]),
+            established(&[
+                c("FA", 101, 501, 0).ok(FinWait),
+                c("S", 9000, 0, 0).ok(FinWait),
+                s("SA", 8000, 9001, 0).restarts(SynReceived),
+            ]),
+        ),
+        (
+            "a forged SYN on a connection that its side has ended",
+            established(&[
+                c("FA", 101, 501, 0).ok(FinWait),
+                c("S", 9000, 0, 0).ok(FinWait),
+                s("A", 501, 102, 5).ok(CloseWait),
+                c("S", 9000, 0, 0).ok(CloseWait),
+                s("FA", 506, 102, 0).ok(LastAck),
+                c("A", 102, 507, 0).ok(TimeWait),
+            ]),
         ),
         (
             "SYN on one that the other side has ended",
@@ -658,11 +684,13 @@ fn a_window_survives_packing() {
         assert_eq!(Window { limit, ..unpacked }, window);
         assert!(unpacked.limit.wrapping_sub(limit) < LIMIT_GRAIN, "rounded up, {limit}");
         assert_eq!(Window::unpack(Window::unsynchronised(window.pack())), Window { marks: FIN_ACKED, ..unpacked });
-        let syn =
-            TcpSegment { seq: 7, window: 64_000, flags: TcpFlags::SYN, window_scale: Some(14), ..Default::default() };
-        let holding = Window::unpack(window.holding(&syn).pack());
-        assert!(holding.holds_syn() && (holding.reach, holding.scale) == (30, 15), "what was offered stays");
-        assert_eq!(holding.held(), Window::from_syn(&syn));
+        for marks in [0, FIN, FIN | FIN_ACKED] {
+            let window = Window { marks: SEEN | marks, ..unpacked };
+            let held = HeldSyn::new(&TcpSegment { seq: 7, ..TcpSegment::default() }, marks);
+            let holding = Window::unpack(window.holding().pack());
+            assert!(holding.holds_syn() && !window.holds_syn() && held.is_acked_by(8) && held.0 < 128);
+            assert_eq!(holding.without(held), window);
+        }
     }
     assert_eq!([0, 1, 2, 3, 1024, 1025, u32::MAX].map(log2), [0, 0, 1, 2, 10, 11, 30]);
 }
@@ -686,7 +714,7 @@ proptest! {
         let (seq, ack) = (seq.wrapping_sub(30_000), ack.wrapping_sub(30_000));
         let segment = TcpSegment { seq, ack, window, flags, payload_len, window_scale: None };
         let (sender, receiver) = (sender.pack(), receiver.pack());
-        let whole = step(Established, sender, receiver, from_opener, &segment);
+        let whole = step(Established, sender, receiver, from_opener, &segment, HeldSyn::default());
         match go_on(sender, receiver, &segment) {
             Some((sender, receiver)) => prop_assert_eq!(whole, Step::Accept(Established, sender, receiver)),
             None => {
