@@ -1,7 +1,6 @@
 //! Policy holds on real packets, and follows manifests and interfaces.
 
 use std::fs;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
