@@ -129,10 +129,22 @@ pub(crate) fn thread_named(process: Pid, name: &str) -> Pid {
 
 #[test]
 fn where_the_setting_says_open_traffic_passes_when_the_process_is_gone_and_is_judged_after_the_restart() {
+    fail_open();
+}
+
+#[test]
+#[ignore = "takes the time of a machine that is quiet; make test-long runs it"]
+fn where_the_setting_says_open_traffic_passes_within_100_ms_of_a_kill() {
+    let soonest = fail_open();
+    assert!(soonest < Duration::from_millis(100), "{soonest:?} after the kill");
+}
+
+/// How soon after a kill traffic passed, at best.
+fn fail_open() -> Duration {
     // So many that the kernel takes half a second to close what the process had open.
     let mut world = only_pod_0(12, "[fail]\nmode = \"open\"\n");
     let epoch = Instant::now();
-    let mut before_it_was_gone = 0;
+    let (mut before_it_was_gone, mut soonest) = (0, Duration::MAX);
     for v6 in [false, true] {
         let to = SocketAddr::new(world.site("test/pod-1").address(v6).unwrap(), 7000);
         let sniffer = Sniffer::start(world.site("test/pod-1"), to);
@@ -157,10 +169,12 @@ fn where_the_setting_says_open_traffic_passes_when_the_process_is_gone_and_is_ju
             println!("passes {:?} after the kill; the process took {:?} to go", first - killed, gone - killed);
             assert!(first < starts, "it goes on by itself");
             before_it_was_gone += u32::from(first < gone);
+            soonest = soonest.min(first - killed);
         }
     }
     // What all depends on is closed first. A sender may have to wait for its core meanwhile, so that once is enough.
     assert!(before_it_was_gone > 0, "traffic waits until all that the process had is closed");
+    soonest
 }
 
 #[test]
