@@ -65,6 +65,36 @@ fn remake_pods(times: u32) {
 }
 
 #[test]
+fn a_pod_is_served_under_its_address_while_the_object_of_the_last_one_is_still_there() {
+    const PATIENCE: Duration = Duration::from_secs(30);
+    let only_heir = "  ingress: [{from: [{podSelector: {matchLabels: {app: heir}}}]}]\n";
+    let mut world = World::of(&(pods(2) + &policy("only", "pod-1", only_heir)), |_, _| {});
+    let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
+    let being_deleted = "namespace: test, name: old, deletionTimestamp: \"2026-01-01T00:00:00Z\"";
+    let old = pod("old", v4, v6).replace("namespace: test, name: old", being_deleted);
+    world.save("old.yaml", old.trim_start_matches("---\n"));
+    world.save("heir.yaml", pod("heir", v4, v6).trim_start_matches("---\n"));
+    let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
+    world.cluster.node.add_pod("test/heir", &addresses).unwrap();
+    world.cluster.node.settle().unwrap();
+    let status = |name: &str| world.status().pods.into_iter().find(|pod| pod.pod == name);
+    let deadline = Instant::now() + PATIENCE;
+    while !status("test/heir").is_some_and(|heir| heir.enforced) {
+        assert!(Instant::now() < deadline, "not served:\n{}", world.daemon.log().lines().join("\n"));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let it = Site::from(world.cluster.node.pod("test/heir").unwrap());
+    for v6 in [false, true] {
+        let to = world.target("test/pod-1", v6);
+        let outcome = probe::run_one(&it, to, Protocol::Tcp(8080), Patience::default()).unwrap();
+        assert_eq!(outcome, Outcome::Reached, "by the policy that names it (IPv6: {v6})");
+    }
+    let old = status("test/old").expect("it is known");
+    assert!(old.interface.is_none() && old.waiting.is_some_and(|why| why.contains("both have")), "and it is reported");
+    world.daemon.log().wait_for_after(0, "pods test/heir and test/old: both have", PATIENCE).unwrap();
+}
+
+#[test]
 fn a_storm_of_policy_changes_loses_no_allowed_packet_and_passes_no_denied_one() {
     storm(Duration::from_secs(2), Duration::from_millis(10));
 }

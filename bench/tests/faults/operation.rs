@@ -111,6 +111,25 @@ fn a_full_disk_stops_neither_packets_nor_policy() {
 }
 
 #[test]
+fn however_many_scrape_at_once_few_threads_go_through_the_connection_table() {
+    const SCRAPERS: usize = 64;
+    let metrics: SocketAddr = "127.0.0.1:9470".parse().unwrap();
+    let world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
+    std::thread::scope(|scope| {
+        let scrapers: Vec<_> = (0..SCRAPERS).map(|_| scope.spawn(|| world.http(metrics, "/metrics"))).collect();
+        // On a busy machine some may be told to come again later.
+        let answers = scrapers.into_iter().map(|scraper| scraper.join().unwrap());
+        assert!(answers.filter(|answer| answer.contains("penstock_connections{")).count() > 0);
+    });
+    // The runtime keeps each for ten seconds.
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", world.daemon.id())).unwrap().flatten();
+    let names: Vec<_> = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect();
+    let helpers = names.iter().filter(|name| name.starts_with("tokio")).count();
+    // One at a time; the last may not have gone back to waiting when the next begins.
+    assert!((1..=4).contains(&helpers), "{helpers} for {SCRAPERS} scrapers: {names:?}");
+}
+
+#[test]
 fn a_disk_too_small_for_the_connection_table_is_told_at_the_start_in_one_line() {
     let scratch = Scratch::new().unwrap();
     let disk = Disk::new(&scratch, 64 << 10);

@@ -21,12 +21,14 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Connections by state.
 pub(super) type ByState = BTreeMap<&'static str, u64>;
+/// Those of one moment.
+type Counted = (Instant, Arc<ByState>);
 
 /// Where all walks are asked for.
 #[derive(Clone, Debug)]
 pub(super) struct Walks {
     turn: Arc<Semaphore>,
-    counted: Arc<Mutex<Option<(Instant, Arc<ByState>)>>>,
+    counted: Arc<Mutex<Option<Counted>>>,
     /// How long numbers are given to others who ask.
     shared: Duration,
 }

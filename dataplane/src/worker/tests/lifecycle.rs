@@ -185,8 +185,8 @@ fn a_queue_that_another_socket_has_is_waited_for_as_long_as_was_asked_for_and_no
         let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
         let at_once = PortRequest { patience: Duration::ZERO, ..PortRequest::new("a") };
         assert!(matches!(bench.dataplane.open_port(&at_once), Err(PortError::QueueBusy { .. })));
+        let patient = PortRequest { patience: Duration::from_secs(60), ..PortRequest::new("a") };
         thread::scope(|scope| {
-            let patient = PortRequest { patience: Duration::from_secs(60), ..PortRequest::new("a") };
             let opened = scope.spawn(|| bench.dataplane.open_port(&patient));
             other.dataplane.close_port(held).unwrap();
             opened.join().unwrap().unwrap();
