@@ -16,6 +16,10 @@ pub(crate) fn attach(program: BorrowedFd<'_>, interface: &Interface) -> Result<(
     let index = i32::try_from(interface.index).map_err(std::io::Error::other)?;
     let mut hook =
         TcHookBuilder::new(program).ifindex(index).handle(PLACE).priority(PLACE).replace(true).hook(TC_EGRESS);
-    hook.create()?;
+    // libbpf would print what the kernel says where an earlier process has made it.
+    let print = libbpf_rs::set_print(None);
+    let created = hook.create();
+    libbpf_rs::set_print(print);
+    created?;
     hook.attach().map(drop)
 }

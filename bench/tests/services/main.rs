@@ -6,6 +6,7 @@
 #[path = "../system/fixture.rs"]
 mod fixture;
 #[path = "../faults/forger.rs"]
+#[allow(dead_code, reason = "the faults' tests use the rest of it")]
 mod forger;
 mod names;
 mod service;

@@ -102,7 +102,7 @@ fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
 
 #[test]
 fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
-    let (world, _outside) = world("[encapsulation]\nports = [7777]\n");
+    let (world, _outside) = world("");
     let ears = Ears::open(&world);
     let mut forger = Forger::of(&world, "test/pod-2");
     let nodes = [
@@ -115,7 +115,7 @@ fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
     ];
     for (v6, node) in nodes.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
         let (own, node) = (world.site("test/pod-2").address(v6).unwrap(), address(node));
-        for port in [8472, 4789, 6081, 7777] {
+        for port in [8472, 4789, 6081] {
             forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&world, v6)));
         }
         for protocol in [4, 41, 47, 108, 115, 137] {
@@ -128,6 +128,19 @@ fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
     let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
     assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
     assert_eq!(ears.heard(), 0, "nothing comes out of the tunnel");
+}
+
+#[test]
+fn a_tunnels_port_that_the_settings_name_counts_too() {
+    let (world, _outside) = world("[encapsulation]\nports = [7777]\n");
+    let mut forger = Forger::of(&world, "test/pod-2");
+    for v6 in [false, true] {
+        let own = world.site("test/pod-2").address(v6).unwrap();
+        let node = world.site("node").address(v6).unwrap();
+        forger.send(&forger.udp((own, 5000), (node, 7777), b"wrapped"));
+    }
+    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
 }
 
 #[test]

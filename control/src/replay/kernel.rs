@@ -3,6 +3,9 @@
 //! The program drops ARP and neighbour discovery in which a pod speaks for others; here they are left to the kernel like the
 //! rest, since no policy is asked about either.
 //!
+//! What the program leaves to the kernel on an uplink because that may have to translate it comes back by the host port, and is
+//! judged there; here it is judged at once.
+//!
 //! The program asks the kernel's routing table whether neighbour discovery of a global address is for the node itself;
 //! here the node's addresses are asked.
 

@@ -116,7 +116,11 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
             Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
-    findings.extend((!config.uplinks.is_empty()).then(|| kernel::translation(can_find_translated())));
+    if !config.uplinks.is_empty() {
+        let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
+        findings.push(kernel::translation(can_find_translated()));
+        findings.extend(kernel::half_seen(liberal.ok()));
+    }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())

@@ -59,6 +59,17 @@ pub(super) fn translation(can_be_found: bool) -> Finding {
     }
 }
 
+/// Of a TCP connection that it does not translate the kernel sees on uplinks what pods send alone, and calls that invalid. A rule
+/// that drops it would end the connection; kube-proxy has one unless the kernel is told to be liberal (`KUBE-FORWARD` in
+/// pkg/proxy/iptables/proxier.go).
+pub(super) fn half_seen(liberal: Option<String>) -> Option<Finding> {
+    (liberal?.trim() == "0").then(|| {
+        Finding::warning(
+            "uplinks: connection tracking sees one direction of TCP only, and a rule that drops ct state invalid, as kube-proxy has one, would end it; set net/netfilter/nf_conntrack_tcp_be_liberal to 1 (kube-proxy: conntrack.tcpBeLiberal), or take uplinks out",
+        )
+    })
+}
+
 fn mode(mode: XdpMode) -> Option<Finding> {
     (mode == XdpMode::Generic).then(|| {
         Finding::warning(
@@ -128,6 +139,13 @@ mod tests {
         let found = translation(false);
         assert_eq!(found.level, Level::Error);
         assert!(found.line.contains("5.18") && found.line.contains("or take uplinks out"), "{found:?}");
+    }
+
+    #[test]
+    fn uplinks_beside_rules_that_may_drop_what_is_half_seen_are_warned_about() {
+        let found = half_seen(Some("0\n".into())).unwrap();
+        assert!(found.level == Level::Warning && found.line.contains("tcpBeLiberal"), "{found:?}");
+        assert_eq!((half_seen(Some("1\n".into())), half_seen(None)), (None, None));
     }
 
     #[test]
