@@ -535,7 +535,7 @@ fn resets_and_syns_that_do_not_belong() {
                 c("A", 70_001, 8001, 0).ok(Established),
                 s("A", 100_000, 70_001, 10).ok(Established),
                 s("A", 20_000_000, 70_001, 10).bad(Established),
-                c("A", 90_000, 8001, 10).bad(Established),
+                c("A", 300_000, 8001, 10).bad(Established),
             ]),
         ),
         (
