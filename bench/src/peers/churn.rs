@@ -121,9 +121,12 @@ pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>
     Ok(times)
 }
 
+/// Of all pods: the sender's egress is closed as the receiver's ingress is.
 fn toggle(port: u16) -> String {
     format!(
         "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: toggle }}\n\
-         spec:\n  podSelector: {{ matchLabels: {{ role: receiver }} }}\n  ingress: [{{ ports: [{{ port: {port}, protocol: UDP }}] }}]\n"
+         spec:\n  podSelector: {{}}\n  policyTypes: [Ingress, Egress]\n  \
+         ingress: [{{ ports: [{{ port: {port}, protocol: UDP }}] }}]\n  \
+         egress: [{{ ports: [{{ port: {port}, protocol: UDP }}] }}]\n"
     )
 }
