@@ -119,7 +119,9 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     if !config.uplinks.is_empty() {
         let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
         findings.push(kernel::translation(can_find_translated()));
-        findings.extend(kernel::half_seen(liberal.ok()));
+        // Where the start is refused, that is all there is to say.
+        let fit = findings.iter().all(|finding| finding.level != Level::Error);
+        findings.extend(kernel::half_seen(liberal.ok()).filter(|_| fit));
     }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
