@@ -24,8 +24,8 @@ use crate::source::manifest;
 
 /// A save is taken as complete when its events have paused this long …
 const PAUSE: Duration = Duration::from_millis(10);
-/// … or have gone on this long.
-const LONGEST_GATHERING: Duration = Duration::from_millis(50);
+/// … or have gone on this long: a policy does not wait longer because other files go on changing.
+const LONGEST_GATHERING: Duration = Duration::from_millis(20);
 /// The same for a directory that comes back: it is made first, and filled then.
 const PAUSE_OF_RETURN: Duration = Duration::from_millis(50);
 const LONGEST_RETURN: Duration = Duration::from_millis(500);
