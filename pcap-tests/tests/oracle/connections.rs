@@ -99,6 +99,14 @@ impl Oracle {
         if !own || !routable(src) || !routable(dst) {
             return Some("deny");
         }
+        // A node would unwrap it: IANA's numbers of protocols, and of tunnels' UDP ports with that of Linux for VXLAN.
+        let unwrapped = match seen.flow.protocol {
+            17 => [1701, 2152, 3386, 4754, 4789, 6080, 6081, 6635, 8472].contains(&seen.flow.dport),
+            protocol => [4, 41, 47, 103, 108, 115, 137, 143].contains(&protocol),
+        };
+        if unwrapped && matches!(self.entry(entry, src), Entry::Pod(_)) && self.world.node_of(dst).is_some() {
+            return Some("deny");
+        }
         let passes = self.whole_or_piece(now, &seen);
         let to_pod = self.world.local_pod(dst).is_some();
         let from_host = self.entry(entry, src) == Entry::Host;

@@ -92,7 +92,7 @@ impl World {
     }
 
     /// The node that has this address, itself or through a pod in its network.
-    fn node_of(&self, address: IpAddr) -> Option<&str> {
+    pub(crate) fn node_of(&self, address: IpAddr) -> Option<&str> {
         self.objects.iter().find_map(|object| match object {
             Object::Node(node) if node.addresses.contains(&address) => Some(node.name.as_str()),
             Object::Pod(pod) if pod.host_network && pod.addresses.contains(&address) => pod.node.as_deref(),
