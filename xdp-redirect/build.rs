@@ -1,4 +1,4 @@
-//! Compiles `src/bpf/redirect.bpf.c` with clang and generates its skeleton.
+//! Compiles `src/bpf/redirect.bpf.c` with clang, once for pods' ports and once for the node's, and generates skeletons.
 
 use std::path::PathBuf;
 use std::process::{Command, exit};
@@ -17,16 +17,22 @@ fn main() {
     if let Err(error) = Command::new(&clang).arg("--version").output() {
         fail(&format!("cannot run {clang} ({error}): install clang (Debian: apt-get install clang) or set CLANG"));
     }
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("redirect.skel.rs");
+    compile(&clang, "pod.skel.rs", &[]);
+    compile(&clang, "node.skel.rs", &["-DASKS_THE_KERNEL"]);
+}
+
+fn compile(clang: &str, skeleton: &str, defines: &[&str]) {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(skeleton);
+    let arguments = ["-Wall", "-Werror"].iter().chain(defines).map(ToString::to_string);
     let built = SkeletonBuilder::new()
         .source(SOURCE)
-        .clang(&clang)
-        .clang_args(["-Wall".into(), "-Werror".into()].into_iter().chain(multiarch_headers()))
+        .clang(clang)
+        .clang_args(arguments.chain(multiarch_headers()))
         .build_and_generate(&out);
     if let Err(error) = built {
         fail(&format!("cannot compile {SOURCE}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
-    // The generated file holds inner attributes only a module file may have, hence the include by path in lib.rs.
+    // The generated file holds inner attributes only a module file may have, hence the include by path in program.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
 }
 

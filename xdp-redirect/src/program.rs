@@ -1,19 +1,26 @@
 //! One loaded instance of the program.
 
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
-use libbpf_rs::{MapHandle, OpenObject};
 
 use crate::alive::Alive;
 use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role};
 
+/// For pods' ports.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
-mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/redirect.skel.rs"));
+mod pod {
+    include!(concat!(env!("OUT_DIR"), "/pod.skel.rs"));
 }
-use skeleton::{RedirectSkel, RedirectSkelBuilder};
+
+/// For uplinks and the host port: the same, and it asks the kernel's connection table. To load it all of the kernel's types
+/// are read (BTF), which takes too long for each pod that comes.
+#[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod node {
+    include!(concat!(env!("OUT_DIR"), "/node.skel.rs"));
+}
 
 /// How many RX queues of a port can have a socket, as `sockets` in `src/bpf/redirect.bpf.c`.
 pub const MAX_QUEUES: u32 = 64;
@@ -42,48 +49,64 @@ pub(crate) struct Program {
     pub(crate) leave: Option<OwnedFd>,
 }
 
-impl Program {
-    pub(crate) fn load(options: AttachOptions, shared: &Shared) -> Result<Self, LoadError> {
-        let mut storage = MaybeUninit::uninit();
-        let loaded = load_skeleton(&mut storage, options, shared)?;
-        let duplicated = |source: std::io::Error| LoadError::new("the program", source.into());
+/// Opens a skeleton, sets the program's constants and gives it the shared maps: the same for either skeleton, whose types
+/// are generated apart.
+macro_rules! open {
+    ($builder:ty, $storage:expr, $options:expr, $shared:expr) => {{
+        let failed = |source| LoadError::new("the XDP program", source);
+        let mut open = <$builder>::default().open($storage).map_err(failed)?;
+        let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
+        constants.on_miss = match $options.on_miss {
+            OnMiss::Drop => libbpf_rs::libbpf_sys::XDP_DROP,
+            OnMiss::Pass => libbpf_rs::libbpf_sys::XDP_PASS,
+        };
+        constants.uplink = u32::from($options.role == Role::Uplink);
+        constants.pod = u32::from($options.role == Role::Pod);
+        constants.bridged = u32::from($options.bridge.is_some());
+        // As it stands in a frame, whatever the machine's byte order.
+        let [a, b, c, d, e, f] = $options.bridge.unwrap_or_default();
+        constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
+        open.maps.local_pods.reuse_fd($shared.local_pods.map().as_fd()).map_err(failed)?;
+        open.maps.alive.reuse_fd($shared.alive.map().as_fd()).map_err(failed)?;
+        open
+    }};
+}
+
+/// The descriptors of a loaded skeleton.
+macro_rules! loaded {
+    ($loaded:expr, $leave:expr) => {{
+        let loaded = $loaded;
         let handle = |map| MapHandle::try_from(map).map_err(|source| LoadError::new("the program's maps", source));
         Ok(Self {
-            fd: loaded.progs.penstock.as_fd().try_clone_to_owned().map_err(duplicated)?,
+            fd: duplicate(loaded.progs.penstock.as_fd())?,
             sockets: handle(&*loaded.maps.sockets)?,
             outcomes: handle(&*loaded.maps.outcomes)?,
             own: handle(&*loaded.maps.own)?,
-            leave: match options.role {
-                Role::Host => Some(loaded.progs.penstock_leave.as_fd().try_clone_to_owned().map_err(duplicated)?),
-                Role::Pod | Role::Uplink => None,
-            },
+            leave: $leave(&loaded)?,
+        })
+    }};
+}
+
+impl Program {
+    /// Passes the program of this role through the verifier.
+    pub(crate) fn load(options: AttachOptions, shared: &Shared) -> Result<Self, LoadError> {
+        let failed = |source| LoadError::new("the XDP program", source);
+        let mut storage = MaybeUninit::uninit();
+        if options.role == Role::Pod {
+            let open = open!(pod::RedirectSkelBuilder, &mut storage, options, shared);
+            return loaded!(open.load().map_err(failed)?, |_: &pod::RedirectSkel<'_>| Ok(None));
+        }
+        let mut open = open!(node::RedirectSkelBuilder, &mut storage, options, shared);
+        let is_host = options.role == Role::Host;
+        open.progs.penstock_leave.set_autoload(is_host);
+        loaded!(open.load().map_err(failed)?, |loaded: &node::RedirectSkel<'_>| {
+            is_host.then(|| duplicate(loaded.progs.penstock_leave.as_fd())).transpose()
         })
     }
 }
 
-/// Sets the program's constants, gives it the shared maps, and passes it through the verifier.
-fn load_skeleton<'a>(
-    storage: &'a mut MaybeUninit<OpenObject>,
-    options: AttachOptions,
-    shared: &Shared,
-) -> Result<RedirectSkel<'a>, LoadError> {
-    let failed = |source| LoadError::new("the XDP program", source);
-    let mut open = RedirectSkelBuilder::default().open(storage).map_err(failed)?;
-    let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
-    constants.on_miss = match options.on_miss {
-        OnMiss::Drop => libbpf_rs::libbpf_sys::XDP_DROP,
-        OnMiss::Pass => libbpf_rs::libbpf_sys::XDP_PASS,
-    };
-    constants.uplink = u32::from(options.role == Role::Uplink);
-    constants.pod = u32::from(options.role == Role::Pod);
-    constants.bridged = u32::from(options.bridge.is_some());
-    // As it stands in a frame, whatever the machine's byte order.
-    let [a, b, c, d, e, f] = options.bridge.unwrap_or_default();
-    constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
-    open.progs.penstock_leave.set_autoload(options.role == Role::Host);
-    open.maps.local_pods.reuse_fd(shared.local_pods.map().as_fd()).map_err(failed)?;
-    open.maps.alive.reuse_fd(shared.alive.map().as_fd()).map_err(failed)?;
-    open.load().map_err(failed)
+fn duplicate(program: BorrowedFd<'_>) -> Result<OwnedFd, LoadError> {
+    program.try_clone_to_owned().map_err(|source| LoadError::new("the program", source.into()))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The kernel's fingerprint of a program's instructions, by which one is known wherever it is attached.
 //!
-//! The constants that differ from port to port stand in a map and are no part of it: all instances of a build have the same.
+//! The constants that differ from port to port stand in a map and are no part of it: all instances of a build for pods have the same, and all others.
 
 use std::fmt;
 use std::io;
@@ -23,9 +23,10 @@ impl fmt::Display for ProgramTag {
 }
 
 impl ProgramTag {
-    /// The tag of the program that is in this binary: it is loaded for that, attached nowhere, and gone again.
-    pub fn own() -> Result<Self, LoadError> {
-        let program = Program::load(AttachOptions::new(Role::Pod), &Shared::create()?)?;
+    /// The tag of the program that this binary has for ports of this role: it is loaded for that, attached nowhere, and gone
+    /// again. Uplinks and the host port have the same.
+    pub fn own(role: Role) -> Result<Self, LoadError> {
+        let program = Program::load(AttachOptions::new(role), &Shared::create()?)?;
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
     }
 

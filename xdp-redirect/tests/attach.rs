@@ -313,12 +313,12 @@ fn every_instance_has_the_tag_of_this_binarys_program_and_another_program_is_fou
         let root = PinRoot::new("tag");
         let interface = veth();
         let redirect = Redirect::pinned(root.open()).unwrap();
-        let own = ProgramTag::own().unwrap();
+        let own = ProgramTag::own(Role::Pod).unwrap();
         let tags = || redirect.pins().unwrap().tags().into_iter().map(|(_, tag)| tag.unwrap()).collect::<Vec<_>>();
         // Whatever its constants are.
         for (role, on_miss) in [(Role::Pod, OnMiss::Drop), (Role::Uplink, OnMiss::Pass), (Role::Host, OnMiss::Drop)] {
             let attached = redirect.attach(&interface, AttachOptions { on_miss, ..AttachOptions::new(role) }).unwrap();
-            assert_eq!(tags(), [own], "{role:?}");
+            assert_eq!(tags(), [ProgramTag::own(role).unwrap()], "{role:?}");
             drop(attached);
         }
         let attached = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();

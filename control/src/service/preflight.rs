@@ -12,7 +12,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
-use penstock_xdp_redirect::{Pins, ProgramTag, can_find_translated, try_source_check};
+use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
 
 use super::config::{Config, PickUp};
 use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
@@ -142,11 +142,12 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
     }
     let at = config.fail.pins.display();
     let tags = Pins::at(&config.fail.pins).ok()?.tags();
-    let own = match ProgramTag::own() {
-        Ok(own) => own,
-        Err(error) => return Some(Finding::error(error.to_string())),
+    let (own, of_node) = match (ProgramTag::own(Role::Pod), ProgramTag::own(Role::Host)) {
+        (Ok(own), Ok(of_node)) => (own, of_node),
+        (Err(error), _) | (_, Err(error)) => return Some(Finding::error(error.to_string())),
     };
     for (pinned, tag) in &tags {
+        let own = if pinned.role == Role::Pod { own } else { of_node };
         match tag {
             Ok(tag) if *tag == own => {}
             Ok(tag) => {
@@ -164,8 +165,8 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
         }
     }
     Some(Finding::ok(match tags.len() {
-        0 => format!("XDP program: {own}; none is pinned"),
-        count => format!("XDP program: {own}, and so are all {count} that are pinned"),
+        0 => format!("XDP programs: {own} and {of_node}; none is pinned"),
+        count => format!("XDP programs: {own} and {of_node}, and so are all {count} that are pinned"),
     }))
 }
 

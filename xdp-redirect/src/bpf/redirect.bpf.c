@@ -140,6 +140,7 @@ static __always_inline int is_own_discovery(const struct ethhdr *eth, const void
 	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
 }
 
+#ifdef ASKS_THE_KERNEL
 #include "translation.h"
 
 /* From the host port nobody asks whether what has an address of this node came from outside. So the kernel gets from an
@@ -179,6 +180,13 @@ static __always_inline enum outcome on_uplink(struct xdp_md *ctx, const void *st
 		outcome = of_translation(ctx, start + sizeof(struct ethhdr), end, from, to);
 	return outcome != REDIRECTED && may_be_the_kernels(ctx, from) ? outcome : REDIRECTED;
 }
+#else /* a pod's port is no uplink */
+static __always_inline enum outcome on_uplink(struct xdp_md *ctx, const void *start, const void *end, __u16 longest,
+					      const struct in6_addr *from, const struct in6_addr *to)
+{
+	return REDIRECTED;
+}
+#endif
 
 SEC("xdp")
 int penstock(struct xdp_md *ctx)
@@ -243,6 +251,7 @@ int penstock(struct xdp_md *ctx)
  * kernel's note of where a packet came in (skb->skb_iif, which forwarding and translation keep) tells a pod's own packets,
  * which come back because the node translated their destination, from those that others send in its name: from outside or
  * out of a tunnel they came in elsewhere, and a process of the node made them where it is 0. */
+#ifdef ASKS_THE_KERNEL
 SEC("tc")
 int penstock_leave(struct __sk_buff *skb)
 {
@@ -271,5 +280,6 @@ int penstock_leave(struct __sk_buff *skb)
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
 	return TC_ACT_OK;
 }
+#endif
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

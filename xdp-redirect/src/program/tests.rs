@@ -1,11 +1,11 @@
 //! The program's judgement of each kind of packet, run in the kernel without an interface (BPF_PROG_TEST_RUN).
 
 use std::net::Ipv6Addr;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use libbpf_rs::{MapCore, MapFlags, ProgramInput, libbpf_sys};
+use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 use nix::sched::{CloneFlags, unshare};
 
 use super::*;
@@ -100,17 +100,32 @@ fn any_socket() -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
+/// Runs a program once over a frame, in this context; what it returns.
+fn test_run(program: BorrowedFd<'_>, frame: &[u8], context: &mut [u8]) -> u32 {
+    let mut options = libbpf_sys::bpf_test_run_opts {
+        sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
+        data_in: frame.as_ptr().cast(),
+        data_size_in: frame.len() as u32,
+        ctx_in: context.as_ptr().cast(),
+        ctx_size_in: context.len() as u32,
+        ..Default::default()
+    };
+    // SAFETY: both buffers live across the call and are as long as is said; nothing is written, since no room for it is given.
+    let error = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &mut options) };
+    assert_eq!(error, 0, "{}", std::io::Error::from_raw_os_error(-error));
+    options.retval
+}
+
 /// Runs the program once over a frame that came in on the loopback interface, and says what it did.
-fn run(loaded: &RedirectSkel<'_>, frame: &[u8]) -> (u32, Outcome) {
-    let before = Outcomes::read(&loaded.maps.outcomes).unwrap();
+fn run(loaded: &Program, frame: &[u8]) -> (u32, Outcome) {
+    let before = Outcomes::read(&loaded.outcomes).unwrap();
     // struct xdp_md: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
     let mut context = Vec::new();
     for field in [0, frame.len() as u32, 0, 1, 0, 0] {
         context.extend(field.to_ne_bytes());
     }
-    let input = ProgramInput { data_in: Some(frame), context_in: Some(&mut context), ..Default::default() };
-    let action = loaded.progs.penstock.test_run(input).unwrap().return_value;
-    let after = Outcomes::read(&loaded.maps.outcomes).unwrap();
+    let action = test_run(loaded.fd.as_fd(), frame, &mut context);
+    let after = Outcomes::read(&loaded.outcomes).unwrap();
     let moved: Vec<Outcome> =
         Outcome::ALL.into_iter().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
     assert_eq!((moved.len(), after.total()), (1, before.total() + 1), "exactly one counter moves, by one");
@@ -134,10 +149,9 @@ fn every_kind_of_packet_goes_where_its_port_says() {
     let socket = any_socket();
     let mut reached = std::collections::BTreeSet::new();
     for role in [Role::Pod, Role::Host, Role::Uplink] {
-        let mut storage = MaybeUninit::uninit();
-        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &shared).unwrap();
-        let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
-        loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+        let loaded = Program::load(options(role, OnMiss::Drop), &shared).unwrap();
+        let value = socket.as_raw_fd().to_ne_bytes();
+        loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
         for (what, frame, on_pod, on_uplink) in packets() {
             let expected = match role {
                 // The node's own stack may be a router.
@@ -182,10 +196,9 @@ fn on_an_uplink_what_is_too_long_for_its_pod_is_the_kernels_unless_it_claims_to_
         for address in [LOCAL_V4.into(), LOCAL_V6.parse().unwrap()] {
             shared.local_pods.insert(address, longest).unwrap();
         }
-        let mut storage = MaybeUninit::uninit();
-        let loaded = load_skeleton(&mut storage, options(role, OnMiss::Drop), &shared).unwrap();
-        let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
-        loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+        let loaded = Program::load(options(role, OnMiss::Drop), &shared).unwrap();
+        let value = socket.as_raw_fd().to_ne_bytes();
+        loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
         for ((who, source, is_other), length) in
             senders.iter().flat_map(|it| [99, 100, 101, 1399, 1400].map(|n| (it, n)))
         {
@@ -217,10 +230,9 @@ fn changed(mut frame: Vec<u8>, protocol: u8, fragment: u16) -> Vec<u8> {
 fn on_an_uplink_what_the_kernel_may_translate_and_nobody_can_tell_is_the_kernels() {
     enter_a_router();
     let (shared, socket) = (shared(), any_socket());
-    let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
-    let value = std::os::fd::AsRawFd::as_raw_fd(&socket).to_ne_bytes();
-    loaded.maps.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
+    let loaded = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
+    let value = socket.as_raw_fd().to_ne_bytes();
+    loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
     let (redirected, undecided) = ((REDIRECT, Outcome::Redirected), (PASS, Outcome::Undecided));
     let v4 = |protocol, fragment| changed(ipv4(LOCAL_V4), protocol, fragment);
     let v6 = |next_header: u8, payload: &[u8]| ipv6(LOCAL_V6, next_header, 64, payload);
@@ -266,8 +278,7 @@ fn the_nodes_stack_sends_nothing_in_a_local_pods_name_that_did_not_come_from_the
     let shared = shared();
     let unserved: Ipv6Addr = "fd00::77".parse().unwrap();
     shared.local_pods.insert_unserved(unserved.into()).unwrap();
-    let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Host, OnMiss::Drop), &shared).unwrap();
+    let loaded = Program::load(options(Role::Host, OnMiss::Drop), &shared).unwrap();
     let v4 = |from: [u8; 4]| {
         let mut frame = ipv4(OTHER_V4);
         frame[26..30].copy_from_slice(&from);
@@ -289,16 +300,15 @@ fn the_nodes_stack_sends_nothing_in_a_local_pods_name_that_did_not_come_from_the
     for (what, frame, is_pods) in cases {
         // Where it leaves is the loopback, of index 1; it came in there, elsewhere, or was made here.
         for (came_in, is_workers) in [(1_u32, true), (2, false), (0, false)] {
-            let before = Outcomes::read(&loaded.maps.outcomes).unwrap().get(Outcome::SpoofedSource);
+            let before = Outcomes::read(&loaded.outcomes).unwrap().get(Outcome::SpoofedSource);
             // struct __sk_buff: ingress_ifindex and ifindex are its tenth and eleventh words.
             let mut context = vec![0; 192];
             context[36..40].copy_from_slice(&came_in.to_ne_bytes());
             context[40..44].copy_from_slice(&1_u32.to_ne_bytes());
-            let input = ProgramInput { data_in: Some(&frame), context_in: Some(&mut context), ..Default::default() };
-            let action = loaded.progs.penstock_leave.test_run(input).unwrap().return_value;
+            let action = test_run(loaded.leave.as_ref().unwrap().as_fd(), &frame, &mut context);
             let dropped = is_pods && !is_workers;
             assert_eq!(action, if dropped { SHOT } else { OK }, "{what}, came in at {came_in}");
-            let after = Outcomes::read(&loaded.maps.outcomes).unwrap().get(Outcome::SpoofedSource);
+            let after = Outcomes::read(&loaded.outcomes).unwrap().get(Outcome::SpoofedSource);
             assert_eq!(after - before, u64::from(dropped), "{what}, came in at {came_in}");
         }
     }
@@ -351,12 +361,11 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
         ("a router's advertisement", discovery(134, "fe80::5", "::"), false),
         ("a redirect", discovery(137, LOCAL_V6, "fd00::1"), false),
     ];
-    let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
-    let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
+    let loaded = Program::load(options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
+    let own = &loaded.own;
     for known in [false, true] {
         if known {
-            crate::own::set(&own, POD_MAC, &[LOCAL_V4.into(), LOCAL_V6.parse().unwrap()].into()).unwrap();
+            crate::own::set(own, POD_MAC, &[LOCAL_V4.into(), LOCAL_V6.parse().unwrap()].into()).unwrap();
         }
         for (what, frame, passes) in &cases {
             let routers = matches!(frame.get(54), Some(134 | 137));
@@ -365,17 +374,16 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
         }
     }
     // Its address goes to another pod.
-    crate::own::set(&own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
+    crate::own::set(own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
     assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, Outcome::ForgedNeighbour);
     assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, Outcome::Arp);
 }
 
 #[test]
 fn a_pod_has_room_for_some_link_local_addresses_and_no_more() {
-    let mut storage = MaybeUninit::uninit();
-    let loaded = load_skeleton(&mut storage, options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
-    let own = MapHandle::try_from(&*loaded.maps.own).unwrap();
-    crate::own::set(&own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
+    let loaded = Program::load(options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
+    let own = &loaded.own;
+    crate::own::set(own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
     let solicits = |n: u16| run(&loaded, &discovery(135, &format!("fe80::{n:x}"), "fd00::1")).0 == PASS;
     assert_eq!((1..=1000).filter(|&n| solicits(n)).count(), 30, "with its address and the mark, the map is full");
     assert!(solicits(1), "the first ones stay");
@@ -386,8 +394,7 @@ fn a_miss_is_dropped_unless_it_is_to_pass() {
     let shared = shared();
     for (on_miss, action) in [(OnMiss::default(), DROP), (OnMiss::Drop, DROP), (OnMiss::Pass, PASS)] {
         for role in [Role::Pod, Role::Host, Role::Uplink] {
-            let mut storage = MaybeUninit::uninit();
-            let loaded = load_skeleton(&mut storage, options(role, on_miss), &shared).unwrap();
+            let loaded = Program::load(options(role, on_miss), &shared).unwrap();
             for frame in [ipv4(LOCAL_V4), ipv6(LOCAL_V6, 6, 64, &[0; 20])] {
                 assert_eq!(run(&loaded, &frame), (action, Outcome::NoSocket), "{role:?} {on_miss:?}");
             }
@@ -399,9 +406,8 @@ fn a_miss_is_dropped_unless_it_is_to_pass() {
 fn once_the_process_is_gone_all_passes_where_misses_do_and_nothing_else_does() {
     let mut shared = shared();
     let tagged = ethernet(0x8100, &[&[0, 0], &ipv4(LOCAL_V4)[12..]].concat());
-    let mut storages = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    let open = load_skeleton(&mut storages.0, options(Role::Pod, OnMiss::Pass), &shared).unwrap();
-    let closed = load_skeleton(&mut storages.1, options(Role::Pod, OnMiss::Drop), &shared).unwrap();
+    let open = Program::load(options(Role::Pod, OnMiss::Pass), &shared).unwrap();
+    let closed = Program::load(options(Role::Pod, OnMiss::Drop), &shared).unwrap();
     assert_eq!(run(&open, &tagged), (DROP, Outcome::VlanTag));
     // Its last descriptor is closed, as when the process dies.
     shared.alive.socket = any_socket();
@@ -418,9 +424,8 @@ fn once_the_process_is_gone_all_passes_where_misses_do_and_nothing_else_does() {
 #[test]
 fn local_pods_come_and_go_for_all_uplinks_at_once() {
     let shared = shared();
-    let mut storage = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    let one = load_skeleton(&mut storage.0, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
-    let two = load_skeleton(&mut storage.1, options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
+    let one = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
+    let two = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let frame = ipv4(OTHER_V4);
     for (present, expected) in [(false, Outcome::NotLocal), (true, Outcome::NoSocket), (false, Outcome::NotLocal)] {
         match present {
