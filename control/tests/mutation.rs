@@ -135,10 +135,10 @@ const MUTATIONS: &[Mutation] = &[
     mutation("7: a host-network pod is found", STATE, "!pod.host_network && !pod.finished", "!pod.finished"),
     mutation("7: a finished pod is found", STATE, "!pod.host_network && !pod.finished", "!pod.host_network"),
     mutation(
-        "7: the first one to claim an address keeps it",
+        "7: of two pods with one address the wrong one has it",
         STATE,
-        "claim.pods.last().map(|pod| Holder::Pod(*pod))",
-        "claim.pods.first().map(|pod| Holder::Pod(*pod))",
+        "if outranks(&next, &best) { next } else { best }",
+        "if outranks(&next, &best) { best } else { next }",
     ),
     mutation("7: a namespace that is not known is found", PODS, "if namespace.labels.is_none() {", "if false {"),
     mutation("8: every node is exempt", POLICY, "(dst.is_node() && dst.node == src.node)))", "dst.is_node()))"),

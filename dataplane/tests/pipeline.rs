@@ -474,8 +474,18 @@ fn the_quota_of_one_pod_leaves_room_for_the_others() {
     let mut node = Node::with(Config { entries: 1024, ..Config::default() }, Mode::Full);
     let mut refused = 0;
     for port in 0..1000 {
-        match node.verdict(WEB, &udp(WEB4, DB4, (port, 5432))) {
-            Verdict::Forward(DB) => assert_eq!(node.verdict(DB, &udp(DB4, WEB4, (5432, port))), Verdict::Forward(WEB)),
+        let handshake = |from, to, ports, edit: fn(&mut TcpHeader)| tcp(from, to, ports, edit, &[]);
+        match node.verdict(WEB, &handshake(WEB4, DB4, (port, 5432), |tcp| tcp.syn = true)) {
+            Verdict::Forward(DB) => {
+                let answer = handshake(DB4, WEB4, (5432, port), |tcp| {
+                    (tcp.syn, tcp.ack, tcp.acknowledgment_number) = (true, true, 1001);
+                });
+                assert_eq!(node.verdict(DB, &answer), Verdict::Forward(WEB));
+                let last = handshake(WEB4, DB4, (port, 5432), |tcp| {
+                    (tcp.ack, tcp.sequence_number, tcp.acknowledgment_number) = (true, 1001, 1001);
+                });
+                assert_eq!(node.verdict(WEB, &last), Verdict::Forward(DB));
+            }
             Verdict::Drop(Cause::QuotaExceeded) => refused += 1,
             other => panic!("{other:?}"),
         }

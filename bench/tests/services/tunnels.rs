@@ -82,12 +82,15 @@ fn of_protocol(forger: &Forger, from: IpAddr, to: IpAddr, protocol: u8) -> Vec<u
     frame
 }
 
-/// An IPv4 frame made the first fragment of a longer datagram.
+/// An IPv4 frame cut to whole units of eight bytes and made the first fragment of its datagram.
 fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
-    frame[20] |= 0x20;
     let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
+    let payload = (frame.len() - 34) / 8 * 8;
+    frame.truncate(34 + payload);
+    (header.more_fragments, header.dont_fragment) = (true, false);
+    header.set_payload_len(payload).unwrap();
     header.header_checksum = header.calc_header_checksum();
-    frame[24..26].copy_from_slice(&header.header_checksum.to_be_bytes());
+    header.write(&mut &mut frame[14..34]).unwrap();
     frame
 }
 

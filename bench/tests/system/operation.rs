@@ -255,9 +255,13 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
     // A pod without an interface has no network, and is told with what it waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.world.save("all.yaml", &(pods(2) + &lost));
-    let told = wait_for(|| open.status().pods.into_iter().find(|pod| pod.pod == "test/lost"), "the pod is told");
-    assert!(!told.enforced && told.interface.is_none(), "{told:?}");
-    assert!(told.waiting.as_deref().is_some_and(|waiting| waiting.contains("no host route to")), "{told:?}");
+    let waits = |waiting: &str| waiting.contains("no host route to");
+    let reported = || {
+        let pod = open.status().pods.into_iter().find(|pod| pod.pod == "test/lost")?;
+        pod.waiting.as_deref().is_some_and(waits).then_some(pod)
+    };
+    let reported = wait_for(reported, "the pod is reported with what it waits for");
+    assert!(!reported.enforced && reported.interface.is_none(), "{reported:?}");
     assert!(open.print(&["status"]).contains("no network: pod test/lost: no host route to 10.244.1.99"));
 }
 
