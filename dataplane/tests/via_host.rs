@@ -140,7 +140,7 @@ fn unreachable(from: &str, to: &str, about: &[u8]) -> Vec<u8> {
 
 /// One of two fragments of an IPv4 datagram.
 fn fragment(mut frame: Vec<u8>, offset: u16, more: bool) -> Vec<u8> {
-    let word = offset / 8 | u16::from(more) << 13;
+    let word = (offset / 8) | (u16::from(more) << 13);
     frame[18..20].copy_from_slice(&77_u16.to_be_bytes());
     frame[20..22].copy_from_slice(&word.to_be_bytes());
     let header = Ipv4Header::from_slice(&frame[14..]).unwrap().0;

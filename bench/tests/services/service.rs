@@ -51,7 +51,7 @@ pub(crate) fn translate(node: &Namespace, backend: &Site) {
             rules += &format!("{family} daddr {to} {protocol} dport {from} dnat to {}\n", at(port));
         }
         // What kube-proxy has too: nothing passes that the kernel takes for no part of a connection.
-        rules += &format!("}}\n chain forward {{ type filter hook forward priority 0; ct state invalid drop\n}}\n}}\n");
+        rules += "}\n chain forward { type filter hook forward priority 0; ct state invalid drop\n}\n}\n";
     }
     run(node, "nft", &["-f", "-"], &rules);
 }
