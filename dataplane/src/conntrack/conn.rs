@@ -134,7 +134,7 @@ impl<'t> Conn<'t> {
     }
 
     /// Notes what policy said of it under this epoch: a connection that is not allowed any more is cut, and one that was
-    /// cut and is allowed again is restored. Of several threads that ask at once, one is told that it did so. Verdict and
+    /// cut and is allowed again is restored. Of several threads that ask at once, one learns that it did so. Verdict and
     /// epoch change in one step, and an older epoch never takes the place of a newer one.
     pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
         let epoch = EpochTag::of(epoch);
@@ -255,12 +255,18 @@ impl<'t> Conn<'t> {
             if !self.refresh() {
                 return true;
             }
+            let seen = self.control;
             match self.act(orientation, transport, now, false) {
                 Some(Update::Opens) => {}
                 Some(_) => return false,
                 None => continue,
             }
-            if self.refresh() && self.take(self.control) {
+            // Its time may be another now. If policy has restored it meanwhile, or a packet moved it on, the packet is
+            // put to it again.
+            let is_as_seen = self.refresh()
+                && self.control.state() == seen.state()
+                && self.control.is_revoked() == seen.is_revoked();
+            if is_as_seen && self.take(self.control) {
                 self.table.counters.count(Event::Reopened);
                 return true;
             }
