@@ -160,7 +160,14 @@ fn raise_descriptors() {
     }
 }
 
+/// The most threads that the runtime starts for work that blocks, such as walks through the connection table. Those take
+/// turns; a second thread lets one begin while the last thread still goes idle.
+const BLOCKING_THREADS: usize = 2;
+
 fn runtime() -> io::Result<Runtime> {
-    // The threads that it starts for what takes long.
-    Builder::new_current_thread().enable_all().on_thread_start(privileges::forgo).build()
+    Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .on_thread_start(privileges::forgo)
+        .build()
 }
