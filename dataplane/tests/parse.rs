@@ -244,7 +244,7 @@ fn extension_headers_and_options_lead_to_the_transport_header() {
 
 #[test]
 fn fragments_are_told_apart_in_both_families() {
-    let fragment = |offset: u16, more: bool| Some(Fragment { id: 77, offset, len: 8, more });
+    let fragment = |offset: u16, more: bool| Fragment::new(77, offset, more, 8);
     let of_v4 = |units: u16, more: bool| {
         v4(17, &udp(1, 2), |header| {
             header.identification = 77;
@@ -291,7 +291,7 @@ fn fragments_are_told_apart_in_both_families() {
     let before = v6(60, &[&[44, 0, 1, 4, 0, 0, 0, 0][..], &[17, 0, 0, 1, 0, 0, 0, 77], &udp(1, 2)].concat());
     for (frame, len) in [(behind, 16), (before, 8)] {
         let packet = parse(&frame).unwrap();
-        assert_eq!((packet.layout.transport, packet.fragment.unwrap().len), (70, len));
+        assert_eq!((packet.layout.transport, packet.fragment.unwrap().len()), (70, len));
     }
     // The first fragment of a datagram may be shorter than its UDP length says.
     let mut long = udp(1, 2);

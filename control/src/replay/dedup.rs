@@ -62,7 +62,7 @@ fn fingerprint(frame: &[u8]) -> Option<(u64, u8)> {
         Protocol::SCTP => Some(transport + 8),
         _ => None,
     };
-    let checksum = checksum.filter(|_| packet.fragment.is_none_or(|fragment| fragment.offset == 0));
+    let checksum = checksum.filter(|_| packet.fragment.is_none_or(|fragment| fragment.is_first()));
     let mut hasher = FxHasher::default();
     if packet.flow.src.is_v4() {
         frame[network..network + 8].hash(&mut hasher);

@@ -176,7 +176,7 @@ fn ports(packet: Option<&Packet>, line: &mut Vec<u8>) {
 }
 
 fn is_later_fragment(packet: &Packet) -> bool {
-    packet.fragment.is_some_and(|fragment| fragment.offset > 0)
+    packet.fragment.is_some_and(|fragment| !fragment.is_first())
 }
 
 /// The protocol, as far down as the frame tells it.

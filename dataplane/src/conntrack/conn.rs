@@ -216,6 +216,12 @@ impl<'t> Conn<'t> {
         allowed: bool,
     ) -> Option<Update> {
         let (now, control) = (now.tick(), self.control);
+        if let Transport::Udp = transport
+            && self.hashed.protocol() == Protocol::UDP
+            && let Some(state) = track::go_on_udp(control, orientation)
+        {
+            return self.touch(now).then_some(Update::Accepted(state));
+        }
         let tracked = self.entry.tracking_under(control)?;
         if control.is_in(TcpState::Established as u8)
             && self.hashed.protocol() == Protocol::TCP
@@ -305,6 +311,21 @@ impl<'t> Conn<'t> {
         let tick = if control.tick().age(now) == 0 { control.tick() } else { now };
         let wanted = control.with(next.code(), tick);
         self.exchange(tracked, tracking, wanted).then_some(Update::Accepted(next))
+    }
+
+    /// Notes that a packet came which changes nothing else; false if another thread was faster.
+    #[inline(always)]
+    fn touch(&mut self, now: Tick) -> bool {
+        let control = self.control;
+        if control.tick().age(now) == 0 {
+            return self.entry.control() == control;
+        }
+        let wanted = control.with(control.state(), now);
+        let done = self.entry.exchange(control, wanted).is_ok();
+        if done {
+            self.control = wanted;
+        }
+        done
     }
 
     /// Puts tracking words and control word in place of those that were read; false if another thread was faster.

@@ -71,7 +71,7 @@ impl Fragments {
     /// Remembers the first fragment of a datagram, which was let through. `port` is the one that it came in by. Any other
     /// packet is left alone.
     pub fn remember(&self, packet: &Packet, port: PortId, now: Timestamp) {
-        if packet.fragment.is_none_or(|fragment| fragment.offset > 0) {
+        if packet.fragment.is_none_or(|fragment| !fragment.is_first()) {
             return;
         }
         let Some(key) = key(packet, port) else { return };
@@ -90,11 +90,11 @@ impl Fragments {
     /// The flow of a later fragment, with the ports of the first one; `None` if that is not known, or if this one
     /// overlaps it.
     pub fn flow_of(&self, packet: &Packet, port: PortId, now: Timestamp) -> Option<Flow> {
-        let fragment = packet.fragment.filter(|fragment| fragment.offset > 0)?;
+        let fragment = packet.fragment.filter(|fragment| !fragment.is_first())?;
         let key = key(packet, port)?;
         let first = self.set(self.seed.hash(&key)).iter().find_map(|entry| entry.read(&key, now.tick()))?;
         let Datagram { protocol, src_port, dst_port, end } = first;
-        (fragment.offset >= end).then_some(Flow { protocol, src_port, dst_port, ..packet.flow })
+        (fragment.offset() >= end).then_some(Flow { protocol, src_port, dst_port, ..packet.flow })
     }
 
     fn set(&self, hash: u64) -> &[Entry; WAYS] {
@@ -155,7 +155,7 @@ fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
 fn key(packet: &Packet, port: PortId) -> Option<Key> {
     let Flow { src, dst, protocol, .. } = packet.flow;
     let protocol = if src.is_v4() { protocol.0 } else { 0 };
-    let last = u64::from(packet.fragment?.id) | u64::from(port.0) << PORT_SHIFT | u64::from(protocol) << 48;
+    let last = u64::from(packet.fragment?.id()) | u64::from(port.0) << PORT_SHIFT | u64::from(protocol) << 48;
     let halves = |bits: u128| [(bits >> 64) as u64, bits as u64];
     let ([a, b], [c, d]) = (halves(src.bits()), halves(dst.bits()));
     Some([a, b, c, d, last])
@@ -253,7 +253,7 @@ mod tests {
             transport: if offset == 0 { Transport::Udp } else { Transport::LaterFragment },
             layout: Layout { network: 14, transport: 34, end: 34 + 1480 },
             ttl: 64,
-            fragment: Some(Fragment { id, offset, len: 1480, more: true }),
+            fragment: Fragment::new(id, offset, true, 1480),
         }
     }
 
@@ -305,7 +305,7 @@ mod tests {
             let fragments = Fragments::new();
             let (long, mut short) = (fragment(v6, 7, 0), fragment(v6, 7, 0));
             short.flow.dst_port = 80;
-            short.fragment = Some(Fragment { len: 16, ..short.fragment.unwrap() });
+            short.fragment = Fragment::new(7, 0, true, 16);
             let port_of = |offset: u16, now| Some(fragments.flow_of(&fragment(v6, 7, offset), PORT, now)?.dst_port);
             fragments.remember(&short, PORT, NOW);
             assert_eq!((port_of(8, NOW), port_of(16, NOW)), (None, Some(80)));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::entry::Tracking;
+use super::entry::{Control, Tracking};
 use super::state::State;
 use super::tcp::HeldSyn;
 use super::time::{self, Tick};
@@ -120,6 +120,16 @@ pub(super) fn go_on(tracked: Tracking, orientation: Orientation, segment: &TcpSe
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
     let (sender, receiver) = tcp::go_on(sender, receiver, segment)?;
     Some(tracking(orientation, sender, receiver))
+}
+
+/// [`step`] for nearly every UDP packet: the state of its connection if it changes neither that nor what is tracked, or
+/// `None` where [`step`] is to decide.
+#[inline(always)]
+pub(super) fn go_on_udp(control: Control, orientation: Orientation) -> Option<State> {
+    let from_opener = orientation == control.original();
+    [(State::Assured, true), (State::Unreplied, from_opener), (State::Replied, !from_opener)]
+        .into_iter()
+        .find_map(|(state, stays)| (stays && control.is_in(state.code())).then_some(state))
 }
 
 /// Whether a packet opens a connection by itself, so that it is evaluated in its own direction where another connection

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
-use crate::packet::{Address, Packet, Protocol, Transport};
+use crate::packet::{Address, Packet, Transport};
 
 /// UDP ports of tunnels, whether this node is known to have one there or not: other nodes may, and some are not told of by
 /// any interface. VXLAN by IANA and as Linux has it by default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS), MPLS in UDP
@@ -25,13 +25,23 @@ const PROTOCOLS: [u8; 8] = [4, 41, 47, 103, 108, 115, 137, 143];
 pub struct Encapsulation {
     /// UDP ports of tunnels, in order.
     ports: Vec<u16>,
-    /// A bit for each, by [`bit`]: most other ports have none in it.
-    hint: u64,
     /// Addresses of nodes.
     nodes: FxHashSet<Address>,
     /// Blocks all of which this node takes for its own.
     blocks: Vec<IpNet>,
     on: bool,
+}
+
+/// Rules out nearly every packet without a look at an [`Encapsulation`]: a bit for each destination port that it is about, by
+/// [`bit`]. What has no ports counts as port 0.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Hint(u64);
+
+impl Hint {
+    #[inline(always)]
+    pub(super) const fn may_apply_to(self, packet: &Packet) -> bool {
+        self.0 & bit(packet.flow.dst_port) != 0
+    }
 }
 
 impl Encapsulation {
@@ -45,25 +55,20 @@ impl Encapsulation {
         let mut ports: Vec<u16> = ports.into_iter().collect();
         ports.sort_unstable();
         ports.dedup();
-        let hint = ports.iter().fold(0, |hint, &port| hint | bit(port));
-        Self { ports, hint, nodes: nodes.into_iter().collect(), blocks: blocks.into_iter().collect(), on: true }
+        Self { ports, nodes: nodes.into_iter().collect(), blocks: blocks.into_iter().collect(), on: true }
     }
 
-    /// False for nearly every packet, at the price of a branch or two.
-    #[inline(always)]
-    pub(super) fn may_apply_to(&self, packet: &Packet) -> bool {
-        match packet.transport {
-            Transport::Udp => self.hint & bit(packet.flow.dst_port) != 0,
-            // A later fragment passes only if its first one did.
-            Transport::Other => self.on,
-            _ => false,
-        }
+    pub(super) fn hint(&self) -> Hint {
+        let portless = if self.on { bit(0) } else { 0 };
+        Hint(self.ports.iter().fold(portless, |hint, &port| hint | bit(port)))
     }
 
     pub(super) fn applies_to(&self, packet: &Packet) -> bool {
-        let is_wrapping = match packet.flow.protocol {
-            Protocol::UDP => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
-            Protocol(number) => PROTOCOLS.contains(&number),
+        let is_wrapping = match packet.transport {
+            Transport::Udp => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
+            Transport::Other => self.on && PROTOCOLS.contains(&packet.flow.protocol.0),
+            // A later fragment passes only if its first one did.
+            _ => false,
         };
         is_wrapping && self.is_node(packet.flow.dst)
     }
@@ -86,12 +91,12 @@ mod tests {
 
     #[test]
     fn what_pods_send_most_does_not_reach_the_list() {
-        let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, [], []);
-        for port in [53, 123, 443, 5353] {
-            assert_eq!(encapsulation.hint & bit(port), 0, "port {port}");
+        let Hint(hint) = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, [], []).hint();
+        for port in [53, 80, 123, 443, 5353, 8080] {
+            assert_eq!(hint & bit(port), 0, "port {port}");
         }
-        for port in WELL_KNOWN_TUNNEL_PORTS {
-            assert_ne!(encapsulation.hint & bit(port), 0, "port {port}");
+        for port in WELL_KNOWN_TUNNEL_PORTS.into_iter().chain([0]) {
+            assert_ne!(hint & bit(port), 0, "port {port}");
         }
     }
 }

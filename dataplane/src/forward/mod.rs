@@ -97,6 +97,8 @@ pub struct Forwarding {
     /// Addresses of this node's pods that have no port.
     portless: FxHashSet<Address>,
     encapsulation: Arc<Encapsulation>,
+    /// [`Encapsulation::hint`], where every packet finds it.
+    encapsulation_hint: encapsulation::Hint,
 }
 
 /// An address was given to two ports.
@@ -134,7 +136,7 @@ impl Forwarding {
     /// The same, and pods may not send to the nodes what these would decapsulate.
     #[must_use]
     pub fn with_encapsulation(self, encapsulation: Arc<Encapsulation>) -> Self {
-        Self { encapsulation, ..self }
+        Self { encapsulation_hint: encapsulation.hint(), encapsulation, ..self }
     }
 
     /// Adds a port under an identifier of the caller's choice; the last host port given is the one used.
@@ -190,7 +192,7 @@ impl Forwarding {
     /// Whether a packet from a pod is one that a node would decapsulate.
     #[inline(always)]
     pub fn would_be_decapsulated(&self, packet: &Packet) -> bool {
-        self.encapsulation.may_apply_to(packet) && self.is_decapsulated(packet)
+        self.encapsulation_hint.may_apply_to(packet) && self.is_decapsulated(packet)
     }
 
     #[cold]

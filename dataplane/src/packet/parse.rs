@@ -1,5 +1,7 @@
 //! From octets to a validated view: every length is checked here once, and nowhere after.
 
+use std::num::NonZeroU16;
+
 use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
@@ -14,32 +16,71 @@ const MAX_EXTENSION_HEADERS: usize = 6;
 /// A fragment's place in its datagram.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fragment {
-    /// Identification: 16 bits in IPv4, 32 in IPv6.
-    pub id: u32,
-    /// Offset of its payload in the datagram's, in octets.
-    pub offset: u16,
-    /// Bytes of the datagram's payload in it. They begin behind the IPv4 header or the IPv6 Fragment header: offsets count
-    /// from there, whatever extension headers follow (RFC 8200 section 4.5).
-    pub len: u16,
-    /// Whether more fragments follow.
-    pub more: bool,
+    id: u32,
+    /// The offset, which is a multiple of eight, and in bit 0 whether more fragments follow. It is never zero, so that
+    /// `Option<Fragment>` takes eight bytes of every [`Packet`].
+    place: NonZeroU16,
+    len: u16,
 }
 
 impl Fragment {
+    /// The fragment of the datagram with this identification (16 bits in IPv4, 32 in IPv6), at an offset in bytes of which
+    /// the low three bits are ignored, with `len` bytes of payload. `None` for what is a whole packet: an IPv6 packet that
+    /// has a Fragment header nonetheless is one (RFC 6946).
+    pub fn new(id: u32, offset: u16, more: bool, len: u16) -> Option<Self> {
+        let place = NonZeroU16::new(offset & !7 | u16::from(more))?;
+        Some(Self { id, place, len })
+    }
+
+    /// The identification of its datagram.
+    pub const fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// Offset of its payload in the datagram's, in bytes.
+    #[inline]
+    pub const fn offset(&self) -> u16 {
+        self.place.get() & !7
+    }
+
+    /// Whether it is the first of its datagram: it has the transport header.
+    #[inline]
+    pub const fn is_first(&self) -> bool {
+        self.offset() == 0
+    }
+
+    /// Bytes of the datagram's payload in it. They begin behind the IPv4 header or the IPv6 Fragment header: offsets count
+    /// from there, whatever extension headers follow (RFC 8200 section 4.5).
+    pub const fn len(&self) -> u16 {
+        self.len
+    }
+
+    /// Whether it carries nothing.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether more fragments follow.
+    pub const fn more(&self) -> bool {
+        self.place.get() & 1 == 1
+    }
+
     /// End of its payload in the datagram's, in bytes.
     #[inline]
     pub const fn end(&self) -> u16 {
-        self.offset.saturating_add(self.len)
+        self.offset().saturating_add(self.len)
     }
 
-    /// Refuses what no sender makes: a fragment that is not the last but ends between two units of eight bytes, and one
+    /// Rejects what no sender makes: a fragment that is not the last but ends between two units of eight bytes, and one
     /// that ends behind the longest datagram (RFC 791 section 3.2, RFC 8200 section 4.5). Receivers disagree about both.
     fn check(&self) -> Result<(), Cause> {
-        let is_whole = !self.more || self.len.is_multiple_of(8);
-        let fits = self.offset.checked_add(self.len).is_some();
+        let is_whole = !self.more() || self.len.is_multiple_of(8);
+        let fits = self.offset().checked_add(self.len).is_some();
         if is_whole && fits { Ok(()) } else { Err(Cause::Malformed) }
     }
 }
+
+const _: () = assert!(size_of::<Option<Fragment>>() == 8);
 
 /// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
 /// order and within it.
@@ -186,12 +227,8 @@ fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     packet.layout = Layout { network: at as u16, transport: transport as u16, end: to_offset(at + total)? };
     packet.ttl = header.ttl();
     let offset = header.fragments_offset().value() * 8;
-    packet.fragment = (offset > 0 || header.more_fragments()).then(|| Fragment {
-        id: u32::from(header.identification()),
-        offset,
-        len: packet.layout.end - packet.layout.transport,
-        more: header.more_fragments(),
-    });
+    let len = packet.layout.end - packet.layout.transport;
+    packet.fragment = Fragment::new(u32::from(header.identification()), offset, header.more_fragments(), len);
     if let Some(fragment) = packet.fragment {
         fragment.check()?;
     }
@@ -292,15 +329,9 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
             FRAGMENT => {
                 has_fragment_header = true;
                 let word = u16::from_be_bytes([a, b]);
-                let this = Fragment {
-                    id: u32::from_be_bytes([c, d, e, f]),
-                    offset: word & !7,
-                    // No frame is longer than 16 bits can count.
-                    len: (packet.len() - (at + 8)) as u16,
-                    more: word & 1 == 1,
-                };
-                // RFC 6946: an atomic fragment is a whole packet.
-                fragment = (this.offset > 0 || this.more).then_some(this);
+                // No frame is longer than 16 bits can count.
+                let len = (packet.len() - (at + 8)) as u16;
+                fragment = Fragment::new(u32::from_be_bytes([c, d, e, f]), word, word & 1 == 1, len);
                 8
             }
             // RFC 5095 and RFC 8754: a router named by the source would take it past the judged destination.
@@ -313,7 +344,7 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
             return Err(Cause::Truncated);
         }
         next = following;
-        if fragment.is_some_and(|fragment| fragment.offset > 0) {
+        if fragment.is_some_and(|fragment| !fragment.is_first()) {
             return Ok(Chain { protocol: next, at, fragment });
         }
     }
@@ -330,7 +361,7 @@ fn to_offset(offset: usize) -> Result<u16, Cause> {
 fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     let (flow, layout) = (&mut packet.flow, packet.layout);
     (flow.src_port, flow.dst_port) = (0, 0);
-    if packet.fragment.is_some_and(|fragment| fragment.offset > 0) {
+    if packet.fragment.is_some_and(|fragment| !fragment.is_first()) {
         packet.transport = Transport::LaterFragment;
         return Ok(());
     }
@@ -440,7 +471,7 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
         let header = ipv6_header(quoted).ok()?;
         let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
         let chain = extension_headers(frame, at + 40, header.next_header().0).ok()?;
-        if chain.fragment.is_some_and(|fragment| fragment.offset > 0) {
+        if chain.fragment.is_some_and(|fragment| !fragment.is_first()) {
             return None;
         }
         (src, dst, chain.protocol, chain.at)

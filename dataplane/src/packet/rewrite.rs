@@ -48,9 +48,10 @@ pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
             frame[network + 7] -= 1;
         }
     }
-    match packet.transport {
-        Transport::Tcp(segment) if segment.payload_len >= LONG && hop.open == OpenChecksum::Leave => {}
-        _ => finish_checksum(frame, packet),
+    let is_left = hop.open == OpenChecksum::Leave
+        && matches!(&packet.transport, Transport::Tcp(segment) if segment.payload_len >= LONG);
+    if !is_left {
+        finish_checksum(frame, packet);
     }
 }
 

@@ -24,9 +24,15 @@ pub(super) fn ways(forwarding: &Forwarding, ingress: PortId, from: &Port, packet
 
 #[inline(always)]
 fn egress(forwarding: &Forwarding, packet: &Packet, route: Route) -> Option<PortId> {
-    // One look-up in the code, which is inlined into every caller.
-    let host = if route == Route::ViaHost { forwarding.host() } else { None };
-    if host.is_some() { host } else { forwarding.next_hop(packet.flow.dst) }
+    if route == Route::ViaHost {
+        return via_host(forwarding);
+    }
+    forwarding.next_hop(packet.flow.dst)
+}
+
+#[cold]
+fn via_host(forwarding: &Forwarding) -> Option<PortId> {
+    forwarding.host()
 }
 
 /// Finds the port that a packet from port `from` leaves by and rewrites its frame for it.

@@ -107,10 +107,17 @@ struct Admitted {
 #[derive(Clone, Copy)]
 struct Refusal {
     cause: Cause,
-    /// As [`track::Tracker`] left it.
+    /// If policy has ended the packet's connection with this packet, and it is TCP: the sequence number that the packet's
+    /// destination expects.
     cut_at: Option<u32>,
     /// Which way it would have left.
     route: Route,
+}
+
+impl From<Cause> for Refusal {
+    fn from(cause: Cause) -> Self {
+        Self { cause, cut_at: None, route: Route::Direct }
+    }
 }
 
 /// What one worker needs to judge packets. It allocates nothing after it is made.
@@ -180,20 +187,13 @@ impl Pipeline {
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
         let connections = &*self.connections;
         let from_host = port.kind == PortKind::Host;
-        let (cut_at, route) = (None, Route::Direct);
-        let mut tracker =
-            track::Tracker { connections, snapshot, now, ingress, index: 0, observer, cut_at, from_host, route };
+        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, from_host };
         for entry in &self.slots[..admitted] {
             let frame = frames.bytes(entry.index);
-            (tracker.index, tracker.cut_at, tracker.route) = (entry.index, None, Route::Direct);
+            tracker.index = entry.index;
             let allowed = match self.mode {
                 Mode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
-                Mode::ForwardOnly => Ok(()),
-            };
-            let route = tracker.route;
-            let allowed = match allowed {
-                Ok(()) => Ok(route),
-                Err(cause) => Err(Refusal { cause, cut_at: tracker.cut_at, route }),
+                Mode::ForwardOnly => Ok(Route::Direct),
             };
             verdicts[entry.index] =
                 conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
@@ -250,15 +250,13 @@ fn conclude(
     open: OpenChecksum,
     allowed: Result<Route, Refusal>,
 ) -> Verdict {
-    let outcome = allowed.and_then(|route| {
-        let way = dispatch::dispatch(&snapshot.forwarding, port, frame, packet, route, open);
-        way.map_err(|cause| Refusal { cause, cut_at: None, route })
-    });
-    match outcome {
-        Ok(port) => Verdict::Forward(port),
-        Err(refusal) => {
-            answer::answer(answers, snapshot, (ingress, port), frame, packet, refusal);
-            Verdict::Drop(refusal.cause)
-        }
-    }
+    let refusal = match allowed {
+        Ok(route) => match dispatch::dispatch(&snapshot.forwarding, port, frame, packet, route, open) {
+            Ok(egress) => return Verdict::Forward(egress),
+            Err(cause) => Refusal { cause, cut_at: None, route },
+        },
+        Err(refusal) => refusal,
+    };
+    answer::answer(answers, snapshot, (ingress, port), frame, packet, refusal);
+    Verdict::Drop(refusal.cause)
 }

@@ -1,6 +1,6 @@
 //! The pipeline with a look at the clock between its stages, for one batch in many.
 
-use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Refusal, Snapshot, Timestamp, Verdict};
+use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Snapshot, Timestamp, Verdict};
 use super::{Pipeline, Route, conclude, track};
 use crate::clocks;
 use crate::forward::PortKind;
@@ -73,21 +73,17 @@ impl Pipeline {
             ingress,
             index: 0,
             observer: observer_of_tracker,
-            cut_at: None,
             from_host: port.kind == PortKind::Host,
-            route: Route::Direct,
         };
-        let mut outcomes = [(Ok(()), None, Route::Direct); BATCH];
+        let mut outcomes = [Ok(Route::Direct); BATCH];
         for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
-            (tracker.index, tracker.cut_at, tracker.route) = (entry.index, None, Route::Direct);
+            tracker.index = entry.index;
             if self.mode == Mode::Full {
-                outcome.0 = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
-                (outcome.1, outcome.2) = (tracker.cut_at, tracker.route);
+                *outcome = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
             }
         }
         let tracked = clocks::now();
-        for (entry, (allowed, cut_at, route)) in self.slots[..admitted].iter().zip(outcomes) {
-            let allowed = allowed.map(|()| route).map_err(|cause| Refusal { cause, cut_at, route });
+        for (entry, allowed) in self.slots[..admitted].iter().zip(outcomes) {
             let frame = frames.bytes(entry.index);
             verdicts[entry.index] =
                 conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);

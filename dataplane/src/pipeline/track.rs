@@ -1,7 +1,7 @@
 //! Second stage: the packet's connection lets it pass, or else the policy opens one.
 
 use super::dispatch::Route;
-use super::{Observer, Occasion};
+use super::{Observer, Occasion, Refusal};
 use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, Judged, NewConn, OwnerId, Refused, Timestamp, Update};
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
@@ -16,38 +16,33 @@ pub(super) struct Tracker<'a, O> {
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
-    /// Set when this packet's connection was cut by being judged again: the sequence number that the packet's destination
-    /// expects, if it is TCP's.
-    pub(super) cut_at: Option<u32>,
     /// Whether what is tracked came from the node's own stack.
     pub(super) from_host: bool,
-    /// Which way this packet leaves, if it may; set anew for each.
-    pub(super) route: Route,
 }
 
 impl<O: Observer> Tracker<'_, O> {
-    /// Whether the packet may pass.
+    /// Which way the packet leaves, if it may pass.
     #[inline(always)]
-    pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
             Transport::LaterFragment => return self.later_fragment(packet),
             _ => {}
         }
-        match self.connections.find(hashed, self.now) {
+        let route = match self.connections.find(hashed, self.now) {
             Some(connection) => self.follow(connection, packet, hashed)?,
             None => self.open(packet, hashed)?,
-        }
+        };
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
         }
-        Ok(())
+        Ok(route)
     }
 
     /// A later fragment belongs to the connection of its first one, which has the ports.
     #[cold]
     #[inline(never)]
-    fn later_fragment(&mut self, packet: &Packet) -> Result<(), Cause> {
+    fn later_fragment(&mut self, packet: &Packet) -> Result<Route, Refusal> {
         let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(Cause::Fragment)?;
         let hashed = self.connections.prepare(&flow);
         let connection = self.connections.find(&hashed, self.now).ok_or(Cause::Fragment)?;
@@ -56,52 +51,64 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// A packet of a known connection.
     #[inline(always)]
-    fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
-            connection = self.follow_again(connection, packet, hashed);
+            return self.follow_again(connection, packet, hashed);
         }
-        self.route = self.route_of(&mut connection, packet);
+        let route = self.route_of(&mut connection, packet);
         match connection.update(hashed.orientation(), &packet.transport, self.now) {
-            Update::Accepted(_) => Ok(()),
-            Update::Invalid => Err(Cause::InvalidState),
-            Update::Cut => Err(Cause::ConnectionCut),
+            Update::Accepted(_) => Ok(route),
+            other => self.follow_exception(other, connection, packet, hashed, route),
+        }
+    }
+
+    /// A packet that its connection does not simply let pass.
+    #[cold]
+    #[inline(never)]
+    fn follow_exception(
+        &mut self,
+        update: Update,
+        connection: Conn<'_>,
+        packet: &Packet,
+        hashed: &Hashed,
+        route: Route,
+    ) -> Result<Route, Refusal> {
+        let refused = |cause| Err(Refusal { cause, cut_at: None, route });
+        match update {
+            Update::Accepted(_) => Ok(route),
+            Update::Invalid => refused(Cause::InvalidState),
+            Update::Cut => refused(Cause::ConnectionCut),
             Update::Ended => self.open(packet, hashed),
             Update::Opens => self.open_in_place(connection, packet, hashed),
-            Update::AsksInReverse => self.ask_in_reverse(connection, packet, hashed),
-            Update::Restarts => self.restart(connection, packet, hashed),
+            Update::AsksInReverse => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
+            Update::Restarts => self.restart(connection, packet, hashed).map(|()| route),
         }
     }
 
     /// A packet that opens a connection where another one has ended, or was cut. Policy is asked first: were the old one
     /// forgotten for a packet that is then denied, the next packet of its other side could bring it back.
-    #[cold]
-    #[inline(never)]
-    fn open_in_place(&mut self, old: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn open_in_place(&mut self, old: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         self.judge(&packet.flow, Occasion::Opened)?;
         if !old.replace(hashed.orientation(), &packet.transport, self.now) {
-            return Err(Cause::InvalidState);
+            return Err(Cause::InvalidState.into());
         }
         self.enter(packet, hashed)
     }
 
     /// A SYN on a live connection from the side that did not open it.
-    #[cold]
-    #[inline(never)]
-    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Refusal> {
         self.judge(&packet.flow, Occasion::Opened)?;
         match connection.hold_syn(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
-            _ => Err(Cause::InvalidState),
+            _ => Err(Cause::InvalidState.into()),
         }
     }
 
     /// A SYN-ACK with which both ends begin anew what the table still holds as a live connection.
-    #[cold]
-    #[inline(never)]
-    fn restart(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn restart(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Refusal> {
         self.judge(&packet.flow.reversed(), Occasion::Opened)?;
         let restarted = connection.restart(self.snapshot.epoch, hashed.orientation(), &packet.transport, self.now);
-        if restarted { Ok(()) } else { Err(Cause::InvalidState) }
+        if restarted { Ok(()) } else { Err(Cause::InvalidState.into()) }
     }
 
     /// A connection that came through the node's own stack goes through it in both directions, for it was translated there:
@@ -123,41 +130,47 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// Whether a connection that this packet enters is to cross the node's own stack: the node has translated it, since a
     /// pod's packets come from there only then. Of one between two pods that is picked up from its middle that is not known.
-    /// The stack carries it in either case.
+    /// The stack carries it in either case, if there is a port into it.
     fn enters_via_host(&self, packet: &Packet) -> bool {
         let Flow { src, dst, .. } = packet.flow;
         let known = packet.transport.may_open();
-        self.is_pod(src) && (self.from_host || !known && self.is_pod(dst))
+        let has_host = self.snapshot.forwarding.host().is_some();
+        has_host && self.is_pod(src) && (self.from_host || !known && self.is_pod(dst))
     }
 
     fn is_pod(&self, address: Address) -> bool {
         self.snapshot.forwarding.pod_port(address).is_some()
     }
 
-    /// A packet of a connection that is to be judged again.
+    /// A packet of a connection that is to be judged again. Should that cut it, the answer to its sender names the sequence
+    /// number that the packet's destination expects.
     #[cold]
     #[inline(never)]
-    fn follow_again<'c>(&mut self, mut connection: Conn<'c>, packet: &Packet, hashed: &Hashed) -> Conn<'c> {
+    fn follow_again(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
+        let mut cut_at = None;
         if self.judge_again(&mut connection) == Judged::Cut
             && let Transport::Tcp(segment) = packet.transport
         {
             // After a restart the segment's own number is the best that is known.
-            self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
+            cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
-        connection
+        let route = self.route_of(&mut connection, packet);
+        let update = connection.update(hashed.orientation(), &packet.transport, self.now);
+        let followed = self.follow_exception(update, connection, packet, hashed, route);
+        followed.map_err(|refusal| Refusal { cut_at, ..refusal })
     }
 
     /// A packet that belongs to no connection: its flow is judged, and a connection opened if it may be.
     #[inline(never)]
-    fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         self.judge(&packet.flow, Occasion::Opened)?;
         self.enter(packet, hashed)
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
+    fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         let via_host = self.enters_via_host(packet);
-        self.route = if via_host && !self.from_host { Route::ViaHost } else { Route::Direct };
+        let route = if via_host && !self.from_host { Route::ViaHost } else { Route::Direct };
         let new = NewConn {
             hashed,
             transport: &packet.transport,
@@ -167,39 +180,39 @@ impl<O: Observer> Tracker<'_, O> {
             now: self.now,
         };
         match self.connections.insert(&new) {
-            Ok(Insertion::Created(_)) => Ok(()),
+            Ok(Insertion::Created(_)) => Ok(route),
             // Another worker was first, perhaps with a packet of the other direction.
             Ok(Insertion::Found(mut connection)) => {
-                self.route = self.route_of(&mut connection, packet);
+                let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
-                    Update::Accepted(_) => Ok(()),
-                    Update::Cut => Err(Cause::ConnectionCut),
+                    Update::Accepted(_) => Ok(route),
+                    Update::Cut => Err(Refusal { cause: Cause::ConnectionCut, cut_at: None, route }),
                     // Ended again within the same instant: the sender will try again.
-                    _ => Err(Cause::InvalidState),
+                    _ => Err(Cause::InvalidState.into()),
                 }
             }
-            Err(Refused::Full) => Err(Cause::TableFull),
-            Err(Refused::Quota) => Err(Cause::QuotaExceeded),
-            Err(Refused::CannotOpen) => Err(Cause::NoConnection),
+            Err(Refused::Full) => Err(Cause::TableFull.into()),
+            Err(Refused::Quota) => Err(Cause::QuotaExceeded.into()),
+            Err(Refused::CannotOpen) => Err(Cause::NoConnection.into()),
         }
     }
 
     /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes. Routers send such, and the
     /// packet's destination; a pod is no router, and has nothing to say of other pods' connections.
     #[inline(never)]
-    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<(), Cause> {
+    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<Route, Refusal> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
         let is_router = self.snapshot.forwarding.pod_port(packet.flow.src).is_none();
         if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
-            return Err(Cause::NoConnection);
+            return Err(Cause::NoConnection.into());
         }
         let mut connection = self.connections.related(&quoted, self.now).ok_or(Cause::NoConnection)?;
         if !connection.is_of_epoch(self.snapshot.epoch) {
             self.judge_again(&mut connection);
         }
         // The node translates what is quoted back to what its receiver knows.
-        self.route = if connection.via_host() && !self.from_host { Route::ViaHost } else { Route::Direct };
-        if connection.is_cut() { Err(Cause::ConnectionCut) } else { Ok(()) }
+        let route = if connection.via_host() && !self.from_host { Route::ViaHost } else { Route::Direct };
+        if connection.is_cut() { Err(Refusal { cause: Cause::ConnectionCut, cut_at: None, route }) } else { Ok(route) }
     }
 
     /// A connection last judged under an older epoch: judged again in its original direction, it stays or is cut.
