@@ -1,7 +1,7 @@
 //! Rows of text in aligned columns.
 
 /// Lays rows out in columns two spaces apart; numbers stand to the right. The first row is the heading.
-pub(crate) fn layout(rows: &[Vec<String>]) -> String {
+pub fn layout(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
         .map(|column| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0))

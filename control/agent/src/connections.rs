@@ -15,10 +15,10 @@ use std::sync::mpsc;
 use penstock_dataplane::conntrack::{ConnTable, Opened, OwnerId};
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Address;
+use penstock_policy::model::ObjectKey;
 
 use super::RunError;
 use super::config::Mapping;
-use crate::model::ObjectKey;
 
 /// Who has each address: the pod, and the index of its interface, which a pod that is made again has anew.
 pub(super) type Tenants = BTreeMap<IpAddr, (ObjectKey, u32)>;

@@ -16,6 +16,9 @@ use nix::unistd::{Pid, gettid};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
+use penstock_policy::model::{Change, Object, ObjectKey, Pod};
+use penstock_privileges as privileges;
+use penstock_sources::Source;
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
@@ -32,9 +35,6 @@ use super::signals::{Signal, Signals};
 use super::surroundings::NodeNetwork;
 use super::{RunError, logging, report};
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
-use crate::model::{Change, Object, ObjectKey, Pod};
-use crate::privileges;
-use crate::source::Source;
 
 /// How often the kernel is looked at without an event: what events missed is caught then.
 const RECONCILE: Duration = Duration::from_secs(3);

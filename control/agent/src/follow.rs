@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use penstock_privileges as privileges;
+use penstock_sources::Source;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, oneshot};
 
 use super::publisher::Publisher;
-use crate::privileges;
-use crate::source::Source;
 
 /// How often it is looked whether a snapshot is in force that is not yet.
 const LOOK: Duration = Duration::from_millis(1);

@@ -6,10 +6,10 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::forward::{Forwarding, Port, PortId};
 use penstock_dataplane::packet::Address;
+use penstock_policy::model::ObjectKey;
 
 use super::connections::Tenants;
 use super::surroundings::Surroundings;
-use crate::model::ObjectKey;
 
 /// All open ports of one moment.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

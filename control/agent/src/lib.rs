@@ -1,13 +1,20 @@
 //! The node service: what `penstock run` runs.
 //!
 //! Two threads keep everything in step, and publish (`publisher`): one follows the objects and has policy compiled
-//! (`follow`), the other follows the network ([`crate::discovery`]), opens and closes ports (`ports`) and answers who asks
+//! (`follow`), the other follows the network ([`discovery`]), opens and closes ports (`ports`) and answers who asks
 //! (`daemon`). What the second does may wait for the kernel; policy does not. The packets are the workers' business alone.
+//!
+//! Here are the daemon, what it finds out about the node, its configuration ([`config`]), its checks ([`preflight`]), the
+//! server of the admin API, and metrics. What policies mean is in `penstock-policy`, where objects come from in
+//! `penstock-sources`, what the answers look like in `penstock-admin`. This crate runs with privileges: it reads no command
+//! line and draws on no terminal. Only the `penstock` command, the tests and the benchmarks depend on it.
 
-pub mod admin;
+mod admin;
 pub mod config;
 mod connections;
 mod daemon;
+pub mod discovery;
+mod exporter;
 mod first_closed;
 mod follow;
 mod layout;
@@ -20,31 +27,31 @@ mod ports;
 pub mod preflight;
 mod progress;
 mod publisher;
+mod query;
 mod report;
 mod samples;
 mod signals;
 mod surroundings;
-pub(crate) mod table;
 mod verdicts;
+mod view;
 mod waiting;
 mod walks;
-mod words;
 
 use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
+use penstock_policy::model::Change;
+use penstock_privileges as privileges;
+use penstock_sources::{Location, Source};
+
 use anyhow::Context;
 use config::{Config, Layers, Loaded};
+use discovery::{Netlink, clear_left};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
-
-use crate::discovery::{Netlink, clear_left};
-use crate::model::Change;
-use crate::privileges;
-use crate::source::{Location, Source};
 
 /// How long a check waits for an API server.
 const SOURCE_TIME: Duration = Duration::from_secs(15);

@@ -19,6 +19,17 @@ use super::outlet::Outlet;
 /// Events of this target are logged whatever the level: what a supervisor waits for.
 pub(super) const MILESTONES: &str = "penstock";
 
+/// The crates of this project that a daemon consists of. Each is named in full, since [`MILESTONES`] is the beginning of all.
+const OWN: [&str; 7] = [
+    "penstock_admin",
+    "penstock_agent",
+    "penstock_dataplane",
+    "penstock_policy",
+    "penstock_privileges",
+    "penstock_sources",
+    "penstock_xdp_redirect",
+];
+
 /// Lines that may wait to be written.
 const WAITING: usize = 1_024;
 
@@ -96,9 +107,7 @@ pub(super) fn recent() -> String {
 fn filter(level: LogLevel) -> Targets {
     let level = LevelFilter::from_level(level.into());
     Targets::new()
-        .with_target("penstock_control", level)
-        .with_target("penstock_dataplane", level)
-        .with_target("penstock_xdp_redirect", level)
+        .with_targets(OWN.map(|own| (own, level)))
         .with_target(MILESTONES, level.max(LevelFilter::INFO))
         // An outage of the API server is told once, by us.
         .with_target("kube_client", LevelFilter::OFF)

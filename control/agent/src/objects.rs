@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use penstock_dataplane::policy::PolicySet;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
+use penstock_policy::state::Holder;
 
 use crate::discovery::Problem;
-use crate::engine::{Engine, Settings};
-use crate::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
-use crate::state::Holder;
 
 /// All objects, and what of them is this node's.
 pub(super) struct Objects {
@@ -195,7 +195,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use crate::model::{NetworkPolicy, Selector, Tenure};
+    use penstock_policy::model::{NetworkPolicy, Selector, Tenure};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()

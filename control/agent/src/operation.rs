@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::worker::Dataplane;
+use penstock_sources::SourceHealth;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::RunError;
-use super::admin::{self, Admin, Asker, Question, Questions, Served};
+use super::admin::{Admin, Served};
 use super::config::{Layers, Loaded};
-use super::metrics::Metrics;
+use super::exporter::Metrics;
+use super::query::{self, Asker, Question, Questions};
 use super::samples::{self, Sample, Samples};
 use super::verdicts::Verdicts;
-use crate::source::SourceHealth;
 
 /// How often the verdict log is written.
 const WRITE: Duration = Duration::from_millis(100);
@@ -28,7 +29,7 @@ pub(super) struct Doors {
 impl Doors {
     /// Listens, and serves from now on. Until the daemon's loop runs, requests are told that it is starting.
     pub(super) async fn open(loaded: &Loaded) -> Result<Self, RunError> {
-        let (asker, questions) = admin::channel();
+        let (asker, questions) = query::channel();
         let admin = loaded.config.admin.socket.path().map(Admin::listen).transpose().map_err(RunError::bad_input)?;
         if let Some(address) = loaded.config.metrics.listen.address() {
             Metrics::listen(address).await.map_err(RunError::bad_input)?.serve(asker.clone());

@@ -6,7 +6,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::privileges;
+use penstock_privileges as privileges;
 
 /// How long the end waits for what is still to be written: as a disk may take that is no worse than slow.
 const LAST: Duration = Duration::from_secs(1);

@@ -9,6 +9,7 @@ use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
+use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcomes, Redirect, Role, SocketError,
 };
@@ -18,7 +19,6 @@ use super::first_closed::FirstClosed;
 use super::layout::{Layout, OpenPort, Served};
 use super::waiting::{Waiting, interface};
 use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
-use crate::model::ObjectKey;
 
 /// How long an interface's queue may be busy until that is logged: a queue that was closed a moment ago is, as long as the
 /// kernel's deferred work takes.

@@ -12,13 +12,13 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
+use penstock_policy::model::Pod;
+use penstock_sources::Location;
+use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
 
 use super::config::{Config, PickUp};
 use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
-use crate::model::Pod;
-use crate::source::Location;
-use crate::source::api_server::Access;
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

@@ -10,11 +10,11 @@ use penstock_dataplane::Epoch;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::policy::{Endpoint, Isolation, Owner, PolicySet};
 use penstock_dataplane::worker::Dataplane;
+use penstock_policy::model::ObjectKey;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 
 use crate::discovery::Problem;
-use crate::model::ObjectKey;
 
 /// How long publishing waits for the workers to take the snapshot. They take some microseconds; a worker that is slower is
 /// looked at again later.

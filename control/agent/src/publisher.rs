@@ -11,6 +11,7 @@ use std::time::Instant;
 use ipnet::IpNet;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
+use penstock_policy::model::Change;
 use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
@@ -19,7 +20,6 @@ use super::layout::Layout;
 use super::objects::{Effect, Objects};
 use super::progress::Progress;
 use super::surroundings::{NodeNetwork, Surroundings};
-use crate::model::Change;
 
 /// Publishes what its [`Content`] comes to.
 pub(super) struct Publisher {

@@ -2,14 +2,13 @@
 
 use std::fmt::Display;
 
+use penstock_admin::table::layout;
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::{KernelDrops, Statistics};
-
 use penstock_xdp_redirect::{Outcome, Outcomes};
 
 use super::ports::Counted;
-use super::table::layout;
 
 /// One table of the ports and of the interfaces that wait for their pod, one of the workers.
 pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[(String, Outcomes)]) -> String {

@@ -16,10 +16,10 @@ use penstock_dataplane::policy::{RuleName, Side};
 use penstock_dataplane::worker::{Judged, Outcome, VerdictLog, VerdictRecord};
 use serde::Serialize;
 
-use super::admin::{View, identifier};
 use super::config;
 use super::config::VerdictOutput;
 use super::outlet::Outlet;
+use super::view::{View, identifier};
 
 /// Most records that are named at once, so that the daemon's loop is not kept.
 const AT_ONCE: usize = 2_000;

@@ -7,12 +7,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use penstock_dataplane::conntrack::{ConnTable, State, Timestamp};
+use penstock_dataplane::conntrack::{ConnTable, SctpState, State, TcpState, Timestamp};
 use tokio::sync::{Mutex, Semaphore};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
-
-use super::words::all_states;
 
 /// How long numbers are given to others. What comes and goes faster is not seen by scraping either.
 const SHARED: Duration = Duration::from_millis(500);
@@ -83,6 +81,17 @@ fn count(table: &ConnTable) -> ByState {
         *by_state.entry(connection.state.name()).or_default() += 1;
     }
     by_state
+}
+
+/// Every state that a connection can be in, of any protocol.
+pub(super) fn all_states() -> impl Iterator<Item = State> {
+    let tcp = TcpState::ALL.into_iter().map(State::Tcp);
+    tcp.chain(SctpState::ALL.into_iter().map(State::Sctp)).chain([
+        State::Unreplied,
+        State::Replied,
+        State::Assured,
+        State::Cut,
+    ])
 }
 
 #[cfg(test)]

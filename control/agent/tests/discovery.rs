@@ -7,11 +7,12 @@ use std::net::{IpAddr, UdpSocket};
 use std::thread;
 use std::time::Duration;
 
-use netns::{GATEWAYS, Pod, ip, node_state, on_a_node, on_a_node_async};
-use penstock_control::discovery::{
+use penstock_agent::config;
+use penstock_agent::discovery::{
     HostPort, HostPortError, Lifetime, Netlink, PodRoute, Sysctl, Sysctls, keep_answering_arp,
 };
-use penstock_control::service::config;
+
+use netns::{GATEWAYS, Pod, ip, node_state, on_a_node, on_a_node_async};
 
 fn names() -> config::HostPort {
     config::HostPort::default()

@@ -2,9 +2,10 @@
 
 use std::io::{self, Write};
 
+use penstock_agent::preflight::Level;
+
 use super::Failure;
 use super::configuration::ConfigArgs;
-use crate::service::preflight::Level;
 
 /// Validate a configuration and look whether this machine can run it
 #[derive(clap::Args, Debug)]
@@ -21,7 +22,7 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let (_, loaded) = args.config.load()?;
-    let findings = crate::service::check(&loaded.config).map_err(|error| Failure::Failed(error.into()))?;
+    let findings = penstock_agent::check(&loaded.config).map_err(|error| Failure::Failed(error.into()))?;
     let mut answer = format!("{:<8} {}\n", Level::Ok, args.config.config.display());
     for finding in &findings {
         answer.push_str(&format!("{:<8} {}\n", finding.level, finding.line));

@@ -3,9 +3,10 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
+use penstock_agent::config::Config;
+use penstock_agent::{self as agent, CleanedUp, RunError};
+
 use super::Failure;
-use crate::service::config::Config;
-use crate::service::{self, CleanedUp, RunError};
 
 /// Take away what a daemon left that was killed or told to keep the node closed
 #[derive(clap::Args, Debug)]
@@ -23,7 +24,7 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let config = Config::load(&args.config).map_err(Failure::bad_input)?;
-    let CleanedUp { programs, host_port } = service::cleanup(&config).map_err(|error| match error {
+    let CleanedUp { programs, host_port } = agent::cleanup(&config).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })?;

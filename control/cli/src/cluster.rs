@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::Reach;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::Change;
+use penstock_policy::render::tables::Scope;
+use penstock_sources::convert;
+use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
 
 use super::Failure;
-use crate::engine::{Engine, Settings};
-use crate::model::Change;
-use crate::render::tables::Scope;
-use crate::source::convert;
-use crate::source::manifest::{Manifests, Options, UnknownFields, read_manifests};
 
 /// Which manifests, and how they are read.
 #[derive(clap::Args, Clone, Debug)]

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
+use penstock_agent::config::{Layers, Loaded};
+
 use super::Failure;
-use crate::service::config::{Layers, Loaded};
 
 /// Which configuration.
 #[derive(clap::Args, Clone, Debug)]

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use penstock_admin::client::{AskError, Client, DEFAULT_SOCKET};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Failure;
-use crate::service::admin::client::{AskError, Client, DEFAULT_SOCKET};
 
 /// Which daemon.
 #[derive(clap::Args, Clone, Debug)]

@@ -8,10 +8,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::Context;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use penstock_admin::types::{Dump, DumpFile};
 
 use super::Failure;
 use super::daemon::DaemonArgs;
-use crate::service::admin::types::{Dump, DumpFile};
 
 /// Write a support bundle of a running daemon
 ///

@@ -5,13 +5,13 @@ use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::packet::Protocol;
+use penstock_policy::engine::{Engine, SideExplanation};
+use penstock_policy::flow::{self, NoFlow, Service};
+use penstock_policy::render::tables::Scope;
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
 use super::cluster::ManifestArgs;
-use super::flow::{self, NoFlow, Service};
-use crate::engine::{Engine, SideExplanation};
-use crate::render::tables::Scope;
 
 /// Answer queries about manifests: is this flow allowed, and by which rule?
 ///

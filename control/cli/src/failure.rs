@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 /// Why a subcommand failed; decides its exit code.
 #[derive(Debug, thiserror::Error)]
-pub enum Failure {
+pub(super) enum Failure {
     /// The input is bad: each line names the thing, the value and the remedy. Exit code 2.
     #[error("{}", .0.join("\n"))]
     BadInput(Vec<String>),
@@ -20,12 +20,12 @@ pub enum Failure {
 
 impl Failure {
     /// Bad input that one line tells.
-    pub fn bad_input(problem: impl Display) -> Self {
+    pub(super) fn bad_input(problem: impl Display) -> Self {
         Self::BadInput(vec![problem.to_string()])
     }
 
     /// Writing the answer failed. A reader that has seen enough (`penstock … | head`) is no failure.
-    pub fn from_output(error: io::Error) -> Result<(), Self> {
+    pub(super) fn from_output(error: io::Error) -> Result<(), Self> {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Ok(()),
             _ => Err(Self::Failed(anyhow::Error::new(error).context("cannot write the answer"))),

@@ -4,10 +4,11 @@ use std::io::{self, Write};
 use std::thread;
 use std::time::Duration;
 
+use penstock_admin::table::layout;
+use penstock_admin::types::{End, Flow, Flows, FlowsQuery};
+
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, json};
-use crate::service::admin::types::{End, Flow, Flows, FlowsQuery};
-use crate::service::table::layout;
 
 /// List the live connections of a running daemon
 ///

@@ -3,6 +3,8 @@
 //! Every subcommand is a module with `Args` (what clap reads, with its help) and `run(Args)`. Answers go to
 //! standard output, complaints to standard error as one line each. Exit codes: 0 all was done, 1 it was tried
 //! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad, 3 what was compared differs.
+//!
+//! What is printed, and how, is decided here: the crates below hand over values and plain text. No crate depends on this one.
 
 mod check;
 mod cleanup;
@@ -10,16 +12,14 @@ mod cluster;
 mod completion;
 mod configuration;
 mod daemon;
-mod describe;
 mod dump;
 mod evaluate;
-pub(crate) mod explain;
+mod explain;
 mod failure;
-pub(crate) mod flow;
 mod flows;
 mod lint;
 mod matrix;
-pub(crate) mod render;
+mod render;
 mod replay;
 mod run;
 mod status;
@@ -30,12 +30,12 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-pub use failure::Failure;
+use failure::Failure;
 
 /// NetworkPolicy in userspace, at packet rate.
 #[derive(Parser, Debug)]
 #[command(name = "penstock", version, max_term_width = 110, arg_required_else_help = true)]
-pub struct Cli {
+struct Cli {
     #[command(subcommand)]
     command: Command,
 }
@@ -59,7 +59,7 @@ enum Command {
 }
 
 /// Reads the command line, runs the subcommand, and tells the process's exit code.
-pub fn main() -> ExitCode {
+fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Evaluate(args) => evaluate::run(args),
         Command::Explain(args) => explain::run(args),

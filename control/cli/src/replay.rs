@@ -3,14 +3,14 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
+use penstock_replay::compare::Change;
+use penstock_replay::summary::Summary;
+use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
+use penstock_sources::manifest::UnknownFields;
 use serde::Serialize;
 
 use super::Failure;
 use super::cluster::ManifestArgs;
-use crate::replay::compare::Change;
-use crate::replay::summary::Summary;
-use crate::replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
-use crate::source::manifest::UnknownFields;
 
 /// Run a capture's packets through the workers' pipeline, and tell what policy does with them
 #[derive(clap::Args, Debug)]

@@ -2,7 +2,7 @@
 
 use super::Failure;
 use super::configuration::ConfigArgs;
-use crate::service::{self, RunError};
+use penstock_agent::{self as agent, RunError};
 
 /// Run the node service
 #[derive(clap::Args, Debug)]
@@ -23,8 +23,8 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let (layers, loaded) = args.config.load()?;
-    service::logging::start(&loaded.config.log);
-    service::run(&layers, &loaded).map_err(|error| match error {
+    agent::logging::start(&loaded.config.log);
+    agent::run(&layers, &loaded).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
+use penstock_admin::table::layout;
+use penstock_admin::types::{Pod, Port, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
 use super::daemon::{DaemonArgs, json, percent, short};
 use super::style;
-use crate::service::admin::types::{Pod, Port, Status};
-use crate::service::table::layout;
 
 /// Say how a running daemon is: workers, ports, pods, and whether policy is in force
 ///

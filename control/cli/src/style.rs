@@ -3,6 +3,7 @@
 use std::fmt::Display;
 
 use owo_colors::{OwoColorize, Stream, Style};
+use penstock_policy::explain::Paint;
 
 fn styled(text: impl Display, style: Style) -> String {
     text.if_supports_color(Stream::Stdout, |text| text.style(style)).to_string()
@@ -31,4 +32,25 @@ pub(super) fn faint(text: impl Display) -> String {
 /// What the rest is about.
 pub(super) fn strong(text: impl Display) -> String {
     styled(text, Style::new().bold())
+}
+
+/// The same for what [`penstock_policy`] puts into words.
+pub(super) struct Colours;
+
+impl Paint for Colours {
+    fn good(&self, text: &dyn Display) -> String {
+        good(text)
+    }
+
+    fn bad(&self, text: &dyn Display) -> String {
+        bad(text)
+    }
+
+    fn mixed(&self, text: &dyn Display) -> String {
+        mixed(text)
+    }
+
+    fn strong(&self, text: &dyn Display) -> String {
+        strong(text)
+    }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
+use penstock_admin::types::{Port, Status, Worker};
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -13,7 +14,6 @@ use ratatui::widgets::{Block, Paragraph, Row, Table};
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, percent, short};
-use crate::service::admin::types::{Port, Status, Worker};
 
 /// Watch a running daemon: rates by pod and port, drops by cause, how busy workers are
 #[derive(clap::Args, Debug)]
@@ -240,7 +240,7 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use crate::service::admin::types::{Connections, Frames, Rates};
+    use penstock_admin::types::{Connections, Frames, Rates};
 
     fn port(pod: &str, received: f64, dropped: f64) -> Port {
         let rate = Rates { rx_packets: received, dropped_packets: dropped, ..Rates::default() };

@@ -19,7 +19,7 @@ struct Outcome {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
 fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> Outcome {
@@ -58,7 +58,7 @@ fn refusal(arguments: &[&str], input: &str) -> String {
 }
 
 fn assert_expected(name: &str, found: &str) {
-    let path = root().join("control/tests/expected").join(name);
+    let path = root().join("control/cli/tests/expected").join(name);
     if std::env::var_os("UPDATE_EXPECTED").is_some() {
         fs::write(&path, found).unwrap();
         return;

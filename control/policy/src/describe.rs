@@ -1,9 +1,11 @@
 //! Parts of a policy in words.
 
+use penstock_dataplane::policy::Direction;
+
 use crate::model::{Block, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Selector, Test};
 
 /// A selector as kubectl writes it: `app=web,tier in (a,b),!old`.
-pub(super) fn selector(selector: &Selector) -> String {
+pub fn selector(selector: &Selector) -> String {
     let requirement = |r: &crate::model::Requirement| match &r.test {
         Test::In(values) if values.len() == 1 => format!("{}={}", r.key, values[0]),
         Test::In(values) => format!("{} in ({})", r.key, values.join(",")),
@@ -15,7 +17,7 @@ pub(super) fn selector(selector: &Selector) -> String {
 }
 
 /// The pods that a selector finds.
-pub(super) fn pods(found: &Selector) -> String {
+pub fn pods(found: &Selector) -> String {
     match found.requirements.is_empty() {
         true => "every pod".to_owned(),
         false => format!("pods with {}", selector(found)),
@@ -30,7 +32,7 @@ fn namespaces(found: &Selector) -> String {
 }
 
 /// A peer of a policy in a namespace.
-pub(super) fn peer(peer: &Peer, namespace: &str) -> String {
+pub fn peer(peer: &Peer, namespace: &str) -> String {
     match peer {
         Peer::Pods(found) => format!("{} of {namespace}", pods(found)),
         Peer::Namespaces(found) => format!("every pod of {}", namespaces(found)),
@@ -42,7 +44,7 @@ pub(super) fn peer(peer: &Peer, namespace: &str) -> String {
 }
 
 /// A block: `10.0.0.0/8 except 10.1.0.0/16`.
-pub(super) fn block(block: &Block) -> String {
+pub fn block(block: &Block) -> String {
     let except = block.except.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     match except.is_empty() {
         true => block.cidr.to_string(),
@@ -51,7 +53,7 @@ pub(super) fn block(block: &Block) -> String {
 }
 
 /// The peers of a rule.
-pub(super) fn peers(peers: &Peers, namespace: &str) -> String {
+pub fn peers(peers: &Peers, namespace: &str) -> String {
     match peers {
         Peers::Every => "every peer".to_owned(),
         Peers::AnyOf(some) if some.is_empty() => "no peer".to_owned(),
@@ -60,7 +62,7 @@ pub(super) fn peers(peers: &Peers, namespace: &str) -> String {
 }
 
 /// A protocol.
-pub(super) fn protocol(protocol: PortProtocol) -> &'static str {
+pub fn protocol(protocol: PortProtocol) -> &'static str {
     match protocol {
         PortProtocol::Tcp => "TCP",
         PortProtocol::Udp => "UDP",
@@ -69,7 +71,7 @@ pub(super) fn protocol(protocol: PortProtocol) -> &'static str {
 }
 
 /// A port: `80/TCP`, `8000-8080/TCP`, `http/TCP`, `TCP`.
-pub(super) fn port(port: &Port) -> String {
+pub fn port(port: &Port) -> String {
     let protocol = protocol(port.protocol);
     match &port.which {
         PortMatch::Every => format!("every {protocol} port"),
@@ -80,10 +82,18 @@ pub(super) fn port(port: &Port) -> String {
 }
 
 /// The ports of a rule.
-pub(super) fn ports(ports: &Ports) -> String {
+pub fn ports(ports: &Ports) -> String {
     match ports {
         Ports::Every => "every port and protocol".to_owned(),
         Ports::AnyOf(some) if some.is_empty() => "no port".to_owned(),
         Ports::AnyOf(some) => some.iter().map(port).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// A direction.
+pub fn direction(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Egress => "egress",
+        Direction::Ingress => "ingress",
     }
 }

@@ -14,7 +14,7 @@ const ANY_SOURCE_PORT: u16 = 49152;
 
 /// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum End {
+pub enum End {
     /// A pod by its name.
     Pod(ObjectKey),
     /// An address; if it is a pod's, it means that pod.
@@ -23,45 +23,65 @@ pub(crate) enum End {
 
 /// What a flow is for: a protocol, and a port where the protocol has ports.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Service {
+pub struct Service {
     protocol: Protocol,
     port: Option<PortRef>,
 }
 
 /// A port by its number, or by the name that the server pod gives to it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum PortRef {
+pub enum PortRef {
+    /// From 1 to 65535.
     Number(u16),
+    /// As the pod spec has it.
     Name(String),
 }
 
 /// Why there is no such flow.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum NoFlow {
+pub enum NoFlow {
+    /// Neither a pod's name nor an address.
     #[error("{0:?} is no end of a flow: write NAMESPACE/POD or an address")]
     End(String),
+    /// An address that no packet has.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
     Mapped(IpAddr),
+    /// No pod has this name.
     #[error("there is no pod {0} in the manifests: correct its name, or ask for an address")]
     NoPod(ObjectKey),
+    /// The pod has come to its end.
     #[error("pod {0} has finished: its address is not its own any more")]
     Finished(ObjectKey),
+    /// The pod has no address.
     #[error("pod {0} has no address yet: give it status.podIPs")]
     NoAddress(ObjectKey),
+    /// One end has IPv4 addresses only, the other IPv6 addresses only.
     #[error("{0} and {1} have no address family in common")]
     Families(String, String),
+    /// Neither a port with its protocol nor a protocol.
     #[error(
         "{0:?} is no port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
     )]
     Service(String),
+    /// Neither a protocol's name nor its number.
     #[error("{0:?} is no protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
+    /// A protocol with ports, without one.
     #[error("{0} needs a port: give its number, or the name that the destination pod has for it")]
     PortMissing(Protocol),
+    /// A protocol without ports, with one.
     #[error("{0} has no ports: leave the port out")]
     PortGiven(Protocol),
+    /// The receiver has no such port.
     #[error("{to} has no port named {name:?} for {protocol}: correct its name, or give its number")]
-    PortName { to: String, name: String, protocol: Protocol },
+    PortName {
+        /// The receiver.
+        to: String,
+        /// The port's name.
+        name: String,
+        /// The protocol that it was looked for with.
+        protocol: Protocol,
+    },
 }
 
 impl FromStr for End {
@@ -107,7 +127,7 @@ impl FromStr for PortRef {
 }
 
 /// A protocol by its name, in either case, or by its number.
-pub(crate) fn protocol(text: &str) -> Result<Protocol, NoFlow> {
+pub fn protocol(text: &str) -> Result<Protocol, NoFlow> {
     match text.to_ascii_uppercase().as_str() {
         "TCP" => Ok(Protocol::TCP),
         "UDP" => Ok(Protocol::UDP),
@@ -120,7 +140,7 @@ pub(crate) fn protocol(text: &str) -> Result<Protocol, NoFlow> {
 
 impl Service {
     /// A protocol, with a port exactly where the protocol has ports.
-    pub(super) fn new(protocol: Protocol, port: Option<PortRef>) -> Result<Self, NoFlow> {
+    pub fn new(protocol: Protocol, port: Option<PortRef>) -> Result<Self, NoFlow> {
         match (protocol.has_ports(), &port) {
             (true, None) => Err(NoFlow::PortMissing(protocol)),
             (false, Some(_)) => Err(NoFlow::PortGiven(protocol)),
@@ -129,7 +149,7 @@ impl Service {
     }
 
     /// A numbered port.
-    pub(super) fn number(protocol: Protocol, number: u16) -> Self {
+    pub fn number(protocol: Protocol, number: u16) -> Self {
         Self { protocol, port: Some(PortRef::Number(number)) }
     }
 }
@@ -165,7 +185,7 @@ impl fmt::Display for Service {
 
 /// The flow from one end to another. Between pods of both families it is that of the source's first address for which
 /// the destination has one of the same family.
-pub(super) fn flow(state: &State, from: &End, to: &End, service: &Service) -> Result<Flow, NoFlow> {
+pub fn flow(state: &State, from: &End, to: &End, service: &Service) -> Result<Flow, NoFlow> {
     let (sources, destinations) = (addresses(state, from)?, addresses(state, to)?);
     let pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
     let (src, dst) = pairs
@@ -186,7 +206,7 @@ pub(super) fn flow(state: &State, from: &End, to: &End, service: &Service) -> Re
 }
 
 /// The addresses of an end.
-pub(crate) fn addresses(state: &State, end: &End) -> Result<Vec<IpAddr>, NoFlow> {
+pub fn addresses(state: &State, end: &End) -> Result<Vec<IpAddr>, NoFlow> {
     let key = match end {
         End::Address(address) => return Ok(vec![*address]),
         End::Pod(key) => key,
@@ -208,7 +228,7 @@ fn resolve(state: &State, to: &End, address: IpAddr, name: &str, protocol: Proto
 }
 
 /// The pod that has an address; `None` for a node's (and so its host-network pods') and for any other address.
-pub(super) fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
+pub fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
     match state.holder(&address)? {
         Holder::Pod(pod) => state.pod(pod),
         Holder::Node(_) => None,
@@ -216,7 +236,7 @@ pub(super) fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
 }
 
 /// Whose address it is: `shop/web-1`, `node worker-1`, or nobody's that is known.
-pub(crate) fn name(state: &State, address: IpAddr) -> Option<String> {
+pub fn name(state: &State, address: IpAddr) -> Option<String> {
     match state.holder(&address)? {
         Holder::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
         Holder::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
@@ -224,7 +244,7 @@ pub(crate) fn name(state: &State, address: IpAddr) -> Option<String> {
 }
 
 /// An address as a person knows it: `shop/web-1 (10.1.0.1)`.
-pub(super) fn describe(state: &State, address: IpAddr) -> String {
+pub fn describe(state: &State, address: IpAddr) -> String {
     name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 

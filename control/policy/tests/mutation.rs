@@ -1,7 +1,7 @@
 //! Whether the suite would notice: one clause at a time is broken in the code under test, and the tests in
 //! `tests/policy` must then fail.
 //!
-//! Run by `cargo test -p penstock-control --test mutation -- --ignored --nocapture`; it takes some minutes, since each
+//! Run by `cargo test -p penstock-policy --test mutation -- --ignored --nocapture`; it takes some minutes, since each
 //! broken version is built. What is built is a copy of the parts that know policy, below the target directory.
 
 use std::fs;
@@ -25,12 +25,12 @@ const ROWS: &str = "dataplane/src/policy/rows.rs";
 const PORTS: &str = "dataplane/src/policy/ports.rs";
 const BLOCKS: &str = "dataplane/src/policy/blocks.rs";
 const TABLE: &str = "dataplane/src/policy/table.rs";
-const COMPILE: &str = "control/src/compile/mod.rs";
-const MODEL: &str = "control/src/model/mod.rs";
-const STATE: &str = "control/src/state/mod.rs";
-const PODS: &str = "control/src/state/pods.rs";
-const TABLES: &str = "control/src/render/tables/mod.rs";
-const LINKED: &str = "control/src/render/tables/linked.rs";
+const COMPILE: &str = "control/policy/src/compile/mod.rs";
+const MODEL: &str = "control/policy/src/model/mod.rs";
+const STATE: &str = "control/policy/src/state/mod.rs";
+const PODS: &str = "control/policy/src/state/pods.rs";
+const TABLES: &str = "control/policy/src/render/tables/mod.rs";
+const LINKED: &str = "control/policy/src/render/tables/linked.rs";
 
 const MUTATIONS: &[Mutation] = &[
     mutation(
@@ -199,25 +199,15 @@ const PACKET: &str = "mod address;\nmod flow;\npub use address::Address;\n\
 const DATAPLANE: &str = "[package]\nname = \"penstock-dataplane\"\nversion = \"0.1.0\"\nedition.workspace = true\n\
     [dependencies]\nipnet.workspace = true\nrustc-hash.workspace = true\n\
     [dev-dependencies]\nproptest.workspace = true\n";
-const CONTROL: &str = "[package]\nname = \"penstock-control\"\nversion = \"0.1.0\"\nedition.workspace = true\n\
-    [dependencies]\nipnet.workspace = true\nrustc-hash.workspace = true\n\
-    penstock-dataplane = { path = \"../dataplane\" }\n[dev-dependencies]\nproptest.workspace = true\n";
 
 impl Bench {
     fn new() -> Self {
-        let original = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate of the workspace");
+        let original = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutation");
         let bench = Self { root };
-        for part in [
-            "dataplane/src/packet",
-            "dataplane/src/policy",
-            "control/src/compile",
-            "control/src/engine",
-            "control/src/model",
-            "control/src/render",
-            "control/src/state",
-            "control/tests/policy",
-        ] {
+        for part in
+            ["dataplane/src/packet", "dataplane/src/policy", "control/policy/src", "control/policy/tests/policy"]
+        {
             let _ = fs::remove_dir_all(bench.root.join(part));
             copy(&original.join(part), &bench.root.join(part));
         }
@@ -228,19 +218,19 @@ impl Bench {
         write("dataplane/src/packet/mod.rs", PACKET);
         write("dataplane/src/lib.rs", "mod cause;\npub mod packet;\npub mod policy;\npub use cause::Cause;\n");
         let modules = ["compile", "engine", "model", "render", "state"].map(|module| format!("pub mod {module};\n"));
-        write("control/src/lib.rs", &modules.concat());
+        write("control/policy/src/lib.rs", &modules.concat());
         write("dataplane/Cargo.toml", DATAPLANE);
-        write("control/Cargo.toml", CONTROL);
+        write("control/policy/Cargo.toml", &read("control/policy/Cargo.toml"));
         write("Cargo.lock", &read("Cargo.lock"));
         let manifest = read("Cargo.toml");
         let members = manifest.lines().find(|line| line.starts_with("members")).expect("a workspace");
-        write("Cargo.toml", &manifest.replace(members, "members = [\"dataplane\", \"control\"]"));
+        write("Cargo.toml", &manifest.replace(members, "members = [\"dataplane\", \"control/policy\"]"));
         bench
     }
 
     fn cargo(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO"));
-        command.args(arguments).args(["--offline", "--quiet", "--package", "penstock-control", "--test", "policy"]);
+        command.args(arguments).args(["--offline", "--quiet", "--package", "penstock-policy", "--test", "policy"]);
         command.current_dir(&self.root).env("CARGO_TARGET_DIR", self.root.join("target"));
         command.output().expect("cargo runs: it runs this test")
     }
@@ -268,7 +258,7 @@ fn copy(from: &Path, to: &Path) {
 
 #[test]
 fn every_mutation_is_of_a_line_that_is_there_once() {
-    let original = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate of the workspace");
+    let original = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     for mutation in MUTATIONS {
         let text = fs::read_to_string(original.join(mutation.file)).expect("a file of the project");
         assert_eq!(

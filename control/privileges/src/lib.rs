@@ -5,6 +5,9 @@
 //! what pods send, is brought to make is refused what root may do. That is no wall, since threads share their memory; the
 //! wall is that the process has no more than [`KEPT`]. No program that is executed gives any back (`no_new_privs`); the only
 //! one is what a kubeconfig may name to get a token.
+//!
+//! A crate of its own, since whoever starts threads in the daemon has to give up what they would have: `penstock-agent`
+//! and `penstock-sources`. It knows nothing of either.
 
 use std::thread;
 
@@ -35,7 +38,7 @@ pub const KEPT: [Capability; 4] =
     [Capability::CAP_NET_ADMIN, Capability::CAP_NET_RAW, Capability::CAP_BPF, Capability::CAP_PERFMON];
 
 /// Gives up all but [`START`], before there are other threads. Threads that are started later have no more.
-pub(crate) fn begin() -> anyhow::Result<()> {
+pub fn begin() -> anyhow::Result<()> {
     nix::sys::prctl::set_no_new_privs()?;
     // Before Linux 5.11 programs and maps count against it too. Without CAP_SYS_RESOURCE it stays as it is, which is
     // looked at beforehand.
@@ -54,17 +57,17 @@ pub(crate) fn begin() -> anyhow::Result<()> {
 }
 
 /// Leaves [`KEPT`] to the calling thread.
-pub(crate) fn settle() -> Result<(), CapsError> {
+pub fn settle() -> Result<(), CapsError> {
     limit_to(&KEPT)
 }
 
 /// Leaves the calling thread without any: what it starts has none either. Giving up cannot fail.
-pub(crate) fn forgo() {
+pub fn forgo() {
     penstock_dataplane::worker::forgo_capabilities();
 }
 
 /// Runs `start` on a thread without capabilities, so that a thread which it starts in a library has none.
-pub(crate) fn without<T: Send>(start: impl FnOnce() -> T + Send) -> T {
+pub fn without<T: Send>(start: impl FnOnce() -> T + Send) -> T {
     let run = || {
         forgo();
         start()

@@ -7,12 +7,11 @@ use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::Reach;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Object, ObjectKey};
+use penstock_policy::render::tables::Scope;
+use penstock_policy::state::{Holder, PodId, State};
 use rustc_hash::FxHashMap;
-
-use crate::engine::{Engine, Settings};
-use crate::model::{Change, Object, ObjectKey};
-use crate::render::tables::Scope;
-use crate::state::{Holder, PodId, State};
 
 use super::rules::RuleBook;
 

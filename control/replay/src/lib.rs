@@ -4,6 +4,10 @@
 //! in a [`batch`] with its neighbours, `sinks` tell of it. A [`cluster`] makes tables and ports of manifests;
 //! [`timeline`] changes them on the way; [`compare`] has a second one decide about the same packets.
 //!
+//! The packets are judged by the pipeline and the connection table of `penstock-dataplane`, the tables come from
+//! `penstock-policy`, the manifests from `penstock-sources`. No socket and no daemon takes part. The `penstock` command, the
+//! tests with captures and the benchmarks replay by this crate.
+//!
 //! Nothing depends on the clock or on chance: the same input gives the same octets. (The connection table's hash seed
 //! is random, but decides only who makes room in a table that is full.)
 

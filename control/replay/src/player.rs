@@ -8,9 +8,8 @@ use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
 use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Observer, Occasion, Pipeline, Verdict};
 use penstock_dataplane::policy::Judgement;
+use penstock_policy::model::Change;
 use penstock_xdp_redirect::Outcome;
-
-use crate::model::Change;
 
 use super::batch::Batch;
 use super::capture::Time;

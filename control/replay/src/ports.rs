@@ -3,9 +3,8 @@
 use std::str::FromStr;
 
 use penstock_dataplane::forward::PortId;
+use penstock_policy::model::ObjectKey;
 use rustc_hash::FxHashMap;
-
-use crate::model::ObjectKey;
 
 use super::capture::Interface;
 use super::cluster::{Cluster, HOST, UPLINK};

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use penstock_dataplane::policy::{Direction, Judgement, PolicySet, RuleRef};
+use penstock_policy::compile::{RuleSource, rules_of};
+use penstock_policy::engine::Engine;
 use rustc_hash::{FxHashMap, FxHashSet};
-
-use crate::compile::{RuleSource, rules_of};
-use crate::engine::Engine;
 
 /// A rule among all that were in force during a replay.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]

@@ -8,9 +8,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use penstock_dataplane::conntrack;
 use penstock_dataplane::packet::parse;
 use penstock_dataplane::policy::Reach;
-
-use crate::model::Object;
-use crate::source::manifest::{self, ManifestErrors, read_manifests};
+use penstock_policy::model::Object;
+use penstock_sources::manifest::{self, ManifestErrors, read_manifests};
 
 use super::batch::Batch;
 use super::capture::{CaptureError, Captures, Record};

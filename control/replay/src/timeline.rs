@@ -18,10 +18,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_sources::manifest::{ManifestErrors, Options, read_manifests};
 use serde::Deserialize;
-
-use crate::model::{Change, Object, ObjectKey, ObjectRef};
-use crate::source::manifest::{ManifestErrors, Options, read_manifests};
 
 use super::capture::Time;
 

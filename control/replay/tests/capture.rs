@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use penstock_control::replay::capture::{CaptureWriter, Captures, Interface, LinkType, Record, Time};
+use penstock_replay::capture::{CaptureWriter, Captures, Interface, LinkType, Record, Time};
 
 /// A number in the byte order of the file under test.
 #[derive(Clone, Copy)]
@@ -225,7 +225,7 @@ fn what_is_written_is_read_again_with_times_names_and_lengths() {
     let mut writer = CaptureWriter::new(Vec::new()).unwrap();
     let record = |time, interface, original| Record {
         time: Time(time),
-        interface: penstock_control::replay::capture::InterfaceId(interface),
+        interface: penstock_replay::capture::InterfaceId(interface),
         captured: 45,
         original,
     };

@@ -1,6 +1,11 @@
 //! Where objects come from: manifests in a directory, or the API server.
 //!
-//! Every source ends in the same two things: validated objects of [`model`](crate::model), and changes to them.
+//! Every source ends in the same two things: validated objects of [`penstock_policy::model`], and changes to them.
+//! [`convert`] makes them of Kubernetes' own types, [`manifest`] reads them from files, [`directory`] watches a directory of
+//! files, [`api_server`] lists and watches the objects of a cluster. [`Source`] is either of the last two.
+//!
+//! What policies mean is none of this crate's business, nor what becomes of the objects: `penstock-agent`, `penstock-replay`
+//! and the `penstock` command ask for them.
 
 pub mod api_server;
 pub mod convert;
@@ -12,11 +17,11 @@ mod typed;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use penstock_policy::model::{Change, Object, ObjectRef};
 use rustc_hash::FxHashSet;
 
 pub use health::{Kind, KindHealth, SourceHealth};
 
-use crate::model::{Change, Object, ObjectRef};
 use api_server::{Access, ApiServer, Timing};
 use convert::Settings;
 use directory::ManifestDirectory;

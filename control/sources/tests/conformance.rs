@@ -7,10 +7,10 @@ use std::fs::File;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::{Change, Labels, NamedPort, Namespace, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
-use penstock_control::source::convert;
 use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Labels, NamedPort, Namespace, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
+use penstock_sources::convert;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
@@ -108,7 +108,7 @@ struct Expectation {
 }
 
 fn suite() -> Option<Suite> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
+    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/conformance");
     let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
     let Ok(file) = File::open(folder.join("cyclonus-cases.json.gz")) else {
         eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());

@@ -5,9 +5,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use penstock_control::model::{Change, Object, ObjectRef};
-use penstock_control::source::convert::Settings;
-use penstock_control::source::directory::{Batch, ManifestDirectory, OpenError};
+use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_sources::convert::Settings;
+use penstock_sources::directory::{Batch, ManifestDirectory, OpenError};
 use tempfile::TempDir;
 
 /// A batch that comes at all comes within this, also on a busy machine.

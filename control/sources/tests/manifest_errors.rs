@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use penstock_control::source::convert::Settings;
-use penstock_control::source::manifest::{Options, UnknownFields, read_manifests};
+use penstock_sources::convert::Settings;
+use penstock_sources::manifest::{Options, UnknownFields, read_manifests};
 
 /// Reads one text as a file, and gives its errors without the directory's name.
 fn errors(text: &str, options: Options) -> Vec<String> {

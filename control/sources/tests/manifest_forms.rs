@@ -3,12 +3,12 @@
 use std::fs;
 use std::net::IpAddr;
 
-use penstock_control::model::{
+use penstock_policy::model::{
     Block, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Requirement, Rule,
     Selector, Test,
 };
-use penstock_control::source::convert::Settings;
-use penstock_control::source::manifest::{Manifests, Options, read_manifests};
+use penstock_sources::convert::Settings;
+use penstock_sources::manifest::{Manifests, Options, read_manifests};
 
 fn read_as(name: &str, text: &str, settings: Settings) -> Manifests {
     let directory = tempfile::tempdir().unwrap();

@@ -2,55 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::time::Instant;
 
+use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::Connection;
-use penstock_dataplane::forward::{PortId, PortKind};
-use penstock_dataplane::packet::Address;
+use penstock_dataplane::forward::PortId;
 use penstock_dataplane::policy::{Judgement, Side};
-use penstock_dataplane::worker::{Dataplane, Depths, KernelDrops, PortStatistics, QueueDepth, Stage, StageStatistics};
+use penstock_dataplane::worker::{Depths, KernelDrops, PortStatistics, QueueDepth, Stage, StageStatistics};
+use penstock_policy::engine::Engine;
+use penstock_policy::explain::{self, Plain};
+use penstock_policy::flow;
+use penstock_sources::Kind;
 
-use super::question::Listing;
-use super::types;
-use crate::cli::{explain, flow};
-use crate::engine::Engine;
-use crate::service::config::Config;
-use crate::service::objects::Objects;
-use crate::service::ports::{Counted, Ports};
-use crate::service::progress::Progress;
-use crate::service::samples::{Sample, Samples};
-use crate::source::{Kind, SourceHealth};
-
-/// The daemon's state, to be read.
-pub(in crate::service) struct View<'a> {
-    pub(in crate::service) config: &'a Config,
-    pub(in crate::service) objects: &'a Objects,
-    pub(in crate::service) ports: &'a Ports,
-    pub(in crate::service) dataplane: &'a Dataplane,
-    pub(in crate::service) epoch: Epoch,
-    pub(in crate::service) progress: &'a Progress,
-    pub(in crate::service) source: &'a SourceHealth,
-    pub(in crate::service) samples: &'a Samples,
-    /// Lines of the verdict log that could not be written.
-    pub(in crate::service) unwritten: u64,
-    pub(in crate::service) started: Instant,
-}
-
-/// What is read of the kernel and asked of the workers, which may take a moment.
-pub(in crate::service) struct Figures {
-    pub(in crate::service) sample: Sample,
-    pub(in crate::service) depths: Depths,
-    pub(in crate::service) ports: Vec<Counted>,
-}
-
-impl Figures {
-    pub(in crate::service) fn read(dataplane: &Dataplane, ports: &Ports) -> Self {
-        // A worker that has died does not answer; that is told otherwise.
-        let depths = dataplane.depths().unwrap_or_default();
-        Self { sample: Sample::take(dataplane), depths, ports: ports.counted() }
-    }
-}
+use crate::query::Listing;
+use crate::samples::Sample;
+use crate::view::{Figures, View, identifier, kind};
 
 impl View<'_> {
     fn engine(&self) -> &Engine {
@@ -58,7 +24,7 @@ impl View<'_> {
     }
 
     /// How the daemon is.
-    pub(in crate::service) fn status(&self, figures: &Figures) -> types::Status {
+    pub(crate) fn status(&self, figures: &Figures) -> types::Status {
         let Figures { sample: now, depths, .. } = figures;
         let before = self.samples.before(now);
         let in_force = self.dataplane.in_force();
@@ -201,7 +167,7 @@ impl View<'_> {
     }
 
     /// What connections are listed from.
-    pub(in crate::service) fn listing(&self, end: Option<&str>) -> Result<Listing, String> {
+    pub(crate) fn listing(&self, end: Option<&str>) -> Result<Listing, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
         Ok(Listing { table: self.dataplane.connections().clone(), addresses })
     }
@@ -212,7 +178,7 @@ impl View<'_> {
     }
 
     /// Connections with the names of their ends, and with what lets them pass by the policy of now.
-    pub(in crate::service) fn describe(&self, connections: &[Connection]) -> Vec<types::Flow> {
+    pub(crate) fn describe(&self, connections: &[Connection]) -> Vec<types::Flow> {
         let (engine, table) = (self.engine(), self.dataplane.connections());
         connections
             .iter()
@@ -235,30 +201,19 @@ impl View<'_> {
             .collect()
     }
 
-    /// An address with its owner's name.
-    pub(in crate::service) fn end(&self, address: Address, port: u16) -> types::End {
-        let address = address.into();
-        types::End { address, port, name: flow::name(self.engine().state(), address) }
-    }
-
     /// Why a flow is allowed or denied.
-    pub(in crate::service) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
+    pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
         let text = |error: flow::NoFlow| error.to_string();
         let port = query.port.parse().map_err(text)?;
         let (allowed, text) =
-            explain::answer(self.engine(), &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
+            explain::answer(self.engine(), &Plain, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
     }
 }
 
-/// A connection's number as it is written.
-pub(in crate::service) fn identifier(connection: u64) -> String {
-    format!("{connection:016x}")
-}
-
 /// What lets a side pass, or that nothing does.
-pub(in crate::service) fn side(engine: &Engine, side: Side, flow: &penstock_dataplane::packet::Flow) -> String {
+pub(crate) fn side(engine: &Engine, side: Side, flow: &penstock_dataplane::packet::Flow) -> String {
     let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
     match side {
         Side::Denied => "denied".to_owned(),
@@ -266,14 +221,6 @@ pub(in crate::service) fn side(engine: &Engine, side: Side, flow: &penstock_data
         Side::Open => "open".to_owned(),
         Side::Exempt => "exempt".to_owned(),
         Side::Allowed(_) | Side::AllowedByPeer(_) => rule.unwrap_or_else(|| "allowed".to_owned()),
-    }
-}
-
-pub(in crate::service) fn kind(kind: PortKind) -> &'static str {
-    match kind {
-        PortKind::Pod => "pod",
-        PortKind::Host => "host",
-        PortKind::Uplink => "uplink",
     }
 }
 

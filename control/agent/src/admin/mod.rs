@@ -2,10 +2,10 @@
 //!
 //! | path | answer |
 //! |---|---|
-//! | `/v1/status` | [`types::Status`] |
-//! | `/v1/flows` | [`types::Flows`]; query: [`types::FlowsQuery`] |
-//! | `/v1/explain` | [`types::Explanation`]; query: [`types::ExplainQuery`] |
-//! | `/v1/dump` | [`types::Dump`] |
+//! | `/v1/status` | [`penstock_admin::types::Status`] |
+//! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
+//! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
+//! | `/v1/dump` | [`penstock_admin::types::Dump`] |
 //!
 //! The control thread answers between two of its own steps; nothing here is shared with the workers but
 //! their counters, and no lock is. What takes long, going through the connection table, is done on a thread of its own, once at
@@ -13,20 +13,17 @@
 
 mod answer;
 mod bundle;
-pub mod client;
-mod question;
 mod routes;
 mod socket;
-pub mod types;
 
 use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use answer::{Figures, View, identifier, kind};
-pub(super) use question::{Asker, Question, Questions, channel};
 pub(super) use socket::SocketError;
 use socket::SocketFile;
+
+use crate::query::Asker;
 
 /// A socket that is listened on and not served yet.
 pub(super) struct Admin {
@@ -43,8 +40,6 @@ impl Admin {
     /// Listens at `path`.
     pub(super) fn listen(path: &Path) -> Result<Self, SocketError> {
         let (listener, file) = socket::listen(path)?;
-        // What is explained goes to another process's terminal, if to any.
-        owo_colors::set_override(false);
         Ok(Self { listener, file })
     }
 

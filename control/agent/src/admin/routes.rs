@@ -7,15 +7,15 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_dataplane::conntrack::{Connection, Timestamp};
+use penstock_admin::types::{ExplainQuery, Flows, FlowsQuery, Problem};
+use penstock_dataplane::conntrack::{self, Connection, Timestamp};
 use penstock_dataplane::packet::{Address, Protocol};
-use serde::Serialize;
+use penstock_policy::flow;
 use tokio::net::UnixListener;
 
-use super::question::{Asker, Listing, NoAnswer, Question};
-use super::types::{ExplainQuery, Flows, FlowsQuery, Problem};
-use crate::service::walks::Busy;
-use crate::service::{metrics, words};
+use crate::query::{Asker, Listing, NoAnswer, Question};
+use crate::walks::Busy;
+use crate::{metrics, walks};
 
 /// Connections that are listed unless more are asked for.
 const SOME: usize = 1_000;
@@ -108,13 +108,13 @@ struct Filter {
 impl Filter {
     fn new(query: &FlowsQuery) -> Result<Self, Refusal> {
         let protocol = query.protocol.as_deref().map(|text| {
-            words::protocol(text).ok_or_else(|| {
+            flow::protocol(text).map_err(|_| {
                 Refusal::bad(format!("protocol {text:?}: give TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255"))
             })
         });
         let state = query.state.as_deref().map(|text| {
             let text = text.to_ascii_uppercase();
-            let known = words::states();
+            let known = states();
             match known.contains(text.as_str()) {
                 true => Ok(text),
                 false => Err(Refusal::bad(format!("state {text:?}: there is none; give one of {}", list_of(&known)))),
@@ -152,11 +152,11 @@ impl Filter {
     }
 }
 
-fn list_of(names: &BTreeSet<&'static str>) -> String {
-    names.iter().copied().collect::<Vec<_>>().join(", ")
+/// The names of all states that a connection can be in.
+fn states() -> BTreeSet<&'static str> {
+    walks::all_states().map(conntrack::State::name).collect()
 }
 
-/// An answer as it is sent, pretty enough to be read.
-pub(super) fn pretty(value: &impl Serialize) -> String {
-    serde_json::to_string_pretty(value).expect("strings and numbers are JSON")
+fn list_of(names: &BTreeSet<&'static str>) -> String {
+    names.iter().copied().collect::<Vec<_>>().join(", ")
 }

@@ -10,7 +10,7 @@ use tokio::net::UnixListener;
 
 /// Why the socket could not be made.
 #[derive(Debug, thiserror::Error)]
-pub(in crate::service) enum SocketError {
+pub(crate) enum SocketError {
     /// Somebody listens there.
     #[error("admin.socket = {}: a daemon listens there already; end it, or give this one another path", .0.display())]
     Live(PathBuf),
@@ -29,7 +29,7 @@ pub(in crate::service) enum SocketError {
 
 /// A listening socket; its file is removed when this is dropped.
 #[derive(Debug)]
-pub(in crate::service) struct SocketFile(PathBuf);
+pub(crate) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
@@ -39,7 +39,7 @@ impl Drop for SocketFile {
 }
 
 /// Listens at `path`, for its owner alone. The socket of a daemon that has died is replaced.
-pub(in crate::service) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketError> {
+pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketError> {
     let system = |source| SocketError::System { path: path.to_owned(), source };
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(system)?;

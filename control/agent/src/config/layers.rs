@@ -9,21 +9,11 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::read::{ConfigError, Text};
+use super::read::{ConfigError, Override, Text};
 use super::{Config, KEYS};
 
 /// What variables of the environment begin with.
 const PREFIX: &str = "PENSTOCK_";
-
-/// A key that is set otherwise than in the file.
-#[derive(Clone, PartialEq, Debug)]
-pub(super) struct Override {
-    /// By what, as the user wrote it.
-    pub(super) origin: String,
-    /// Which key, from the top level down.
-    pub(super) path: Vec<String>,
-    pub(super) value: Value,
-}
 
 /// A configuration's file and what is set over it; can be read again.
 #[derive(Clone, Debug)]
@@ -88,6 +78,18 @@ impl Layers {
     /// Without anything set over the file.
     pub(super) fn none(path: &Path) -> Self {
         Self { file: path.to_owned(), overrides: Vec::new() }
+    }
+}
+
+impl Config {
+    /// Reads and validates the file at `path`, and nothing else.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        Layers::none(path).load().map(|loaded| loaded.config)
+    }
+
+    /// Validates `text`, which is said to come from `path`: relative paths in it start at `path`'s directory.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        Layers::none(path).parse(text).map(|loaded| loaded.config)
     }
 }
 
@@ -193,7 +195,7 @@ mod tests {
         assert_eq!(config.conntrack.entries, 4096);
         assert_eq!(config.conntrack.timeouts["udp_timeout"].duration().as_secs(), 7);
         assert_eq!(config.workers.cores.unwrap().numbers(), [0, 2]);
-        assert_eq!(config.log.level, crate::service::config::LogLevel::Error);
+        assert_eq!(config.log.level, super::super::LogLevel::Error);
         assert_eq!(config.umem.memory.unwrap().octets(), 64 << 20);
         assert_eq!(config.source.manifests.as_deref(), Some(Path::new("/m")), "what nothing is set over stays");
     }

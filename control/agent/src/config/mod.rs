@@ -3,12 +3,11 @@
 //! `configs/penstock.toml` shows every key with its default. A problem is told in one line that names file,
 //! line, key, value and mend.
 
-mod encapsulation;
 mod layers;
+mod network;
 mod operation;
 mod read;
 mod values;
-mod xdp;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -16,19 +15,17 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
+use penstock_sources::Location;
+use penstock_sources::api_server::Access;
 use serde::Deserialize;
 
-use crate::source::Location;
-use crate::source::api_server::Access;
-
-pub use encapsulation::{Encapsulation, FromPods};
 pub use layers::{Layers, Loaded, differences};
+pub use network::{Encapsulation, FromPods, HostPort, Xdp, XdpMode};
 pub use operation::{Admin, AdminSocket, Faults, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, PickUp, Refused, RingSize, Time,
 };
-pub use xdp::{Xdp, XdpMode};
 
 /// All that `penstock run` is told.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -366,27 +363,6 @@ pub enum OnCut {
     Drop,
     /// Its ends are told: by a TCP RST, or an ICMP error.
     Reset,
-}
-
-/// The veth pair into the node's own stack (`[host_port]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct HostPort {
-    /// The node's end: the node's routes to its pods point into it.
-    pub node: InterfaceName,
-    /// The workers' end.
-    pub workers: InterfaceName,
-    /// The routing table that holds those routes; consulted before the node's main table.
-    pub table: u32,
-    /// Preference of the routing rule that points to that table, below the main table's 32766.
-    pub rule: u32,
-}
-
-impl Default for HostPort {
-    fn default() -> Self {
-        let name = |name: &str| InterfaceName::try_from(name.to_owned()).expect("a valid name");
-        Self { node: name("penstock-host"), workers: name("penstock0"), table: 11_200, rule: 90 }
-    }
 }
 
 /// What the workers do with a packet (`[dataplane]`).

@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use penstock_admin::client::DEFAULT_SOCKET;
 use penstock_dataplane::worker::VerdictBudget;
 use serde::Deserialize;
 
 use super::values::{Refused, Time, refused};
-use crate::service::admin::client::DEFAULT_SOCKET;
 
 /// The admin API (`[admin]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]

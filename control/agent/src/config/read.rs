@@ -6,7 +6,6 @@ use penstock_dataplane::conntrack::Timeouts;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
-use super::layers::{Layers, Override};
 use super::values::{Refused, refused};
 use super::{Config, FailMode, InterfaceName, OnExit, Source};
 
@@ -49,16 +48,6 @@ struct Problem {
 }
 
 impl Config {
-    /// Reads and validates the file at `path`, and nothing else.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        Layers::none(path).load().map(|loaded| loaded.config)
-    }
-
-    /// Validates `text`, which is said to come from `path`: relative paths in it start at `path`'s directory.
-    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        Layers::none(path).parse(text).map(|loaded| loaded.config)
-    }
-
     /// What no single key can tell: that the values fit one another.
     fn consistent(self, values: &Table) -> Result<Self, Problem> {
         let wrong = |key: &[&str], why: Refused| Err(problem_of(values, key, &why.to_string()));
@@ -131,6 +120,16 @@ impl Config {
 
 /// Fewest entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
+
+/// A key that is set otherwise than in the file.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) struct Override {
+    /// By what, as the user wrote it.
+    pub(super) origin: String,
+    /// Which key, from the top level down.
+    pub(super) path: Vec<String>,
+    pub(super) value: Value,
+}
 
 /// A file's text, with what is set over it.
 pub(super) struct Text<'a> {

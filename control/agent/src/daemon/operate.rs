@@ -1,14 +1,15 @@
 //! The daemon's answers to those who look into it, and its configuration read again.
 
+use penstock_admin::types::{Dump, Flow};
 use penstock_dataplane::conntrack::Connection;
 
-use super::super::admin::types::{Dump, Flow};
-use super::super::admin::{Figures, Question, View};
 use super::super::config::{Loaded, differences};
 use super::super::metrics::Collected;
 use super::super::operation::Next;
 use super::super::publisher::Content;
+use super::super::query::Question;
 use super::super::samples::Sample;
+use super::super::view::{Figures, View};
 use super::super::{logging, preflight};
 use super::Daemon;
 

@@ -25,7 +25,7 @@ use super::facts::Link;
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
 use super::refuge::{Inside, Refuge};
 use super::sysctl::{Sysctl, Sysctls};
-use crate::service::config;
+use crate::config;
 
 /// Alias by which an end of the pair is known as Penstock's.
 const ALIAS: &str = "penstock host port";

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use penstock_dataplane::forward::Mac;
+use penstock_policy::model::{ObjectKey, Pod};
 
 use super::facts::{Facts, Link};
-use crate::model::{ObjectKey, Pod};
 
 /// A pod with the interface that leads to it.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -9,18 +9,18 @@ use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{Depths, Histogram, KernelDrops, Outcome, PortStatistics, Statistics};
+use penstock_sources::{Kind as ObjectKind, KindHealth};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, Kind};
-use crate::service::admin::{Figures, View};
-use crate::service::progress::Times;
-use crate::service::walks::ByState;
-use crate::source::{Kind as ObjectKind, KindHealth};
+use crate::progress::Times;
+use crate::view::{self, Figures, View};
+use crate::walks::ByState;
 
 /// All that one scrape tells, but what [`Times`] keeps.
 #[derive(Debug)]
-pub(in crate::service) struct Collected {
+pub(crate) struct Collected {
     statistics: Statistics,
     depths: Depths,
     /// By port number: kind, namespace and name of its pod, XDP outcomes.
@@ -68,7 +68,7 @@ const TURNS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1
 
 impl Collected {
     /// Reads everything but the connections' states, for which the table is gone through.
-    pub(in crate::service) fn new(view: &View<'_>, figures: Figures) -> Self {
+    pub(crate) fn new(view: &View<'_>, figures: Figures) -> Self {
         let table = view.dataplane.connections();
         let Figures { sample, depths, ports } = figures;
         let named = ports.into_iter().map(|counted| {
@@ -179,7 +179,7 @@ impl Collected {
         self.statistics.ports.iter().try_for_each(|port| {
             let named = self.ports.get(&port.port.0);
             let text = |get: fn(&Named) -> &str| named.map_or("", get);
-            let kind = named.map_or("pod", |named| crate::service::admin::kind(named.kind));
+            let kind = named.map_or("pod", |named| view::kind(named.kind));
             let labels = [
                 ("interface", port.interface.as_str()),
                 ("kind", kind),

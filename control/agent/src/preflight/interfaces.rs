@@ -4,8 +4,8 @@ use penstock_dataplane::io::Offloads;
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::Finding;
+use crate::config::XdpMode;
 use crate::discovery::{Link, PodPort, Sysctl};
-use crate::service::config::XdpMode;
 
 /// A pod's interface that can be served.
 pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<Finding> {
@@ -100,8 +100,8 @@ mod tests {
     use penstock_dataplane::forward::Mac;
 
     use super::*;
-    use crate::model::ObjectKey;
-    use crate::service::preflight::Level;
+    use crate::preflight::Level;
+    use penstock_policy::model::ObjectKey;
 
     #[test]
     fn an_mtu_at_which_a_veth_takes_no_native_program_is_warned_about() {

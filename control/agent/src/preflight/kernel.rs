@@ -6,7 +6,7 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
 use super::{Finding, effective_capabilities};
-use crate::service::config::{Config, FailMode, OnExit, XdpMode};
+use crate::config::{Config, FailMode, OnExit, XdpMode};
 
 /// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
 const LEAST: (u32, u32) = (5, 10);
@@ -104,7 +104,7 @@ fn memlock(frames: u64, limit: Option<u64>) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::service::preflight::Level;
+    use crate::preflight::Level;
 
     #[test]
     fn a_kernel_that_is_too_old_is_refused_and_one_that_lacks_something_warned_about() {

@@ -1,9 +1,9 @@
 //! Address blocks that excepts, or other blocks, make pointless.
 
 use ipnet::IpNet;
+use penstock_policy::model::{Block, Peer};
 
 use super::Kind;
-use crate::model::{Block, Peer};
 
 /// Whether the excepts of a block leave nothing of it.
 pub(super) fn is_covered(block: &Block) -> bool {

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use penstock_policy::model::{Labels, Namespace, Object, Pod, Selector};
+use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, Step};
+use penstock_sources::manifest::Manifests;
+
 use super::{Finding, Kind};
-use crate::model::{Labels, Namespace, Object, Pod, Selector};
-use crate::source::convert::{FieldPath, ISOLATION_ANNOTATION, Step};
-use crate::source::manifest::Manifests;
 
 /// Pods and namespaces, as selectors find them.
 pub(super) struct World {

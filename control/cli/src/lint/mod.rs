@@ -8,10 +8,11 @@ mod selector;
 use std::fmt;
 use std::io::{self, Write as _};
 
+use penstock_sources::convert::FieldPath;
+use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
+
 use super::cluster::ManifestArgs;
 use super::{Failure, style};
-use crate::source::convert::FieldPath;
-use crate::source::manifest::{Document, Manifests, Origin, UnknownFields};
 
 /// Find what is valid in manifests, and still cannot be meant
 ///

@@ -1,13 +1,13 @@
 //! What a policy says in vain.
 
+use penstock_policy::describe;
+use penstock_policy::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
+use penstock_sources::convert::At;
+use penstock_sources::manifest::Document;
 use serde_json::Value;
 
 use super::cluster::World;
 use super::{Finding, Kind, blocks, selector};
-use crate::cli::describe;
-use crate::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
-use crate::source::convert::At;
-use crate::source::manifest::Document;
 
 /// One direction of a policy that is looked at.
 struct Looked<'a> {

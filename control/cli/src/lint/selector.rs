@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::model::{Requirement, Selector, Test};
+use penstock_policy::model::{Requirement, Selector, Test};
 
 /// The key on which a selector contradicts itself, if it does on one.
 pub(super) fn contradiction(selector: &Selector) -> Option<&str> {

@@ -5,11 +5,11 @@
 
 use std::collections::HashMap;
 
+use penstock_policy::engine::{Engine, SideExplanation};
+use penstock_policy::flow::Service;
 use serde::Serialize;
 
 use super::Matrix;
-use crate::cli::flow::Service;
-use crate::engine::{Engine, SideExplanation};
 
 const PAGE: &str = include_str!("page.html");
 /// What stands in the page for its data.
@@ -84,7 +84,7 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
 }
 
 fn pods(engine: &Engine, matrix: &Matrix) -> Vec<Pod> {
-    let pod = |key: &crate::model::ObjectKey| {
+    let pod = |key: &penstock_policy::model::ObjectKey| {
         let found = engine.state().find_pod(key).and_then(|pod| engine.state().pod(pod));
         let addresses = found.into_iter().flat_map(|pod| &pod.addresses).map(ToString::to_string).collect();
         Pod { namespace: key.namespace.clone(), name: key.name.clone(), addresses }

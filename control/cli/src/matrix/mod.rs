@@ -9,13 +9,13 @@ use std::io::{self, Write as _};
 use std::path::PathBuf;
 
 use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::engine::Engine;
+use penstock_policy::flow::{self, End, Service};
+use penstock_policy::model::{ObjectKey, PortMatch, PortProtocol, Ports};
+use penstock_policy::render::tables::Scope;
 
 use super::Failure;
 use super::cluster::ManifestArgs;
-use super::flow::{self, End, Service};
-use crate::engine::Engine;
-use crate::model::{ObjectKey, PortMatch, PortProtocol, Ports};
-use crate::render::tables::Scope;
 
 /// Show which pods reach which
 ///

@@ -1,9 +1,9 @@
 //! The matrix as a table for a terminal.
 
 use super::Matrix;
-use crate::cli::style;
-use crate::engine::Engine;
-use crate::model::ObjectKey;
+use crate::style;
+use penstock_policy::engine::Engine;
+use penstock_policy::model::ObjectKey;
 
 /// What a cell says of all ports asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -4,5 +4,5 @@ mod bad_input;
 mod enforcement;
 mod fixture;
 mod lifecycle;
-#[path = "../netns/mod.rs"]
+#[path = "../../../agent/tests/netns/mod.rs"]
 mod netns;

@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use penstock_control::model::*;
 use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::model::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::build::Cluster;

@@ -3,11 +3,11 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::*;
-use penstock_control::render::acl::{self, AccessList};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{self, Direction, Judgement, Reach};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
+use penstock_policy::render::acl::{self, AccessList};
 
 use super::naive::{self, Seen, World};
 

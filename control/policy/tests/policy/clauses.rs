@@ -1,7 +1,7 @@
 //! The clauses of the specification, each by examples. The number in a test's name is the clause's.
 
-use penstock_control::model::*;
 use penstock_dataplane::policy::{Direction, Side};
+use penstock_policy::model::*;
 
 use super::build::*;
 
@@ -409,7 +409,7 @@ fn a_rule_is_named_by_policy_direction_peer_and_port() {
 
 #[test]
 fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_what_it_lacks() {
-    use penstock_control::compile::Lack;
+    use penstock_policy::compile::Lack;
     let into = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["10.0.2.0/24 except 10.0.2.2/32"], &["tcp/sql"])];
     let cluster = with([policy("shop/p", "app=db", Some(into), None), policy("shop/q", "", Some(vec![]), None)]);
     for (from, port, name, lacks) in [

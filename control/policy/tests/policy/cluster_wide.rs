@@ -1,9 +1,9 @@
 //! Clause 11: a rule's action honoured cluster-wide. The tests are the illustrations of the Contrail firewall policy.
 
-use penstock_control::engine::Engine;
-use penstock_control::model::*;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::Side;
+use penstock_policy::engine::Engine;
+use penstock_policy::model::*;
 
 use super::build::*;
 

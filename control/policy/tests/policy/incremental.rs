@@ -1,10 +1,10 @@
 //! A history of changes ends where a fresh start from its last state does.
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::*;
-use penstock_control::render::nft;
-use penstock_control::state::PodId;
 use penstock_dataplane::policy::Direction;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
+use penstock_policy::render::nft;
+use penstock_policy::state::PodId;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -48,8 +48,8 @@ fn run(settings: fn() -> Settings, cases: u32) {
             prop_assert_eq!(outcome(&engine), outcome(&fresh));
             for flow in queries(world.pods.len()) {
                 let (ours, fresh) = (engine.explain(&flow), fresh.explain(&flow));
-                let sides = |it: &penstock_control::engine::Explanation| {
-                    let of = |side: &penstock_control::engine::SideExplanation| {
+                let sides = |it: &penstock_policy::engine::Explanation| {
+                    let of = |side: &penstock_policy::engine::SideExplanation| {
                         (std::mem::discriminant(&side.side), side.rule.clone(), side.nearest.clone())
                     };
                     (of(&it.egress), of(&it.ingress))

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use penstock_control::model::*;
 use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::model::*;
 
 /// The last state of a cluster.
 #[derive(Clone, Default, Debug)]

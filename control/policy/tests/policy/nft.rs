@@ -3,9 +3,9 @@
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::*;
-use penstock_control::render::nft;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
+use penstock_policy::render::nft;
 
 use super::build::*;
 

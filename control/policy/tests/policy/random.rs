@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use penstock_control::model::*;
+use penstock_policy::model::*;
 use proptest::prelude::*;
 use proptest::sample::{select, subsequence};
 

@@ -1,6 +1,6 @@
 //! Clause 11: the meaning of the original NetworkPolicy proposal.
 
-use penstock_control::model::*;
+use penstock_policy::model::*;
 
 use super::build::*;
 

@@ -61,7 +61,7 @@ impl<W: Write> CaptureWriter<W> {
     }
 
     /// The output.
-    pub(in crate::replay) fn gathered(&mut self) -> &mut W {
+    pub(crate) fn gathered(&mut self) -> &mut W {
         &mut self.output
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kube::core::Status;
 
 use super::access::AccessError;
-use crate::source::Kind;
+use crate::Kind;
 
 /// The role that the manifests ship.
 const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";

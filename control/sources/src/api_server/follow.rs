@@ -22,7 +22,7 @@ use super::backoff::Backoff;
 use super::failure::Failure;
 use super::read::Reader;
 use super::{Shared, Timing};
-use crate::source::Kind;
+use crate::Kind;
 
 /// How many objects a page has, as for other clients.
 const PAGE: u32 = 500;

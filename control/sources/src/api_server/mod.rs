@@ -20,6 +20,8 @@ use std::time::Duration;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::Api;
 use kube::core::ApiResource;
+use penstock_policy::model::{Change, Object};
+use penstock_privileges as privileges;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -27,8 +29,6 @@ use tokio::task::JoinSet;
 pub use access::{Access, AccessError};
 
 use super::{Kind, SourceHealth};
-use crate::model::{Change, Object};
-use crate::privileges;
 use access::Connection;
 use follow::Follower;
 use outages::Outages;

@@ -10,13 +10,31 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+use penstock_policy::model::{self, Object, Rule, Selector};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::read::Content;
-use crate::model::{self, Object, Rule, Selector};
-use crate::source::convert::{self, FieldPath, Step};
-use crate::source::typed;
+use crate::convert::{self, FieldPath, Step};
+use crate::typed;
+
+/// What an object says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Content {
+    /// All of it is understood.
+    Whole(Object),
+    /// A policy that is not wholly understood: what is left of it allows no more than it would.
+    Part {
+        /// What holds of it.
+        object: Object,
+        /// What is not understood, and what holds instead.
+        problem: String,
+    },
+    /// Nothing holds of it: it is as if it were not there.
+    Nothing {
+        /// What is not understood, and what that means.
+        problem: String,
+    },
+}
 
 /// What is wrong, and where.
 type Trouble = (FieldPath, String);
@@ -132,7 +150,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::model::{Peers, Ports};
+    use penstock_policy::model::{Peers, Ports};
 
     fn read(spec: Value) -> (model::NetworkPolicy, Option<String>) {
         let metadata = ObjectMeta {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::failure::Failure;
-use crate::source::{Kind, SourceHealth};
+use crate::{Kind, SourceHealth};
 
 /// The kinds that cannot be followed at present.
 #[derive(Debug)]

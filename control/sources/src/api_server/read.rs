@@ -3,11 +3,11 @@
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
+use penstock_policy::model::{Object, ObjectKey, ObjectRef};
 
-use super::narrow;
-use crate::model::{Object, ObjectKey, ObjectRef};
-use crate::source::Kind;
-use crate::source::convert::{self, Settings};
+use super::narrow::{self, Content};
+use crate::Kind;
+use crate::convert::{self, Settings};
 
 /// An object as it was sent, read.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,25 +19,6 @@ pub(super) struct Read {
     pub(super) version: Option<u64>,
     /// What it says.
     pub(super) content: Content,
-}
-
-/// What an object says.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Content {
-    /// All of it is understood.
-    Whole(Object),
-    /// A policy that is not wholly understood: what is left of it allows no more than it would.
-    Part {
-        /// What holds of it.
-        object: Object,
-        /// What is not understood, and what holds instead.
-        problem: String,
-    },
-    /// Nothing holds of it: it is as if it were not there.
-    Nothing {
-        /// What is not understood, and what that means.
-        problem: String,
-    },
 }
 
 /// Reads an object of one kind.

@@ -9,11 +9,12 @@ use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
+use penstock_policy::model::{Change, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::read::{Content, Read};
-use crate::model::{Change, Object, ObjectRef};
-use crate::source::Kind;
+use super::narrow::Content;
+use super::read::Read;
+use crate::Kind;
 
 /// How many deleted objects of a kind are remembered, lest a late event bring one back.
 const REMEMBERED: usize = 10_000;

@@ -4,15 +4,15 @@ use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use penstock_policy::model::{self, NamedPort, Tenure};
 use serde::Deserialize;
 
 use super::{At, Invalid, Problem, Settings, names, port};
-use crate::model::{self, NamedPort, Tenure};
 
 /// The label that the API server gives to every namespace, its name.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// The annotation that stood for a namespace's isolation in v1beta1.
-pub(crate) const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
+pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
 /// Converts a Namespace. The name label is added where it is absent, as the API server does.
 pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {

@@ -15,17 +15,16 @@ mod problem;
 mod selector;
 mod v1beta1;
 
-pub(crate) use cluster::{ISOLATION_ANNOTATION, NAME_LABEL};
+pub use cluster::ISOLATION_ANNOTATION;
+pub(crate) use cluster::NAME_LABEL;
 pub use cluster::{namespace, node, pod};
-pub(crate) use path::At;
-pub use path::{FieldPath, Step};
+pub use path::{At, FieldPath, Step};
 pub use policy::network_policy;
 pub use problem::{Invalid, Problem};
 pub use v1beta1::network_policy as v1beta1_network_policy;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-
-use crate::model::ObjectKey;
+use penstock_policy::model::ObjectKey;
 
 /// Which objects are read, beyond those of the stable API.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -54,7 +53,7 @@ fn key(meta: &ObjectMeta) -> Result<ObjectKey, Invalid> {
 }
 
 /// The labels of an object.
-fn labels(meta: &ObjectMeta) -> Result<crate::model::Labels, Invalid> {
+fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, Invalid> {
     let at = At::OBJECT;
     let at = at.field("metadata");
     let at = at.field("labels");

@@ -64,7 +64,7 @@ impl fmt::Display for FieldPath {
 
 /// A [`FieldPath`] that is being walked: it lives on the stack, and becomes a path only for an error.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct At<'a> {
+pub struct At<'a> {
     parent: Option<&'a At<'a>>,
     step: StepRef<'a>,
 }
@@ -78,20 +78,20 @@ enum StepRef<'a> {
 
 impl<'a> At<'a> {
     /// The object itself.
-    pub(crate) const OBJECT: At<'static> = At { parent: None, step: StepRef::Object };
+    pub const OBJECT: At<'static> = At { parent: None, step: StepRef::Object };
 
     /// A field, or the value of a map's key.
-    pub(crate) fn field(&'a self, name: &'a str) -> At<'a> {
+    pub fn field(&'a self, name: &'a str) -> At<'a> {
         At { parent: Some(self), step: StepRef::Field(name) }
     }
 
     /// An item of a list.
-    pub(crate) fn index(&'a self, index: usize) -> At<'a> {
+    pub fn index(&'a self, index: usize) -> At<'a> {
         At { parent: Some(self), step: StepRef::Index(index) }
     }
 
     /// The path to here.
-    pub(crate) fn path(&self) -> FieldPath {
+    pub fn path(&self) -> FieldPath {
         let mut path = self.parent.map(At::path).unwrap_or_default();
         match self.step {
             StepRef::Object => {}

@@ -4,10 +4,10 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use k8s_openapi::api::networking::v1::{IPBlock, NetworkPolicyPeer};
+use penstock_policy::model::{Block, Peer};
 
 use super::selector::selector;
 use super::{At, Invalid, Problem};
-use crate::model::{Block, Peer};
 
 /// A peer of a policy's rule.
 pub(super) fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {

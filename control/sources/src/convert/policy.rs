@@ -4,12 +4,12 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicyPeer, NetworkPolicyPort,
     NetworkPolicySpec,
 };
+use penstock_policy::model::{self, Peers, Ports, Rule, Selector};
 
 use super::peer::peer;
 use super::port::policy_port;
 use super::selector::selector;
 use super::{At, Invalid, Problem};
-use crate::model::{self, Peers, Ports, Rule, Selector};
 
 /// Converts a NetworkPolicy. An absent `spec` or `podSelector` selects every pod of the namespace, as in the API.
 pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Invalid> {

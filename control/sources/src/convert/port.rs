@@ -3,9 +3,9 @@
 use k8s_openapi::api::core::v1::ContainerPort;
 use k8s_openapi::api::networking::v1::NetworkPolicyPort;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use penstock_policy::model::{NamedPort, Port, PortMatch, PortProtocol};
 
 use super::{At, Invalid, Problem, names};
-use crate::model::{NamedPort, Port, PortMatch, PortProtocol};
 
 /// A port of a policy's rule.
 pub(super) fn policy_port(port: &NetworkPolicyPort, at: &At<'_>) -> Result<Port, Invalid> {

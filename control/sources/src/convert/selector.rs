@@ -1,9 +1,9 @@
 //! Label selectors.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
+use penstock_policy::model::{Requirement, Selector, Test};
 
 use super::{At, Invalid, Problem, names};
-use crate::model::{Requirement, Selector, Test};
 
 /// A selector of the model. Its requirements are sorted, so that selectors of one meaning are mostly equal.
 pub(super) fn selector(selector: &LabelSelector, at: &At<'_>) -> Result<Selector, Invalid> {

@@ -4,9 +4,9 @@
 //! or `ports` list matches nothing, and there is neither egress nor ipBlock nor a peer with both selectors.
 
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
+use penstock_policy::model::{self, Peers, Ports};
 
 use super::{At, Invalid, Problem, policy};
-use crate::model::{self, Peers, Ports};
 
 /// Converts a policy of `extensions/v1beta1`. Its JSON form is a part of the stable API's, so it is read by
 /// the latter's type.

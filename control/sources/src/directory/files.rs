@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::model::{Change, Object, ObjectRef};
-use crate::source::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
+use penstock_policy::model::{Change, Object, ObjectRef};
+
+use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
 
 /// What became of one or several saves.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

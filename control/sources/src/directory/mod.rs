@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 
+use penstock_policy::model::Object;
+use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
 pub use files::Batch;
 
 use super::convert::Settings;
 use super::manifest::{self, Fault, ManifestErrors, Options};
-use crate::model::Object;
-use crate::privileges;
 use files::Files;
 use watch::{Message, Watch};
 

@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 
 use notify::event::{AccessKind, AccessMode, CreateKind, EventKind, ModifyKind};
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
+use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
 use super::files::{Batch, Files};
-use crate::privileges;
-use crate::source::manifest;
+use crate::manifest;
 
 /// A save is taken as complete when its events have paused this long …
 const PAUSE: Duration = Duration::from_millis(10);

@@ -2,11 +2,11 @@
 
 use std::net::IpAddr;
 
+use penstock_policy::model::{Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
 use super::error::{Fault, ManifestError, Origin};
-use crate::model::{Object, ObjectRef};
-use crate::source::convert::FieldPath;
+use crate::convert::FieldPath;
 
 /// Two objects that cannot both be.
 #[derive(Debug)]

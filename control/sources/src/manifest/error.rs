@@ -5,8 +5,9 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 
+use penstock_policy::model::ObjectRef;
+
 use super::super::convert::{FieldPath, Problem};
-use crate::model::ObjectRef;
 
 /// A place in a manifest file.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]

@@ -5,8 +5,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::model::{Namespace, Object};
-use crate::source::convert::NAME_LABEL;
+use penstock_policy::model::{Namespace, Object};
+
+use crate::convert::NAME_LABEL;
 
 /// The namespaces that are used by pods or policies and not defined among these objects.
 pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) -> Vec<Object> {

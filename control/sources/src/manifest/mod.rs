@@ -15,12 +15,13 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use penstock_policy::model::Object;
+
 pub(crate) use check::conflicts;
 pub use error::{Fault, ManifestError, ManifestErrors, Origin};
 pub(crate) use implied::implied_namespaces;
 
 use super::convert::{FieldPath, Settings};
-use crate::model::Object;
 use object::Reader;
 use tree::Node;
 
@@ -80,7 +81,7 @@ impl Document {
     }
 
     /// A field as it is written; `None` where it is not.
-    pub(crate) fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
+    pub fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
         self.tree.at(field).map(Node::to_value)
     }
 }

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use k8s_openapi::api::{core::v1 as core, networking::v1 as networking};
+use penstock_policy::model::Object;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -12,7 +13,6 @@ use super::super::typed;
 use super::error::{Fault, ManifestError, Origin};
 use super::tree::Node;
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
-use crate::model::Object;
 
 /// The kinds that are read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

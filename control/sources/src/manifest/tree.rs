@@ -10,7 +10,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Number, Value};
 use serde_saphyr::{Spanned, UserMessageFormatter};
 
-use crate::source::convert::{FieldPath, Step};
+use crate::convert::{FieldPath, Step};
 
 /// A value and where it stands.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,9 +1,9 @@
 use std::collections::BTreeMap;
 
+use penstock_policy::model::{Namespace, Node};
 use proptest::prelude::*;
 
 use super::*;
-use crate::model::{Namespace, Node};
 
 fn namespace(name: &str, version: u64) -> Read {
     // What it means changes with every third version only.

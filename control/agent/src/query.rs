@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use penstock_admin::types::{Dump, ExplainQuery, Explanation, Flow, Status};
 use penstock_dataplane::conntrack::{ConnTable, Connection};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-use super::types::{Dump, ExplainQuery, Explanation, Flow, Status};
-use crate::service::metrics::Collected;
-use crate::service::walks::Walks;
+use crate::metrics::Collected;
+use crate::walks::Walks;
 
 /// How long an answer may take. The loop is busy for so long only when something is wrong with it.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const WAITING: usize = 64;
 
 /// A question to the daemon's loop, with the way back for its answer.
-pub(in crate::service) enum Question {
+pub(crate) enum Question {
     /// How is it?
     Status(oneshot::Sender<Status>),
     /// The connection table, and which addresses an end has.
@@ -39,16 +39,16 @@ pub(in crate::service) enum Question {
 }
 
 /// What connections are listed from.
-pub(in crate::service) struct Listing {
+pub(crate) struct Listing {
     /// The table.
-    pub(in crate::service) table: Arc<ConnTable>,
+    pub(crate) table: Arc<ConnTable>,
     /// The addresses to list; all where there are none.
-    pub(in crate::service) addresses: Option<Vec<IpAddr>>,
+    pub(crate) addresses: Option<Vec<IpAddr>>,
 }
 
 /// Nobody answered.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-pub(in crate::service) enum NoAnswer {
+pub(crate) enum NoAnswer {
     /// The loop has not begun.
     #[error("the daemon is starting: it waits until all objects have been read; ask again later")]
     Starting,
@@ -59,42 +59,39 @@ pub(in crate::service) enum NoAnswer {
 
 /// The end that asks.
 #[derive(Clone)]
-pub(in crate::service) struct Asker {
+pub(crate) struct Asker {
     questions: mpsc::Sender<Question>,
     started: Arc<AtomicBool>,
     walks: Walks,
 }
 
 /// The end that answers.
-pub(in crate::service) type Questions = mpsc::Receiver<Question>;
+pub(crate) type Questions = mpsc::Receiver<Question>;
 
 /// Both ends.
-pub(in crate::service) fn channel() -> (Asker, Questions) {
+pub(crate) fn channel() -> (Asker, Questions) {
     let (sender, receiver) = mpsc::channel(WAITING);
     (Asker { questions: sender, started: Arc::default(), walks: Walks::default() }, receiver)
 }
 
 impl Asker {
     /// Says that the loop answers from now on.
-    pub(in crate::service) fn started(&self) {
+    pub(crate) fn started(&self) {
         self.started.store(true, Ordering::Relaxed);
     }
 
     /// Whether the loop is still to begin.
-    pub(in crate::service) fn is_starting(&self) -> bool {
+    pub(crate) fn is_starting(&self) -> bool {
         !self.started.load(Ordering::Relaxed)
     }
 
     /// Where the connection table is gone through.
-    pub(in crate::service) fn walks(&self) -> &Walks {
+    pub(crate) fn walks(&self) -> &Walks {
         &self.walks
     }
 
     /// Asks, and waits for the answer.
-    pub(in crate::service) async fn ask<T>(
-        &self,
-        question: impl FnOnce(oneshot::Sender<T>) -> Question,
-    ) -> Result<T, NoAnswer> {
+    pub(crate) async fn ask<T>(&self, question: impl FnOnce(oneshot::Sender<T>) -> Question) -> Result<T, NoAnswer> {
         if self.is_starting() {
             return Err(NoAnswer::Starting);
         }
