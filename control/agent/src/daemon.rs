@@ -1,29 +1,26 @@
-//! The daemon: starts the parts, keeps them in step, ends them in order.
+//! The daemon: starts the parts (`parts`), keeps them in step (`step`) and answers (`operate`), ends them in order.
 
 mod operate;
+mod parts;
+mod step;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
-use std::path::Path;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::{Pid, gettid};
-use penstock_dataplane::forward::PortId;
-use penstock_dataplane::pipeline;
-use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
-use penstock_policy::model::{Change, Object, ObjectKey, Pod};
+use nix::unistd::gettid;
+use penstock_dataplane::worker::Dataplane;
+use penstock_policy::model::{Change, Object};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
-use penstock_xdp_redirect::{PinError, Pins, Redirect};
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, FailMode, HugePages, Layers, Loaded, Mode, OnCut, OnExit, Polling, Priority};
-use super::connections::{self, Clearing, Walks};
+use super::config::{Config, FailMode, Layers, Loaded, Mode, OnExit};
+use super::connections::{self, Clearing};
 use super::first_closed::FirstClosed;
 use super::follow::Follower;
 use super::objects::Objects;
@@ -32,9 +29,11 @@ use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
-use super::surroundings::NodeNetwork;
-use super::{RunError, logging, report};
-use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem, pod_ports};
+use super::{RunError, logging};
+
+use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem};
+pub(super) use parts::clear_pins;
+use parts::{go_through, leave_cores_to_workers, other_threads, pair_mtu, redirect, start_dataplane};
 
 /// How often the kernel is looked at without an event: what events missed is caught then.
 const RECONCILE: Duration = Duration::from_secs(3);
@@ -281,118 +280,8 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Looks at the network again.
-    async fn look(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        if self.read_facts().await { self.settle(why, seen).await } else { Ok(()) }
-    }
-
-    /// Reads the facts; keeps the last ones where the kernel does not tell (it is asked again soon).
-    async fn read_facts(&mut self) -> bool {
-        let began = Instant::now();
-        match self.netlink.facts().await {
-            Ok(facts) => {
-                self.facts = facts;
-                self.look_took = began.elapsed();
-                true
-            }
-            Err(error) => {
-                tracing::warn!(%error, "the network could not be looked at; trying again");
-                false
-            }
-        }
-    }
-
-    /// Makes ports, forwarding and routes what pods and facts ask for, in this order: a new pod's port is open before it is
-    /// published, and one that goes is closed after a snapshot without it. Each of these steps may wait for the kernel:
-    /// none is taken while the [`Publisher`]'s content is held.
-    async fn settle(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        // Neither end is there without the other.
-        if !self.facts.links.contains_key(&self.host_port.node().index) {
-            return Err(RunError::failed(HostPortError::Gone(self.host_port.node().name.clone())));
-        }
-        self.ports.close_new(&self.facts);
-        let largest = self.config.umem.frame_size.largest_packet();
-        let (pods, mut problems) = self.publisher.content().objects.tenants();
-        let (wanted, more) = pod_ports(&self.facts, &pods, self.config.node.as_str(), largest);
-        problems.extend(more);
-        self.seek(&pods, &problems).await;
-        self.tell(problems);
-        self.ports.update(&self.dataplane, &self.facts, wanted);
-        let gone = self.ports.take_gone(&self.facts);
-        let unserved = self.publisher.content().objects.pod_addresses();
-        self.ports.announce(&unserved);
-        self.publisher.place(self.ports.layout(), NodeNetwork::of(&self.facts), why, seen);
-        self.close(gone);
-        self.ports.retract();
-        self.route().await;
-        Ok(())
-    }
-
-    fn close(&self, gone: Vec<(PortId, String)>) {
-        let ids: Vec<PortId> = gone.iter().map(|(id, _)| *id).collect();
-        for ((id, interface), closed) in gone.into_iter().zip(self.dataplane.close_ports(&ids)) {
-            match closed {
-                Ok(()) => tracing::info!(interface, port = %id, "closed"),
-                Err(error) => tracing::error!(interface, port = %id, %error, "port could not be closed"),
-            }
-        }
-    }
-
-    async fn route(&mut self) {
-        let refused = match self.host_port.set_routes(&self.ports.pod_routes()).await {
-            Ok(refused) => refused,
-            Err(error) => return tracing::warn!(%error, "the node's routes could not be looked at; trying again"),
-        };
-        let refused: BTreeMap<IpAddr, String> =
-            refused.into_iter().map(|(address, error)| (address, error.to_string())).collect();
-        for (address, reason) in refused.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason)) {
-            tracing::error!(%address, reason, "the node reaches this pod past its policies; trying again");
-        }
-        self.unrouted = refused;
-    }
-
-    /// Has the kernel ask on bridges for the pods that nothing leads to.
-    async fn seek(&self, pods: &[Pod], problems: &BTreeSet<Problem>) {
-        let lost = problems.iter().filter(|problem| matches!(problem, Problem::NoRoute { .. }));
-        let lost: BTreeSet<&ObjectKey> = lost.flat_map(Problem::pods).collect();
-        for pod in pods.iter().filter(|pod| lost.contains(&pod.key)) {
-            for &address in &pod.addresses {
-                if let Some(bridge) = self.facts.bridge_of(address) {
-                    self.netlink.solicit(bridge, address).await;
-                }
-            }
-        }
-    }
-
-    /// Logs problems that are new, and those that are no more.
-    fn tell(&mut self, problems: BTreeSet<Problem>) {
-        for problem in problems.difference(&self.problems) {
-            match problem {
-                // As it is with every pod for a moment, when it comes and when it goes.
-                Problem::NoRoute { .. } | Problem::NoMac { .. } => tracing::info!("{problem}"),
-                _ => tracing::warn!("{problem}"),
-            }
-        }
-        for problem in self.problems.difference(&problems) {
-            tracing::info!("no longer so: {problem}");
-        }
-        self.publisher.content().progress.note_problems(&problems);
-        self.problems = problems;
-    }
-
     fn workers_live(&self) -> Result<(), RunError> {
         self.dataplane.failed().map_or(Ok(()), |died| Err(RunError::failed(died)))
-    }
-
-    fn report(&self) {
-        let mut text = report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.waiting());
-        match self.dataplane.frames() {
-            Ok(frames) => text.push_str(&report::frames(&frames)),
-            Err(error) => tracing::warn!(%error, "the frames could not be counted"),
-        }
-        if !logging::print(text) {
-            tracing::warn!("the statistics are not printed: nobody reads the last ones");
-        }
     }
 
     /// What is left where the daemon cannot go on: as if it had been killed.
@@ -430,127 +319,4 @@ impl<'a> Daemon<'a> {
         tracing::info!(target: logging::MILESTONES, ?frames, "ended");
         Ok(())
     }
-}
-
-/// Starts the thread that removes connections. It has no capability, and reads no clock.
-fn go_through(
-    walks: Walks,
-    config: &Config,
-    dataplane: &Dataplane,
-    publisher: &Arc<Publisher>,
-) -> io::Result<JoinHandle<()>> {
-    let (mapping, table) = (config.conntrack.mapping.clone(), Arc::clone(dataplane.connections()));
-    let publisher = Arc::downgrade(publisher);
-    thread::Builder::new().name("connections".to_owned()).spawn(move || {
-        privileges::forgo();
-        walks.run(&mapping, &table, |addresses| {
-            if let Some(publisher) = publisher.upgrade() {
-                publisher.cleared(addresses);
-            }
-        });
-    })
-}
-
-/// The loader of XDP programs. Links that an earlier daemon pinned are taken over, or cleared where this one pins none.
-fn redirect(config: &Config) -> Result<Redirect, RunError> {
-    let root = &config.fail.pins;
-    match config.fail.mode {
-        FailMode::Closed => {
-            let pins = Pins::open(root).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
-            Redirect::pinned(pins).map_err(RunError::bad_input)
-        }
-        FailMode::Open => {
-            clear_pins(root).map_err(RunError::bad_input)?;
-            Redirect::new().map_err(RunError::bad_input)
-        }
-    }
-}
-
-/// Takes away all links that are pinned for this network namespace.
-pub(super) fn clear_pins(root: &Path) -> Result<usize, PinError> {
-    if !root.is_dir() {
-        return Ok(0);
-    }
-    let pins = Pins::open(root)?;
-    let links = pins.links();
-    links.iter().for_each(|&pinned| pins.remove(pinned));
-    pins.close();
-    Ok(links.len())
-}
-
-fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
-    let cores = preflight::worker_cores(config).map_err(RunError::bad_input)?;
-    let settings = worker::Config {
-        frames: config.umem.frame_count(),
-        frame_size: config.umem.frame_size.octets(),
-        ring_size: config.umem.ring_size.entries(),
-        huge_pages: match config.umem.huge_pages {
-            HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
-            HugePages::Never => penstock_dataplane::io::HugePages::Never,
-        },
-        cores: cores.iter().map(|&core| CoreId(core.into())).collect(),
-        polling: match config.workers.polling {
-            Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
-            Polling::Busy => worker::Polling::Busy,
-        },
-        priority: match config.workers.priority {
-            Priority::RealTime => worker::Priority::RealTime,
-            Priority::Nice => worker::Priority::Nice,
-        },
-        time_stages: config.workers.time_stages,
-        tx_budget: config.workers.send_budget,
-        gso: config.workers.gso,
-        connections: config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?,
-        on_cut: match config.conntrack.on_cut {
-            OnCut::Drop => penstock_dataplane::answer::OnCut::Drop,
-            OnCut::Reset => penstock_dataplane::answer::OnCut::Reset,
-        },
-        mode: match config.dataplane.mode {
-            Mode::Full => pipeline::Mode::Full,
-            Mode::Forward => pipeline::Mode::ForwardOnly,
-        },
-        ..Default::default()
-    };
-    let wanted = settings.priority;
-    let dataplane = Dataplane::start(settings).map_err(|error| match error {
-        StartError::Thread { .. } => RunError::failed(error),
-        _ => RunError::bad_input(error),
-    })?;
-    let (has, reason) =
-        (dataplane.priority(), "CAP_SYS_NICE, or a control group with real-time scheduling, is missing");
-    if has < wanted {
-        tracing::warn!(?wanted, ?has, "workers may wait for others' threads, and packets be lost meanwhile: {reason}");
-    }
-    Ok(dataplane)
-}
-
-/// These threads, and those that they start from now on, run elsewhere if there is another core. On a worker's core a thread of
-/// ordinary priority gets a hundredth of it while packets come: 10,000 policies that were replaced were not in force after
-/// six seconds.
-fn leave_cores_to_workers(config: &Config, threads: &[Pid]) {
-    let Ok(workers) = preflight::worker_cores(config) else { return };
-    let mut others = CpuSet::new();
-    for core in preflight::usable_cores().into_iter().filter(|core| !workers.contains(core)) {
-        // A core that is usable is in the set's range.
-        let _ = others.set(core.into());
-    }
-    for thread in threads {
-        // An empty set is refused, and all stays as it is.
-        let _ = sched_setaffinity(*thread, &others);
-    }
-}
-
-/// The threads of this process but the calling one.
-fn other_threads() -> Vec<Pid> {
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let threads = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok().map(Pid::from_raw));
-    threads.filter(|thread| *thread != gettid()).collect()
-}
-
-/// The pair carries what the pods' interfaces carry: the largest MTU of those that there are, at least Ethernet's.
-fn pair_mtu(config: &Config, facts: &Facts) -> u32 {
-    let behind = facts.behind();
-    let pods = behind.values().filter_map(|index| facts.links.get(index)).filter(|link| link.veth);
-    let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
-    largest.min(config.umem.frame_size.largest_packet())
 }

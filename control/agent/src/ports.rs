@@ -1,4 +1,11 @@
 //! The ports that are open: each an interface with its sockets in the workers and the program attached.
+//!
+//! Here they are kept in step with the pods; `open` makes an interface a port, `addresses` says whose addresses are local
+//! pods', `view` is what others read.
+
+mod addresses;
+mod open;
+mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -7,51 +14,21 @@ use std::time::{Duration, Instant};
 
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
-use penstock_dataplane::packet::Address;
-use penstock_dataplane::worker::{Dataplane, PortRequest};
-use penstock_policy::model::ObjectKey;
-use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcomes, Redirect, Role, SocketError,
-};
+use penstock_dataplane::worker::Dataplane;
+use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, Interface, ModeChoice, OnMiss, Redirect, Role};
 
 use super::config::{Config, FailMode};
 use super::first_closed::FirstClosed;
-use super::layout::{Layout, OpenPort, Served};
 use super::waiting::{Waiting, interface};
-use crate::discovery::{Facts, Link, PodPort, PodRoute, Sysctls, keep_answering_arp};
+use crate::discovery::{Facts, Link, PodPort, Sysctls};
+use open::{Open, OpenError, PodSide, mtu};
+pub(super) use view::Counted;
 
 /// How long an interface's queue may be busy until that is logged: a queue that was closed a moment ago is, as long as the
 /// kernel's deferred work takes.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Octets of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
-
-/// Why an interface could not be made a port.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum OpenError {
-    #[error(transparent)]
-    Port(#[from] PortError),
-    #[error(transparent)]
-    Attach(#[from] AttachError),
-    #[error(transparent)]
-    Socket(#[from] SocketError),
-}
-
-/// An interface whose packets the workers get. Dropping it detaches the program; the port is closed by [`Ports`].
-struct Open {
-    id: PortId,
-    attached: Attached,
-    port: Port,
-}
-
-/// A pod's interface. Once attached it stays so while it exists: if its pod goes first, its packets are dropped, not
-/// left to the kernel.
-struct PodSide {
-    open: Open,
-    /// What was last known of it; its pod may be gone.
-    last: PodPort,
-    served: bool,
-}
 
 /// All open ports.
 pub(super) struct Ports {
@@ -76,15 +53,6 @@ pub(super) struct Ports {
     settings: Sysctls,
     /// Whether an earlier daemon may have made the settings.
     follows: bool,
-}
-
-/// A port's name and counters for the statistics.
-pub(super) struct Counted {
-    pub(super) id: PortId,
-    pub(super) kind: PortKind,
-    pub(super) pod: Option<ObjectKey>,
-    pub(super) mode: Mode,
-    pub(super) outcomes: Option<Outcomes>,
 }
 
 impl Ports {
@@ -276,83 +244,6 @@ impl Ports {
         closing
     }
 
-    /// Tells the programs which addresses are local pods', and how long packets for them may be that uplinks hand over: none
-    /// for those that are not served. To be called before a snapshot with them is published, and [`Ports::retract`] after it,
-    /// so that at no time somebody else passes for a pod.
-    pub(super) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
-        let longest = |route: PodRoute| self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER)));
-        let mut wanted: BTreeMap<IpAddr, u16> = unserved.iter().map(|&address| (address, 0)).collect();
-        wanted.extend(self.pod_routes().into_iter().map(|(address, route)| (address, longest(route))));
-        let local = self.redirect.local_pods();
-        for (&address, &longest) in
-            wanted.iter().filter(|&(address, longest)| self.announced.get(address) != Some(longest))
-        {
-            if let Err(error) = local.insert(address, longest) {
-                tracing::error!(%error, "packets from outside do not reach the pod, and may come in its name");
-            }
-        }
-        for &address in self.announced.keys().filter(|&address| !wanted.contains_key(address)) {
-            self.retracted.insert(address);
-        }
-        self.retracted.retain(|address| !wanted.contains_key(address));
-        self.announced = wanted;
-    }
-
-    /// Has the programs forget the addresses that are no local pod's any more.
-    pub(super) fn retract(&mut self) {
-        for address in std::mem::take(&mut self.retracted) {
-            if let Err(error) = self.redirect.local_pods().remove(address) {
-                tracing::error!(%error, "packets from outside are still taken");
-            }
-        }
-    }
-
-    /// How the node is to reach each pod's addresses: by the workers.
-    ///
-    /// The addresses of a pod that is gone stay, while its interface does, unless another pod has them.
-    pub(super) fn pod_routes(&self) -> BTreeMap<IpAddr, PodRoute> {
-        let mut routes = BTreeMap::new();
-        for served in [false, true] {
-            for side in self.pods.values().filter(|side| side.served == served) {
-                let route = PodRoute { link: side.last.link, mtu: side.last.mtu };
-                routes.extend(side.last.addresses.iter().map(|&address| (address, route)));
-            }
-        }
-        routes
-    }
-
-    /// What a snapshot needs to know of the ports that are open.
-    pub(super) fn layout(&self) -> Layout {
-        let placed = |open: &Open, pod: Option<Served>| OpenPort {
-            id: open.id,
-            interface: open.attached.interface().name.clone(),
-            port: open.port.clone(),
-            pod,
-        };
-        let served = |side: &PodSide| {
-            let PodPort { pod, link, addresses, .. } = &side.last;
-            side.served.then(|| Served { key: pod.clone(), link: *link, addresses: addresses.clone() })
-        };
-        let fixed = self.fixed.iter().map(|open| placed(open, None));
-        Layout { ports: fixed.chain(self.pods.values().map(|side| placed(&side.open, served(side)))).collect() }
-    }
-
-    /// The port of this pod, and its interface.
-    pub(super) fn port_of(&self, pod: &ObjectKey) -> Option<(PortId, &str)> {
-        let side = self.pods.values().find(|side| side.served && side.last.pod == *pod)?;
-        Some((side.open.id, &side.last.name))
-    }
-
-    /// The pod behind a port, if it is served.
-    pub(super) fn pod_of(&self, port: PortId) -> Option<&ObjectKey> {
-        self.pods.values().find(|side| side.served && side.open.id == port).map(|side| &side.last.pod)
-    }
-
-    /// Interfaces that are closed because their pod is not known, with what came from them.
-    pub(super) fn waiting(&self) -> Vec<(String, Outcomes)> {
-        self.waiting.counted()
-    }
-
     /// Leaves the programs where they are, for the next daemon to take over: without sockets they drop.
     pub(super) fn keep(self) {
         let Self { fixed, pods, waiting, settings, .. } = self;
@@ -370,110 +261,6 @@ impl Ports {
         }
     }
 
-    /// How many pods are served.
-    pub(super) fn pods(&self) -> usize {
-        self.pods.values().filter(|side| side.served).count()
-    }
-
-    /// Every port's name and the program's counters.
-    pub(super) fn counted(&self) -> Vec<Counted> {
-        let pod_of = |side: &PodSide| side.served.then(|| side.last.pod.clone());
-        let pods = self.pods.values().map(|side| (&side.open, pod_of(side)));
-        let all = self.fixed.iter().map(|open| (open, None)).chain(pods);
-        let counted = |(open, pod): (&Open, Option<ObjectKey>)| Counted {
-            id: open.id,
-            kind: open.port.kind,
-            pod,
-            mode: open.attached.mode().clone(),
-            outcomes: open.attached.outcomes().ok(),
-        };
-        all.map(counted).collect()
-    }
-
-    fn open_pod(
-        &mut self,
-        dataplane: &Dataplane,
-        link: &Link,
-        options: AttachOptions,
-        port: PodPort,
-    ) -> Result<PodSide, OpenError> {
-        let open = self.open(dataplane, link, options, forwarding_port(&port))?;
-        for name in std::iter::once(&port.name).chain(&port.bridge) {
-            if let Err(error) = keep_answering_arp(&mut self.settings, name, self.follows) {
-                tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
-            }
-        }
-        let side = PodSide { open, last: port, served: true };
-        side.tell_own();
-        tracing::info!(pod = %side.last.pod, interface = side.last.name, port = %side.open.id, "attached");
-        Ok(side)
-    }
-
-    /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
-    fn open(
-        &mut self,
-        dataplane: &Dataplane,
-        link: &Link,
-        options: AttachOptions,
-        port: Port,
-    ) -> Result<Open, OpenError> {
-        let request = PortRequest { patience: self.patience, ..PortRequest::new(link.name.as_str()) };
-        let id = dataplane.open_port(&request)?;
-        if let Some(error) = dataplane.gso_refused(id) {
-            tracing::warn!(
-                interface = link.name,
-                error,
-                "TCP segments leave one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
-            );
-        }
-        let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
-            let given = dataplane.with_sockets(id, |sockets| {
-                sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
-            });
-            match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
-                Ok(()) => Ok(attached),
-                Err(error) => {
-                    // What was closed stays closed.
-                    if options.role == Role::Pod && self.waiting.closes() && options.on_miss == OnMiss::Drop {
-                        self.waiting.put(attached);
-                    }
-                    Err(error)
-                }
-            }
-        });
-        match attached {
-            Ok(attached) => Ok(Open { id, attached, port }),
-            Err(error) => {
-                if let Err(error) = dataplane.close_port(id) {
-                    tracing::error!(interface = link.name, %error, "port could not be closed");
-                }
-                Err(error)
-            }
-        }
-    }
-
-    /// How a port of this role is attached. The host port's pair is a veth of our own, whose other end has what it sends cut
-    /// into segments as long as the program is native.
-    fn options(&self, role: Role) -> AttachOptions {
-        let mode = match role {
-            Role::Pod | Role::Uplink => self.mode,
-            Role::Host => ModeChoice::NativeElseGeneric,
-        };
-        AttachOptions { on_miss: self.on_miss, mode, ..AttachOptions::new(role) }
-    }
-
-    fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<Attached, AttachError> {
-        // The program that closes it is the one that serves it, if it would be the same; else it gives its place.
-        match self.waiting.take(link.index) {
-            Some(closed) if closed.options() == options => return Ok(closed),
-            Some(closed) => closed.keep(),
-            None => {}
-        }
-        let attached = self.redirect.attach(&interface(link), options)?;
-        tell_mode(&attached);
-        Ok(attached)
-    }
-
     fn tell(&mut self, index: u32, reason: &str) {
         if self.refused.get(&index).is_none_or(|told| told != reason) {
             let now = if self.waiting.has(index) { "its packets are dropped" } else { "NO POLICY IS ENFORCED on it" };
@@ -481,71 +268,4 @@ impl Ports {
             self.refused.insert(index, reason.to_owned());
         }
     }
-}
-
-impl PodSide {
-    /// Its pod is gone, or is not known to be behind it any more: whatever it sends is dropped.
-    fn give_up(&mut self) {
-        tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
-        self.served = false;
-        self.open.port.addresses.clear();
-        self.tell_own();
-    }
-
-    /// Has the program hold the pod to its own addresses in ARP and neighbour discovery.
-    fn tell_own(&self) {
-        let none = BTreeSet::new();
-        let addresses = if self.served { &self.last.addresses } else { &none };
-        if let Err(error) = self.open.attached.set_own(self.last.peer_mac.0, addresses) {
-            tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
-        }
-    }
-
-    fn take(&mut self, port: PodPort) {
-        self.open.port = forwarding_port(&port);
-        self.last = port;
-        self.served = true;
-        self.tell_own();
-    }
-}
-
-/// Says what follows from where a program runs, unless that is the driver, as it should be.
-fn tell_mode(attached: &Attached) {
-    let (interface, wanted) = (attached.interface(), attached.options());
-    match attached.mode() {
-        Mode::Generic { because } => {
-            let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
-            let longer = match wanted.role {
-                Role::Uplink => "go by the kernel",
-                Role::Pod | Role::Host => {
-                    "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
-                }
-            };
-            tracing::warn!(
-                %interface,
-                reason,
-                "attached in generic mode: slower, and packets longer than a frame {longer}"
-            );
-        }
-        Mode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
-            %interface,
-            "stays in native mode, in which its link was pinned; run penstock cleanup before the next start for xdp.mode to count"
-        ),
-        Mode::Native => {}
-    }
-}
-
-fn forwarding_port(port: &PodPort) -> Port {
-    Port {
-        kind: PortKind::Pod,
-        own_mac: port.own_mac,
-        peer_mac: port.peer_mac,
-        mtu: mtu(port.mtu),
-        addresses: port.addresses.iter().copied().map(Address::from).collect(),
-    }
-}
-
-/// No IP packet is longer than 65535 octets, whatever an interface says.
-fn mtu(mtu: u32) -> u16 {
-    mtu.try_into().unwrap_or(u16::MAX)
 }

@@ -3,15 +3,15 @@
 use penstock_admin::types::{Dump, Flow};
 use penstock_dataplane::conntrack::Connection;
 
-use super::super::config::{Loaded, differences};
-use super::super::metrics::Collected;
-use super::super::operation::Next;
-use super::super::publisher::Content;
-use super::super::query::Question;
-use super::super::samples::Sample;
-use super::super::view::{Figures, View};
-use super::super::{logging, preflight};
 use super::Daemon;
+use crate::config::{Loaded, differences};
+use crate::metrics::Collected;
+use crate::operation::Next;
+use crate::publisher::Content;
+use crate::query::Question;
+use crate::samples::Sample;
+use crate::view::{Figures, View};
+use crate::{logging, preflight, report};
 
 /// Most connections or records that are named while the [`Content`] is held: policy waits for so many at most.
 const AT_ONCE: usize = 200;
@@ -54,6 +54,18 @@ impl Daemon<'_> {
             lines.extend(self.operation.verdicts.lines(&self.view(&content), some));
         }
         self.operation.verdicts.write(lines);
+    }
+
+    /// Prints the statistics.
+    pub(super) fn report(&self) {
+        let mut text = report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.waiting());
+        match self.dataplane.frames() {
+            Ok(frames) => text.push_str(&report::frames(&frames)),
+            Err(error) => tracing::warn!(%error, "the frames could not be counted"),
+        }
+        if !logging::print(text) {
+            tracing::warn!("the statistics are not printed: nobody reads the last ones");
+        }
     }
 
     /// Answers. Whoever asked may have gone meanwhile, which is no matter.
