@@ -30,7 +30,6 @@ use super::preflight::{self, Finding, Level};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
 use super::{RunError, logging};
-
 use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem};
 pub(super) use parts::clear_pins;
 use parts::{go_through, leave_cores_to_workers, other_threads, pair_mtu, redirect, start_dataplane};

@@ -1,8 +1,9 @@
 //! `penstock run`: the node service.
 
+use penstock_agent::{self as agent, RunError};
+
 use super::Failure;
 use super::configuration::ConfigArgs;
-use penstock_agent::{self as agent, RunError};
 
 /// Run the node service
 #[derive(clap::Args, Debug)]

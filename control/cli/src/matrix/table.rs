@@ -1,9 +1,10 @@
 //! The matrix as a table for a terminal.
 
-use super::Matrix;
-use crate::style;
 use penstock_policy::engine::Engine;
 use penstock_policy::model::ObjectKey;
+
+use super::Matrix;
+use crate::style;
 
 /// What a cell says of all ports asked for.
 #[derive(Clone, Copy, PartialEq, Eq)]

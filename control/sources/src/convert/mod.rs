@@ -8,11 +8,9 @@
 mod cluster;
 mod names;
 mod path;
-mod peer;
 mod policy;
 mod port;
 mod problem;
-mod selector;
 mod v1beta1;
 
 pub use cluster::ISOLATION_ANNOTATION;

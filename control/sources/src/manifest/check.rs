@@ -1,12 +1,14 @@
-//! What must hold between objects: one name, one object; one address, one pod.
+//! What must hold between objects (one name, one object; one address, one pod), and what objects say of others: the
+//! namespaces that no manifest defines.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use penstock_policy::model::{Object, ObjectRef};
+use penstock_policy::model::{Namespace, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
 use super::error::{Fault, ManifestError, Origin};
-use crate::convert::FieldPath;
+use crate::convert::{FieldPath, NAME_LABEL};
 
 /// Two objects that cannot both be.
 #[derive(Debug)]
@@ -75,4 +77,25 @@ fn conflict(first: Entry<'_>, second: Entry<'_>, address: Option<IpAddr>) -> Con
     };
     let (at_first, at_second) = (error_at(first, second), error_at(second, first));
     Conflict { first: first.place, second: second.place, at_first, at_second }
+}
+
+/// The namespaces that are used by pods or policies and not defined among these objects.
+///
+/// In a cluster every object's namespace exists, and carries its name as a label. Manifests often leave the Namespace
+/// out; it is then taken to be there, with that one label.
+pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) -> Vec<Object> {
+    let (mut used, mut defined) = (BTreeSet::new(), BTreeSet::new());
+    for object in objects {
+        match object {
+            Object::Namespace(namespace) => defined.insert(namespace.name.as_str()),
+            Object::Pod(pod) => used.insert(pod.key.namespace.as_str()),
+            Object::NetworkPolicy(policy) => used.insert(policy.key.namespace.as_str()),
+            Object::Node(_) => continue,
+        };
+    }
+    let namespace = |name: &&str| {
+        let labels = [(NAME_LABEL.to_owned(), name.to_string())].into();
+        Object::Namespace(Namespace { name: name.to_string(), labels, default_deny_ingress: false })
+    };
+    used.difference(&defined).map(namespace).collect()
 }

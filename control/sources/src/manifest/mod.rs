@@ -6,7 +6,6 @@
 
 mod check;
 mod error;
-mod implied;
 mod object;
 mod tree;
 
@@ -17,9 +16,8 @@ use std::sync::Arc;
 
 use penstock_policy::model::Object;
 
-pub(crate) use check::conflicts;
+pub(crate) use check::{conflicts, implied_namespaces};
 pub use error::{Fault, ManifestError, ManifestErrors, Origin};
-pub(crate) use implied::implied_namespaces;
 
 use super::convert::{FieldPath, Settings};
 use object::Reader;
