@@ -17,7 +17,7 @@ pub fn selector(selector: &Selector) -> String {
 }
 
 /// The pods that a selector finds.
-pub fn pods(found: &Selector) -> String {
+fn pods(found: &Selector) -> String {
     match found.requirements.is_empty() {
         true => "every pod".to_owned(),
         false => format!("pods with {}", selector(found)),
@@ -44,7 +44,7 @@ pub fn peer(peer: &Peer, namespace: &str) -> String {
 }
 
 /// A block: `10.0.0.0/8 except 10.1.0.0/16`.
-pub fn block(block: &Block) -> String {
+fn block(block: &Block) -> String {
     let except = block.except.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     match except.is_empty() {
         true => block.cidr.to_string(),
@@ -53,7 +53,7 @@ pub fn block(block: &Block) -> String {
 }
 
 /// The peers of a rule.
-pub fn peers(peers: &Peers, namespace: &str) -> String {
+pub(crate) fn peers(peers: &Peers, namespace: &str) -> String {
     match peers {
         Peers::Every => "every peer".to_owned(),
         Peers::AnyOf(some) if some.is_empty() => "no peer".to_owned(),
@@ -71,7 +71,7 @@ pub fn protocol(protocol: PortProtocol) -> &'static str {
 }
 
 /// A port: `80/TCP`, `8000-8080/TCP`, `http/TCP`, `TCP`.
-pub fn port(port: &Port) -> String {
+fn port(port: &Port) -> String {
     let protocol = protocol(port.protocol);
     match &port.which {
         PortMatch::Every => format!("every {protocol} port"),
@@ -82,7 +82,7 @@ pub fn port(port: &Port) -> String {
 }
 
 /// The ports of a rule.
-pub fn ports(ports: &Ports) -> String {
+pub(crate) fn ports(ports: &Ports) -> String {
     match ports {
         Ports::Every => "every port and protocol".to_owned(),
         Ports::AnyOf(some) if some.is_empty() => "no port".to_owned(),

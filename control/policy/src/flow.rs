@@ -228,7 +228,7 @@ fn resolve(state: &State, to: &End, address: IpAddr, name: &str, protocol: Proto
 }
 
 /// The pod that has an address; `None` for a node's (and so its host-network pods') and for any other address.
-pub fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
+fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
     match state.holder(&address)? {
         Holder::Pod(pod) => state.pod(pod),
         Holder::Node(_) => None,
@@ -244,7 +244,7 @@ pub fn name(state: &State, address: IpAddr) -> Option<String> {
 }
 
 /// An address as a person knows it: `shop/web-1 (10.1.0.1)`.
-pub fn describe(state: &State, address: IpAddr) -> String {
+pub(crate) fn describe(state: &State, address: IpAddr) -> String {
     name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 

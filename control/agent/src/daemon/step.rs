@@ -36,7 +36,7 @@ impl Daemon<'_> {
 
     /// Makes ports, forwarding and routes what pods and facts ask for, in this order: a new pod's port is open before it is
     /// published, and one that goes is closed after a snapshot without it. Each of these steps may wait for the kernel:
-    /// none is taken while the [`Publisher`]'s content is held.
+    /// none is taken while the content of the [`Publisher`](crate::publisher::Publisher) is held.
     pub(super) async fn settle(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
         // Neither end is there without the other.
         if !self.facts.links.contains_key(&self.host_port.node().index) {
