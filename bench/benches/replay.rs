@@ -24,14 +24,14 @@ use std::time::Duration;
 use etherparse::{PacketBuilder, TcpHeader};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
-use penstock_control::replay::cluster::Cluster;
-use penstock_control::replay::{Options, Paths, run};
-use penstock_control::source::manifest::{self, read_manifests};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::{BATCH, Cause, Frames, Mode, Pipeline, Verdict};
 use penstock_dataplane::policy::Reach;
+use penstock_replay::cluster::Cluster;
+use penstock_replay::{Options, Paths, run};
+use penstock_sources::manifest::{self, read_manifests};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

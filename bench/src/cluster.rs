@@ -4,8 +4,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use ipnet::IpNet;
-use penstock_control::model::{self, Object, Pod};
-use penstock_control::source::manifest::{Options, read_manifests};
+use penstock_policy::model::{self, Object, Pod};
+use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::probe::Site;
 use crate::testbed::{Between, Node, Router};

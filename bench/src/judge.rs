@@ -3,10 +3,10 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use penstock_control::engine::{Engine, Settings, SideExplanation};
-use penstock_control::model::{Change, Object};
 use penstock_dataplane::packet::{Flow, Protocol as IpProtocol};
 use penstock_dataplane::policy::{Direction, Side};
+use penstock_policy::engine::{Engine, Settings, SideExplanation};
+use penstock_policy::model::{Change, Object};
 
 use crate::probe::{Probe, Protocol};
 

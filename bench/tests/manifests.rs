@@ -6,16 +6,17 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use penstock_agent::config::Config;
+use penstock_bench::testbed::Scratch;
+use penstock_bench::testbed::api_server::ApiServer;
+use penstock_privileges::START;
+use penstock_sources::Location;
+use penstock_sources::api_server::Access;
+
 use http::Method;
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ConfigMap, Container, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
-use penstock_bench::testbed::Scratch;
-use penstock_bench::testbed::api_server::ApiServer;
-use penstock_control::privileges::START;
-use penstock_control::service::config::Config;
-use penstock_control::source::Location;
-use penstock_control::source::api_server::Access;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 

@@ -5,8 +5,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use penstock_agent::config::Config;
 use penstock_bench::testbed::penstock_binary;
-use penstock_control::service::config::Config;
+
 use serde_json::Value;
 
 fn root() -> PathBuf {

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use penstock_control::replay::{Options, Paths, Report, run};
-use penstock_control::source::convert::Settings;
-use penstock_control::source::manifest;
 use penstock_dataplane::policy::Reach;
+use penstock_replay::{Options, Paths, Report, run};
+use penstock_sources::convert::Settings;
+use penstock_sources::manifest;
 
 use crate::capture::pcapng;
 use crate::packet::{Built, build};

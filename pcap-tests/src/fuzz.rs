@@ -4,16 +4,16 @@ use std::io::Cursor;
 use std::path::Path;
 use std::sync::Arc;
 
-use penstock_control::model::{Change, Object};
-use penstock_control::replay::batch::Batch;
-use penstock_control::replay::capture::{CaptureFile, InterfaceId, Record, Time};
-use penstock_control::replay::cluster::{Cluster, HOST, UPLINK};
-use penstock_control::replay::player::{Decision, Place, Player, fill_up};
-use penstock_control::source::manifest::{self, read_manifests};
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
 use penstock_dataplane::policy::Reach;
+use penstock_policy::model::{Change, Object};
+use penstock_replay::batch::Batch;
+use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
+use penstock_replay::cluster::{Cluster, HOST, UPLINK};
+use penstock_replay::player::{Decision, Place, Player, fill_up};
+use penstock_sources::manifest::{self, read_manifests};
 
 use crate::case::root;
 

@@ -10,6 +10,7 @@ use std::path::Path;
 use penstock_pcap_tests::capture::{EPOCH, pcapng};
 use penstock_pcap_tests::script::Link;
 use penstock_pcap_tests::{Case, cases, real};
+
 use serde_json::Value;
 
 fn is_blessing() -> bool {
@@ -204,13 +205,13 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
 fn the_pull_request_of_the_readme_changes_verdicts() {
     let clusters = penstock_pcap_tests::root().join("clusters");
     let captures = cases().into_iter().filter(|case| case.name.starts_with("udp/")).map(|case| case.capture_file());
-    let options = penstock_control::replay::Options {
+    let options = penstock_replay::Options {
         captures: captures.collect(),
         manifests: vec![clusters.join("shop")],
         compare: ["shop/cluster.yaml", "shop/pods.yaml", "pull-request"].map(|path| clusters.join(path)).to_vec(),
         ..Default::default()
     };
-    let changes = penstock_control::replay::run(&options).unwrap().comparison.unwrap().changes();
+    let changes = penstock_replay::run(&options).unwrap().comparison.unwrap().changes();
     assert!(!changes.is_empty());
     for change in changes {
         let ends = (change.group.src.as_str(), change.group.dst.as_str(), change.group.dport);

@@ -7,13 +7,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
+use penstock_pcap_tests::{Case, cases, real, root};
+use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_replay::capture::Captures;
+use penstock_sources::convert::Settings;
+use penstock_sources::manifest::{Options, read_manifests};
+
 use oracle::connections::{Entry, Oracle};
 use oracle::policy::World;
-use penstock_control::model::{Change, Object, ObjectKey, ObjectRef};
-use penstock_control::replay::capture::Captures;
-use penstock_control::source::convert::Settings;
-use penstock_control::source::manifest::{Options, read_manifests};
-use penstock_pcap_tests::{Case, cases, real, root};
 use serde::Deserialize;
 use serde_json::Value;
 

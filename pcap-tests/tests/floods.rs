@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use penstock_dataplane::conntrack::Config;
 use penstock_pcap_tests::Case;
 use penstock_pcap_tests::script::{Line, Script};
+
 use serde_json::Value;
 
 const ENTRIES: usize = 4096;
@@ -74,7 +75,7 @@ impl Capture {
         let mut options = case.options(&capture, scratch.path());
         options.connections = connections;
         options.outputs.verdicts = Some(verdicts.clone());
-        penstock_control::replay::run(&options).unwrap();
+        penstock_replay::run(&options).unwrap();
         let verdicts = fs::read_to_string(verdicts).unwrap();
         verdicts.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }

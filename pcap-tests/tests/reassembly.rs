@@ -3,16 +3,17 @@
 
 use std::net::IpAddr;
 
-use penstock_control::model::Object;
-use penstock_control::replay::batch::Batch;
-use penstock_control::replay::capture::{InterfaceId, Record, Time};
-use penstock_control::replay::cluster::Cluster;
-use penstock_control::replay::player::{Decision, Player};
-use penstock_control::source::manifest::{Options, read_manifests};
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::policy::Reach;
 use penstock_pcap_tests::frame::Ip;
 use penstock_pcap_tests::root;
+use penstock_policy::model::Object;
+use penstock_replay::batch::Batch;
+use penstock_replay::capture::{InterfaceId, Record, Time};
+use penstock_replay::cluster::Cluster;
+use penstock_replay::player::{Decision, Player};
+use penstock_sources::manifest::{Options, read_manifests};
+
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

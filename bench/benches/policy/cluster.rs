@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use penstock_control::model::*;
+use penstock_policy::model::*;
 
 pub(crate) fn labels(pairs: &[(&str, String)]) -> Labels {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect()

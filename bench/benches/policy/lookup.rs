@@ -3,10 +3,10 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::{Change, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector, Test};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{PolicySet, PortProtocol};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector, Test};
 
 use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typical_policy};
 use super::rivals::{LinearList, MizarTables};
@@ -168,7 +168,7 @@ fn linear(rounds: usize) -> bool {
     let mut engine = Engine::new(Settings::for_all_pods());
     let policy = policy(0, "p".to_owned(), Selector::default(), Some(rules.collect()), None);
     engine.apply([namespace(0), Object::Pod(pod(0, 0, 0, 0)), policy].map(Change::Set));
-    let lists = penstock_control::render::acl::render(engine.state(), engine.tables());
+    let lists = penstock_policy::render::acl::render(engine.state(), engine.tables());
     let list = LinearList::new(&lists[0].entries);
     assert!((1_000..1_010).contains(&list.len()), "{} six-tuples", list.len());
     let mut number = numbers();

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::*;
 use penstock_dataplane::policy::PolicySet;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
 
 use super::cluster::{address, key, labels, namespace, node, pod, typical_policy};
 use super::row;

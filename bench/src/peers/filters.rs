@@ -6,10 +6,10 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::Result;
-use penstock_control::engine::Engine;
-use penstock_control::render::acl::{AccessList, Action, SixTuple};
-use penstock_control::render::{acl, nft};
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange};
+use penstock_policy::engine::Engine;
+use penstock_policy::render::acl::{AccessList, Action, SixTuple};
+use penstock_policy::render::{acl, nft};
 
 use super::policy;
 use super::tools::{find, run, version};

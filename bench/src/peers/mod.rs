@@ -18,8 +18,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use penstock_control::service::admin::client::Client;
-use penstock_control::service::admin::types::Status;
+use penstock_admin::client::Client;
+use penstock_admin::types::Status;
 
 use crate::load::{
     Flood, Outcome, Packets, Probing, Sink, Sources, Station, Traffic, Trial, go_first, pin, route_beyond,

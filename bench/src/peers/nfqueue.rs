@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
-use penstock_control::engine::Engine;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::policy::PolicySet;
+use penstock_policy::engine::Engine;
 
 use super::tools::{find, run};
 use crate::load::pin;

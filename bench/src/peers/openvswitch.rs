@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ipnet::IpNet;
-use penstock_control::engine::Engine;
 use penstock_dataplane::policy::{Direction, PortRange};
+use penstock_policy::engine::Engine;
 
 use super::Cores;
 use super::filters::{lists, permits, protocol};

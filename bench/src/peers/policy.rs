@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::net::Ipv4Addr;
 
 use anyhow::Result;
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::Change;
-use penstock_control::source::manifest::{Options, read_manifests};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::Change;
+use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::load::{PORTS, PROBE_PORT};
 use crate::testbed::Scratch;

@@ -101,7 +101,7 @@ pub fn penstock_binary() -> Result<PathBuf> {
     let found = program.ancestors().skip(1).take(2).map(|directory| directory.join("penstock"));
     found.into_iter().find(|path| path.is_file()).with_context(|| {
         format!(
-            "no penstock binary beside {}; build it (cargo build -p penstock-control) or name it in PENSTOCK_BIN",
+            "no penstock binary beside {}; build it (cargo build -p penstock) or name it in PENSTOCK_BIN",
             program.display()
         )
     })

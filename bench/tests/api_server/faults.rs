@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_bench::testbed::api_server::{ApiServer, Fault, InProcess, Resource, Verb, Who};
-use penstock_control::source::Kind;
+use penstock_sources::Kind;
 
 use crate::follower::Follower;
 use crate::objects::{namespace, numbered_pod, pod, shop};

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::{ApiServer, Resource, Who};
-use penstock_control::engine::{Engine, Settings};
-use penstock_control::model::{Change, Object, ObjectRef};
-use penstock_control::source::api_server::{Access, ApiServer as Source, Timing};
-use penstock_control::source::{Kind, KindHealth, SourceHealth, convert};
 use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_sources::api_server::{Access, ApiServer as Source, Timing};
+use penstock_sources::{Kind, KindHealth, SourceHealth, convert};
+
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::ApiServer;
-use penstock_control::source::Kind;
+use penstock_sources::Kind;
+
 use serde_json::json;
 
 use crate::follower::Follower;

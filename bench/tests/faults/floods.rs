@@ -7,9 +7,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use penstock_admin::types::Port;
 use penstock_bench::load::{Generator, Sink, pin};
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
-use penstock_control::service::admin::types::Port;
 
 use crate::fixture::{World, pods, policy};
 use crate::forger::Forger;

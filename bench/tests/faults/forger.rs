@@ -4,10 +4,11 @@ use std::io;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
+use penstock_admin::types::Port;
 use penstock_bench::load::Wire;
 use penstock_bench::testbed::Outside;
-use penstock_control::service::admin::types::Port;
+
+use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
 
 use crate::fixture::World;
 

@@ -3,10 +3,11 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use etherparse::Icmpv4Type;
+use penstock_admin::types::Port;
 use penstock_bench::load::Generator;
 use penstock_bench::probe::Flow;
-use penstock_control::service::admin::types::Port;
+
+use etherparse::Icmpv4Type;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 

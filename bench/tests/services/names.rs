@@ -3,10 +3,11 @@
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
-use etherparse::PacketBuilder;
 use penstock_bench::load::Wire;
 use penstock_bench::probe::{Outcome, Protocol};
 use penstock_bench::testbed::Namespace;
+
+use etherparse::PacketBuilder;
 use socket2::{Domain, Socket, Type};
 
 use crate::fixture;
@@ -57,7 +58,7 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
 
 /// How many were dropped for their source, by whichever program or worker.
 fn spoofed(scene: &Scene) -> u64 {
-    let count = |port: &penstock_control::service::admin::types::Port| {
+    let count = |port: &penstock_admin::types::Port| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
     scene.world.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()

@@ -7,14 +7,15 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nix::sys::signal::Signal;
+use penstock_admin::client::Client;
+use penstock_admin::types::{Port, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::judge::Judge;
 use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::{Protocol, Servers, Service, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch};
-use penstock_control::service::admin::client::Client;
-use penstock_control::service::admin::types::{Port, Status};
+
+use nix::sys::signal::Signal;
 
 /// What every site serves.
 pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
+use penstock_admin::client::Client;
+use penstock_admin::types::{Flows, FlowsQuery, Pod, Status};
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, Scratch, penstock_binary};
-use penstock_control::service::admin::client::Client;
-use penstock_control::service::admin::types::{Flows, FlowsQuery, Pod, Status};
+
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::fixture::{World, pods, policy};

@@ -5,14 +5,15 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
-use nix::unistd::Pid;
+use penstock_admin::client::Client;
+use penstock_admin::types::{Flows, FlowsQuery};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch, network_state};
-use penstock_control::privileges::{KEPT, START};
-use penstock_control::service::admin::client::Client;
-use penstock_control::service::admin::types::{Flows, FlowsQuery};
+use penstock_privileges::{KEPT, START};
+
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 
 use crate::fixture::{World, pod, pods, policy};
 

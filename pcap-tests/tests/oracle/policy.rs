@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use penstock_control::model::{
+use penstock_policy::model::{
     Change, Labels, Namespace, NetworkPolicy, Object, ObjectRef, Peer, Peers, Pod, Port, PortMatch, PortProtocol,
     Ports, Rule,
 };

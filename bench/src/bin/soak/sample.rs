@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use nix::unistd::Pid;
-use penstock_control::service::admin::types::Status;
+use penstock_admin::types::Status;
 
 use crate::streams::Streams;
 use crate::world::World;

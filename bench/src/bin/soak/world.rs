@@ -5,13 +5,14 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
+use penstock_admin::client::Client;
+use penstock_admin::types::Status;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{Servers, Service, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
-use penstock_control::service::admin::client::Client;
-use penstock_control::service::admin::types::Status;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
 
 /// Pods that are there all the time.
 const PODS: u8 = 6;

@@ -1,0 +1,264 @@
+//! The answers, from the daemon's state.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use penstock_admin::types;
+use penstock_dataplane::Epoch;
+use penstock_dataplane::conntrack::Connection;
+use penstock_dataplane::forward::PortId;
+use penstock_dataplane::policy::{Judgement, Side};
+use penstock_dataplane::worker::{Depths, KernelDrops, PortStatistics, QueueDepth, Stage, StageStatistics};
+use penstock_policy::engine::Engine;
+use penstock_policy::explain::{self, Plain};
+use penstock_policy::flow;
+use penstock_sources::Kind;
+
+use crate::query::Listing;
+use crate::samples::Sample;
+use crate::view::{Figures, View, identifier, kind};
+
+impl View<'_> {
+    fn engine(&self) -> &Engine {
+        self.objects.engine()
+    }
+
+    /// How the daemon is.
+    pub(crate) fn status(&self, figures: &Figures) -> types::Status {
+        let Figures { sample: now, depths, .. } = figures;
+        let before = self.samples.before(now);
+        let in_force = self.dataplane.in_force();
+        let total = now.statistics.total();
+        types::Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            node: self.config.node.to_string(),
+            process: std::process::id(),
+            uptime_seconds: self.started.elapsed().as_secs_f64(),
+            policies: self.objects.policies(),
+            published: self.epoch.0,
+            in_force: in_force.iter().all(|&epoch| epoch == self.epoch),
+            workers: self.workers(now, before, depths, &in_force),
+            ports: self.port_list(figures, before),
+            pods: self.pods(&in_force),
+            drops: total.drops().map(|(cause, count)| (cause.name().to_owned(), count)).collect(),
+            frames: types::Frames {
+                total: depths.frames.total,
+                free: depths.frames.free,
+                fill: depths.frames.fill,
+                in_flight: depths.frames.in_flight,
+            },
+            connections: self.connections(),
+            source: Kind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
+        }
+    }
+
+    fn kind(&self, kind: Kind) -> types::Source {
+        let health = self.source.of(kind);
+        types::Source {
+            synced: health.synced,
+            connected: health.connected,
+            last_sign_seconds: health.last_sign.map(|age| age.as_secs_f64()),
+            objects: health.objects,
+            invalid: health.invalid,
+            outages: health.outages,
+        }
+    }
+
+    fn connections(&self) -> types::Connections {
+        let table = self.dataplane.connections();
+        types::Connections {
+            entries: table.len(),
+            capacity: table.capacity(),
+            events: table.statistics().iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        }
+    }
+
+    fn workers(&self, now: &Sample, before: &Sample, depths: &Depths, in_force: &[Epoch]) -> Vec<types::Worker> {
+        let seconds = now.seconds_since(before);
+        let received = |sample: &Sample, worker: usize| -> u64 {
+            let ports = sample.statistics.ports.iter();
+            ports.filter_map(|port| port.by_worker.get(worker)).map(|traffic| traffic.rx_packets).sum()
+        };
+        let workers = now.statistics.workers.iter().zip(self.dataplane.cores()).enumerate();
+        workers
+            .map(|(worker, (figures, core))| {
+                let earlier = before.statistics.workers.get(worker).cloned().unwrap_or_default();
+                let share = |now: std::time::Duration, before: std::time::Duration| {
+                    (now.saturating_sub(before).as_secs_f64() / seconds).clamp(0.0, 1.0)
+                };
+                let packets = received(now, worker).saturating_sub(received(before, worker));
+                let batches = figures.batches.saturating_sub(earlier.batches);
+                types::Worker {
+                    worker,
+                    core: core.0,
+                    epoch: in_force.get(worker).map_or(0, |epoch| epoch.0),
+                    busy: share(figures.busy_turns.sum(), earlier.busy_turns.sum()),
+                    awake: 1.0 - share(figures.asleep, earlier.asleep),
+                    packets_per_second: packets as f64 / seconds,
+                    packets_per_batch: if batches == 0 { 0.0 } else { packets as f64 / batches as f64 },
+                    turn_median_seconds: figures.busy_turns.quantile(0.5).map(|time| time.as_secs_f64()),
+                    turn_p99_seconds: figures.busy_turns.quantile(0.99).map(|time| time.as_secs_f64()),
+                    handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
+                    stages: stages(&figures.stages),
+                }
+            })
+            .collect()
+    }
+
+    fn port_list(&self, figures: &Figures, before: &Sample) -> Vec<types::Port> {
+        let Figures { sample: now, depths, ports: counted } = figures;
+        let seconds = now.seconds_since(before);
+        let ports = now.statistics.ports.iter();
+        ports
+            .map(|figures| {
+                let known = counted.iter().find(|counted| counted.id == figures.port);
+                let total = counts(figures);
+                let earlier = before.statistics.port(figures.port).filter(|port| port.interface == figures.interface);
+                let drops = figures.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
+                let outcomes = known.and_then(|counted| counted.outcomes);
+                types::Port {
+                    port: figures.port.0,
+                    interface: figures.interface.clone(),
+                    kind: known.map_or("pod", |counted| kind(counted.kind)).to_owned(),
+                    pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
+                    mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
+                    rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
+                    total,
+                    drops: drops.collect(),
+                    kernel_drops: kernel_drops(&figures.kernel),
+                    xdp: outcomes
+                        .iter()
+                        .flat_map(|outcomes| outcomes.iter())
+                        .map(|(name, count)| (name.to_string(), count))
+                        .collect(),
+                    queue: queue(figures.port, &depths.queues, self.config.umem.ring_size.entries()),
+                }
+            })
+            .collect()
+    }
+
+    fn pods(&self, in_force: &[Epoch]) -> Vec<types::Pod> {
+        let everywhere = in_force.iter().all(|&epoch| epoch == self.epoch);
+        let pods = self.objects.pods().filter(|pod| !pod.host_network && !pod.finished);
+        pods.map(|pod| {
+            let port = self.ports.port_of(&pod.key);
+            let changed = port.and_then(|_| self.progress.changed(&pod.key));
+            let waiting = match port {
+                None => Some(self.progress.waiting(&pod.key, pod.addresses.is_empty())),
+                Some(_) => None,
+            };
+            types::Pod {
+                pod: pod.key.to_string(),
+                addresses: pod.addresses.clone(),
+                interface: port.map(|(_, interface)| interface.to_owned()),
+                port: port.map(|(id, _)| id.0),
+                changed: changed.map(|epoch| epoch.0),
+                published: changed.map(|_| self.epoch.0),
+                enforced: changed.is_some() && everywhere,
+                waiting,
+                connections: port.map_or(0, |(id, _)| self.connections_of(id)),
+            }
+        })
+        .collect()
+    }
+
+    fn connections_of(&self, port: PortId) -> u32 {
+        self.dataplane.connections().len_of(penstock_dataplane::conntrack::OwnerId(port.0))
+    }
+
+    /// What connections are listed from.
+    pub(crate) fn listing(&self, end: Option<&str>) -> Result<Listing, String> {
+        let addresses = end.map(|end| self.addresses(end)).transpose()?;
+        Ok(Listing { table: self.dataplane.connections().clone(), addresses })
+    }
+
+    fn addresses(&self, end: &str) -> Result<Vec<IpAddr>, String> {
+        let end: flow::End = end.parse().map_err(|error: flow::NoFlow| error.to_string())?;
+        flow::addresses(self.engine().state(), &end).map_err(|error| error.to_string())
+    }
+
+    /// Connections with the names of their ends, and with what lets them pass by the policy of now.
+    pub(crate) fn describe(&self, connections: &[Connection]) -> Vec<types::Flow> {
+        let (engine, table) = (self.engine(), self.dataplane.connections());
+        connections
+            .iter()
+            .map(|connection| {
+                let original = connection.original;
+                let Judgement { egress, ingress } = engine.judge(&original);
+                let (src_port, dst_port) = original.shown_ports();
+                types::Flow {
+                    connection: identifier(table.connection_id(&original)),
+                    protocol: original.protocol.to_string(),
+                    from: self.end(original.src, src_port),
+                    to: self.end(original.dst, dst_port),
+                    state: connection.state.name().to_owned(),
+                    egress: side(engine, egress, &original),
+                    ingress: side(engine, ingress, &original),
+                    idle_seconds: connection.idle.as_secs(),
+                    expires_seconds: connection.expires_in.as_secs(),
+                }
+            })
+            .collect()
+    }
+
+    /// Why a flow is allowed or denied.
+    pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
+        let (from, to) = (query.from.parse(), query.to.parse());
+        let text = |error: flow::NoFlow| error.to_string();
+        let port = query.port.parse().map_err(text)?;
+        let (allowed, text) =
+            explain::answer(self.engine(), &Plain, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
+        Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
+    }
+}
+
+/// What lets a side pass, or that nothing does.
+pub(crate) fn side(engine: &Engine, side: Side, flow: &penstock_dataplane::packet::Flow) -> String {
+    let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
+    match side {
+        Side::Denied => "denied".to_owned(),
+        Side::NotLocal => "not here".to_owned(),
+        Side::Open => "open".to_owned(),
+        Side::Exempt => "exempt".to_owned(),
+        Side::Allowed(_) | Side::AllowedByPeer(_) => rule.unwrap_or_else(|| "allowed".to_owned()),
+    }
+}
+
+fn counts(figures: &PortStatistics) -> types::Counts {
+    let traffic = &figures.traffic;
+    types::Counts {
+        rx_packets: traffic.rx_packets,
+        rx_bytes: traffic.rx_bytes,
+        tx_packets: traffic.tx_packets,
+        tx_bytes: traffic.tx_bytes,
+        dropped_packets: traffic.dropped_packets() + figures.kernel.packets(),
+    }
+}
+
+fn rates(now: &types::Counts, before: &types::Counts, seconds: f64) -> types::Rates {
+    let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
+    types::Rates {
+        rx_packets: rate(now.rx_packets, before.rx_packets),
+        rx_bytes: rate(now.rx_bytes, before.rx_bytes),
+        tx_packets: rate(now.tx_packets, before.tx_packets),
+        tx_bytes: rate(now.tx_bytes, before.tx_bytes),
+        dropped_packets: rate(now.dropped_packets, before.dropped_packets),
+    }
+}
+
+fn kernel_drops(kernel: &KernelDrops) -> BTreeMap<String, u64> {
+    kernel.iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name.to_owned(), count)).collect()
+}
+
+fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::Queue {
+    depths.iter().filter(|depth| depth.port == port).fold(types::Queue::default(), |sum, depth| types::Queue {
+        receiving: sum.receiving + depth.receiving,
+        sending: sum.sending + depth.sending,
+        size: sum.size + ring,
+    })
+}
+
+fn stages(timed: &StageStatistics) -> types::Stages {
+    let clocks = Stage::ALL.into_iter().map(|stage| (stage.name().to_owned(), timed.clocks(stage))).collect();
+    types::Stages { packets: timed.packets, interrupted: timed.interrupted, clocks }
+}

@@ -1,0 +1,52 @@
+//! The files of a support bundle.
+
+use penstock_admin::types::{Dump, DumpFile};
+use penstock_policy::listing;
+use serde::Serialize;
+
+use crate::logging;
+use crate::preflight::Finding;
+use crate::view::{Figures, View};
+
+impl View<'_> {
+    /// All that is known, but connections and metrics. `config` is what was read, `findings` what preflight says now.
+    ///
+    /// No file of it holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables
+    /// speak of objects by name.
+    pub(crate) fn dump(&self, config: &toml::Table, findings: &[Finding], figures: &Figures) -> Dump {
+        let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
+        Dump {
+            files: vec![
+                text("versions.txt", versions()),
+                text("config.toml", config.to_string()),
+                file("status.json", &self.status(figures)),
+                text("policy.json", listing::json(self.objects.engine())),
+                text("preflight.txt", preflight.collect()),
+                text("log.txt", logging::recent()),
+            ],
+        }
+    }
+}
+
+/// A file with this text.
+pub(super) fn text(name: &str, content: String) -> DumpFile {
+    DumpFile { name: name.to_owned(), content }
+}
+
+/// A file with this value as JSON.
+pub(super) fn file(name: &str, value: &impl Serialize) -> DumpFile {
+    text(name, pretty(value) + "\n")
+}
+
+/// An answer as it is sent, pretty enough to be read.
+fn pretty(value: &impl Serialize) -> String {
+    serde_json::to_string_pretty(value).expect("strings and numbers are JSON")
+}
+
+fn versions() -> String {
+    let kernel = nix::sys::utsname::uname().map(|name| {
+        let part = |part: &std::ffi::OsStr| part.to_string_lossy().into_owned();
+        format!("{} {} {}", part(name.sysname()), part(name.release()), part(name.machine()))
+    });
+    format!("penstock {}\n{}\n", env!("CARGO_PKG_VERSION"), kernel.unwrap_or_else(|error| format!("no uname: {error}")))
+}

@@ -1,0 +1,426 @@
+//! From a file's text to a [`Config`], and from a problem to its line.
+
+use std::path::{Path, PathBuf};
+
+use penstock_dataplane::conntrack::Timeouts;
+use toml::de::{DeTable, DeValue};
+use toml::{Table, Value};
+
+use super::values::{Refused, refused};
+use super::{Config, FailMode, InterfaceName, OnExit, Source};
+
+/// A config file that cannot be used. One line: file, line, key, value, mend.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: cannot be read ({error}); give --config a readable file", .path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        error: std::io::Error,
+    },
+    /// A key that is set over the file is wrong.
+    #[error("{origin}: {what}")]
+    Overridden {
+        /// The variable or the flag.
+        origin: String,
+        /// Key, value and mend.
+        what: String,
+    },
+    /// The file can be read, but a key or its value is wrong.
+    #[error("{}:{line}: {what}", .path.display())]
+    Wrong {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// Key, value and mend.
+        what: String,
+    },
+}
+
+/// A problem of a key.
+struct Problem {
+    /// The key, from the top level down with dots; empty for the whole.
+    key: String,
+    what: String,
+}
+
+impl Config {
+    /// What no single key can tell: that the values fit one another.
+    fn consistent(self, values: &Table) -> Result<Self, Problem> {
+        let wrong = |key: &[&str], why: Refused| Err(problem_of(values, key, &why.to_string()));
+        let Source { manifests, kubeconfig, context, in_cluster } = &self.source;
+        let given =
+            [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
+        let mut given = given.into_iter().filter_map(|(key, is_given)| is_given.then_some(key));
+        match (given.next(), given.next()) {
+            (None, _) => {
+                return wrong(&["source"], refused!("no source; set manifests, kubeconfig or in_cluster = true"));
+            }
+            (Some(one), Some(two)) => {
+                return wrong(&["source", two], refused!("source.{one} is a source too; leave one of the two out"));
+            }
+            (Some(_), None) if context.is_some() && kubeconfig.is_none() => {
+                return wrong(&["source", "context"], refused!("a context is a kubeconfig's; set source.kubeconfig"));
+            }
+            (Some(_), None) => {}
+        }
+        if self.umem.frames.is_some() && self.umem.memory.is_some() {
+            return wrong(
+                &["umem", "frames"],
+                refused!("umem.memory says how many frames there are too; leave one of the two out"),
+            );
+        }
+        // The host port and one pod, each with a queue's rings filled.
+        let least = 4 * self.umem.ring_size.entries();
+        if self.umem.frame_count() < least {
+            let (key, least) = match self.umem.frames {
+                Some(_) => ("frames", least.to_string()),
+                None => ("memory", format!("{}KiB", (least * self.umem.frame_size.octets()).div_ceil(1024))),
+            };
+            return wrong(&["umem", key], refused!("too little for the rings of two ports; give at least {least}"));
+        }
+        if self.conntrack.entries < MIN_CONNECTIONS {
+            return wrong(&["conntrack", "entries"], refused!("too few; give at least {MIN_CONNECTIONS}"));
+        }
+        if let Some(name) = self.conntrack.timeouts.keys().find(|name| !Timeouts::NAMES.contains(&name.as_str())) {
+            let names = Timeouts::NAMES.join(", ");
+            return wrong(&["conntrack", "timeouts", name], refused!("no such timeout; use one of: {names}"));
+        }
+        if self.host_port.node == self.host_port.workers {
+            return wrong(&["host_port", "node"], refused!("both ends of the pair have this name; give two names"));
+        }
+        let ends: [&InterfaceName; 2] = [&self.host_port.node, &self.host_port.workers];
+        if let Some(name) = self.uplinks.iter().find(|name| ends.contains(name)) {
+            return wrong(&["uplinks"], refused!("{name} is an end of the host port; take it out of the list"));
+        }
+        if let Some((_, name)) = self.uplinks.iter().enumerate().find(|(i, name)| self.uplinks[..*i].contains(name)) {
+            return wrong(&["uplinks"], refused!("{name} is named twice; name each uplink once"));
+        }
+        if self.fail.mode == FailMode::Open && self.fail.on_exit == OnExit::Keep {
+            return wrong(
+                &["fail", "on_exit"],
+                refused!("nothing is kept with fail.mode = \"open\"; leave one of them out"),
+            );
+        }
+        if matches!(self.host_port.table, 0 | 253..=255) {
+            return wrong(
+                &["host_port", "table"],
+                refused!("the kernel's own table; give a number that nobody else uses"),
+            );
+        }
+        if !(1..32_766).contains(&self.host_port.rule) {
+            return wrong(&["host_port", "rule"], refused!("not before the main table's rule; give 1 to 32765"));
+        }
+        Ok(self)
+    }
+}
+
+/// Fewest entries of the connection table.
+const MIN_CONNECTIONS: u32 = 1_024;
+
+/// A key that is set otherwise than in the file.
+#[derive(Clone, PartialEq, Debug)]
+pub(super) struct Override {
+    /// By what, as the user wrote it.
+    pub(super) origin: String,
+    /// Which key, from the top level down.
+    pub(super) path: Vec<String>,
+    pub(super) value: Value,
+}
+
+/// A file's text, with what is set over it.
+pub(super) struct Text<'a> {
+    pub(super) path: &'a Path,
+    pub(super) text: &'a str,
+    pub(super) overrides: &'a [Override],
+}
+
+impl Text<'_> {
+    /// The text's own keys.
+    pub(super) fn table(&self) -> Result<Table, ConfigError> {
+        self.text.parse::<Table>().map_err(|error| ConfigError::Wrong {
+            path: self.path.to_owned(),
+            line: self.line_of(error.span().map_or(0, |at| at.start)),
+            what: format!("not TOML: {}; mend the syntax", one_line(error.message())),
+        })
+    }
+
+    /// The settings that `values` are: the text's own with what is set over it.
+    pub(super) fn config(&self, values: &Table) -> Result<Config, ConfigError> {
+        let read = read(values).and_then(|config| config.consistent(values));
+        let mut config = read.map_err(|problem| self.told(problem))?;
+        if let Some(directory) = self.path.parent() {
+            config.start_paths_at(directory);
+        }
+        Ok(config)
+    }
+
+    /// A problem with where its key was set: by a variable or a flag, or in a line of the file.
+    fn told(&self, problem: Problem) -> ConfigError {
+        let Problem { key, what } = problem;
+        let sets = |set: &&Override| {
+            let path = set.path.join(".");
+            path == key
+                || key.starts_with(&format!("{path}."))
+                || !key.is_empty() && path.starts_with(&format!("{key}."))
+        };
+        let set = self.overrides.iter().rev().find(sets);
+        match (self.offset_of(&key), set) {
+            // A section that both have: it is the file's, unless the variable names the very key.
+            (None, Some(set)) => ConfigError::Overridden { origin: set.origin.clone(), what },
+            (_, Some(set)) if set.path.join(".") == key => ConfigError::Overridden { origin: set.origin.clone(), what },
+            (at, _) => ConfigError::Wrong { path: self.path.to_owned(), line: self.line_of(at.unwrap_or(0)), what },
+        }
+    }
+
+    fn line_of(&self, offset: usize) -> usize {
+        1 + self.text.bytes().take(offset).filter(|&octet| octet == b'\n').count()
+    }
+
+    /// Where the text has this key, or what is nearest above it.
+    fn offset_of(&self, key: &str) -> Option<usize> {
+        let mut table = DeTable::parse(self.text).ok()?.into_inner();
+        let mut found = None;
+        for part in key.split('.') {
+            let part = part.split('[').next().unwrap_or(part);
+            let Some((name, value)) = table.remove_entry(part) else { return found };
+            found = Some(value.span().start);
+            table = match value.into_inner() {
+                DeValue::Table(inner) => inner,
+                _ => return Some(name.span().start),
+            };
+        }
+        found
+    }
+}
+
+fn read(values: &Table) -> Result<Config, Problem> {
+    serde_path_to_error::deserialize(Value::Table(values.clone())).map_err(|error| {
+        let key = error.path().to_string();
+        let key = if key == "." { String::new() } else { key };
+        explain(values, key, error.into_inner().message())
+    })
+}
+
+/// The problem of a key that serde refused.
+fn explain(values: &Table, key: String, message: &str) -> Problem {
+    let message = one_line(message);
+    if let Some(rest) = message.strip_prefix("unknown field ") {
+        let (name, known) = rest.split_once(", ").unwrap_or((rest, "there is none to set here"));
+        let known = known.trim_start_matches("expected ").trim_start_matches("one of ").replace('`', "");
+        let name = name.trim_matches('`');
+        let parent = key.strip_suffix(name).unwrap_or(&key).trim_end_matches('.');
+        let key = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
+        return Problem { what: format!("{key}: unknown key; take it out, or use one of: {known}"), key };
+    }
+    if let Some(name) = message.strip_prefix("missing field ") {
+        let dot = if key.is_empty() { "" } else { "." };
+        return Problem { what: format!("{key}{dot}{}: missing; add this key", name.trim_matches('`')), key };
+    }
+    let message = message
+        .strip_prefix("unknown variant ")
+        .and_then(|rest| rest.split_once(", expected "))
+        .map(|(_, known)| format!("not known; use {}", known.replace('`', "\"")))
+        .unwrap_or_else(|| message.clone());
+    let value = value_at(values, &key).map_or_else(String::new, |value| one_line(&value.to_string()));
+    Problem { what: format!("{key} = {value}: {message}"), key }
+}
+
+/// The problem `why` of a key that is set, else of one that has its default.
+fn problem_of(values: &Table, key: &[&str], why: &str) -> Problem {
+    let key = key.join(".");
+    let what = match value_at(values, &key) {
+        Some(Value::Table(_)) => format!("{key}: {why}"),
+        Some(value) => format!("{key} = {}: {why}", one_line(&value.to_string())),
+        None => format!("{key} (default): {why}"),
+    };
+    Problem { key, what }
+}
+
+/// The value of a key such as `node_addresses[0]` or `conntrack.timeouts.udp_timeout`.
+fn value_at<'a>(values: &'a Table, key: &str) -> Option<&'a Value> {
+    let mut parts = key.split('.');
+    let mut found = named(values, parts.next()?)?;
+    for part in parts {
+        found = named(found.as_table()?, part)?;
+    }
+    Some(found)
+}
+
+/// The value of one part of a key, which may have an index behind it.
+fn named<'a>(table: &'a Table, part: &str) -> Option<&'a Value> {
+    match part.split_once('[') {
+        None => table.get(part),
+        Some((name, index)) => table.get(name)?.as_array()?.get(index.trim_end_matches(']').parse::<usize>().ok()?),
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::*;
+    use super::*;
+
+    const LEAST: &str = "node = \"worker-1\"\n[source]\nmanifests = \"manifests\"\n";
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(text, Path::new("/etc/penstock/penstock.toml"))
+    }
+
+    #[test]
+    fn each_bad_key_is_told_in_one_line_with_file_line_key_value_and_mend() {
+        let cases = [
+            ("", ":1: node: missing; add this key"),
+            ("node = \"a\"\n", ":1: source: missing; add this key"),
+            ("node = \"a\"\n[source]\n", ":2: source: no source; set manifests, kubeconfig or in_cluster"),
+            (
+                "node = \"a\"\n[source]\nmanifests = \"m\"\nin_cluster = true\n",
+                ":4: source.in_cluster = true: source.manifests is a source too; leave one of the two out",
+            ),
+            (
+                "node = \"a\"\n[source]\nmanifests = \"m\"\ncontext = \"c\"\n",
+                ":4: source.context = \"c\": a context is a kubeconfig's; set source.kubeconfig",
+            ),
+            ("node = \"a\n", ":1: not TOML: "),
+            ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; give the metadata.name"),
+            ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
+            (
+                "nod = \"a\"\n",
+                ":1: nod: unknown key; take it out, or use one of: node, node_addresses, service_cidrs, uplinks",
+            ),
+        ];
+        let with_least = [
+            (
+                "[workers]\ncorse = [1]\n",
+                ":5: workers.corse: unknown key; take it out, or use one of: cores, polling, spin, priority, send_budget, gso, time_stages",
+            ),
+            ("[workers]\ncores = []\n", ":5: workers.cores = []: no core given; name at least one"),
+            ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is named twice"),
+            ("[workers]\ncores = [-1]\n", ":5: workers.cores[0] = -1: invalid value: integer `-1`, expected u16"),
+            (
+                "[workers]\npolling = \"lazy\"\n",
+                ":5: workers.polling = \"lazy\": not known; use \"adaptive\" or \"busy\"",
+            ),
+            ("[workers]\nspin = \"5 parsecs\"\n", ":5: workers.spin = \"5 parsecs\": not a length of time; write"),
+            ("[umem]\nframe_size = 3000\n", ":5: umem.frame_size = 3000: frames are 2048 or 4096 octets"),
+            ("[umem]\nring_size = 1000\n", ":5: umem.ring_size = 1000: not a power of two from 64 to 32768; give one"),
+            ("[umem]\nmemory = \"lots\"\n", ":5: umem.memory = \"lots\": not an amount of memory; write"),
+            (
+                "[umem]\nmemory = \"1MiB\"\n",
+                ":5: umem.memory = \"1MiB\": too little for the rings of two ports; give at least 8192KiB",
+            ),
+            (
+                "[umem]\nframes = 12\n",
+                ":5: umem.frames = 12: too little for the rings of two ports; give at least 4096",
+            ),
+            ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
+            ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
+            (
+                "[conntrack]\non_cut = \"reject\"\n",
+                ":5: conntrack.on_cut = \"reject\": not known; use \"drop\" or \"reset\"",
+            ),
+            (
+                "[conntrack]\nmapping = \"here\"\n",
+                ":5: conntrack.mapping = \"here\": not an absolute path of a file; give one on a tmpfs, or \"off\"",
+            ),
+            (
+                "[host_port]\nnode = \"a-name-too-long-for-linux\"\n",
+                ":5: host_port.node = \"a-name-too-long-for-linux\": not an",
+            ),
+            ("[host_port]\nnode = \"penstock0\"\n", ":5: host_port.node = \"penstock0\": both ends of the pair"),
+            ("[host_port]\ntable = 254\n", ":5: host_port.table = 254: the kernel's own table; give"),
+            ("[host_port]\nrule = 0\n", ":5: host_port.rule = 0: not before the main table's rule; give"),
+            ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": not known; use one of \"error\", \"warn\""),
+            ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": not known; use \"native\" or \"generic\""),
+            ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; give one, or \"off\""),
+            ("[metrics]\nlisten = \"9469\"\n", ":5: metrics.listen = \"9469\": not an address with a port; write"),
+            ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; give its path"),
+            ("[dataplane]\nmode = \"fast\"\n", ":5: dataplane.mode = \"fast\": not known; use \"full\" or \"forward\""),
+        ];
+        let before = [
+            ("startup = \"shrug\"\n", ":1: startup = \"shrug\": not known; use \"closed\" or \"open\""),
+            (
+                "pod_interfaces = [\"*\"]\n",
+                ":1: pod_interfaces[0] = \"*\": not a name of interfaces; give a name, or how",
+            ),
+            ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
+            ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),
+            (
+                "service_cidrs = [\"10.96.0.0/33\"]\n",
+                ":1: service_cidrs[0] = \"10.96.0.0/33\": invalid IP address syntax",
+            ),
+            ("node_addresses = [\"10.0.0.300\"]\n", ":1: node_addresses[0] = \"10.0.0.300\": invalid IP address"),
+        ];
+        let all = cases.map(|(text, line)| (text.to_owned(), line)).into_iter();
+        let all = all.chain(with_least.map(|(text, line)| (format!("{LEAST}{text}"), line)));
+        for (text, expected) in all.chain(before.map(|(text, line)| (format!("{text}{LEAST}"), line))) {
+            let told = parse(&text).expect_err(&text).to_string();
+            let full = format!("/etc/penstock/penstock.toml{expected}");
+            assert!(told.starts_with(&full), "{text}\n told {told}\n not  {full}");
+            assert!(!told.contains('\n'), "{told}");
+        }
+    }
+
+    #[test]
+    fn the_least_file_gives_the_defaults() {
+        let config = parse(LEAST).unwrap();
+        assert_eq!(config.node.as_str(), "worker-1");
+        let manifests = Location::Manifests("/etc/penstock/manifests".into());
+        assert_eq!(config.source.location(), manifests, "relative to the file");
+        let kubeconfig = LEAST.replace("manifests = \"manifests\"", "kubeconfig = \"admin.conf\"\ncontext = \"c\"");
+        let path = "/etc/penstock/admin.conf".into();
+        let access = Access::Kubeconfig { path, context: Some("c".to_owned()) };
+        assert_eq!(parse(&kubeconfig).unwrap().source.location(), Location::ApiServer(access));
+        let in_cluster = LEAST.replace("manifests = \"manifests\"", "in_cluster = true");
+        assert_eq!(parse(&in_cluster).unwrap().source.location(), Location::ApiServer(Access::InCluster));
+        assert_eq!((config.fail.mode, config.fail.on_exit), (FailMode::Closed, OnExit::Restore));
+        assert!(config.pod_interfaces[0].matches("veth1a2b") && !config.pod_interfaces[0].matches("eth0"));
+        assert_eq!(config.dataplane.mode, Mode::Full);
+        assert_eq!(config.umem.frame_count(), 16_384);
+        assert_eq!(config.umem.frame_size.largest_packet(), 1778);
+    }
+
+    #[test]
+    fn the_annotated_file_sets_nothing_but_defaults() {
+        let shipped = include_str!("../../../../configs/penstock.toml");
+        // Each commented-out key stands there with its default: set, they must change nothing.
+        let set: String = shipped
+            .lines()
+            .map(|line| match line.strip_prefix('#') {
+                Some(rest) if rest.starts_with(|c: char| c.is_ascii_lowercase() || c == '[') => format!("{rest}\n"),
+                _ => format!("{line}\n"),
+            })
+            .collect();
+        assert!(set.lines().filter(|line| line.contains(" = ")).count() > 12, "keys were found: {set}");
+        let mut set = parse(&set).unwrap();
+        assert_eq!(set.umem.frames.take(), Some(DEFAULT_FRAMES));
+        assert_eq!(set, parse(shipped).unwrap());
+    }
+
+    #[test]
+    fn every_unit_is_read() {
+        for (text, microseconds) in
+            [("7us", 7), ("7 ms", 7_000), ("2s", 2_000_000), ("1m", 60_000_000), ("5d", 432_000_000_000u64)]
+        {
+            assert_eq!(Time::try_from(text.to_owned()).unwrap().duration().as_micros() as u64, microseconds);
+        }
+        for (text, octets) in [("4KiB", 4096), ("3 MiB", 3 << 20), ("2GiB", 2u64 << 30)] {
+            assert_eq!(Memory::try_from(text.to_owned()).unwrap().octets(), octets);
+        }
+        for text in ["", "s", "-3s", "3", "99999999999s"] {
+            assert!(Time::try_from(text.to_owned()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let told = Config::load(Path::new("/nowhere/penstock.toml")).unwrap_err().to_string();
+        assert!(told.starts_with("/nowhere/penstock.toml: cannot be read (No such file"), "{told}");
+    }
+}

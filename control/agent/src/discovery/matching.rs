@@ -1,0 +1,350 @@
+//! Which interface is which pod's: from the kernel's facts and the pods to the ports there should be.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::forward::Mac;
+use penstock_policy::model::{ObjectKey, Pod};
+
+use super::facts::{Facts, Link};
+
+/// A pod with the interface that leads to it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PodPort {
+    /// Index of the veth's host side.
+    pub link: u32,
+    /// Name of the veth's host side.
+    pub name: String,
+    /// Ethernet address of the host side.
+    pub own_mac: Mac,
+    /// Ethernet address of the pod's side.
+    pub peer_mac: Mac,
+    /// MTU of the host side, in octets.
+    pub mtu: u32,
+    /// Name of the bridge that has the host side, if one does.
+    pub bridge: Option<String>,
+    /// The pod.
+    pub pod: ObjectKey,
+    /// All addresses of the pod.
+    pub addresses: BTreeSet<IpAddr>,
+}
+
+/// Why a local pod has no port. It has no network until that is mended.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
+pub enum Problem {
+    /// No route leads to any of its addresses, and no neighbour on a bridge has one.
+    #[error(
+        "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, or for a neighbour on a bridge to answer"
+    )]
+    NoRoute {
+        /// The pod.
+        pod: ObjectKey,
+        /// Its addresses.
+        addresses: String,
+    },
+    /// The route leads to something else than a veth.
+    #[error("pod {pod}: the route to {address} leads to {link}, which is no veth; only veth pairs are served")]
+    NotVeth {
+        /// The pod.
+        pod: ObjectKey,
+        /// The address.
+        address: IpAddr,
+        /// The link's name, or its index where there is none.
+        link: String,
+    },
+    /// Its addresses are behind two interfaces.
+    #[error(
+        "pod {pod}: its addresses are behind {first} and {second}; one pod has one interface: correct its podIPs or the routes"
+    )]
+    TwoLinks {
+        /// The pod.
+        pod: ObjectKey,
+        /// One interface.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// Two pods are behind one interface.
+    #[error(
+        "pods {first} and {second}: both are behind {link}; one interface has one pod: correct their podIPs or the routes"
+    )]
+    TwoPods {
+        /// One pod.
+        first: ObjectKey,
+        /// The other.
+        second: ObjectKey,
+        /// The interface.
+        link: String,
+    },
+    /// Two pods claim one address.
+    #[error(
+        "pods {first} and {second}: both have {address}; {first} gets it, as the one that stays or started later: delete {second}, or correct its podIPs"
+    )]
+    AddressTaken {
+        /// The pod that is served with it.
+        first: ObjectKey,
+        /// The other, which is not.
+        second: ObjectKey,
+        /// The address.
+        address: IpAddr,
+    },
+    /// Its interface is down.
+    #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
+    Down {
+        /// The pod.
+        pod: ObjectKey,
+        /// The interface.
+        link: String,
+    },
+    /// The pod's Ethernet address cannot be found out.
+    #[error(
+        "pod {pod}: the Ethernet address behind {link} is not known yet; waiting for the veth's other end or a neighbour entry"
+    )]
+    NoMac {
+        /// The pod.
+        pod: ObjectKey,
+        /// The interface.
+        link: String,
+    },
+    /// Its interface can bring packets that no frame holds.
+    #[error(
+        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size"
+    )]
+    TooLong {
+        /// The pod.
+        pod: ObjectKey,
+        /// The interface.
+        link: String,
+        /// Its MTU.
+        mtu: u32,
+        /// What a frame holds.
+        largest: u32,
+    },
+}
+
+impl Problem {
+    /// The pods that have it.
+    pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
+        let (one, other) = match self {
+            Self::TwoPods { first, second, .. } | Self::AddressTaken { first, second, .. } => (first, Some(second)),
+            Self::NoRoute { pod, .. }
+            | Self::NotVeth { pod, .. }
+            | Self::TwoLinks { pod, .. }
+            | Self::Down { pod, .. }
+            | Self::NoMac { pod, .. }
+            | Self::TooLong { pod, .. } => (pod, None),
+        };
+        std::iter::once(one).chain(other)
+    }
+}
+
+/// The ports of the node's pods, by interface index, and what stands in the way of the others.
+///
+/// `pods` are all pods known, each with no address that is another's; those of `node` count that have an address, are not
+/// host-network and not finished.
+/// `largest` is the longest IP packet that a frame holds, in octets.
+pub fn pod_ports<'a>(
+    facts: &Facts,
+    pods: impl IntoIterator<Item = &'a Pod>,
+    node: &str,
+    largest: u32,
+) -> (BTreeMap<u32, PodPort>, BTreeSet<Problem>) {
+    let behind = facts.behind();
+    let mut problems = BTreeSet::new();
+    let mut ports: BTreeMap<u32, PodPort> = BTreeMap::new();
+    let mut contested = BTreeSet::new();
+    let local = |pod: &&Pod| {
+        pod.node.as_deref() == Some(node) && !pod.host_network && !pod.finished && !pod.addresses.is_empty()
+    };
+    let mut local: Vec<&Pod> = pods.into_iter().filter(local).collect();
+    local.sort_by(|a, b| a.key.cmp(&b.key));
+    for pod in local {
+        let port = match pod_port(facts, &behind, pod, largest) {
+            Ok(port) => port,
+            Err(problem) => {
+                problems.insert(problem);
+                continue;
+            }
+        };
+        if let Some(other) = ports.get(&port.link) {
+            let (first, second) = (other.pod.clone(), port.pod);
+            contested.insert(port.link);
+            problems.insert(Problem::TwoPods { first, second, link: port.name });
+        } else {
+            ports.insert(port.link, port);
+        }
+    }
+    ports.retain(|link, _| !contested.contains(link));
+    (ports, problems)
+}
+
+fn pod_port(facts: &Facts, behind: &BTreeMap<IpAddr, u32>, pod: &Pod, largest: u32) -> Result<PodPort, Problem> {
+    let mut found: Option<&Link> = None;
+    for &address in &pod.addresses {
+        let Some(index) = behind.get(&address) else { continue };
+        let link = facts.links.get(index).filter(|link| link.veth).ok_or_else(|| Problem::NotVeth {
+            pod: pod.key.clone(),
+            address,
+            link: facts.links.get(index).map_or_else(|| format!("interface {index}"), |link| link.name.clone()),
+        })?;
+        match found {
+            Some(first) if first.index != link.index => {
+                let (first, second) = (first.name.clone(), link.name.clone());
+                return Err(Problem::TwoLinks { pod: pod.key.clone(), first, second });
+            }
+            _ => found = Some(link),
+        }
+    }
+    let Some(link) = found else {
+        let addresses: Vec<String> = pod.addresses.iter().map(IpAddr::to_string).collect();
+        return Err(Problem::NoRoute { pod: pod.key.clone(), addresses: addresses.join(", ") });
+    };
+    let (pod_key, name) = (pod.key.clone(), link.name.clone());
+    if !link.up {
+        return Err(Problem::Down { pod: pod_key, link: name });
+    }
+    if link.mtu > largest {
+        return Err(Problem::TooLong { pod: pod_key, link: name, mtu: link.mtu, largest });
+    }
+    let Some(peer_mac) = link.peer_mac else { return Err(Problem::NoMac { pod: pod_key, link: name }) };
+    let addresses = pod.addresses.iter().copied().collect();
+    let (own_mac, mtu, bridge) = (link.mac, link.mtu, facts.master_of(link).map(|bridge| bridge.name.clone()));
+    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, pod: pod_key, addresses })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::facts::HostRoute;
+    use super::*;
+
+    fn link(index: u32) -> Link {
+        Link::veth(index, &format!("veth{index}"))
+    }
+
+    fn facts(links: impl IntoIterator<Item = Link>, routes: &[(&str, u32)]) -> Facts {
+        let route = |&(to, link): &(&str, u32)| HostRoute { destination: to.parse().unwrap(), link };
+        Facts {
+            links: links.into_iter().map(|link| (link.index, link)).collect(),
+            routes: routes.iter().map(route).collect(),
+            ..Facts::default()
+        }
+    }
+
+    fn pod(name: &str, addresses: &[&str]) -> Pod {
+        Pod {
+            key: ObjectKey { namespace: "shop".into(), name: name.into() },
+            labels: Default::default(),
+            node: Some("here".into()),
+            addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
+            host_network: false,
+            finished: false,
+            ports: Vec::new(),
+            tenure: Default::default(),
+        }
+    }
+
+    /// Interface and pod of each port, and the problems as told.
+    fn matched(facts: &Facts, pods: &[Pod]) -> (Vec<(u32, String)>, Vec<String>) {
+        let (ports, problems) = pod_ports(facts, pods, "here", 1778);
+        (
+            ports.into_iter().map(|(link, port)| (link, port.pod.name)).collect(),
+            problems.into_iter().map(|problem| problem.to_string()).collect(),
+        )
+    }
+
+    #[test]
+    fn a_pod_is_matched_by_the_route_to_any_of_its_addresses() {
+        for routes in
+            [&[("10.1.1.5", 7)][..], &[("fd00::5", 7)][..], &[("10.1.1.5", 7), ("fd00::5", 7), ("10.1.1.6", 8)][..]]
+        {
+            let (ports, problems) =
+                pod_ports(&facts([link(7), link(8)], routes), &[pod("a", &["10.1.1.5", "fd00::5"])], "here", 1778);
+            assert!(problems.is_empty(), "{problems:?}");
+            assert_eq!(ports.keys().copied().collect::<Vec<_>>(), [7]);
+            let port = &ports[&7];
+            assert_eq!((port.name.as_str(), port.mtu), ("veth7", 1500));
+            assert_eq!((port.own_mac, port.peer_mac), (Mac([2, 0, 0, 0, 0, 7]), Mac([2, 0, 0, 0, 1, 7])));
+            assert_eq!(port.addresses.len(), 2, "both addresses are the pod's, whichever route is there");
+        }
+    }
+
+    #[test]
+    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_a_route_says_otherwise() {
+        let bridge = Link { veth: false, bridge: true, name: "cni0".into(), ..link(3) };
+        let port = |index| Link { master: Some(3), ..link(index) };
+        let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
+        let on_bridge = Facts { bridged, ..facts([bridge, port(7), port(8)], &[]) };
+        let (ports, problems) = pod_ports(&on_bridge, &[pod("a", &["10.1.1.5"])], "here", 1778);
+        assert!(problems.is_empty(), "{problems:?}");
+        assert_eq!(ports[&7].bridge.as_deref(), Some("cni0"));
+        let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 8 }];
+        let routed = Facts { routes, ..on_bridge };
+        assert_eq!(matched(&routed, &[pod("a", &["10.1.1.5"])]), (vec![(8, "a".into())], vec![]));
+    }
+
+    #[test]
+    fn pods_that_are_not_this_nodes_to_serve_get_no_port_and_are_no_problem() {
+        let facts = facts([link(7)], &[("10.1.1.5", 7)]);
+        let elsewhere = Pod { node: Some("there".into()), ..pod("a", &["10.1.1.5"]) };
+        let unscheduled = Pod { node: None, ..pod("a", &["10.1.1.5"]) };
+        let host_network = Pod { host_network: true, ..pod("a", &["10.1.1.5"]) };
+        let finished = Pod { finished: true, ..pod("a", &["10.1.1.5"]) };
+        for pod in [elsewhere, unscheduled, host_network, finished.clone(), pod("a", &[])] {
+            assert_eq!(matched(&facts, &[pod]), (vec![], vec![]));
+        }
+        // A finished pod's address may be another's already.
+        assert_eq!(matched(&facts, &[finished, pod("b", &["10.1.1.5"])]), (vec![(7, "b".into())], vec![]));
+    }
+
+    #[test]
+    fn what_stands_in_the_way_is_told_and_others_are_served() {
+        let not_veth = Link { veth: false, ..link(7) };
+        let down = Link { up: false, ..link(7) };
+        let unknown_mac = Link { peer_mac: None, ..link(7) };
+        let long = Link { mtu: 9000, ..link(7) };
+        let a = pod("a", &["10.1.1.5", "fd00::5"]);
+        let cases = [
+            (link(7), vec![], vec![a.clone()], "pod shop/a: no host route to 10.1.1.5, fd00::5;"),
+            (
+                link(7),
+                vec![("10.1.1.5", 9)],
+                vec![a.clone()],
+                "pod shop/a: the route to 10.1.1.5 leads to interface 9, which is no",
+            ),
+            (
+                not_veth,
+                vec![("10.1.1.5", 7)],
+                vec![a.clone()],
+                "pod shop/a: the route to 10.1.1.5 leads to veth7, which is no veth;",
+            ),
+            (
+                link(7),
+                vec![("10.1.1.5", 7), ("fd00::5", 8)],
+                vec![a.clone()],
+                "pod shop/a: its addresses are behind veth7 and veth8;",
+            ),
+            (down, vec![("10.1.1.5", 7)], vec![a.clone()], "pod shop/a: veth7 is down; set it up"),
+            (
+                unknown_mac,
+                vec![("10.1.1.5", 7)],
+                vec![a.clone()],
+                "pod shop/a: the Ethernet address behind veth7 is not known",
+            ),
+            (long, vec![("10.1.1.5", 7)], vec![a.clone()], "pod shop/a: MTU 9000 of veth7 is more than the 1778 that"),
+            (
+                link(7),
+                vec![("10.1.1.5", 7), ("10.1.1.6", 7)],
+                vec![a.clone(), pod("b", &["10.1.1.6"])],
+                "pods shop/a and shop/b: both are behind veth7;",
+            ),
+        ];
+        for (seven, routes, mut pods, expected) in cases {
+            let routes: Vec<_> = routes.into_iter().chain([("10.9.9.9", 20)]).collect();
+            pods.push(pod("z", &["10.9.9.9"]));
+            let (ports, problems) = matched(&facts([seven, link(8), link(20)], &routes), &pods);
+            assert_eq!(ports, [(20, "z".to_owned())], "{expected}");
+            assert_eq!(problems.len(), 1, "{problems:?}");
+            assert!(problems[0].starts_with(expected), "{}", problems[0]);
+        }
+    }
+}

@@ -1,0 +1,448 @@
+//! What is measured, as of one scrape.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use penstock_dataplane::conntrack::ConnTable;
+use penstock_dataplane::forward::PortKind;
+use penstock_dataplane::policy;
+use penstock_dataplane::worker::{Depths, Histogram, KernelDrops, Outcome, PortStatistics, Statistics};
+use penstock_sources::{Kind as ObjectKind, KindHealth};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+
+use super::exposition::{Exposition, Kind};
+use crate::progress::Times;
+use crate::view::{self, Figures, View};
+use crate::walks::ByState;
+
+/// All that one scrape tells, but what [`Times`] keeps.
+#[derive(Debug)]
+pub(crate) struct Collected {
+    statistics: Statistics,
+    depths: Depths,
+    /// By port number: kind, namespace and name of its pod, XDP outcomes.
+    ports: BTreeMap<u16, Named>,
+    published: u32,
+    in_force: Vec<u32>,
+    cores: Vec<usize>,
+    policies: usize,
+    pods: usize,
+    attached: usize,
+    tables: policy::Statistics,
+    connections: Connections,
+    pub(super) table: Arc<ConnTable>,
+    /// Filled in when the table has been gone through.
+    pub(super) by_state: Arc<ByState>,
+    verdicts: Verdicts,
+    source: Vec<(ObjectKind, KindHealth)>,
+    uptime: Duration,
+    pub(super) times: Times,
+}
+
+#[derive(Debug)]
+struct Named {
+    kind: PortKind,
+    namespace: String,
+    pod: String,
+    xdp: Vec<(String, u64)>,
+}
+
+#[derive(Debug)]
+struct Connections {
+    capacity: usize,
+    octets: usize,
+    events: Vec<(&'static str, u64)>,
+}
+
+#[derive(Debug)]
+struct Verdicts {
+    suppressed: Vec<(&'static str, u64)>,
+    lost: u64,
+}
+
+/// Limits of the histogram of turns, in nanoseconds: powers of two, where the workers' own buckets end.
+const TURNS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
+
+impl Collected {
+    /// Reads everything but the connections' states, for which the table is gone through.
+    pub(crate) fn new(view: &View<'_>, figures: Figures) -> Self {
+        let table = view.dataplane.connections();
+        let Figures { sample, depths, ports } = figures;
+        let named = ports.into_iter().map(|counted| {
+            let (namespace, pod) = counted.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
+            let xdp = counted.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+            let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
+            (counted.id.0, Named { kind: counted.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
+        });
+        let log = view.dataplane.verdicts();
+        Self {
+            statistics: sample.statistics,
+            depths,
+            ports: named.collect(),
+            published: view.epoch.0,
+            in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
+            cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
+            policies: view.objects.policies(),
+            pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
+            attached: view.ports.pods(),
+            tables: view.objects.engine().policy_set().statistics(),
+            connections: Connections {
+                capacity: table.capacity(),
+                octets: table.memory(),
+                events: table.statistics().iter().collect(),
+            },
+            table: Arc::clone(table),
+            by_state: Arc::default(),
+            verdicts: Verdicts {
+                suppressed: Outcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
+                lost: log.lost() + view.unwritten,
+            },
+            source: ObjectKind::ALL.into_iter().map(|kind| (kind, view.source.of(kind))).collect(),
+            uptime: Instant::now().saturating_duration_since(view.started),
+            times: view.progress.times.clone(),
+        }
+    }
+
+    fn encode_ports(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            Kind::Counter,
+            "penstock_port_packets",
+            "Packets by direction, as the pod sees it, and verdict",
+            |add| {
+                self.each_port(|labels, port| {
+                    let (traffic, dropped) = (&port.traffic, port.traffic.dropped_packets());
+                    let sent = [("direction", "egress"), ("verdict", "forwarded")];
+                    add.count(&[labels, &sent].concat(), traffic.rx_packets.saturating_sub(dropped))?;
+                    add.count(&[labels, &[("direction", "egress"), ("verdict", "dropped")]].concat(), dropped)?;
+                    let received = [("direction", "ingress"), ("verdict", "forwarded")];
+                    add.count(&[labels, &received].concat(), traffic.tx_packets)
+                })
+            },
+        )?;
+        to.family(Kind::Counter, "penstock_port_bytes", "Octets of those, Ethernet headers included", |add| {
+            self.each_port(|labels, port| {
+                let (traffic, dropped) = (&port.traffic, port.traffic.dropped_bytes);
+                let sent = [("direction", "egress"), ("verdict", "forwarded")];
+                add.count(&[labels, &sent].concat(), traffic.rx_bytes.saturating_sub(dropped))?;
+                add.count(&[labels, &[("direction", "egress"), ("verdict", "dropped")]].concat(), dropped)?;
+                let received = [("direction", "ingress"), ("verdict", "forwarded")];
+                add.count(&[labels, &received].concat(), traffic.tx_bytes)
+            })
+        })?;
+        to.family(
+            Kind::Counter,
+            "penstock_port_drops",
+            "Packets that came in by a port and were dropped, by cause",
+            |add| {
+                self.each_port(|labels, port| {
+                    port.traffic
+                        .drops()
+                        .try_for_each(|(cause, count)| add.count(&[labels, &[("cause", cause.name())]].concat(), count))
+                })
+            },
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_port_kernel_drops",
+            "Packets that the kernel lost at a port's AF_XDP sockets (struct xdp_statistics), by reason",
+            |add| {
+                self.each_port(|labels, port| {
+                    port.kernel
+                        .iter()
+                        .try_for_each(|(reason, count)| add.count(&[labels, &[("reason", reason)]].concat(), count))
+                })
+            },
+        )?;
+        to.family(Kind::Counter, "penstock_port_xdp", "What the XDP program did with packets, by outcome", |add| {
+            self.each_port(|labels, port| {
+                let named = self.ports.get(&port.port.0);
+                let outcomes = named.iter().flat_map(|named| &named.xdp);
+                let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
+                outcomes.try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
+            })
+        })?;
+        to.family(Kind::Gauge, "penstock_port_queue_frames", "Frames in a port's rings", |add| {
+            self.each_port(|labels, port| {
+                let of = || self.depths.queues.iter().filter(|queue| queue.port == port.port);
+                let receiving: u32 = of().map(|queue| queue.receiving).sum();
+                let sending: u32 = of().map(|queue| queue.sending).sum();
+                add.value(&[labels, &[("ring", "receiving")]].concat(), receiving.into())?;
+                add.value(&[labels, &[("ring", "sending")]].concat(), sending.into())
+            })
+        })
+    }
+
+    fn each_port(&self, mut told: impl FnMut(&[(&str, &str)], &PortStatistics) -> fmt::Result) -> fmt::Result {
+        self.statistics.ports.iter().try_for_each(|port| {
+            let named = self.ports.get(&port.port.0);
+            let text = |get: fn(&Named) -> &str| named.map_or("", get);
+            let kind = named.map_or("pod", |named| view::kind(named.kind));
+            let labels = [
+                ("interface", port.interface.as_str()),
+                ("kind", kind),
+                ("namespace", text(|named| &named.namespace)),
+                ("pod", text(|named| &named.pod)),
+            ];
+            told(&labels, port)
+        })
+    }
+
+    fn encode_totals(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let total = self.statistics.total();
+        let dropped = total.dropped_packets();
+        to.family(
+            Kind::Counter,
+            "penstock_packets",
+            "Packets that workers received, by verdict; closed ports included",
+            |add| {
+                add.count(&[("verdict", "forwarded")], total.rx_packets.saturating_sub(dropped))?;
+                add.count(&[("verdict", "dropped")], dropped)
+            },
+        )?;
+        to.family(Kind::Counter, "penstock_bytes", "Octets of those, Ethernet headers included", |add| {
+            add.count(&[("verdict", "forwarded")], total.rx_bytes.saturating_sub(total.dropped_bytes))?;
+            add.count(&[("verdict", "dropped")], total.dropped_bytes)
+        })?;
+        to.family(
+            Kind::Counter,
+            "penstock_drops",
+            "Packets dropped by workers, by cause; closed ports included",
+            |add| {
+                let causes = penstock_dataplane::Cause::ALL.iter();
+                causes.copied().try_for_each(|cause| add.count(&[("cause", cause.name())], total.dropped(cause)))
+            },
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_kernel_drops",
+            "Packets that the kernel lost at the open AF_XDP sockets, by reason",
+            |add| {
+                let mut all = KernelDrops::default();
+                self.statistics.ports.iter().for_each(|port| all.add_all(&port.kernel));
+                all.iter().try_for_each(|(reason, count)| add.count(&[("reason", reason)], count))
+            },
+        )
+    }
+
+    fn encode_workers(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let workers = || self.statistics.workers.iter().enumerate();
+        let label = |worker: usize| worker.to_string();
+        to.family(
+            Kind::Counter,
+            "penstock_worker_busy_seconds",
+            "Time in which a worker moved packets; its rate is the busy share",
+            |add| {
+                workers().try_for_each(|(n, worker)| {
+                    add.count_seconds(&[("worker", &label(n))], worker.busy_turns.sum().as_secs_f64())
+                })
+            },
+        )?;
+        to.family(Kind::Counter, "penstock_worker_asleep_seconds", "Time in which a worker slept", |add| {
+            workers()
+                .try_for_each(|(n, worker)| add.count_seconds(&[("worker", &label(n))], worker.asleep.as_secs_f64()))
+        })?;
+        to.family(Kind::Counter, "penstock_worker_batches", "Batches of packets received", |add| {
+            workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.batches))
+        })?;
+        to.family(
+            Kind::Counter,
+            "penstock_worker_handed_over_packets",
+            "Packets given to another worker, which has their port",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.handed_over)),
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_worker_joined_segments",
+            "TCP segments that left joined with others, as one packet of the kernel's",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.joined)),
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_worker_answers",
+            "ICMP errors and TCP resets of the node's own making, in answer to packets that were dropped",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers)),
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_worker_answers_withheld",
+            "Answers that were due and not given, because there had been too many",
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers_withheld)),
+        )?;
+        to.family(
+            Kind::Gauge,
+            "penstock_worker_waiting_packets",
+            "Packets from other workers that wait for this one",
+            |add| {
+                self.depths
+                    .handed_over
+                    .iter()
+                    .enumerate()
+                    .try_for_each(|(n, waiting)| add.value(&[("worker", &label(n))], *waiting as f64))
+            },
+        )?;
+        to.family(Kind::Gauge, "penstock_worker_core", "The core that a worker is pinned to", |add| {
+            self.cores.iter().enumerate().try_for_each(|(n, core)| add.value(&[("worker", &label(n))], *core as f64))
+        })?;
+        to.family(Kind::Gauge, "penstock_worker_epoch", "The snapshot in force on a worker", |add| {
+            self.in_force
+                .iter()
+                .enumerate()
+                .try_for_each(|(n, epoch)| add.value(&[("worker", &label(n))], (*epoch).into()))
+        })?;
+        to.family(
+            Kind::Histogram,
+            "penstock_worker_turn_seconds",
+            "How long a worker's turns with packets took",
+            |add| {
+                workers()
+                    .try_for_each(|(n, worker)| add.histogram(&[("worker", &label(n))], &turns(&worker.busy_turns)))
+            },
+        )?;
+        to.family(Kind::Histogram, "penstock_worker_batch_packets", "Packets of a batch", |add| {
+            workers().try_for_each(|(n, worker)| {
+                let packets: u64 = self
+                    .statistics
+                    .ports
+                    .iter()
+                    .filter_map(|port| port.by_worker.get(n))
+                    .map(|traffic| traffic.rx_packets)
+                    .sum();
+                let sizes = worker.batch_sizes.iter().enumerate();
+                let buckets = sizes.map(|(power, count)| (f64::from(1 << power), *count)).collect();
+                add.histogram(&[("worker", &label(n))], &super::exposition::Buckets { sum: packets as f64, buckets })
+            })
+        })
+    }
+
+    fn encode_source(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let gauge = |get: fn(&KindHealth) -> f64| -> Vec<(&str, f64)> {
+            self.source.iter().map(|(kind, health)| (kind.resource(), get(health))).collect()
+        };
+        to.gauges(
+            "penstock_source_synced",
+            "Whether all objects of a kind have been read",
+            "resource",
+            &gauge(|health| f64::from(u8::from(health.synced))),
+        )?;
+        to.gauges(
+            "penstock_source_connected",
+            "Whether changes of a kind are told as they happen",
+            "resource",
+            &gauge(|health| f64::from(u8::from(health.connected))),
+        )?;
+        to.gauges("penstock_source_objects", "Objects of a kind", "resource", &gauge(|health| health.objects as f64))?;
+        to.gauges(
+            "penstock_source_invalid_objects",
+            "Objects among them that are not understood",
+            "resource",
+            &gauge(|health| health.invalid as f64),
+        )?;
+        to.family(
+            Kind::Gauge,
+            "penstock_source_last_sign_seconds",
+            "How long ago the source last gave a sign of life for a kind",
+            |add| {
+                self.source.iter().try_for_each(|(kind, health)| match health.last_sign {
+                    Some(age) => add.value(&[("resource", kind.resource())], age.as_secs_f64()),
+                    None => Ok(()),
+                })
+            },
+        )?;
+        type Count = fn(&KindHealth) -> u64;
+        let counts: [(&str, &str, Count); 3] = [
+            ("penstock_source_events", "Events of a kind", |health| health.events),
+            ("penstock_source_outages", "How often the source was lost", |health| health.outages),
+            ("penstock_source_lists", "How often all objects of a kind were read", |health| health.lists),
+        ];
+        counts.into_iter().try_for_each(|(name, help, get)| {
+            to.family(Kind::Counter, name, help, |add| {
+                self.source
+                    .iter()
+                    .try_for_each(|(kind, health)| add.count(&[("resource", kind.resource())], get(health)))
+            })
+        })
+    }
+
+    fn encode_rest(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let frames = &self.depths.frames;
+        to.gauges(
+            "penstock_umem_frames",
+            "Frames of the UMEM, by where they are",
+            "state",
+            &[("free", frames.free.into()), ("fill", frames.fill.into()), ("in_flight", frames.in_flight.into())],
+        )?;
+        to.gauge("penstock_umem_capacity_frames", "All frames of the UMEM", frames.total.into())?;
+        let states: Vec<(&str, f64)> = self.by_state.iter().map(|(state, count)| (*state, *count as f64)).collect();
+        to.gauges("penstock_connections", "Connections in the table, by state", "state", &states)?;
+        to.gauge(
+            "penstock_connections_capacity",
+            "Connections that the table has room for",
+            self.connections.capacity as f64,
+        )?;
+        to.gauge(
+            "penstock_connections_memory_bytes",
+            "Memory of the connection table",
+            self.connections.octets as f64,
+        )?;
+        to.family(Kind::Counter, "penstock_connection_events", "What became of connections, by outcome", |add| {
+            self.connections.events.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
+        })?;
+        to.gauge("penstock_policies", "NetworkPolicies in the cluster", self.policies as f64)?;
+        to.gauges(
+            "penstock_pods",
+            "Pods of this node: known, and attached to the workers",
+            "state",
+            &[("known", self.pods as f64), ("attached", self.attached as f64)],
+        )?;
+        to.gauge("penstock_policy_addresses", "Addresses that the policy tables know", self.tables.addresses as f64)?;
+        to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;
+        to.gauge("penstock_policy_rules", "Rules in them", self.tables.rules as f64)?;
+        to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.octets as f64)?;
+        to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
+        to.gauge("penstock_uptime_seconds", "Since when the daemon runs", self.uptime.as_secs_f64())?;
+        to.family(
+            Kind::Counter,
+            "penstock_verdict_log_suppressed",
+            "Packets that the verdict log leaves out for its budget, by outcome",
+            |add| {
+                self.verdicts
+                    .suppressed
+                    .iter()
+                    .try_for_each(|(outcome, count)| add.count(&[("outcome", outcome)], *count))
+            },
+        )?;
+        to.family(
+            Kind::Counter,
+            "penstock_verdict_log_lost",
+            "Records of the verdict log that were lost because it was not read fast enough",
+            |add| add.count(&[], self.verdicts.lost),
+        )
+    }
+}
+
+impl Collector for Collected {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut to = Exposition::new(encoder);
+        self.encode_totals(&mut to)?;
+        self.encode_ports(&mut to)?;
+        self.encode_workers(&mut to)?;
+        self.encode_source(&mut to)?;
+        self.encode_rest(&mut to)
+    }
+}
+
+fn turns(histogram: &Histogram) -> super::exposition::Buckets {
+    let limits = TURNS.map(Duration::from_nanos);
+    let mut below = 0;
+    let cumulative = histogram.shorter_than(&limits);
+    let mut buckets: Vec<(f64, u64)> = limits
+        .iter()
+        .zip(cumulative)
+        .map(|(limit, upto)| (limit.as_secs_f64(), upto - std::mem::replace(&mut below, upto)))
+        .collect();
+    buckets.push((f64::INFINITY, histogram.count() - below));
+    super::exposition::Buckets { sum: histogram.sum().as_secs_f64(), buckets }
+}

@@ -1,0 +1,355 @@
+//! The cluster's objects as the daemon keeps them: the policy engine, this node's pods, this node's addresses.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::policy::PolicySet;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
+use penstock_policy::state::Holder;
+
+use crate::discovery::Problem;
+
+/// All objects, and what of them is this node's.
+pub(super) struct Objects {
+    engine: Engine,
+    node: String,
+    /// This node's object, as the source has it.
+    node_object: Option<Node>,
+    configured: Vec<IpAddr>,
+    /// All addresses of this node: of its object, its interfaces and its configuration.
+    addresses: Vec<IpAddr>,
+    pods: BTreeMap<ObjectKey, Pod>,
+    /// Addresses of the other nodes' objects.
+    others: BTreeMap<String, Vec<IpAddr>>,
+    policies: BTreeSet<ObjectKey>,
+}
+
+/// What changes of objects came to.
+pub(super) struct Effect {
+    /// The policy may be another.
+    pub(super) policy: bool,
+    /// Pods of this node are among them.
+    pub(super) pods: bool,
+    /// This node or another has other addresses.
+    pub(super) nodes: bool,
+}
+
+impl Objects {
+    pub(super) fn new(node: &str, configured: &[IpAddr]) -> Self {
+        Self {
+            engine: Engine::new(Settings::for_node(node)),
+            node: node.to_owned(),
+            node_object: None,
+            configured: configured.to_vec(),
+            addresses: Vec::new(),
+            pods: BTreeMap::new(),
+            others: BTreeMap::new(),
+            policies: BTreeSet::new(),
+        }
+    }
+
+    /// Takes changes in, as one; `interfaces` are the addresses on the node's interfaces.
+    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> Effect {
+        let (mut pods, mut nodes) = (false, false);
+        let mut others = Vec::new();
+        for change in changes {
+            match &change {
+                Change::Set(Object::Node(node)) if node.name == self.node => {
+                    self.node_object = Some(node.clone());
+                    continue;
+                }
+                Change::Delete(ObjectRef::Node(name)) if *name == self.node => {
+                    self.node_object = None;
+                    continue;
+                }
+                Change::Set(Object::Node(node)) => {
+                    let before = self.others.insert(node.name.clone(), node.addresses.clone());
+                    nodes |= before.as_ref() != Some(&node.addresses);
+                }
+                Change::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
+                Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
+                    self.pods.insert(pod.key.clone(), pod.clone());
+                    pods = true;
+                }
+                Change::Set(Object::Pod(Pod { key, .. })) | Change::Delete(ObjectRef::Pod(key)) => {
+                    pods |= self.pods.remove(key).is_some();
+                }
+                Change::Set(Object::NetworkPolicy(policy)) => {
+                    self.policies.insert(policy.key.clone());
+                }
+                Change::Delete(ObjectRef::NetworkPolicy(key)) => {
+                    self.policies.remove(key);
+                }
+                _ => {}
+            }
+            others.push(change);
+        }
+        let own = self.own_node(interfaces);
+        nodes |= own.is_some();
+        others.extend(own);
+        Effect { policy: self.engine.apply(others), pods, nodes }
+    }
+
+    /// Takes in the addresses on the node's interfaces. Whether the policy may be another.
+    pub(super) fn apply_addresses(&mut self, interfaces: &[IpAddr]) -> bool {
+        match self.own_node(interfaces) {
+            Some(change) => self.engine.apply([change]),
+            None => false,
+        }
+    }
+
+    /// Sets the addresses of this node that are configured; they count from the next look at the network on.
+    pub(super) fn set_configured(&mut self, configured: &[IpAddr]) {
+        self.configured = configured.to_vec();
+    }
+
+    /// The policy engine.
+    pub(super) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// This node's pods.
+    pub(super) fn pods(&self) -> impl Iterator<Item = &Pod> {
+        self.pods.values()
+    }
+
+    /// This node's pods with the addresses that are theirs, and what is said of an address that two pods claim.
+    pub(super) fn tenants(&self) -> (Vec<Pod>, BTreeSet<Problem>) {
+        let (mut pods, mut problems) = (Vec::with_capacity(self.pods.len()), BTreeSet::new());
+        for pod in self.pods.values() {
+            let mut pod = pod.clone();
+            if !pod.host_network && !pod.finished {
+                let second = pod.key.clone();
+                pod.addresses.retain(|&address| match self.holder(address) {
+                    Some(first) if *first != second => {
+                        problems.insert(Problem::AddressTaken {
+                            first: first.clone(),
+                            second: second.clone(),
+                            address,
+                        });
+                        false
+                    }
+                    _ => true,
+                });
+            }
+            pods.push(pod);
+        }
+        (pods, problems)
+    }
+
+    /// The pod whose address this is, as policy goes by it.
+    fn holder(&self, address: IpAddr) -> Option<&ObjectKey> {
+        match self.engine.state().holder(&address)? {
+            Holder::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
+            Holder::Node(_) => None,
+        }
+    }
+
+    /// Whether `address` is this pod's, as policy goes by it.
+    pub(super) fn has(&self, pod: &ObjectKey, address: IpAddr) -> bool {
+        self.holder(address) == Some(pod)
+    }
+
+    /// How many policies there are in the cluster.
+    pub(super) fn policies(&self) -> usize {
+        self.policies.len()
+    }
+
+    /// All addresses of this node.
+    pub(super) fn node_addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// All addresses of other nodes.
+    pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
+        self.others.values().flatten().copied()
+    }
+
+    /// The addresses of this node's pods, whether they are served or not.
+    pub(super) fn pod_addresses(&self) -> BTreeSet<IpAddr> {
+        let running = self.pods.values().filter(|pod| !pod.host_network && !pod.finished);
+        let addresses = running.flat_map(|pod| pod.addresses.iter().copied());
+        addresses.filter(|address| !self.addresses.contains(address)).collect()
+    }
+
+    /// The policy in force for this node's pods.
+    pub(super) fn policy_set(&self) -> PolicySet {
+        self.engine.policy_set().clone()
+    }
+
+    /// This node with all of its addresses, where they are others than the engine knows.
+    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<Change> {
+        let object = self.node_object.iter().flat_map(|node| &node.addresses);
+        let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
+        if all.iter().eq(&self.addresses) {
+            return None;
+        }
+        self.addresses = all.into_iter().collect();
+        Some(Change::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use penstock_dataplane::packet::{Flow, Protocol};
+
+    use super::*;
+    use penstock_policy::model::{NetworkPolicy, Selector, Tenure};
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn pod(name: &str, node: &str) -> Change {
+        let key = ObjectKey { namespace: "shop".into(), name: name.into() };
+        let addresses = vec![address("10.1.1.5")];
+        Change::Set(Object::Pod(Pod {
+            key,
+            labels: Default::default(),
+            node: Some(node.into()),
+            addresses,
+            host_network: false,
+            finished: false,
+            ports: Vec::new(),
+            tenure: Default::default(),
+        }))
+    }
+
+    /// Nothing reaches a pod of the namespace.
+    fn closed() -> Change {
+        Change::Set(Object::NetworkPolicy(NetworkPolicy {
+            key: ObjectKey { namespace: "shop".into(), name: "closed".into() },
+            pod_selector: Selector::default(),
+            isolates: true,
+            ingress: Some(Vec::new()),
+            egress: None,
+        }))
+    }
+
+    fn reaches_pod(objects: &Objects, from: &str) -> bool {
+        let flow = Flow {
+            src: address(from).into(),
+            dst: address("10.1.1.5").into(),
+            protocol: Protocol::UDP,
+            src_port: 9,
+            dst_port: 53,
+        };
+        objects.policy_set().judge(&flow).is_allowed()
+    }
+
+    #[test]
+    fn every_address_of_the_node_reaches_its_pods_wherever_it_is_known_from() {
+        let mut objects = Objects::new("here", &[address("192.0.2.1")]);
+        let interfaces = [address("10.1.1.1")];
+        assert!(objects.apply([pod("web", "here"), closed()], &interfaces).policy);
+        let reached = |objects: &Objects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
+        assert_eq!(reached(&objects), [true, true, false]);
+        let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
+        objects.apply([Change::Set(node("elsewhere"))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, false]);
+        objects.apply([Change::Delete(ObjectRef::Node("elsewhere".into())), Change::Set(node("here"))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, true]);
+        objects.apply([Change::Delete(ObjectRef::Node("here".into()))], &interfaces);
+        assert_eq!(reached(&objects), [true, true, false]);
+        assert!(objects.apply_addresses(&[address("192.0.2.9")]));
+        assert!(!objects.apply_addresses(&[address("192.0.2.9")]), "nothing new");
+        assert_eq!(reached(&objects), [true, false, true]);
+        assert_eq!(objects.node_addresses(), ["192.0.2.1", "192.0.2.9"].map(address));
+    }
+
+    #[test]
+    fn of_two_pods_with_one_address_the_living_one_has_it_and_the_other_is_reported() {
+        let tenure = |leaving, started, created| Tenure { leaving, started, created };
+        let plain = tenure(false, Some(10), Some(10));
+        let finished = |pod: &mut Pod| pod.finished = true;
+        let nothing = |_: &mut Pod| {};
+        type Edit = fn(&mut Pod);
+        // Of `old` and `new`: what they say, and who has the address; and whether the other is reported.
+        let cases: [(&str, Tenure, Tenure, Edit, &str, bool); 8] = [
+            ("old finished", plain, plain, finished, "new", false),
+            ("old finished, though it started later", tenure(false, Some(20), None), plain, finished, "new", false),
+            ("old is being deleted", tenure(true, Some(10), Some(10)), plain, nothing, "new", true),
+            ("old is being deleted and started later", tenure(true, Some(20), Some(20)), plain, nothing, "new", true),
+            ("new started later", plain, tenure(false, Some(11), Some(1)), nothing, "new", true),
+            ("old is known to have started, new is not", plain, tenure(false, None, Some(99)), nothing, "old", true),
+            ("new was created later", plain, tenure(false, Some(10), Some(11)), nothing, "new", true),
+            ("nothing tells them apart: by name", plain, plain, nothing, "new", true),
+        ];
+        for (what, of_old, of_new, more, holder, reported) in cases {
+            for in_order in [true, false] {
+                for far in [None, Some("old"), Some("new")] {
+                    let mut objects = Objects::new("here", &[]);
+                    let made = |name: &str, tenure, more: Edit| {
+                        let node = if far == Some(name) { "elsewhere" } else { "here" };
+                        let Change::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
+                        made.tenure = tenure;
+                        more(&mut made);
+                        Change::Set(Object::Pod(made))
+                    };
+                    let (old, new) = (made("old", of_old, more), made("new", of_new, nothing));
+                    let (first, second) = if in_order { (old, new) } else { (new, old) };
+                    objects.apply([first], &[]);
+                    objects.apply([second], &[]);
+                    let told = format!("{what}, in order {in_order}, elsewhere {far:?}");
+                    let (pods, problems) = objects.tenants();
+                    let live = |pod: &&Pod| !pod.finished && !pod.addresses.is_empty();
+                    let served: Vec<&str> = pods.iter().filter(live).map(|pod| pod.key.name.as_str()).collect();
+                    let expected = if far == Some(holder) { vec![] } else { vec![holder] };
+                    assert_eq!(served, expected, "forwarding: {told}");
+                    for name in ["old", "new"] {
+                        let key = ObjectKey { namespace: "shop".into(), name: name.into() };
+                        assert_eq!(objects.has(&key, address("10.1.1.5")), name == holder, "policy: {told}");
+                    }
+                    let other = if holder == "new" { "old" } else { "new" };
+                    let is_here = far != Some(other);
+                    assert_eq!(problems.len(), usize::from(reported && is_here), "{told}: {problems:?}");
+                    for problem in problems {
+                        let text = problem.to_string();
+                        assert!(text.starts_with(&format!("pods shop/{holder} and shop/{other}: both have")), "{text}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_address_goes_over_when_its_pod_begins_to_leave_and_when_it_is_gone() {
+        let mut objects = Objects::new("here", &[]);
+        let made = |name: &str, started, leaving| {
+            let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
+            made.tenure = Tenure { leaving, started: Some(started), created: None };
+            Change::Set(Object::Pod(made))
+        };
+        let key = |name: &str| ObjectKey { namespace: "shop".into(), name: name.into() };
+        let gone = Change::Delete(ObjectRef::Pod(key("b")));
+        for (change, holder) in
+            [(made("b", 2, false), "b"), (made("a", 1, false), "b"), (made("b", 2, true), "a"), (gone, "a")]
+        {
+            objects.apply([change], &[]);
+            assert!(objects.has(&key(holder), address("10.1.1.5")), "{holder}");
+        }
+    }
+
+    #[test]
+    fn only_this_nodes_pods_are_kept() {
+        let mut objects = Objects::new("here", &[]);
+        for (change, touched, kept) in [
+            (pod("web", "elsewhere"), false, 0),
+            (pod("web", "here"), true, 1),
+            (closed(), false, 1),
+            (pod("web", "elsewhere"), true, 0),
+            (pod("web", "here"), true, 1),
+            (Change::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
+        ] {
+            assert_eq!(objects.apply([change], &[]).pods, touched);
+            assert_eq!(objects.pods().count(), kept);
+        }
+        assert_eq!(objects.policies(), 1);
+        objects.apply(
+            [Change::Delete(ObjectRef::NetworkPolicy(ObjectKey { namespace: "shop".into(), name: "closed".into() }))],
+            &[],
+        );
+        assert_eq!(objects.policies(), 0);
+    }
+}

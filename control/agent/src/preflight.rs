@@ -1,0 +1,405 @@
+//! Can this machine run this configuration? Looked at before anything is touched.
+
+mod interfaces;
+mod kernel;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+use nix::libc;
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+use penstock_policy::model::Pod;
+use penstock_sources::Location;
+use penstock_sources::api_server::Access;
+use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
+
+use super::config::{Config, PickUp};
+use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
+
+/// How much a finding matters.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Level {
+    /// As it should be.
+    Ok,
+    /// Works, but not all that one may expect.
+    Warning,
+    /// Cannot run.
+    Error,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        })
+    }
+}
+
+/// One thing that was looked at: names the thing, the value and the mend in one line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Finding {
+    /// How much it matters.
+    pub level: Level,
+    /// What was found.
+    pub line: String,
+}
+
+impl Finding {
+    pub(super) fn ok(line: impl Into<String>) -> Self {
+        Self { level: Level::Ok, line: line.into() }
+    }
+
+    pub(super) fn warning(line: impl Into<String>) -> Self {
+        Self { level: Level::Warning, line: line.into() }
+    }
+
+    pub(super) fn error(line: impl Into<String>) -> Self {
+        Self { level: Level::Error, line: line.into() }
+    }
+}
+
+/// Looks at privileges, kernel, memory and cores; needs no network.
+pub fn machine(config: &Config) -> Vec<Finding> {
+    let privileges = capabilities(effective_capabilities());
+    let permitted = privileges.level == Level::Ok;
+    let mut findings = vec![privileges];
+    // Without CAP_NET_RAW the kernel does not even say whether it has AF_XDP.
+    findings.extend(permitted.then(|| af_xdp(open_xdp_socket())));
+    findings.push(match worker_cores(config) {
+        Ok(cores) => Finding::ok(format!("workers.cores: {}", list(&cores))),
+        Err(line) => Finding::error(line),
+    });
+    findings.push(memory(config, available_memory()));
+    findings.extend(kernel::findings(config, permitted));
+    findings.extend(source(&config.source.location()));
+    findings.extend(former(config));
+    findings
+}
+
+/// Settings that are written as they were in an earlier version.
+fn former(config: &Config) -> Option<Finding> {
+    let PickUp::Former(always) = config.conntrack.pick_up else { return None };
+    let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
+    Some(Finding::warning(format!("conntrack.pick_up = {always} is a length of time now; write {now}")))
+}
+
+/// Whether the source is there, as far as that can be told without reading it.
+fn source(location: &Location) -> Option<Finding> {
+    let (key, path, is_there, what) = match location {
+        Location::Manifests(path) => ("manifests", path, path.is_dir(), "a directory"),
+        Location::ApiServer(Access::Kubeconfig { path, .. }) => ("kubeconfig", path, path.is_file(), "a file"),
+        Location::ApiServer(Access::InCluster) => return None,
+    };
+    let path = path.display();
+    Some(match is_there {
+        true => Finding::ok(format!("source.{key}: {path}")),
+        false => Finding::error(format!("source.{key}: {path} is not {what}; create it, or correct the path")),
+    })
+}
+
+/// Looks at the network namespace that this thread is in.
+pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for name in &config.uplinks {
+        let largest = config.umem.frame_size.largest_packet();
+        match netlink.link(name.as_str()).await {
+            Ok(found) => {
+                findings.push(uplink(name.as_str(), found.as_ref(), largest));
+                findings.extend(found.iter().flat_map(interfaces::uplink));
+            }
+            Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
+        }
+    }
+    if !config.uplinks.is_empty() {
+        let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
+        findings.push(kernel::translation(can_find_translated()));
+        // Where the start is refused, that is all there is to say.
+        let fit = findings.iter().all(|finding| finding.level != Level::Error);
+        findings.extend(kernel::half_seen(liberal.ok()).filter(|_| fit));
+    }
+    findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
+        let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
+        (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
+    })));
+    if Sysctl::v4("all", "arp_filter").read() == Some(1) {
+        findings.push(Finding::warning(
+            "net/ipv4/conf/all/arp_filter = 1: ARP from pods may go unanswered; set it to 0, or on single interfaces only",
+        ));
+    }
+    findings
+}
+
+/// Whether what is pinned for this network namespace, by a daemon that runs or has died, is this binary's program.
+pub(super) fn programs(config: &Config) -> Option<Finding> {
+    if capabilities(effective_capabilities()).level != Level::Ok {
+        return None;
+    }
+    let at = config.fail.pins.display();
+    let tags = Pins::at(&config.fail.pins).ok()?.tags();
+    let (own, of_node) = match (ProgramTag::own(Role::Pod), ProgramTag::own(Role::Host)) {
+        (Ok(own), Ok(of_node)) => (own, of_node),
+        (Err(error), _) | (_, Err(error)) => return Some(Finding::error(error.to_string())),
+    };
+    for (pinned, tag) in &tags {
+        let own = if pinned.role == Role::Pod { own } else { of_node };
+        match tag {
+            Ok(tag) if *tag == own => {}
+            Ok(tag) => {
+                return Some(Finding::warning(format!(
+                    "{at}: the program on interface {} is not this binary's ({tag}, not {own}); restart penstock, which replaces it",
+                    pinned.interface
+                )));
+            }
+            Err(error) => {
+                return Some(Finding::warning(format!(
+                    "{at}: the program on interface {} cannot be compared ({error}); run as root",
+                    pinned.interface
+                )));
+            }
+        }
+    }
+    Some(Finding::ok(match tags.len() {
+        0 => format!("XDP programs: {own} and {of_node}; none is pinned"),
+        count => format!("XDP programs: {own} and {of_node}, and so are all {count} that are pinned"),
+    }))
+}
+
+/// Whether the kernel takes the program that keeps others from passing for pods.
+pub(super) fn source_check() -> Option<Finding> {
+    Some(match try_source_check()? {
+        Ok(()) => Finding::ok("sources of what the node's stack sends to pods: the kernel can check them"),
+        Err(error) => Finding::error(error.to_string()),
+    })
+}
+
+/// Tells of each local pod whether its interface can be served.
+pub(super) fn pods(config: &Config, facts: &Facts, tenants: (Vec<Pod>, BTreeSet<Problem>)) -> Vec<Finding> {
+    let largest = config.umem.frame_size.largest_packet();
+    let (pods, mut problems) = tenants;
+    let (ports, more) = pod_ports(facts, &pods, config.node.as_str(), largest);
+    problems.extend(more);
+    let told = problems.iter().map(|problem| match problem {
+        Problem::TooLong { .. } => Finding::error(problem.to_string()),
+        _ => Finding::warning(problem.to_string()),
+    });
+    let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
+    let served = |port: &PodPort| match uplink(&port.name) {
+        true => vec![Finding::error(format!(
+            "uplinks: interface {} is pod {}'s; take it out of the list",
+            port.name, port.pod
+        ))],
+        false => interfaces::pod(port, config.xdp.mode),
+    };
+    told.chain(ports.values().flat_map(served)).collect()
+}
+
+/// The cores that workers are to run on, or the line that says why they cannot.
+pub fn worker_cores(config: &Config) -> Result<Vec<u16>, String> {
+    let usable = usable_cores();
+    match &config.workers.cores {
+        Some(cores) => match cores.numbers().iter().find(|core| !usable.contains(core)) {
+            Some(core) => Err(format!(
+                "workers.cores: core {core} does not exist or is not open to this process; choose from {}",
+                list(&usable)
+            )),
+            None => Ok(cores.numbers().to_vec()),
+        },
+        None => usable.last().map(|&core| vec![core]).ok_or_else(|| "workers.cores: no core can be used".to_owned()),
+    }
+}
+
+/// The cores that this process may run on.
+pub(super) fn usable_cores() -> Vec<u16> {
+    let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_default();
+    (0..CpuSet::count()).filter(|&core| set.is_set(core).unwrap_or(false)).map(|core| core as u16).collect()
+}
+
+/// Capabilities that are needed, by their number in linux/capability.h.
+const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (BPF, "CAP_BPF")];
+/// CAP_BPF.
+const BPF: u32 = 39;
+/// CAP_SYS_ADMIN, which stands in for CAP_BPF.
+const SYS_ADMIN: u32 = 21;
+
+fn effective_capabilities() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    line.and_then(|value| u64::from_str_radix(value.trim(), 16).ok()).unwrap_or(0)
+}
+
+fn capabilities(effective: u64) -> Finding {
+    let has = |number: u32| effective >> number & 1 == 1;
+    let granted = |number: u32| has(number) || number == BPF && has(SYS_ADMIN);
+    let missing: Vec<&str> = NEEDED.iter().filter(|(number, _)| !granted(*number)).map(|(_, name)| *name).collect();
+    if missing.is_empty() {
+        Finding::ok("capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF")
+    } else {
+        Finding::error(format!(
+            "capabilities: {} missing (CapEff {effective:016x}); run as root, or grant them",
+            missing.join(", ")
+        ))
+    }
+}
+
+fn open_xdp_socket() -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    let socket = unsafe { libc::socket(libc::AF_XDP, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+    drop(unsafe { OwnedFd::from_raw_fd(socket) });
+    Ok(())
+}
+
+fn af_xdp(opened: io::Result<()>) -> Finding {
+    match opened {
+        Ok(()) => Finding::ok("AF_XDP: the kernel has it"),
+        Err(error) => Finding::error(format!(
+            "AF_XDP: no socket can be opened ({error}); use a kernel of 5.11 or later that was built with CONFIG_XDP_SOCKETS"
+        )),
+    }
+}
+
+fn available_memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+fn memory(config: &Config, available: Option<u64>) -> Finding {
+    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.octets());
+    let connections = u64::from(config.conntrack.entries) * 74;
+    let needed = (frames + connections) >> 20;
+    match available.map(|octets| octets >> 20) {
+        Some(available) if available < needed => Finding::error(format!(
+            "umem and conntrack: {needed} MiB are needed and {available} MiB available; lower umem.memory or conntrack.entries"
+        )),
+        _ => Finding::ok(format!("umem and conntrack: {needed} MiB")),
+    }
+}
+
+fn uplink(name: &str, found: Option<&Link>, largest: u32) -> Finding {
+    match found {
+        None => {
+            Finding::error(format!("uplinks: interface {name} does not exist; create it, or take it out of the list"))
+        }
+        Some(link) if !link.up => {
+            Finding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
+        }
+        Some(link) if link.mtu > largest => Finding::error(format!(
+            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size",
+            link.mtu
+        )),
+        Some(link) => Finding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
+    }
+}
+
+fn forwarding(settings: [(&str, Option<String>); 2]) -> Vec<Finding> {
+    let finding = |(path, value): (&str, Option<String>)| match value?.trim() {
+        "0" => Some(Finding::warning(format!(
+            "net/{path} = 0: pods reach neither Services nor other nodes; set it to 1 (sysctl -w net/{path}=1)"
+        ))),
+        _ => Some(Finding::ok(format!("net/{path}"))),
+    };
+    settings.into_iter().filter_map(finding).collect()
+}
+
+fn list(cores: &[u16]) -> String {
+    cores.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn config(more: &str) -> Config {
+        let text = format!("node = \"a\"\n{more}\n[source]\nmanifests = \"/tmp\"\n");
+        Config::parse(&text, Path::new("/tmp/penstock.toml")).unwrap()
+    }
+
+    #[test]
+    fn each_missing_capability_is_named() {
+        let all = 1 << 12 | 1 << 13 | 1 << 39;
+        for (effective, level, line) in [
+            (u64::MAX, Level::Ok, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF"),
+            (all, Level::Ok, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF"),
+            (1 << 12 | 1 << 13 | 1 << 21, Level::Ok, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF"),
+            (all & !(1 << 13), Level::Error, "capabilities: CAP_NET_RAW missing"),
+            (
+                0,
+                Level::Error,
+                "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing (CapEff 0000000000000000); run as root",
+            ),
+        ] {
+            let found = capabilities(effective);
+            assert_eq!(found.level, level, "{found:?}");
+            assert!(found.line.starts_with(line), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_without_af_xdp_is_told() {
+        let found = af_xdp(Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)));
+        assert_eq!(found.level, Level::Error);
+        assert!(found.line.contains("Address family not supported") && found.line.contains("CONFIG_XDP_SOCKETS"));
+        assert_eq!(af_xdp(Ok(())).level, Level::Ok);
+    }
+
+    #[test]
+    fn a_core_that_does_not_exist_is_named_with_those_that_do() {
+        let line = worker_cores(&config("workers.cores = [0, 999]")).unwrap_err();
+        assert!(
+            line.starts_with("workers.cores: core 999 does not exist or is not open to this process; choose from 0"),
+            "{line}"
+        );
+        assert_eq!(worker_cores(&config("workers.cores = [0]")).unwrap(), [0]);
+        assert_eq!(worker_cores(&config("")).unwrap(), [*usable_cores().last().unwrap()]);
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_told() {
+        let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
+        assert_eq!(found.level, Level::Error);
+        assert!(found.line.starts_with("umem and conntrack: 2066 MiB are needed and 1024 MiB available;"), "{found:?}");
+        assert_eq!(memory(&config(""), None).level, Level::Ok);
+    }
+
+    #[test]
+    fn an_uplink_must_exist_be_up_and_fit() {
+        let good = Link { veth: false, queues: 4, ..Link::veth(2, "eth0") };
+        for (link, level, line) in [
+            (Some(good.clone()), Level::Ok, "uplinks: eth0, MTU 1500"),
+            (None, Level::Error, "uplinks: interface eth0 does not exist; create it"),
+            (Some(Link { up: false, ..good.clone() }), Level::Error, "uplinks: interface eth0 is down; set it up"),
+            (
+                Some(Link { mtu: 9000, ..good }),
+                Level::Error,
+                "uplinks: MTU 9000 of interface eth0 is more than the 1778 that",
+            ),
+        ] {
+            let found = uplink("eth0", link.as_ref(), 1778);
+            assert_eq!(found.level, level);
+            assert!(found.line.starts_with(line), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_node_that_does_not_forward_is_warned_about() {
+        let found = forwarding([("ipv4/ip_forward", Some("0\n".into())), ("ipv6/conf/all/forwarding", None)]);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].level, Level::Warning);
+        assert!(found[0].line.starts_with("net/ipv4/ip_forward = 0: "), "{found:?}");
+        let found =
+            forwarding([("ipv4/ip_forward", Some("1\n".into())), ("ipv6/conf/all/forwarding", Some("1".into()))]);
+        assert!(found.iter().all(|finding| finding.level == Level::Ok) && found.len() == 2);
+    }
+}

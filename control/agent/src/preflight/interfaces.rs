@@ -1,0 +1,159 @@
+//! What of an interface's settings matters to packets that come and go by AF_XDP: offloads, filters, other programs.
+
+use penstock_dataplane::io::Offloads;
+use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
+
+use super::Finding;
+use crate::config::XdpMode;
+use crate::discovery::{Link, PodPort, Sysctl};
+
+/// A pod's interface that can be served.
+pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<Finding> {
+    let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
+    let settings = match Offloads::read(&port.name) {
+        Ok(offloads) => format!("{own}; {}", describe(&offloads)),
+        Err(_) => format!("{own}; its offloads cannot be read"),
+    };
+    let mut findings = vec![Finding::ok(settings)];
+    findings.extend((mode == XdpMode::Native).then(|| too_long_for_native(port)).flatten());
+    findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
+    // The others are served; this one is tried again and again.
+    findings.extend(program(&port.name, port.link).map(Finding::warning));
+    findings
+}
+
+/// An uplink that exists, is up and fits.
+pub(super) fn uplink(link: &Link) -> Vec<Finding> {
+    let mut findings: Vec<Finding> =
+        Offloads::read(&link.name).ok().and_then(|set| merging(&link.name, &set)).into_iter().collect();
+    findings.extend(program(&link.name, link.index).map(Finding::error));
+    findings
+}
+
+fn strict(interface: &str) -> bool {
+    Sysctl::v4(interface, "rp_filter").read() == Some(1)
+}
+
+fn describe(offloads: &Offloads) -> String {
+    let on = |on: Option<bool>| match on {
+        Some(true) => "on",
+        Some(false) => "off",
+        None => "unknown",
+    };
+    format!(
+        "tso {}, gso {}, gro {}, rx checksum {}, tx checksum {}",
+        on(offloads.tso),
+        on(offloads.gso),
+        on(offloads.gro),
+        on(offloads.rx_checksum),
+        on(offloads.tx_checksum)
+    )
+}
+
+/// In generic mode the pod's stack hands over segments that were never cut.
+fn too_long_for_native(port: &PodPort) -> Option<Finding> {
+    (port.mtu > LARGEST_NATIVE_MTU).then(|| {
+        Finding::warning(format!(
+            "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host port's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
+            port.pod, port.mtu, port.name
+        ))
+    })
+}
+
+/// A strict filter would keep the kernel from answering the pod's ARP while its traffic comes by the workers.
+fn filter(name: &str, strict: [bool; 2]) -> Option<Finding> {
+    let which = match strict {
+        [true, _] => "all",
+        [false, true] => name,
+        [false, false] => return None,
+    };
+    Some(Finding::ok(format!(
+        "net/ipv4/conf/{which}/rp_filter = 1: set to 2 on {name} while its pod is served, and put back at the end"
+    )))
+}
+
+/// Packets that were merged before the generic path sees them may be longer than a frame.
+fn merging(name: &str, offloads: &Offloads) -> Option<Finding> {
+    let merges = [("lro", offloads.lro), ("gro", offloads.gro)].into_iter().find(|(_, on)| *on == Some(true));
+    merges.map(|(feature, _)| {
+        Finding::warning(format!(
+            "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame go the slower way by the kernel; switch it off (ethtool -K {name} {feature} off)"
+        ))
+    })
+}
+
+/// The line about somebody else's program, if there is one.
+fn program(name: &str, index: u32) -> Option<String> {
+    // Without the right to look there are other errors already.
+    let found = ForeignProgram::on(index).ok()??;
+    let called = found.name.map_or_else(String::new, |called| format!(" ({called})"));
+    Some(format!(
+        "interface {name}: another XDP program is attached, number {}{called}; detach it (ip link set dev {name} xdp off)",
+        found.id
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use penstock_dataplane::forward::Mac;
+
+    use super::*;
+    use crate::preflight::Level;
+    use penstock_policy::model::ObjectKey;
+
+    #[test]
+    fn an_mtu_at_which_a_veth_takes_no_native_program_is_warned_about() {
+        let port = |mtu: u32| PodPort {
+            link: 7,
+            name: "veth1".to_owned(),
+            own_mac: Mac::default(),
+            peer_mac: Mac::default(),
+            mtu,
+            bridge: None,
+            pod: ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() },
+            addresses: BTreeSet::new(),
+        };
+        for mtu in [1500, 3506] {
+            assert_eq!(too_long_for_native(&port(mtu)), None, "{mtu}");
+        }
+        for mtu in [3507, 3826] {
+            let found = too_long_for_native(&port(mtu)).unwrap();
+            assert_eq!(found.level, Level::Warning);
+            let start =
+                format!("pod shop/web: MTU {mtu} of veth1 is more than the 3506 up to which a veth takes native XDP");
+            assert!(found.line.starts_with(&start) && found.line.contains("lower the MTU to 3506"), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_strict_filter_is_told_by_where_it_is_set() {
+        assert_eq!(filter("veth1", [false, false]), None);
+        assert!(
+            filter("veth1", [true, true])
+                .unwrap()
+                .line
+                .starts_with("net/ipv4/conf/all/rp_filter = 1: set to 2 on veth1")
+        );
+        assert!(filter("veth1", [false, true]).unwrap().line.starts_with("net/ipv4/conf/veth1/rp_filter = 1: "));
+    }
+
+    #[test]
+    fn an_uplink_that_merges_packets_is_warned_about() {
+        let off = Offloads::default();
+        assert_eq!(merging("eth0", &off), None);
+        let found = merging("eth0", &Offloads { gro: Some(true), lro: Some(false), ..off }).unwrap();
+        assert_eq!(found.level, Level::Warning);
+        assert!(
+            found.line.contains("gro of eth0 is on") && found.line.contains("ethtool -K eth0 gro off"),
+            "{found:?}"
+        );
+    }
+
+    #[test]
+    fn offloads_that_a_driver_does_not_tell_are_unknown() {
+        let told = describe(&Offloads { tso: Some(true), gso: Some(false), ..Offloads::default() });
+        assert_eq!(told, "tso on, gso off, gro unknown, rx checksum unknown, tx checksum unknown");
+    }
+}

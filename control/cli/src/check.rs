@@ -1,0 +1,36 @@
+//! `penstock check`: is this configuration good, and can this machine run it?
+
+use std::io::{self, Write};
+
+use penstock_agent::preflight::Level;
+
+use super::Failure;
+use super::configuration::ConfigArgs;
+
+/// Validate a configuration and look whether this machine can run it
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Each line says ok, warning or error, and what to do about it. Nothing is changed.
+
+Examples:
+  penstock check --config /etc/penstock/penstock.toml
+  PENSTOCK_NODE=worker-1 penstock check --config penstock.toml --set umem.memory=1GiB")]
+pub(super) struct Args {
+    #[command(flatten)]
+    config: ConfigArgs,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let (_, loaded) = args.config.load()?;
+    let findings = penstock_agent::check(&loaded.config).map_err(|error| Failure::Failed(error.into()))?;
+    let mut answer = format!("{:<8} {}\n", Level::Ok, args.config.config.display());
+    for finding in &findings {
+        answer.push_str(&format!("{:<8} {}\n", finding.level, finding.line));
+    }
+    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)?;
+    match findings.iter().filter(|finding| finding.level == Level::Error).count() {
+        0 => Ok(()),
+        1 => Err(Failure::bad_input("1 error; mend it and check again")),
+        errors => Err(Failure::bad_input(format!("{errors} errors; mend them and check again"))),
+    }
+}

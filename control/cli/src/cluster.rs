@@ -1,0 +1,93 @@
+//! The cluster that a command's manifests describe.
+
+use std::path::{Path, PathBuf};
+
+use penstock_dataplane::policy::Reach;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::Change;
+use penstock_policy::render::tables::Scope;
+use penstock_sources::convert;
+use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
+
+use super::Failure;
+
+/// Which manifests, and how they are read.
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct ManifestArgs {
+    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    pub(super) manifests: Vec<PathBuf>,
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    #[arg(long)]
+    v1beta1: bool,
+    /// A flow that a rule of one side allows is allowed on the other side, too
+    #[arg(long)]
+    cluster_wide: bool,
+}
+
+/// The same, where they may also be left out.
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct OptionalManifestArgs {
+    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    manifests: Vec<PathBuf>,
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    #[arg(long, requires = "manifests")]
+    v1beta1: bool,
+    /// A flow that a rule of one side allows is allowed on the other side, too
+    #[arg(long, requires = "manifests")]
+    cluster_wide: bool,
+}
+
+impl OptionalManifestArgs {
+    /// Those that were given, if any.
+    pub(super) fn given(&self) -> Option<ManifestArgs> {
+        let Self { manifests, v1beta1, cluster_wide } = self.clone();
+        (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide })
+    }
+}
+
+impl ManifestArgs {
+    /// How they are read.
+    pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
+        Options { settings: convert::Settings { v1beta1: self.v1beta1 }, unknown_fields }
+    }
+
+    /// Whether a rule's action is honoured cluster-wide.
+    pub(super) fn reach(&self) -> Reach {
+        if self.cluster_wide { Reach::ClusterWide } else { Reach::BothSides }
+    }
+
+    /// Reads the manifests.
+    pub(super) fn read(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
+        read_manifests(&self.manifests, &self.options(unknown_fields))
+            .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))
+    }
+
+    /// The policy of the manifests, for the pods in scope.
+    pub(super) fn engine(&self, scope: Scope) -> Result<Engine, Failure> {
+        Ok(self.engine_of(&self.read(UnknownFields::Refuse)?, scope))
+    }
+
+    /// The policy of manifests that are read already.
+    pub(super) fn engine_of(&self, manifests: &Manifests, scope: Scope) -> Engine {
+        let mut engine = Engine::new(Settings { scope, reach: self.reach() });
+        engine.apply(manifests.objects().map(Change::Set));
+        engine
+    }
+
+    /// Whether v1beta1's objects have their meaning.
+    pub(super) fn reads_v1beta1(&self) -> bool {
+        self.v1beta1
+    }
+
+    /// Whether a rule's action is honoured cluster-wide.
+    pub(super) fn is_cluster_wide(&self) -> bool {
+        self.cluster_wide
+    }
+
+    /// Whether standard input is among them.
+    pub(super) fn use_standard_input(&self) -> bool {
+        self.manifests.iter().any(|path| path == Path::new("-"))
+    }
+}

@@ -1,0 +1,27 @@
+//! The configuration of the node service, as commands are given it.
+
+use std::path::PathBuf;
+
+use penstock_agent::config::{Layers, Loaded};
+
+use super::Failure;
+
+/// Which configuration.
+#[derive(clap::Args, Clone, Debug)]
+pub(super) struct ConfigArgs {
+    /// The configuration file (TOML); PENSTOCK_* of the environment go over it
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: PathBuf,
+    /// Set a key over file and environment, such as umem.memory=1GiB; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    settings: Vec<String>,
+}
+
+impl ConfigArgs {
+    /// Reads all layers.
+    pub(super) fn load(&self) -> Result<(Layers, Loaded), Failure> {
+        let layers = Layers::new(&self.config, &self.settings).map_err(Failure::bad_input)?;
+        let loaded = layers.load().map_err(Failure::bad_input)?;
+        Ok((layers, loaded))
+    }
+}

@@ -1,0 +1,88 @@
+//! `penstock dump`: a support bundle.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use penstock_admin::types::{Dump, DumpFile};
+
+use super::Failure;
+use super::daemon::DaemonArgs;
+
+/// Write a support bundle of a running daemon
+///
+/// A tar.gz with the configuration, versions, status, policy tables, connections, metrics, preflight and the last lines of
+/// the log. It holds no secrets, but names and addresses of pods and nodes.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock dump penstock.tar.gz
+  penstock dump /tmp/node-1.tar.gz --socket /run/penstock/admin.sock && tar tzf /tmp/node-1.tar.gz")]
+pub(super) struct Args {
+    /// The file to write; one that is there is not overwritten
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    #[command(flatten)]
+    daemon: DaemonArgs,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let dump: Dump = args.daemon.get("/v1/dump", &())?;
+    let file = File::create_new(&args.file).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists => {
+            Failure::bad_input(format_args!("{}: is there already; give another name", args.file.display()))
+        }
+        _ => Failure::bad_input(format_args!(
+            "{}: cannot be made ({error}); give a path that can be written",
+            args.file.display()
+        )),
+    })?;
+    let written = write(&dump, file);
+    written.with_context(|| format!("cannot write {}", args.file.display()))?;
+    let told = format!("{}: {} files\n", args.file.display(), dump.files.len());
+    io::stdout().write_all(told.as_bytes()).or_else(Failure::from_output)
+}
+
+fn write(dump: &Dump, to: impl Write) -> io::Result<()> {
+    let mut archive = tar::Builder::new(GzEncoder::new(to, Compression::default()));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    for DumpFile { name, content } in &dump.files {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        header.set_mode(0o600);
+        header.set_mtime(now);
+        archive.append_data(&mut header, Path::new("penstock-dump").join(name), content.as_bytes())?;
+    }
+    archive.into_inner()?.finish()?.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use flate2::read::GzDecoder;
+
+    use super::*;
+
+    #[test]
+    fn a_bundle_holds_what_was_told() {
+        let file = |name: &str, content: &str| DumpFile { name: name.to_owned(), content: content.to_owned() };
+        let dump = Dump { files: vec![file("config.toml", "node = \"a\"\n"), file("log.txt", "")] };
+        let mut octets = Vec::new();
+        write(&dump, &mut octets).unwrap();
+        let mut archive = tar::Archive::new(GzDecoder::new(octets.as_slice()));
+        let mut found = Vec::new();
+        for entry in archive.entries().unwrap() {
+            let mut entry = entry.unwrap();
+            let (name, mut content) = (entry.path().unwrap().display().to_string(), String::new());
+            entry.read_to_string(&mut content).unwrap();
+            found.push((name, content));
+        }
+        let expected = [("penstock-dump/config.toml", "node = \"a\"\n"), ("penstock-dump/log.txt", "")];
+        assert_eq!(found, expected.map(|(name, content)| (name.to_owned(), content.to_owned())));
+    }
+}

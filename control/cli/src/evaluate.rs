@@ -1,0 +1,158 @@
+//! `penstock evaluate`: queries in, verdicts out, one JSON object a line.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use penstock_dataplane::packet::Protocol;
+use penstock_policy::engine::{Engine, SideExplanation};
+use penstock_policy::flow::{self, NoFlow, Service};
+use penstock_policy::render::tables::Scope;
+use serde::{Deserialize, Serialize};
+
+use super::Failure;
+use super::cluster::ManifestArgs;
+
+/// Answer queries about manifests: is this flow allowed, and by which rule?
+///
+/// Each line of the queries is a JSON object: "from" and "to" (NAMESPACE/POD or an address; an address that is a pod's
+/// is that pod), "port" (a number, or the name that the destination pod has for it) and "protocol" (TCP unless given).
+/// Each answer is one line with the query's fields and "verdict", "egress" and "ingress". Both sides are judged, on
+/// whatever node the pods are, through the tables that the workers use.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock evaluate --manifests policies/ --queries queries.jsonl
+  echo '{\"from\": \"shop/web-1\", \"to\": \"10.1.2.3\", \"port\": 80, \"protocol\": \"TCP\"}' |
+    penstock evaluate --manifests cluster.yaml policies/ --queries -")]
+pub(super) struct Args {
+    #[command(flatten)]
+    manifests: ManifestArgs,
+    /// File with one query a line, or - for standard input
+    #[arg(long, value_name = "FILE")]
+    queries: PathBuf,
+}
+
+/// A question. It is given back as it came.
+#[derive(Deserialize, Serialize, Debug)]
+#[serde(deny_unknown_fields)]
+struct Query {
+    from: String,
+    to: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    port: Option<Port>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    protocol: Option<String>,
+}
+
+#[derive(Deserialize, Serialize, Debug)]
+#[serde(untagged)]
+enum Port {
+    Number(u16),
+    Text(String),
+}
+
+#[derive(Serialize, Debug)]
+struct Answer<'a> {
+    #[serde(flatten)]
+    query: &'a Query,
+    verdict: Verdict,
+    egress: Side,
+    ingress: Side,
+}
+
+#[derive(Serialize, Debug)]
+struct Side {
+    verdict: Verdict,
+    isolated: bool,
+    rule: Option<String>,
+    policies: Vec<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Debug)]
+#[serde(rename_all = "lowercase")]
+enum Verdict {
+    Allow,
+    Deny,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let from_standard_input = args.queries == Path::new("-");
+    if from_standard_input && args.manifests.use_standard_input() {
+        return Err(Failure::bad_input("standard input cannot be manifests and queries: give one of them as a file"));
+    }
+    let engine = args.manifests.engine(Scope::AllPods)?;
+    let stdout = io::stdout().lock();
+    if from_standard_input {
+        // Whoever writes one query after the other may be waiting for each answer: standard output ends every line.
+        return answer_all(&engine, "standard input", io::stdin().lock(), stdout);
+    }
+    let name = args.queries.display().to_string();
+    let file = File::open(&args.queries)
+        .map_err(|error| Failure::bad_input(format_args!("{name}: cannot be read: {error}: name a file of queries")))?;
+    answer_all(&engine, &name, BufReader::new(file), BufWriter::new(stdout))
+}
+
+/// Answers line by line. What was answered before a bad query stays answered.
+fn answer_all(engine: &Engine, name: &str, queries: impl BufRead, mut output: impl Write) -> Result<(), Failure> {
+    for (number, line) in (1..).zip(queries.lines()) {
+        let answered = match line {
+            Ok(line) if line.trim().is_empty() => continue,
+            Ok(line) => answer(engine, line.trim()),
+            Err(error) => Err(BadQuery::Unreadable(error)),
+        };
+        let written = match answered {
+            Ok(answer) => writeln!(output, "{answer}"),
+            Err(error) => {
+                output.flush().or_else(Failure::from_output)?;
+                return Err(Failure::bad_input(format_args!("{name}:{number}: {error}")));
+            }
+        };
+        if let Err(error) = written {
+            return Failure::from_output(error);
+        }
+    }
+    output.flush().or_else(Failure::from_output)
+}
+
+#[derive(thiserror::Error, Debug)]
+enum BadQuery {
+    #[error("cannot be read: {0}")]
+    Unreadable(io::Error),
+    #[error(
+        "is no query ({0}): write {{\"from\": \"NAMESPACE/POD\", \"to\": \"ADDRESS\", \"port\": 80, \"protocol\": \"TCP\"}}"
+    )]
+    Syntax(serde_json::Error),
+    #[error(transparent)]
+    NoFlow(#[from] NoFlow),
+}
+
+fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
+    let query: Query = serde_json::from_str(line).map_err(BadQuery::Syntax)?;
+    let protocol = query.protocol.as_deref().map_or(Ok(Protocol::TCP), flow::protocol)?;
+    let port = match &query.port {
+        None => None,
+        Some(Port::Number(number)) => Some(number.to_string().parse()?),
+        Some(Port::Text(text)) => Some(text.parse()?),
+    };
+    let service = Service::new(protocol, port)?;
+    let flow = flow::flow(engine.state(), &query.from.parse()?, &query.to.parse()?, &service)?;
+    let explanation = engine.explain(&flow);
+    let (egress, ingress) = (Side::from(&explanation.egress), Side::from(&explanation.ingress));
+    let verdict = match (egress.verdict, ingress.verdict) {
+        (Verdict::Allow, Verdict::Allow) => Verdict::Allow,
+        _ => Verdict::Deny,
+    };
+    serde_json::to_string(&Answer { query: &query, verdict, egress, ingress }).map_err(BadQuery::Syntax)
+}
+
+impl From<&SideExplanation> for Side {
+    fn from(side: &SideExplanation) -> Self {
+        Self {
+            verdict: if side.side.is_allowed() { Verdict::Allow } else { Verdict::Deny },
+            isolated: side.isolated,
+            rule: side.rule.as_ref().map(ToString::to_string),
+            policies: side.policies.iter().map(ToString::to_string).collect(),
+        }
+    }
+}

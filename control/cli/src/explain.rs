@@ -1,0 +1,64 @@
+//! `penstock explain`: why a flow is allowed or denied, for a person.
+
+use std::io::{self, Write as _};
+
+use penstock_admin::types::{ExplainQuery, Explanation};
+use penstock_policy::explain::answer;
+use penstock_policy::flow::{End, Service};
+use penstock_policy::render::tables::Scope;
+
+use super::Failure;
+use super::cluster::OptionalManifestArgs;
+use super::daemon::DaemonArgs;
+use super::style::Colours;
+
+/// Say why a flow is allowed or denied
+///
+/// Tells which policies select each end, which rule allowed the flow, or which came nearest and what it lacked, and,
+/// where no rule is for this flow at all, which policies isolate the pod.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock explain --manifests policies/ --from shop/web-1 --to shop/db-0 --port 5432/TCP
+  penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP
+  penstock explain --live --from shop/web-1 --to shop/db-0 --port 5432/TCP")]
+#[command(group(clap::ArgGroup::new("cluster").required(true).args(["live", "manifests"])))]
+pub(super) struct Args {
+    #[command(flatten)]
+    manifests: OptionalManifestArgs,
+    /// Ask the daemon that runs on this node, which knows the sides of its own pods only
+    #[arg(long)]
+    live: bool,
+    #[command(flatten)]
+    daemon: DaemonArgs,
+    /// Who sends: NAMESPACE/POD or an address
+    #[arg(long, value_name = "END")]
+    from: End,
+    /// Who receives: NAMESPACE/POD or an address
+    #[arg(long, value_name = "END")]
+    to: End,
+    /// PORT/PROTOCOL, the port by its number or its name; or a protocol without ports
+    #[arg(long, value_name = "PORT/PROTOCOL")]
+    port: Service,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let text = match args.manifests.given() {
+        Some(manifests) => {
+            let engine = manifests.engine(Scope::AllPods)?;
+            answer(&engine, &Colours, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
+        }
+        None => {
+            let query =
+                ExplainQuery { from: args.from.to_string(), to: args.to.to_string(), port: args.port.to_string() };
+            let explanation: Explanation = args.daemon.get("/v1/explain", &query)?;
+            format!(
+                "{}\nby snapshot {} of the daemon at {}\n",
+                explanation.text,
+                explanation.epoch,
+                args.daemon.socket.display()
+            )
+        }
+    };
+    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+}

@@ -1,0 +1,152 @@
+//! `penstock flows`: the connections of a running daemon.
+
+use std::io::{self, Write};
+use std::thread;
+use std::time::Duration;
+
+use penstock_admin::table::layout;
+use penstock_admin::types::{End, Flow, Flows, FlowsQuery};
+
+use super::Failure;
+use super::daemon::{DaemonArgs, failure, json};
+
+/// List the live connections of a running daemon
+///
+/// Each with its ends, its state, what lets it pass by the policy of now, how long ago its last packet was, and when it is
+/// forgotten. There are no counters of packets or octets: an entry of the connection table is one cache line, all of
+/// which is in use, and a second one would double what a packet costs there; `penstock status` and the metrics count by pod.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+States have the names of nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT, REPLIED and so on); CUT is a connection that
+policy has ended. CONNECTION is the number that the verdict log has for it.
+
+Examples:
+  penstock flows
+  penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
+  penstock flows --state CUT --watch
+  penstock flows --json | jq '.flows[] | select(.idle_seconds > 60)'")]
+pub(super) struct Args {
+    #[command(flatten)]
+    daemon: DaemonArgs,
+    /// Only connections that this pod (NAMESPACE/POD) or address has an end of
+    #[arg(long, visible_alias = "address", value_name = "END")]
+    pod: Option<String>,
+    /// Only connections in this state
+    #[arg(long, value_name = "STATE")]
+    state: Option<String>,
+    /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
+    #[arg(long, value_name = "PROTOCOL")]
+    protocol: Option<String>,
+    /// Only connections to this port
+    #[arg(long, value_name = "NUMBER")]
+    port: Option<u16>,
+    /// List no more than this many
+    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
+    limit: usize,
+    /// Print as JSON; with --watch one object a line
+    #[arg(long)]
+    json: bool,
+    /// List them again every so many seconds, until interrupted
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    watch: Option<u64>,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let query = FlowsQuery {
+        end: args.pod.clone(),
+        state: args.state.clone(),
+        protocol: args.protocol.clone(),
+        port: args.port,
+        limit: Some(args.limit),
+    };
+    let client = args.daemon.client()?;
+    loop {
+        let flows: Flows = client.get("/v1/flows", &query).map_err(failure)?;
+        let text = match (args.json, args.watch) {
+            (true, None) => json(&flows),
+            (true, Some(_)) => serde_json::to_string(&flows).expect("strings and numbers are JSON") + "\n",
+            (false, None) => text(&flows),
+            // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
+            (false, Some(_)) => format!("\x1b[H\x1b[J{}", text(&flows)),
+        };
+        let mut output = io::stdout();
+        if let Err(error) = output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
+            return Failure::from_output(error);
+        }
+        match args.watch {
+            Some(seconds) => thread::sleep(Duration::from_secs(seconds)),
+            None => return Ok(()),
+        }
+    }
+}
+
+fn text(flows: &Flows) -> String {
+    let heading = ["CONNECTION", "PROTOCOL", "FROM", "TO", "STATE", "EGRESS", "INGRESS", "IDLE", "EXPIRES"];
+    let mut rows = vec![heading.map(str::to_owned).to_vec()];
+    rows.extend(flows.flows.iter().map(row));
+    let mut text = layout(&rows);
+    let shown = flows.flows.len();
+    text.push_str(&match flows.matching {
+        matching if matching == shown => format!("{shown} connections\n"),
+        matching => format!("{shown} of {matching} connections; list more with --limit\n"),
+    });
+    text
+}
+
+fn row(flow: &Flow) -> Vec<String> {
+    vec![
+        flow.connection.clone(),
+        flow.protocol.clone(),
+        end(&flow.from),
+        end(&flow.to),
+        flow.state.clone(),
+        flow.egress.clone(),
+        flow.ingress.clone(),
+        format!("{} s", flow.idle_seconds),
+        format!("{} s", flow.expires_seconds),
+    ]
+}
+
+/// `shop/web-1 10.1.0.5:8080`, `[fd00::1]:53`, `10.1.0.5`.
+fn end(end: &End) -> String {
+    let address = match end.port {
+        0 => end.address.to_string(),
+        port => std::net::SocketAddr::new(end.address, port).to_string(),
+    };
+    match &end.name {
+        Some(name) => format!("{name} {address}"),
+        None => address,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_names_addresses_and_what_lets_it_pass() {
+        let end = |address: &str, port, name: Option<&str>| End {
+            address: address.parse().unwrap(),
+            port,
+            name: name.map(str::to_owned),
+        };
+        let flow = Flow {
+            connection: "00c0ffee00c0ffee".to_owned(),
+            protocol: "TCP".to_owned(),
+            from: end("10.1.0.5", 40_000, Some("shop/web")),
+            to: end("fd00::7", 80, None),
+            state: "ESTABLISHED".to_owned(),
+            egress: "open".to_owned(),
+            ingress: "shop-ingress-db-0-all-0-0".to_owned(),
+            idle_seconds: 3,
+            expires_seconds: 40,
+        };
+        let told = text(&Flows { matching: 2, flows: vec![flow] });
+        let lines: Vec<&str> = told.lines().collect();
+        assert_eq!(
+            lines[1],
+            "00c0ffee00c0ffee  TCP       shop/web 10.1.0.5:40000  [fd00::7]:80  ESTABLISHED  open    shop-ingress-db-0-all-0-0  3 s   40 s"
+        );
+        assert_eq!(lines[2], "1 of 2 connections; list more with --limit");
+    }
+}

@@ -1,0 +1,131 @@
+//! `penstock lint`: what is valid, and still cannot be meant.
+
+mod blocks;
+mod cluster;
+mod policy;
+mod selector;
+
+use std::fmt;
+use std::io::{self, Write as _};
+
+use penstock_sources::convert::FieldPath;
+use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
+
+use super::cluster::ManifestArgs;
+use super::{Failure, style};
+
+/// Find what is valid in manifests, and still cannot be meant
+///
+/// Rules that can never match, policies that select nothing, port names that no pod has, blocks that their excepts
+/// cover, fields that this version does not know, and more: one line each, with file, line, object and field.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock lint --manifests policies/
+  penstock lint --strict --manifests cluster.yaml policies/")]
+pub(super) struct Args {
+    #[command(flatten)]
+    manifests: ManifestArgs,
+    /// End with exit code 1 if anything is found
+    #[arg(long)]
+    strict: bool,
+}
+
+/// What is found, as it ends the line.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    NeverMatches,
+    SelectsNothing,
+    MatchesNothing,
+    UnknownPort,
+    NoEffect,
+    EmptyList,
+    Shadowed,
+    HostBits,
+    UnknownField,
+    NoNamespace,
+    NoNode,
+    NoAddress,
+    NotRead,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NeverMatches => "never-matches",
+            Self::SelectsNothing => "selects-nothing",
+            Self::MatchesNothing => "matches-nothing",
+            Self::UnknownPort => "unknown-port",
+            Self::NoEffect => "no-effect",
+            Self::EmptyList => "empty-list",
+            Self::Shadowed => "shadowed",
+            Self::HostBits => "host-bits",
+            Self::UnknownField => "unknown-field",
+            Self::NoNamespace => "no-namespace",
+            Self::NoNode => "no-node",
+            Self::NoAddress => "no-address",
+            Self::NotRead => "not-read",
+        })
+    }
+}
+
+/// One thing found.
+#[derive(Debug)]
+struct Finding {
+    origin: Origin,
+    object: String,
+    field: FieldPath,
+    kind: Kind,
+    message: String,
+}
+
+impl Finding {
+    fn new(document: &Document, field: FieldPath, kind: Kind, message: impl fmt::Display) -> Self {
+        Self {
+            origin: document.origin_of(&field),
+            object: document.object.reference().to_string(),
+            field,
+            kind,
+            message: message.to_string(),
+        }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: ", self.origin, self.object)?;
+        if !self.field.is_empty() {
+            write!(f, "{}: ", style::strong(&self.field))?;
+        }
+        write!(f, "{} {}", self.message, style::faint(format_args!("[{}]", self.kind)))
+    }
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let manifests = args.manifests.read(UnknownFields::Note)?;
+    let findings = find(&manifests, args.manifests.reads_v1beta1());
+    let mut text: String = findings.iter().map(|finding| format!("{finding}\n")).collect();
+    text += &match findings.len() {
+        0 => format!("nothing found in {} objects\n", manifests.documents.len()),
+        1 => format!("1 finding in {} objects\n", manifests.documents.len()),
+        more => format!("{more} findings in {} objects\n", manifests.documents.len()),
+    };
+    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    match args.strict && !findings.is_empty() {
+        true => Err(Failure::Failed(anyhow::anyhow!("findings: mend what is listed, or leave --strict out"))),
+        false => Ok(()),
+    }
+}
+
+/// All findings, in the order of files and lines.
+fn find(manifests: &Manifests, v1beta1: bool) -> Vec<Finding> {
+    let world = cluster::World::new(manifests);
+    let mut findings = Vec::new();
+    cluster::check(manifests, v1beta1, &mut findings);
+    for document in &manifests.documents {
+        policy::check(document, &world, &mut findings);
+    }
+    let place = |origin: &Origin| manifests.documents.iter().position(|document| document.origin.file == origin.file);
+    findings.sort_by_cached_key(|finding| (place(&finding.origin), finding.origin.clone()));
+    findings
+}

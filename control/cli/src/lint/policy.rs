@@ -1,0 +1,221 @@
+//! What a policy says in vain.
+
+use penstock_policy::describe;
+use penstock_policy::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
+use penstock_sources::convert::At;
+use penstock_sources::manifest::Document;
+use serde_json::Value;
+
+use super::cluster::World;
+use super::{Finding, Kind, blocks, selector};
+
+/// One direction of a policy that is looked at.
+struct Looked<'a> {
+    document: &'a Document,
+    policy: &'a NetworkPolicy,
+    world: &'a World,
+    /// The field of a rule's peers.
+    peers: &'static str,
+    is_ingress: bool,
+}
+
+pub(super) fn check(document: &Document, world: &World, findings: &mut Vec<Finding>) {
+    let Object::NetworkPolicy(policy) = &document.object else { return };
+    let at = At::OBJECT;
+    let spec = at.field("spec");
+    let selector_at = spec.field("podSelector");
+    let namespace = &policy.key.namespace;
+    if let Some(key) = selector::contradiction(&policy.pod_selector) {
+        let message = format!("contradicts itself on {key}: no pod can match");
+        findings.push(Finding::new(document, selector_at.path(), Kind::NeverMatches, message));
+    } else if world.pods_in(namespace, &policy.pod_selector).next().is_none() {
+        let message = format!("selects nothing: there is no pod like this in {namespace}");
+        findings.push(Finding::new(document, selector_at.path(), Kind::SelectsNothing, message));
+    }
+    for (direction, rules, peers) in [("ingress", &policy.ingress, "from"), ("egress", &policy.egress, "to")] {
+        let rules_at = spec.field(direction);
+        match rules {
+            Some(rules) => {
+                let looked = Looked { document, policy, world, peers, is_ingress: direction == "ingress" };
+                for (i, rule) in rules.iter().enumerate() {
+                    looked.rule(rule, &rules_at.index(i), findings);
+                }
+            }
+            None if is_filled(document, &rules_at) => {
+                let message = format!("has no effect: policyTypes does not list {}", capital(direction));
+                findings.push(Finding::new(document, rules_at.path(), Kind::NoEffect, message));
+            }
+            None => {}
+        }
+    }
+}
+
+fn capital(direction: &str) -> &'static str {
+    if direction == "ingress" { "Ingress" } else { "Egress" }
+}
+
+fn is_filled(document: &Document, at: &At<'_>) -> bool {
+    matches!(document.value(&at.path()), Some(Value::Array(items)) if !items.is_empty())
+}
+
+impl Looked<'_> {
+    fn rule(&self, rule: &Rule, at: &At<'_>, findings: &mut Vec<Finding>) {
+        let mut tell = |at: &At<'_>, kind, message: String| {
+            findings.push(Finding::new(self.document, at.path(), kind, message));
+        };
+        let (peers_at, ports_at) = (at.field(self.peers), at.field("ports"));
+        for (list_at, every, none) in [
+            (&peers_at, rule.peers == Peers::Every, rule.peers == Peers::AnyOf(Vec::new())),
+            (&ports_at, rule.ports == Ports::Every, rule.ports == Ports::AnyOf(Vec::new())),
+        ] {
+            let is_empty =
+                matches!(self.document.value(&list_at.path()), Some(Value::Array(items)) if items.is_empty());
+            if is_empty && every {
+                tell(
+                    list_at,
+                    Kind::EmptyList,
+                    "is empty, and so matches everything, as if it were not there".to_owned(),
+                );
+            } else if none {
+                tell(list_at, Kind::NeverMatches, "is empty, and so matches nothing in extensions/v1beta1".to_owned());
+            }
+        }
+        if let Peers::AnyOf(peers) = &rule.peers {
+            for (i, peer) in peers.iter().enumerate() {
+                self.peer(peer, i, peers, &peers_at.index(i), &mut tell);
+            }
+            if !peers.is_empty() && peers.iter().all(can_never_match) {
+                tell(at, Kind::NeverMatches, "can never match: none of its peers can".to_owned());
+            }
+        }
+        if let Ports::AnyOf(ports) = &rule.ports {
+            for (i, port) in ports.iter().enumerate() {
+                if let PortMatch::Name(name) = &port.which {
+                    self.port_name(name, port, rule, &ports_at.index(i), &mut tell);
+                }
+            }
+        }
+    }
+
+    fn peer(
+        &self,
+        peer: &Peer,
+        place: usize,
+        peers: &[Peer],
+        at: &At<'_>,
+        tell: &mut dyn FnMut(&At<'_>, Kind, String),
+    ) {
+        let (pods_at, namespaces_at, block_at) =
+            (at.field("podSelector"), at.field("namespaceSelector"), at.field("ipBlock"));
+        let contradiction = |found: &Selector| {
+            selector::contradiction(found).map(|key| format!("contradicts itself on {key}: nothing can match"))
+        };
+        let (namespaces, pods) = match peer {
+            Peer::Block(block) => {
+                for (except, kind, message) in blocks::pointless(block, place, peers) {
+                    match except {
+                        None => tell(&block_at.field("cidr"), kind, message),
+                        Some(i) => tell(&block_at.field("except").index(i), kind, message),
+                    }
+                }
+                return self.host_bits(&block_at, tell);
+            }
+            Peer::Pods(pods) => (None, Some(pods)),
+            Peer::Namespaces(namespaces) => (Some(namespaces), None),
+            Peer::PodsInNamespaces { namespaces, pods } => (Some(namespaces), Some(pods)),
+        };
+        for (found, at) in [(namespaces, &namespaces_at), (pods, &pods_at)] {
+            if let Some(message) = found.and_then(contradiction) {
+                return tell(at, Kind::NeverMatches, message);
+            }
+        }
+        if let Some(namespaces) = namespaces.filter(|namespaces| !self.world.finds_namespace(namespaces)) {
+            let message = format!("matches nothing: no namespace has {}", describe::selector(namespaces));
+            return tell(&namespaces_at, Kind::MatchesNothing, message);
+        }
+        if self.peers_of(peer).next().is_none() {
+            let message = format!(
+                "matches nothing: there is no pod like this ({})",
+                describe::peer(peer, &self.policy.key.namespace)
+            );
+            tell(if pods.is_some() { &pods_at } else { &namespaces_at }, Kind::MatchesNothing, message);
+        }
+    }
+
+    /// A block whose address is not the first of it may mean one host, or another prefix.
+    fn host_bits(&self, block_at: &At<'_>, tell: &mut dyn FnMut(&At<'_>, Kind, String)) {
+        let mut look = |at: &At<'_>| {
+            let Some(Value::String(text)) = self.document.value(&at.path()) else { return };
+            let Ok(net) = text.parse::<ipnet::IpNet>() else { return };
+            if net.addr() != net.network() {
+                tell(
+                    at,
+                    Kind::HostBits,
+                    format!("{text} is read as {}: the address has bits beyond the prefix", net.trunc()),
+                );
+            }
+        };
+        look(&block_at.field("cidr"));
+        let excepts_at = block_at.field("except");
+        let excepts = match self.document.value(&excepts_at.path()) {
+            Some(Value::Array(excepts)) => excepts.len(),
+            _ => 0,
+        };
+        (0..excepts).for_each(|i| look(&excepts_at.index(i)));
+    }
+
+    fn port_name(
+        &self,
+        name: &str,
+        port: &Port,
+        rule: &Rule,
+        at: &At<'_>,
+        tell: &mut dyn FnMut(&At<'_>, Kind, String),
+    ) {
+        let servers: Vec<&Pod> = match (self.is_ingress, &rule.peers) {
+            (true, _) => self.world.pods_in(&self.policy.key.namespace, &self.policy.pod_selector).collect(),
+            (false, Peers::Every) => self.world.pods().collect(),
+            (false, Peers::AnyOf(peers)) => peers.iter().flat_map(|peer| self.peers_of(peer)).collect(),
+        };
+        let numbers = |protocol| {
+            servers.iter().flat_map(|pod| &pod.ports).filter(move |own| own.name == name && protocol == own.protocol)
+        };
+        if numbers(port.protocol).next().is_some() {
+            return;
+        }
+        let other = servers.iter().flat_map(|pod| &pod.ports).find(|own| own.name == name);
+        let whose = if self.is_ingress { "pod that the policy selects" } else { "pod among the peers" };
+        let protocol = describe::protocol(port.protocol);
+        let message = match other {
+            Some(other) => {
+                let has = describe::protocol(other.protocol);
+                format!("matches nothing: {name:?} is a port of {has}, not of {protocol}, on every {whose}")
+            }
+            None => format!("matches nothing: no {whose} has a port {name:?} of {protocol}"),
+        };
+        tell(&at.field("port"), Kind::UnknownPort, message);
+    }
+
+    /// The pods that are a peer.
+    fn peers_of<'a>(&'a self, peer: &'a Peer) -> Box<dyn Iterator<Item = &'a Pod> + 'a> {
+        match peer {
+            Peer::Pods(pods) => Box::new(self.world.pods_in(&self.policy.key.namespace, pods)),
+            Peer::Namespaces(namespaces) => Box::new(self.world.pods_of(namespaces, &EVERY)),
+            Peer::PodsInNamespaces { namespaces, pods } => Box::new(self.world.pods_of(namespaces, pods)),
+            Peer::Block(block) => {
+                Box::new(self.world.pods().filter(|pod| pod.addresses.iter().any(|address| block.contains(address))))
+            }
+        }
+    }
+}
+
+static EVERY: Selector = Selector { requirements: Vec::new() };
+
+fn can_never_match(peer: &Peer) -> bool {
+    let contradicts = |found: &Selector| selector::contradiction(found).is_some();
+    match peer {
+        Peer::Pods(found) | Peer::Namespaces(found) => contradicts(found),
+        Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
+        Peer::Block(block) => blocks::is_covered(block),
+    }
+}

@@ -1,0 +1,111 @@
+//! `penstock matrix`: who reaches whom.
+
+mod html;
+mod table;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::engine::Engine;
+use penstock_policy::flow::{self, End, Service};
+use penstock_policy::model::{ObjectKey, PortMatch, PortProtocol, Ports};
+use penstock_policy::render::tables::Scope;
+
+use super::Failure;
+use super::cluster::ManifestArgs;
+
+/// Show which pods reach which
+///
+/// Without --port, all named ports of pods and all port numbers in policies are taken together.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  penstock matrix --manifests policies/ --port 8080/TCP
+  penstock matrix --manifests policies/ --html matrix.html")]
+pub(super) struct Args {
+    #[command(flatten)]
+    manifests: ManifestArgs,
+    /// PORT/PROTOCOL, the port by its number or its name, or a protocol without ports; may be given several times
+    #[arg(long, value_name = "PORT/PROTOCOL")]
+    port: Vec<Service>,
+    /// Write a page that needs nothing but itself, with the deciding rules and a filter by port, instead
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let engine = args.manifests.engine(Scope::AllPods)?;
+    let matrix = Matrix::new(&engine, args.port);
+    let Some(path) = args.html else {
+        return io::stdout().write_all(table::render(&engine, &matrix).as_bytes()).or_else(Failure::from_output);
+    };
+    fs::write(&path, html::render(&engine, &matrix)).map_err(|error| {
+        Failure::bad_input(format_args!("{}: cannot be written: {error}: name a file that can", path.display()))
+    })
+}
+
+/// What is asked of every pair of pods.
+struct Matrix {
+    /// The pods that policy sees, by namespace and name.
+    pods: Vec<ObjectKey>,
+    /// Those that it does not see, and why.
+    unseen: Vec<(ObjectKey, &'static str)>,
+    /// The ports.
+    services: Vec<Service>,
+}
+
+impl Matrix {
+    fn new(engine: &Engine, services: Vec<Service>) -> Self {
+        let (mut pods, mut unseen) = (Vec::new(), Vec::new());
+        for (_, pod) in engine.state().pods() {
+            let why = match pod {
+                pod if pod.host_network => "is in the host network: to policy it is its node",
+                pod if pod.finished => "has finished",
+                pod if pod.addresses.is_empty() => "has no address yet",
+                _ => {
+                    pods.push(pod.key.clone());
+                    continue;
+                }
+            };
+            unseen.push((pod.key.clone(), why));
+        }
+        pods.sort();
+        unseen.sort();
+        let services = if services.is_empty() { all_services(engine) } else { services };
+        Self { pods, unseen, services }
+    }
+
+    /// The flow from one of the pods to another. `None` where there can be none: the two have no address family in
+    /// common, or the receiver has no port of this name.
+    fn flow(&self, engine: &Engine, from: usize, to: usize, service: &Service) -> Option<Flow> {
+        let end = |pod: usize| End::Pod(self.pods[pod].clone());
+        flow::flow(engine.state(), &end(from), &end(to), service).ok()
+    }
+}
+
+/// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
+/// policy can tell apart is who, and any port shows it.
+fn all_services(engine: &Engine) -> Vec<Service> {
+    let number = |protocol: PortProtocol, number| {
+        Service::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
+    };
+    let state = engine.state();
+    let mut services: BTreeSet<Service> =
+        state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
+    for (policy, _) in state.policies() {
+        for rule in policy.ingress.iter().chain(&policy.egress).flatten() {
+            let Ports::AnyOf(ports) = &rule.ports else { continue };
+            services.extend(ports.iter().filter_map(|port| match port.which {
+                PortMatch::Range { first, .. } => Some(number(port.protocol, first)),
+                PortMatch::Every | PortMatch::Name(_) => None,
+            }));
+        }
+    }
+    if services.is_empty() {
+        services.insert(Service::number(Protocol::TCP, 80));
+    }
+    services.into_iter().collect()
+}

@@ -1,0 +1,127 @@
+//! `penstock replay`: what would policy have done with these packets?
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use penstock_replay::compare::Change;
+use penstock_replay::summary::Summary;
+use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
+use penstock_sources::manifest::UnknownFields;
+use serde::Serialize;
+
+use super::Failure;
+use super::cluster::ManifestArgs;
+
+/// Run a capture's packets through the workers' pipeline, and tell what policy does with them
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A packet enters by the port of its source address: a local pod's, the node's, else the uplink; or by the port that
+--ports names for its interface. What the XDP program leaves to the kernel (ARP, neighbour discovery, what is not for a
+local pod) is `kernel`. Time is the capture's.
+
+Exit codes: 0 done, 2 bad input, 3 with --compare: a verdict changes.
+
+Examples:
+  penstock replay --manifests cluster/ --pcap incident.pcapng --verdicts verdicts.jsonl
+  penstock replay --manifests cluster/ --pcap node.pcap --node worker-1 --denied denied.pcapng
+  penstock replay --manifests main/ --compare pull-request/ --pcap yesterday.pcap.gz")]
+pub(super) struct Args {
+    #[command(flatten)]
+    cluster: ManifestArgs,
+    /// Captures, merged by time: pcap or pcapng, also compressed by gzip
+    #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
+    pcap: Vec<PathBuf>,
+    /// Judge as this node does; without it, as if all pods were local
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// An interface of a pcapng capture and the port that it is: NAMESPACE/POD, host or uplink
+    #[arg(long, value_name = "INTERFACE=PORT", num_args = 1.., value_delimiter = ',')]
+    ports: Vec<String>,
+    /// Count a packet once that was captured at two places
+    #[arg(long)]
+    dedup: bool,
+    /// Write a JSON object a packet, one a line; - for standard output
+    #[arg(long, value_name = "FILE")]
+    verdicts: Option<PathBuf>,
+    /// Write a capture of the packets that pass
+    #[arg(long, value_name = "FILE")]
+    allowed: Option<PathBuf>,
+    /// Write a capture of the packets that are dropped
+    #[arg(long, value_name = "FILE")]
+    denied: Option<PathBuf>,
+    /// Change the manifests at times of the capture, as this TOML file says
+    #[arg(long, value_name = "FILE", conflicts_with = "compare")]
+    timeline: Option<PathBuf>,
+    /// Tell which connections' verdicts change under these manifests instead
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    compare: Vec<PathBuf>,
+    /// How to print the summary
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    summary: Format,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Format {
+    Table,
+    Json,
+}
+
+/// The summary as JSON.
+#[derive(Serialize)]
+struct Json<'a> {
+    #[serde(flatten)]
+    summary: &'a Summary,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    changes: Option<Vec<Change>>,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let ports = args.ports.iter().map(|text| text.parse::<Mapping>());
+    let options = Options {
+        captures: args.pcap,
+        reading: args.cluster.options(UnknownFields::Refuse),
+        reach: args.cluster.reach(),
+        manifests: args.cluster.manifests,
+        node: args.node,
+        ports: ports.collect::<Result<_, _>>().map_err(Failure::bad_input)?,
+        dedup: args.dedup,
+        timeline: args.timeline,
+        compare: args.compare,
+        outputs: Paths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },
+        ..Options::default()
+    };
+    let report = replay(&options).map_err(failure)?;
+    report.notes.iter().for_each(|note| eprintln!("penstock: {note}"));
+    let text = render(&report, args.summary);
+    // Verdicts on standard output are for a program to read: the summary goes where it does not disturb.
+    if options.outputs.verdicts.as_deref() == Some(std::path::Path::new("-")) {
+        io::stderr().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    } else {
+        io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    }
+    match report.comparison {
+        Some(comparison) if !comparison.is_empty() => Err(Failure::Differs),
+        _ => Ok(()),
+    }
+}
+
+fn failure(error: ReplayError) -> Failure {
+    Failure::BadInput(error.to_string().lines().map(str::to_owned).collect())
+}
+
+fn render(report: &Report, format: Format) -> String {
+    let Report { summary, comparison, .. } = report;
+    match format {
+        Format::Table => match comparison {
+            Some(comparison) => format!("{summary}\n{comparison}"),
+            None => summary.to_string(),
+        },
+        Format::Json => {
+            let changes = comparison.as_ref().map(|comparison| comparison.changes());
+            let json = Json { summary, changes };
+            // Strings and numbers only: there is nothing that JSON cannot hold.
+            let text = serde_json::to_string_pretty(&json).unwrap_or_default();
+            text + "\n"
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! `penstock status`: how a running daemon is.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+
+use penstock_admin::table::layout;
+use penstock_admin::types::{Pod, Port, Status};
+use penstock_dataplane::worker::Stage;
+
+use super::Failure;
+use super::daemon::{DaemonArgs, json, percent, short};
+use super::style;
+
+/// Say how a running daemon is: workers, ports, pods, and whether policy is in force
+///
+/// A pod is *enforced* once its own rules and all that is known of its peers are in force on every worker: no packet
+/// that a worker judges from then on is judged under anything older. `in force` names the snapshot.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Rates are those of the last one or two seconds. Rings show frames waiting to receive into and being sent. Clocks are
+the processor's time stamp counter's, since the start, from one turn in many.
+
+Examples:
+  penstock status
+  penstock status --json | jq '.pods[] | select(.enforced | not)'
+  penstock status --socket /run/penstock/admin.sock")]
+pub(super) struct Args {
+    #[command(flatten)]
+    daemon: DaemonArgs,
+    /// Print all there is, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let status: Status = args.daemon.get("/v1/status", &())?;
+    let text = if args.json { json(&status) } else { text(&status) };
+    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+}
+
+fn text(status: &Status) -> String {
+    let mut text = heading(status);
+    for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods)] {
+        text.push('\n');
+        text.push_str(&layout(&table));
+    }
+    text.push('\n');
+    let frames = &status.frames;
+    line(
+        &mut text,
+        &format!(
+            "frames: total {}, free {}, receiving {}, in flight {}",
+            frames.total, frames.free, frames.fill, frames.in_flight
+        ),
+    );
+    let connections = &status.connections;
+    line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
+    let drops = pairs(&status.drops);
+    line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
+    text
+}
+
+fn heading(status: &Status) -> String {
+    let Status { version, node, process, policies, published, in_force, .. } = status;
+    let force = match in_force {
+        true => style::good(format!("snapshot {published} is in force on every worker")),
+        false => style::mixed(format!("snapshot {published} is not in force on every worker yet")),
+    };
+    let uptime = status.uptime_seconds as u64;
+    let uptime = match uptime {
+        0..120 => format!("{uptime} s"),
+        120..7200 => format!("{} min", uptime / 60),
+        _ => format!("{} h", uptime / 3600),
+    };
+    let node = style::strong(node);
+    format!("penstock {version} on {node}, process {process}, up {uptime}, {policies} policies; {force}\n")
+}
+
+fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
+    cells.map(str::to_owned).to_vec()
+}
+
+fn workers(status: &Status) -> Vec<Vec<String>> {
+    let heading =
+        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "TURN P50", "P99", "WAITING"];
+    let time = |seconds: Option<f64>| seconds.map_or_else(String::new, |seconds| format!("{:.1} us", seconds * 1e6));
+    let told = status.workers.iter().map(|worker| {
+        vec![
+            worker.worker.to_string(),
+            worker.core.to_string(),
+            worker.epoch.to_string(),
+            percent(worker.busy),
+            percent(worker.awake),
+            short(worker.packets_per_second),
+            format!("{:.1}", worker.packets_per_batch),
+            time(worker.turn_median_seconds),
+            time(worker.turn_p99_seconds),
+            worker.handed_over.to_string(),
+        ]
+    });
+    std::iter::once(row(heading)).chain(told).collect()
+}
+
+/// Clocks a packet by stage; a worker that has timed none yet has none to show.
+fn stages(status: &Status) -> Vec<Vec<String>> {
+    let heading = std::iter::once("CLOCKS/PACKET".to_owned())
+        .chain(Stage::ALL.iter().map(|stage| stage.name().replace('_', " ").to_uppercase()));
+    let told = status.workers.iter().map(|worker| {
+        let clocks = Stage::ALL.iter().map(|stage| match worker.stages.packets {
+            0 => "-".to_owned(),
+            packets => (worker.stages.clocks.get(stage.name()).copied().unwrap_or(0) / packets).to_string(),
+        });
+        std::iter::once(format!("worker {}", worker.worker)).chain(clocks).collect()
+    });
+    std::iter::once(heading.collect()).chain(told).collect()
+}
+
+fn ports(ports: &[Port]) -> Vec<Vec<String>> {
+    let heading = [
+        "PORT",
+        "INTERFACE",
+        "XDP",
+        "POD",
+        "RX/S",
+        "TX/S",
+        "RX BIT/S",
+        "TX BIT/S",
+        "DROPS/S",
+        "RINGS",
+        "DROPPED BY CAUSE",
+    ];
+    let told = ports.iter().map(|port| {
+        let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
+        let kernel = port.kernel_drops.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
+        let drops: BTreeMap<String, u64> = port.drops.clone().into_iter().chain(kernel).collect();
+        vec![
+            port.port.to_string(),
+            port.interface.clone(),
+            port.mode.clone(),
+            behind,
+            short(port.rate.rx_packets),
+            short(port.rate.tx_packets),
+            short(port.rate.rx_bytes * 8.0),
+            short(port.rate.tx_bytes * 8.0),
+            short(port.rate.dropped_packets),
+            format!("{}/{} {}/{}", port.queue.receiving, port.queue.size, port.queue.sending, port.queue.size),
+            pairs(&drops),
+        ]
+    });
+    std::iter::once(row(heading)).chain(told).collect()
+}
+
+fn pods(pods: &[Pod]) -> Vec<Vec<String>> {
+    let heading = ["POD", "ADDRESSES", "INTERFACE", "CHANGED", "PUBLISHED", "ENFORCED", "CONNECTIONS"];
+    let number = |epoch: Option<u32>| epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string());
+    let told = pods.iter().map(|pod| {
+        let enforced = match (&pod.waiting, pod.enforced) {
+            (Some(waiting), _) => format!("no network: {waiting}"),
+            (None, true) => "yes".to_owned(),
+            (None, false) => "not yet".to_owned(),
+        };
+        vec![
+            pod.pod.clone(),
+            pod.addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "),
+            pod.interface.clone().unwrap_or_else(|| "-".to_owned()),
+            number(pod.changed),
+            number(pod.published),
+            enforced,
+            pod.connections.to_string(),
+        ]
+    });
+    std::iter::once(row(heading)).chain(told).collect()
+}
+
+/// `name count` of all.
+fn pairs(counts: &BTreeMap<String, u64>) -> String {
+    counts.iter().map(|(name, count)| format!("{name} {count}")).collect::<Vec<_>>().join(", ")
+}
+
+fn line(text: &mut String, line: &str) {
+    // Writing to a string does not fail.
+    let _ = writeln!(text, "{line}");
+}

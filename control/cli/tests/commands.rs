@@ -1,0 +1,339 @@
+//! The commands on the example policies: what they print is in `tests/expected`, to be read as it is.
+//!
+//! With `UPDATE_EXPECTED=1` in the environment the files are written anew instead of compared.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+const SHOP: &str = "configs/examples/shop";
+const MISTAKES: &str = "configs/examples/mistakes.yaml";
+
+struct Outcome {
+    code: i32,
+    out: String,
+    error: String,
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> Outcome {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
+    command.args(arguments).current_dir(root()).env_remove("FORCE_COLOR").env_remove("NO_COLOR");
+    command.envs(environment.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // A command that does not read its input may be gone by now.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    let output = child.wait_with_output().unwrap();
+    Outcome {
+        code: output.status.code().expect("it is not killed"),
+        out: String::from_utf8(output.stdout).unwrap(),
+        error: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+fn penstock(arguments: &[&str]) -> Outcome {
+    penstock_with(arguments, "", &[])
+}
+
+/// The output of a command that succeeds and has nothing to complain about.
+fn output(arguments: &[&str]) -> String {
+    let outcome = penstock(arguments);
+    assert_eq!((outcome.code, outcome.error.as_str()), (0, ""), "{arguments:?}");
+    outcome.out
+}
+
+/// The one line of a command that refuses its input.
+fn refusal(arguments: &[&str], input: &str) -> String {
+    let outcome = penstock_with(arguments, input, &[]);
+    assert_eq!(outcome.code, 2, "{arguments:?}: {}", outcome.error);
+    let lines: Vec<&str> = outcome.error.lines().collect();
+    let [line] = lines[..] else { panic!("{arguments:?}: {}", outcome.error) };
+    line.strip_prefix("penstock: ").expect("it says who complains").to_owned()
+}
+
+fn assert_expected(name: &str, found: &str) {
+    let path = root().join("control/cli/tests/expected").join(name);
+    if std::env::var_os("UPDATE_EXPECTED").is_some() {
+        fs::write(&path, found).unwrap();
+        return;
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    for (number, (expected, found)) in expected.lines().zip(found.lines()).enumerate() {
+        assert_eq!(found, expected, "{name}:{}", number + 1);
+    }
+    assert_eq!(found.lines().count(), expected.lines().count(), "{name}");
+}
+
+#[test]
+fn evaluate_answers_the_shop_s_queries() {
+    let answers = output(&["evaluate", "--manifests", SHOP, "--queries", "configs/examples/shop-queries.jsonl"]);
+    assert_expected("evaluate.jsonl", &answers);
+    let queries = fs::read_to_string(root().join("configs/examples/shop-queries.jsonl")).unwrap();
+    assert_eq!(queries.lines().count(), answers.lines().count());
+    for (query, answer) in queries.lines().zip(answers.lines()) {
+        let (query, answer): (Value, Value) =
+            (serde_json::from_str(query).unwrap(), serde_json::from_str(answer).unwrap());
+        for (field, value) in query.as_object().unwrap() {
+            assert_eq!(&answer[field], value, "the query's fields come back");
+        }
+        let (egress, ingress) = (&answer["egress"], &answer["ingress"]);
+        let both = if egress["verdict"] == "allow" && ingress["verdict"] == "allow" { "allow" } else { "deny" };
+        assert_eq!(answer["verdict"], both);
+        for side in [egress, ingress] {
+            assert!(side["isolated"].is_boolean() && side["policies"].is_array() && side.get("rule").is_some());
+        }
+    }
+}
+
+#[test]
+fn evaluate_reads_standard_input_for_either() {
+    let query = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}\n\n";
+    let arguments = ["evaluate", "--manifests", SHOP, "--queries", "-"];
+    let outcome = penstock_with(&arguments, query, &[]);
+    assert_eq!((outcome.code, outcome.out.lines().count()), (0, 1), "{}", outcome.error);
+    let queries = tempfile::NamedTempFile::new().unwrap();
+    fs::write(&queries, "{\"from\": \"10.0.0.1\", \"to\": \"a/b\", \"port\": 1, \"protocol\": \"udp\"}").unwrap();
+    let pod = "{\"apiVersion\":\"v1\",\"kind\":\"Pod\",\"metadata\":{\"namespace\":\"a\",\"name\":\"b\"},\"status\":{\"podIP\":\"10.0.0.2\"}}";
+    let policy =
+        "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p, namespace: a}\nspec: {}\n";
+    let path = queries.path().to_str().unwrap();
+    let outcome = penstock_with(&["evaluate", "--manifests", "-", "--queries", path], &format!("{pod}\n{policy}"), &[]);
+    assert_eq!(outcome.code, 0, "{}", outcome.error);
+    let answer: Value = serde_json::from_str(&outcome.out).unwrap();
+    assert_eq!((&answer["verdict"], &answer["ingress"]["policies"][0]), (&"deny".into(), &"a/p".into()));
+}
+
+#[test]
+fn a_bad_query_is_told_with_its_line_and_earlier_answers_stay() {
+    let good = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}";
+    for (bad, told) in [
+        ("{", "is no query (EOF while parsing"),
+        ("{\"from\": \"a/b\"}", "is no query (missing field `to`"),
+        ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is no query (unknown field `prt`"),
+        (
+            "{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}",
+            "there is no pod shop/nobody in the manifests: ",
+        ),
+        (
+            "{\"from\": \"shop/migrate-x7k\", \"to\": \"shop/api-1\", \"port\": 1}",
+            "pod shop/migrate-x7k has finished: ",
+        ),
+        ("{\"from\": \"shop\", \"to\": \"shop/api-1\", \"port\": 1}", "\"shop\" is no end of a flow: "),
+        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\"}", "TCP needs a port: "),
+        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 0}", "\"0\" is no port: "),
+        (
+            "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": \"sql\"}",
+            "shop/api-1 has no port named \"sql\" for TCP: ",
+        ),
+        (
+            "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 1, \"protocol\": \"HTTP\"}",
+            "\"HTTP\" is no protocol: ",
+        ),
+        (
+            "{\"from\": \"2001:db8::1\", \"to\": \"shop/cache-0\", \"port\": 1}",
+            "2001:db8::1 and shop/cache-0 have no address family in common",
+        ),
+    ] {
+        let outcome = penstock_with(
+            &["evaluate", "--manifests", SHOP, "--queries", "-"],
+            &format!("{good}\n{bad}\n{good}\n"),
+            &[],
+        );
+        assert_eq!((outcome.code, outcome.out.lines().count()), (2, 1), "{bad}");
+        let start = format!("penstock: standard input:2: {told}");
+        assert!(outcome.error.starts_with(&start) && outcome.error.lines().count() == 1, "{bad}: {}", outcome.error);
+    }
+}
+
+#[test]
+fn explain_tells_a_person_why() {
+    let mut text = String::new();
+    for (from, to, port) in [
+        ("shop/api-1", "shop/db-0", "sql/TCP"),
+        ("web/frontend-1", "shop/db-0", "5432/TCP"),
+        ("shop/api-1", "203.0.113.200", "443"),
+        ("monitoring/collector-0", "shop/db-0", "9100/TCP"),
+        ("shop/db-0", "8.8.8.8", "ICMP"),
+        ("192.0.2.12", "shop/db-0", "1/SCTP"),
+        ("web/frontend-1", "fd00:1:1::21", "http/TCP"),
+    ] {
+        let arguments = ["explain", "--manifests", SHOP, "--from", from, "--to", to, "--port", port];
+        text += &format!("$ penstock {}\n{}\n", arguments.join(" "), output(&arguments));
+    }
+    assert_expected("explain.txt", &text);
+}
+
+#[test]
+fn matrix_is_a_table() {
+    let mut text = output(&["matrix", "--manifests", SHOP]);
+    text += "\n";
+    text += &output(&["matrix", "--manifests", SHOP, "--port", "5432/TCP"]);
+    text += "\n";
+    text += &output(&["matrix", "--manifests", SHOP, "--port", "http/TCP", "--port", "ICMP"]);
+    assert_expected("matrix.txt", &text);
+}
+
+#[test]
+fn matrix_is_a_page_that_needs_nothing_else() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("matrix.html");
+    let path = file.to_str().unwrap();
+    assert_eq!(output(&["matrix", "--manifests", SHOP, "--html", path]), "");
+    let page = fs::read_to_string(&file).unwrap();
+    assert!(!page.contains("://") && !page.contains("MATRIX DATA"), "nothing is loaded from elsewhere");
+    let data = page.lines().find_map(|line| line.strip_prefix("const data = ")?.strip_suffix(';')).unwrap();
+    let data: Value = serde_json::from_str(data).unwrap();
+    let names: Vec<String> = data["pods"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|pod| format!("{}/{}", pod["namespace"].as_str().unwrap(), pod["name"].as_str().unwrap()))
+        .collect();
+    // Every cell says what evaluate says.
+    let (mut queries, mut cells) = (String::new(), Vec::new());
+    for (port, cells_of_port) in data["ports"].as_array().unwrap().iter().zip(data["cells"].as_array().unwrap()) {
+        let (number, protocol) = port.as_str().unwrap().split_once('/').unwrap();
+        for (place, outcome) in cells_of_port.as_array().unwrap().iter().enumerate() {
+            let (from, to) = (&names[place / names.len()], &names[place % names.len()]);
+            queries +=
+                &format!("{{\"from\":\"{from}\",\"to\":\"{to}\",\"port\":{number},\"protocol\":\"{protocol}\"}}\n");
+            cells.push(data["outcomes"][outcome.as_u64().unwrap() as usize][0].as_bool().unwrap());
+        }
+    }
+    let answers = penstock_with(&["evaluate", "--manifests", SHOP, "--queries", "-"], &queries, &[]).out;
+    let verdicts: Vec<bool> = answers.lines().map(|line| line.contains("\"verdict\":\"allow\",\"egress\"")).collect();
+    assert_eq!(verdicts, cells);
+    assert!(cells.contains(&true) && cells.contains(&false));
+    shown_by_a_browser(&file);
+}
+
+/// What a browser makes of the page, where there is one.
+fn shown_by_a_browser(file: &Path) {
+    let profile = tempfile::tempdir().unwrap();
+    let arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];
+    let mut command = Command::new("chromium");
+    command.args(arguments).arg(format!("--user-data-dir={}", profile.path().display())).arg(file);
+    let Ok(shown) = command.stderr(Stdio::null()).output() else {
+        println!("skipped: no chromium is installed");
+        return;
+    };
+    let shown = String::from_utf8_lossy(&shown.stdout);
+    let count = |class: &str| shown.matches(&format!("<td class=\"{class}\"")).count();
+    assert_eq!((count("every"), count("some"), count("none")), (0, 7, 23));
+    assert!(shown.contains("7 on some ports, 23 denied"));
+}
+
+#[test]
+fn render_prints_every_form() {
+    for (format, name) in [("table", "render-table.txt"), ("acl", "render-acl.txt"), ("json", "render.json")] {
+        assert_expected(name, &output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", format]));
+    }
+    // Of a ruleset its text may change, and its meaning is tested elsewhere.
+    let ruleset = output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", "nft"]);
+    for part in ["table inet penstock", "10.1.1.21", "203.0.113.0/25"] {
+        assert!(ruleset.contains(part), "{part}\n{ruleset}");
+    }
+    let all = output(&["render", "--manifests", SHOP, "--format", "json"]);
+    let all: Value = serde_json::from_str(&all).unwrap();
+    assert_eq!(all["endpoints"].as_array().unwrap().len(), 6);
+    let told = refusal(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
+    assert!(told.starts_with("--node node-z: "), "{told}");
+    let told = refusal(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
+    assert!(told.starts_with("--cluster-wide has no rendering for nftables"), "{told}");
+}
+
+#[test]
+fn lint_finds_the_mistakes_and_nothing_else() {
+    assert_eq!(output(&["lint", "--manifests", SHOP]), "nothing found in 18 objects\n");
+    assert_expected("lint.txt", &output(&["lint", "--manifests", SHOP, MISTAKES]));
+    let strict = penstock(&["lint", "--strict", "--manifests", SHOP, MISTAKES]);
+    assert_eq!((strict.code, strict.error.lines().count()), (1, 1));
+    assert_eq!(penstock(&["lint", "--strict", "--manifests", SHOP]).code, 0);
+    let alone = output(&["lint", "--manifests", "configs/examples/shop/10-pods.yaml"]);
+    for kind in ["[no-namespace]", "[no-node]"] {
+        assert!(alone.contains(kind), "{alone}");
+    }
+    let other = "apiVersion: v1\nkind: Service\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n\
+                 apiVersion: v1\nkind: Namespace\nmetadata: {name: default, annotations: {net.beta.kubernetes.io/network-policy: x}}\n";
+    let found = penstock_with(&["lint", "--manifests", "-"], other, &[]).out;
+    for line in [
+        "standard input:1: Service default/a: is of a kind that is not read [not-read]",
+        "standard input:5: Pod default/a: has no address: nothing matches it, and no policy is enforced for it [no-address]",
+        "standard input:11: Namespace default: metadata.annotations[net.beta.kubernetes.io/network-policy]: has no effect without --v1beta1 [no-effect]",
+    ] {
+        assert!(found.lines().any(|found| found == line), "{line}\n{found}");
+    }
+}
+
+#[test]
+fn bad_manifests_end_every_command_with_2_and_their_place() {
+    let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";
+    let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: give it podSelector, namespaceSelector or ipBlock";
+    for arguments in [
+        &["evaluate", "--manifests", "-", "--queries", "/dev/null"][..],
+        &["explain", "--manifests", "-", "--from", "10.0.0.1", "--to", "10.0.0.2", "--port", "1"],
+        &["matrix", "--manifests", "-"],
+        &["render", "--manifests", "-", "--format", "json"],
+        &["lint", "--manifests", "-"],
+    ] {
+        assert_eq!(refusal(arguments, bad), told, "{arguments:?}");
+    }
+    assert!(refusal(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
+    let both = refusal(&["evaluate", "--manifests", "-", "--queries", "-"], "");
+    assert!(both.starts_with("standard input cannot be manifests and queries"), "{both}");
+    assert!(
+        refusal(&["evaluate", "--manifests", SHOP, "--queries", "/nowhere"], "")
+            .starts_with("/nowhere: cannot be read")
+    );
+}
+
+#[test]
+fn v1beta1_and_cluster_wide_are_settings() {
+    let manifests = "
+{apiVersion: v1, kind: Namespace, metadata: {name: a, annotations: {net.beta.kubernetes.io/network-policy: '{\"ingress\": {\"isolation\": \"DefaultDeny\"}}'}}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: x, namespace: a}, status: {podIP: 10.0.0.1}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: y, namespace: b}, status: {podIP: 10.0.0.2}}
+---
+{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: out, namespace: b}, spec: {policyTypes: [Egress], egress: [{ports: [{port: 5}]}]}}
+";
+    let queries = tempfile::NamedTempFile::new().unwrap();
+    fs::write(&queries, "{\"from\": \"b/y\", \"to\": \"a/x\", \"port\": 5}").unwrap();
+    let path = queries.path().to_str().unwrap();
+    for (settings, verdict) in
+        [(&[][..], "allow"), (&["--v1beta1"], "deny"), (&["--v1beta1", "--cluster-wide"], "allow")]
+    {
+        let arguments = [&["evaluate", "--manifests", "-", "--queries", path], settings].concat();
+        let outcome = penstock_with(&arguments, manifests, &[]);
+        let answer: Value = serde_json::from_str(&outcome.out).unwrap_or_else(|_| panic!("{}", outcome.error));
+        assert_eq!(answer["verdict"], verdict, "{settings:?}");
+    }
+}
+
+#[test]
+fn colour_is_for_terminals_that_want_it() {
+    let arguments = ["matrix", "--manifests", SHOP];
+    let has_colour = |environment: &[(&str, &str)]| penstock_with(&arguments, "", environment).out.contains('\u{1b}');
+    assert!(!has_colour(&[]), "a pipe is no terminal");
+    assert!(has_colour(&[("FORCE_COLOR", "1")]));
+    assert!(!has_colour(&[("NO_COLOR", "1")]));
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    for command in ["evaluate", "explain", "matrix", "render", "lint", "completion", "check", "run"] {
+        let help = output(&[command, "--help"]);
+        assert!(help.contains("Examples:") && help.contains(&format!("penstock {command}")), "{help}");
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(output(&["completion", shell]).contains("evaluate"), "{shell}");
+    }
+    assert_eq!(penstock(&["no-such-command"]).code, 2);
+}

@@ -1,0 +1,129 @@
+//! The crates depend on each other as drawn, and on no library that has no business in them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// Who depends on whom among the crates of this project. Cargo itself refuses a circle.
+const DRAWN: [(&str, &[&str]); 9] = [
+    ("penstock-xdp-redirect", &[]),
+    ("penstock-dataplane", &[]),
+    ("penstock-policy", &["penstock-dataplane"]),
+    ("penstock-privileges", &["penstock-dataplane"]),
+    ("penstock-sources", &["penstock-policy", "penstock-privileges"]),
+    ("penstock-replay", &["penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"]),
+    ("penstock-admin", &[]),
+    (
+        "penstock-agent",
+        &[
+            "penstock-admin",
+            "penstock-dataplane",
+            "penstock-policy",
+            "penstock-privileges",
+            "penstock-sources",
+            "penstock-xdp-redirect",
+        ],
+    ),
+    (
+        "penstock",
+        &[
+            "penstock-admin",
+            "penstock-agent",
+            "penstock-dataplane",
+            "penstock-policy",
+            "penstock-replay",
+            "penstock-sources",
+        ],
+    ),
+];
+
+/// All that policy needs of others: what compiles is a computation, without input, output, threads or clock.
+const OF_POLICY: [&str; 5] = ["ipnet", "rustc-hash", "serde", "serde_json", "thiserror"];
+
+/// Libraries that read command lines, draw on terminals or colour text.
+const TERMINAL: [&str; 9] = [
+    "anstream",
+    "clap",
+    "clap_complete",
+    "console",
+    "crossterm",
+    "indicatif",
+    "owo-colors",
+    "ratatui",
+    "supports-color",
+];
+
+/// What each package links, by name: the dependencies of a build, not those of tests and build scripts.
+struct Links(BTreeMap<String, BTreeSet<String>>);
+
+impl Links {
+    fn read() -> Self {
+        // Of this platform alone: what the build has fetched is then all that is asked for, and no network is needed.
+        let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+        let output = Command::new(env!("CARGO"))
+            .args(["metadata", "--format-version", "1", "--locked", "--offline", "--filter-platform", &platform])
+            .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let packages = metadata["packages"].as_array().unwrap().iter();
+        let names: BTreeMap<String, String> = packages.map(|it| (text(&it["id"]), text(&it["name"]))).collect();
+        let mut links = BTreeMap::<String, BTreeSet<String>>::new();
+        for node in metadata["resolve"]["nodes"].as_array().unwrap() {
+            let linked = node["deps"].as_array().unwrap().iter().filter(|dependency| {
+                dependency["dep_kinds"].as_array().unwrap().iter().any(|kind| kind["kind"].is_null())
+            });
+            let linked = linked.map(|dependency| names[&text(&dependency["pkg"])].clone());
+            // Several versions of a package count as one.
+            links.entry(names[&text(&node["id"])].clone()).or_default().extend(linked);
+        }
+        Self(links)
+    }
+
+    /// The direct dependencies of a package that are, or are not, crates of this project.
+    fn of(&self, package: &str, own: bool) -> BTreeSet<&str> {
+        let linked = self.0.get(package).unwrap_or_else(|| panic!("there is no package {package}"));
+        linked.iter().map(String::as_str).filter(|name| name.starts_with("penstock") == own).collect()
+    }
+
+    /// All that ends in a binary with this package, itself included.
+    fn closure(&self, package: &str) -> BTreeSet<String> {
+        let mut found = BTreeSet::new();
+        let mut open = vec![package.to_owned()];
+        while let Some(name) = open.pop() {
+            if found.insert(name.clone()) {
+                open.extend(self.0[&name].iter().cloned());
+            }
+        }
+        found
+    }
+}
+
+#[test]
+fn the_crates_depend_on_each_other_as_drawn() {
+    let links = Links::read();
+    for (package, drawn) in DRAWN {
+        assert_eq!(links.of(package, true), drawn.iter().copied().collect(), "{package}");
+    }
+}
+
+#[test]
+fn policy_has_no_library_for_input_output_or_kubernetes() {
+    assert_eq!(Links::read().of("penstock-policy", false), OF_POLICY.into());
+}
+
+#[test]
+fn what_runs_with_privileges_links_no_terminal_library() {
+    let links = Links::read();
+    for package in ["penstock-agent", "penstock-dataplane", "penstock-xdp-redirect"] {
+        let linked = links.closure(package);
+        let terminal: Vec<_> = TERMINAL.into_iter().filter(|&name| linked.contains(name)).collect();
+        assert!(terminal.is_empty(), "{package} links {terminal:?}");
+    }
+    // They are looked for under names that they have.
+    let command = links.closure("penstock");
+    assert!(["clap", "indicatif", "owo-colors", "ratatui"].iter().all(|&name| command.contains(name)));
+}

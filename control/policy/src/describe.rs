@@ -1,0 +1,99 @@
+//! Parts of a policy in words.
+
+use penstock_dataplane::policy::Direction;
+
+use crate::model::{Block, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Selector, Test};
+
+/// A selector as kubectl writes it: `app=web,tier in (a,b),!old`.
+pub fn selector(selector: &Selector) -> String {
+    let requirement = |r: &crate::model::Requirement| match &r.test {
+        Test::In(values) if values.len() == 1 => format!("{}={}", r.key, values[0]),
+        Test::In(values) => format!("{} in ({})", r.key, values.join(",")),
+        Test::NotIn(values) => format!("{} notin ({})", r.key, values.join(",")),
+        Test::Exists => r.key.clone(),
+        Test::DoesNotExist => format!("!{}", r.key),
+    };
+    selector.requirements.iter().map(requirement).collect::<Vec<_>>().join(",")
+}
+
+/// The pods that a selector finds.
+fn pods(found: &Selector) -> String {
+    match found.requirements.is_empty() {
+        true => "every pod".to_owned(),
+        false => format!("pods with {}", selector(found)),
+    }
+}
+
+fn namespaces(found: &Selector) -> String {
+    match found.requirements.is_empty() {
+        true => "every namespace".to_owned(),
+        false => format!("namespaces with {}", selector(found)),
+    }
+}
+
+/// A peer of a policy in a namespace.
+pub fn peer(peer: &Peer, namespace: &str) -> String {
+    match peer {
+        Peer::Pods(found) => format!("{} of {namespace}", pods(found)),
+        Peer::Namespaces(found) => format!("every pod of {}", namespaces(found)),
+        Peer::PodsInNamespaces { namespaces: found, pods: inside } => {
+            format!("{} of {}", pods(inside), namespaces(found))
+        }
+        Peer::Block(found) => block(found),
+    }
+}
+
+/// A block: `10.0.0.0/8 except 10.1.0.0/16`.
+fn block(block: &Block) -> String {
+    let except = block.except.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    match except.is_empty() {
+        true => block.cidr.to_string(),
+        false => format!("{} except {except}", block.cidr),
+    }
+}
+
+/// The peers of a rule.
+pub(crate) fn peers(peers: &Peers, namespace: &str) -> String {
+    match peers {
+        Peers::Every => "every peer".to_owned(),
+        Peers::AnyOf(some) if some.is_empty() => "no peer".to_owned(),
+        Peers::AnyOf(some) => some.iter().map(|p| peer(p, namespace)).collect::<Vec<_>>().join("; "),
+    }
+}
+
+/// A protocol.
+pub fn protocol(protocol: PortProtocol) -> &'static str {
+    match protocol {
+        PortProtocol::Tcp => "TCP",
+        PortProtocol::Udp => "UDP",
+        PortProtocol::Sctp => "SCTP",
+    }
+}
+
+/// A port: `80/TCP`, `8000-8080/TCP`, `http/TCP`, `TCP`.
+fn port(port: &Port) -> String {
+    let protocol = protocol(port.protocol);
+    match &port.which {
+        PortMatch::Every => format!("every {protocol} port"),
+        PortMatch::Range { first, last } if first == last => format!("{first}/{protocol}"),
+        PortMatch::Range { first, last } => format!("{first}-{last}/{protocol}"),
+        PortMatch::Name(name) => format!("{name}/{protocol}"),
+    }
+}
+
+/// The ports of a rule.
+pub(crate) fn ports(ports: &Ports) -> String {
+    match ports {
+        Ports::Every => "every port and protocol".to_owned(),
+        Ports::AnyOf(some) if some.is_empty() => "no port".to_owned(),
+        Ports::AnyOf(some) => some.iter().map(port).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// A direction.
+pub fn direction(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Egress => "egress",
+        Direction::Ingress => "ingress",
+    }
+}

@@ -1,0 +1,150 @@
+//! The rule tables of the workers, to be read: each once, under numbers that count up, and who has it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
+use serde::Serialize;
+
+use crate::describe::direction as word;
+use crate::engine::Engine;
+use crate::state::PodId;
+
+/// The rule tables of the workers as JSON.
+pub fn json(engine: &Engine) -> String {
+    serde_json::to_string_pretty(&listing(engine)).expect("strings and numbers are JSON") + "\n"
+}
+
+/// The rule tables of the workers for a person.
+pub fn text(engine: &Engine) -> String {
+    listing(engine).to_text()
+}
+
+/// The tables, each once, and who has them.
+#[derive(Serialize)]
+struct Listing {
+    endpoints: Vec<Endpoint>,
+    tables: Vec<Table>,
+}
+
+#[derive(Serialize)]
+struct Endpoint {
+    pod: String,
+    node: Option<String>,
+    addresses: Vec<String>,
+    /// Number of its table, `null` where it is open.
+    egress: Option<u32>,
+    ingress: Option<u32>,
+}
+
+#[derive(Serialize)]
+struct Table {
+    table: u32,
+    direction: &'static str,
+    rules: Vec<Rule>,
+}
+
+#[derive(Serialize)]
+struct Rule {
+    bit: usize,
+    rule: String,
+    /// Prefixes; `null` for every peer.
+    peers: Option<Vec<String>>,
+    /// `null` for every port and protocol.
+    ports: Option<Vec<String>>,
+}
+
+/// The pods in scope, by namespace and name.
+fn pods(engine: &Engine) -> Vec<PodId> {
+    let mut pods: Vec<PodId> = engine.tables().pods().collect();
+    pods.sort_by_key(|pod| engine.state().pod(*pod).map(|pod| pod.key.clone()));
+    pods
+}
+
+fn listing(engine: &Engine) -> Listing {
+    // The engine's own numbers are free again once used: here they count up in the order in which they are met.
+    let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
+    let (mut endpoints, mut tables) = (Vec::new(), Vec::new());
+    let expansion = engine.tables().expand();
+    for id in pods(engine) {
+        let Some(pod) = engine.state().pod(id) else { continue };
+        let mut table = |direction| {
+            let own = engine.tables().table_of(id, direction)?;
+            let next = numbers.len() as u32;
+            let number = *numbers.entry(own).or_insert(next);
+            if number == next {
+                let rules = (0..).zip(expansion.rules(own)).map(|(bit, rule)| Rule {
+                    bit,
+                    rule: rule.source.name().0.to_string(),
+                    peers: rule.peers.map(|peers| peers.iter().map(ToString::to_string).collect()),
+                    ports: ports(rule.ports),
+                });
+                tables.push(Table { table: number, direction: word(direction), rules: rules.collect() });
+            }
+            Some(number)
+        };
+        let (egress, ingress) = (table(Direction::Egress), table(Direction::Ingress));
+        endpoints.push(Endpoint {
+            pod: pod.key.to_string(),
+            node: pod.node.clone(),
+            addresses: pod.addresses.iter().map(ToString::to_string).collect(),
+            egress,
+            ingress,
+        });
+    }
+    Listing { endpoints, tables }
+}
+
+fn ports(ports: &PortSpec) -> Option<Vec<String>> {
+    let text = |range: &PortRange| {
+        let protocol = range.protocol.number();
+        match (range.first, range.last) {
+            (0, u16::MAX) => protocol.to_string(),
+            (first, last) if first == last => format!("{first}/{protocol}"),
+            (first, last) => format!("{first}-{last}/{protocol}"),
+        }
+    };
+    match ports {
+        PortSpec::Every => None,
+        PortSpec::AnyOf(ranges) => Some(ranges.iter().map(text).collect()),
+    }
+}
+
+impl Listing {
+    /// For a person.
+    fn to_text(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        for endpoint in &self.endpoints {
+            let table = |table: Option<u32>| table.map_or("open".to_owned(), |table| format!("table {table}"));
+            let (egress, ingress) = (table(endpoint.egress), table(endpoint.ingress));
+            let addresses = endpoint.addresses.join(" ");
+            let _ = writeln!(text, "endpoint {}  egress: {egress}  ingress: {ingress}  {addresses}", endpoint.pod);
+        }
+        for table in &self.tables {
+            let users = self.endpoints.iter().filter(|endpoint| match table.direction {
+                "egress" => endpoint.egress == Some(table.table),
+                _ => endpoint.ingress == Some(table.table),
+            });
+            let users = users.map(|endpoint| endpoint.pod.as_str()).collect::<Vec<_>>().join(", ");
+            let _ = writeln!(text, "\ntable {}, {} of {users}", table.table, table.direction);
+            if table.rules.is_empty() {
+                let _ = writeln!(text, "  no rule: everything is denied");
+            }
+            for rule in &table.rules {
+                let list = |list: &Option<Vec<String>>| match list.as_deref() {
+                    None => "every".to_owned(),
+                    Some([]) => "none".to_owned(),
+                    Some(list) => list.join(" "),
+                };
+                let (peers, ports) = (list(&rule.peers), list(&rule.ports));
+                let _ = writeln!(
+                    text,
+                    "  bit {}  {}\n         peers  {peers}\n         ports  {ports}",
+                    rule.bit, rule.rule
+                );
+            }
+        }
+        text
+    }
+}

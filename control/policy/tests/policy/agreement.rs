@@ -1,0 +1,111 @@
+//! On random clusters the tables, the six-tuples and the naive reading agree on every query.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::model::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use super::build::Cluster;
+use super::naive::{Seen, World};
+use super::random::{ADDRESSES, OTHERS, destinations, history};
+
+/// Takes from a pod that is to be set the addresses that another live pod has: two at a time are not a valid state.
+pub(crate) fn without_conflict(world: &World, change: Change) -> Change {
+    let Change::Set(Object::Pod(mut pod)) = change else { return change };
+    let taken = |address: &IpAddr| {
+        let mut others = world.pods.values().filter(|other| other.key != pod.key && !other.finished);
+        others.any(|other| other.addresses.contains(address))
+    };
+    pod.addresses = pod.addresses.iter().copied().filter(|address| !taken(address)).collect();
+    Change::Set(Object::Pod(pod))
+}
+
+/// Every pair of ends of a family, with the destinations dealt out among the pairs from a moving start.
+pub(crate) fn queries(deal: usize) -> impl Iterator<Item = Flow> {
+    let ends: Vec<IpAddr> = ADDRESSES.iter().chain(&OTHERS).map(|end| end.parse().unwrap()).collect();
+    let destinations = destinations();
+    let pairs: Vec<(IpAddr, IpAddr)> = ends
+        .iter()
+        .flat_map(|src| ends.iter().map(move |dst| (*src, *dst)))
+        .filter(|(a, b)| a.is_ipv4() == b.is_ipv4())
+        .collect();
+    pairs.into_iter().enumerate().flat_map(move |(place, (src, dst))| {
+        let pick = |n: usize| destinations[(deal + place * 5 + n * 7) % destinations.len()];
+        std::array::from_fn::<_, 8, _>(pick).map(|(protocol, dst_port)| Flow {
+            src: src.into(),
+            dst: dst.into(),
+            protocol: Protocol(protocol),
+            src_port: 40000,
+            dst_port,
+        })
+    })
+}
+
+/// What was seen in clusters of this runner, all of whose verdicts agree.
+fn agree(mut runner: TestRunner) -> BTreeSet<Seen> {
+    let seen = RefCell::new(BTreeSet::new());
+    let outcome = runner.run(&history(), |(start, _)| {
+        let mut cluster = Cluster::new([]);
+        let mut changes = Vec::new();
+        let mut world = World::default();
+        for object in start {
+            let change = without_conflict(&world, Change::Set(object));
+            world.apply(&change);
+            changes.push(change);
+        }
+        let deal = changes.len();
+        cluster.apply(changes);
+        for flow in queries(deal) {
+            cluster.judge(&flow);
+        }
+        seen.borrow_mut().append(&mut cluster.seen);
+        Ok(())
+    });
+    outcome.unwrap_or_else(|failure| panic!("{failure}"));
+    seen.into_inner()
+}
+
+fn config(cases: u32) -> Config {
+    Config { cases, failure_persistence: None, ..Config::default() }
+}
+
+#[test]
+fn tables_six_tuples_and_naive_reading_agree_on_every_query() {
+    agree(TestRunner::new(config(150)));
+}
+
+/// On clusters that are the same every time, so that what they reach is, too.
+#[test]
+fn agreement_is_reached_on_every_kind_of_outcome() {
+    let seen = agree(TestRunner::new_with_rng(config(300), TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
+    for reached in [
+        Seen::NoPod,
+        Seen::Open,
+        Seen::SamePod,
+        Seen::OwnNode,
+        Seen::DeniedWithoutRules,
+        Seen::DeniedByRules,
+        Seen::Excepted,
+        Seen::ByEveryPeer,
+        Seen::ByPods,
+        Seen::ByNamespaces,
+        Seen::ByPodsInNamespaces,
+        Seen::ByBlock,
+        Seen::ByBlockOfPod,
+        Seen::ByEveryPort,
+        Seen::ByPort,
+        Seen::ByRange,
+        Seen::ByProtocol,
+        Seen::ByNameOnIngress,
+        Seen::ByNameOnEgress,
+        Seen::NameLacking,
+        Seen::OtherProtocolAllowed,
+        Seen::OtherProtocolDenied,
+        Seen::Ipv6,
+    ] {
+        assert!(seen.contains(&reached), "no query met {reached:?}");
+    }
+}

@@ -1,0 +1,248 @@
+//! Clusters in few words, and queries on which all evaluators must agree.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_dataplane::policy::{self, Direction, Judgement, Reach};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
+use penstock_policy::render::acl::{self, AccessList};
+
+use super::naive::{self, Seen, World};
+
+pub(crate) fn key(text: &str) -> ObjectKey {
+    let (namespace, name) = text.split_once('/').expect("namespace/name");
+    ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }
+}
+
+/// `a=b c=d`.
+pub(crate) fn labels(text: &str) -> Labels {
+    let pairs = text.split_whitespace().map(|pair| pair.split_once('=').expect("key=value"));
+    pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+}
+
+/// `a=b|c` In, `a!=b|c` NotIn, `a` Exists, `!a` DoesNotExist; all must hold.
+pub(crate) fn selector(text: &str) -> Selector {
+    let values = |text: &str| text.split('|').map(str::to_owned).collect();
+    let requirement = |text: &str| match (text.split_once("!="), text.split_once('='), text.strip_prefix('!')) {
+        (Some((key, list)), _, _) => Requirement { key: key.to_owned(), test: Test::NotIn(values(list)) },
+        (_, Some((key, list)), _) => Requirement { key: key.to_owned(), test: Test::In(values(list)) },
+        (_, _, Some(key)) => Requirement { key: key.to_owned(), test: Test::DoesNotExist },
+        _ => Requirement { key: text.to_owned(), test: Test::Exists },
+    };
+    Selector { requirements: text.split_whitespace().map(requirement).collect() }
+}
+
+pub(crate) fn namespace(name: &str, text: &str) -> Object {
+    let mut labels = labels(text);
+    labels.insert("kubernetes.io/metadata.name".to_owned(), name.to_owned());
+    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false })
+}
+
+pub(crate) fn node(name: &str, addresses: &[&str]) -> Object {
+    Object::Node(Node { name: name.to_owned(), addresses: ips(addresses) })
+}
+
+pub(crate) fn ips(texts: &[&str]) -> Vec<IpAddr> {
+    texts.iter().map(|text| text.parse().expect("an address")).collect()
+}
+
+/// A pod on node `n1`. Its ports are `name:tcp/80`.
+pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) -> Pod {
+    let port = |text: &&str| {
+        let (name, rest) = text.split_once(':').expect("name:protocol/number");
+        let (protocol, number) = rest.split_once('/').expect("name:protocol/number");
+        NamedPort { name: name.to_owned(), protocol: protocol_of(protocol), number: number.parse().expect("a number") }
+    };
+    Pod {
+        key: key(name),
+        labels: labels(text),
+        node: Some("n1".to_owned()),
+        addresses: ips(addresses),
+        host_network: false,
+        finished: false,
+        ports: ports.iter().map(port).collect(),
+        tenure: Default::default(),
+    }
+}
+
+fn protocol_of(word: &str) -> PortProtocol {
+    match word {
+        "tcp" => PortProtocol::Tcp,
+        "udp" => PortProtocol::Udp,
+        "sctp" => PortProtocol::Sctp,
+        other => panic!("no port protocol: {other}"),
+    }
+}
+
+/// `tcp` every port, `tcp/80`, `tcp/80-90`, `tcp/http` by name.
+pub(crate) fn port(text: &str) -> Port {
+    let Some((protocol, which)) = text.split_once('/') else {
+        return Port { protocol: protocol_of(text), which: PortMatch::Every };
+    };
+    let number = |text: &str| text.parse::<u16>().ok();
+    let range = which.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)));
+    let which = match (number(which), range) {
+        (Some(number), _) => PortMatch::Range { first: number, last: number },
+        (_, Some((first, last))) => PortMatch::Range { first, last },
+        _ => PortMatch::Name(which.to_owned()),
+    };
+    Port { protocol: protocol_of(protocol), which }
+}
+
+/// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`.
+pub(crate) fn peer(text: &str) -> Peer {
+    if let Some(pods) = text.strip_prefix("pods") {
+        return Peer::Pods(selector(pods));
+    }
+    if let Some(rest) = text.strip_prefix("namespaces") {
+        return match rest.split_once("/ pods") {
+            None => Peer::Namespaces(selector(rest)),
+            Some((namespaces, pods)) => {
+                Peer::PodsInNamespaces { namespaces: selector(namespaces), pods: selector(pods) }
+            }
+        };
+    }
+    let mut nets = text.split_whitespace().filter(|word| *word != "except").map(|net| net.parse().expect("a prefix"));
+    Peer::Block(Block { cidr: nets.next().expect("a block"), except: nets.collect() })
+}
+
+/// Peers and ports; an empty list of either means every one.
+pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
+    let given = |texts: &[&str]| !texts.is_empty();
+    Rule {
+        peers: if given(peers) { Peers::AnyOf(peers.iter().map(|text| peer(text)).collect()) } else { Peers::Every },
+        ports: if given(ports) { Ports::AnyOf(ports.iter().map(|text| port(text)).collect()) } else { Ports::Every },
+    }
+}
+
+pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
+    let (key, pod_selector) = (key(name), selector(pods));
+    Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
+}
+
+/// `tcp/80`, or a protocol without ports: `icmp`, `icmpv6`, `esp`.
+pub(crate) fn destination(text: &str) -> (Protocol, u16) {
+    let (protocol, port) = text.split_once('/').unwrap_or((text, "0"));
+    let protocol = match protocol {
+        "tcp" => Protocol::TCP,
+        "udp" => Protocol::UDP,
+        "sctp" => Protocol::SCTP,
+        "icmp" => Protocol::ICMP,
+        "icmpv6" => Protocol::ICMPV6,
+        "esp" => Protocol(50),
+        other => panic!("no such protocol: {other}"),
+    };
+    (protocol, port.parse().expect("a number"))
+}
+
+/// A cluster as objects and as an engine for all pods; every query is put to all evaluators.
+pub(crate) struct Cluster {
+    pub world: World,
+    pub engine: Engine,
+    lists: Vec<AccessList>,
+    pub seen: BTreeSet<Seen>,
+}
+
+impl Cluster {
+    pub(crate) fn new(objects: impl IntoIterator<Item = Object>) -> Self {
+        let engine = Engine::new(Settings::for_all_pods());
+        let mut cluster = Self { world: World::default(), engine, lists: Vec::new(), seen: BTreeSet::new() };
+        cluster.apply(objects.into_iter().map(Change::Set).collect());
+        cluster
+    }
+
+    pub(crate) fn apply(&mut self, changes: Vec<Change>) {
+        changes.iter().for_each(|change| self.world.apply(change));
+        self.engine.apply(changes);
+        self.lists = acl::render(self.engine.state(), self.engine.tables());
+    }
+
+    pub(crate) fn set(&mut self, object: Object) {
+        self.apply(vec![Change::Set(object)]);
+    }
+
+    /// An end is `namespace/pod` (its first address) or an address.
+    pub(crate) fn address(&self, end: &str) -> IpAddr {
+        end.parse().unwrap_or_else(|_| self.world.pods[&key(end)].addresses[0])
+    }
+
+    pub(crate) fn flow(&self, from: &str, to: &str, to_port: &str) -> Flow {
+        let (protocol, dst_port) = destination(to_port);
+        Flow { src: self.address(from).into(), dst: self.address(to).into(), protocol, src_port: 40000, dst_port }
+    }
+
+    /// Judges by the tables, after asserting that the others say the same of both sides.
+    pub(crate) fn judge(&mut self, flow: &Flow) -> Judgement {
+        let judgement = self.engine.judge(flow);
+        let expected = self.world.judge(flow, &mut self.seen);
+        let tables = (side(judgement.egress), side(judgement.ingress));
+        assert_eq!(tables, expected, "tables and naive reading of {flow:?} in {:#?}", self.world.objects());
+        let (egress, ingress) =
+            (self.list_permits(flow, Direction::Egress), self.list_permits(flow, Direction::Ingress));
+        assert_eq!(
+            (egress, ingress),
+            (judgement.egress.is_allowed(), judgement.ingress.is_allowed()),
+            "six-tuples and tables of {flow:?} in {:#?}",
+            self.world.objects()
+        );
+        judgement
+    }
+
+    fn list_permits(&self, flow: &Flow, direction: Direction) -> bool {
+        let (own, peer): (IpAddr, IpAddr) = match direction {
+            Direction::Egress => (flow.src.into(), flow.dst.into()),
+            Direction::Ingress => (flow.dst.into(), flow.src.into()),
+        };
+        let Some(pod) = self.world.pod_at(own).and_then(|pod| self.engine.state().find_pod(&pod.key)) else {
+            return true;
+        };
+        let list = self.lists.iter().find(|list| list.pod == pod && list.direction == direction);
+        let ports = match flow.protocol {
+            Protocol::TCP => Some((policy::PortProtocol::Tcp, flow.dst_port)),
+            Protocol::UDP => Some((policy::PortProtocol::Udp, flow.dst_port)),
+            Protocol::SCTP => Some((policy::PortProtocol::Sctp, flow.dst_port)),
+            _ => None,
+        };
+        list.is_none_or(|list| list.permits(peer, ports))
+    }
+
+    /// Asserts verdicts: `from`, `to`, `port`, whether it is allowed.
+    pub(crate) fn check(&mut self, queries: &[(&str, &str, &str, bool)]) {
+        for (from, to, port, allowed) in queries {
+            let judgement = self.judge(&self.flow(from, to, port));
+            let got = judgement.egress.is_allowed() && judgement.ingress.is_allowed();
+            assert_eq!(got, *allowed, "{from} to {to} {port}: {judgement:?}");
+        }
+    }
+
+    /// The name of the rule that allowed on a side.
+    pub(crate) fn rule(&mut self, from: &str, to: &str, port: &str, direction: Direction) -> String {
+        let flow = self.flow(from, to, port);
+        let explanation = self.engine.explain(&flow);
+        let side = match direction {
+            Direction::Egress => explanation.egress,
+            Direction::Ingress => explanation.ingress,
+        };
+        side.rule.map_or("none".to_owned(), |rule| rule.to_string())
+    }
+}
+
+/// The tables' words as the naive reading's.
+fn side(side: policy::Side) -> naive::Side {
+    match side {
+        policy::Side::Denied => naive::Side::Denied,
+        policy::Side::NotLocal => naive::Side::NoPod,
+        policy::Side::Open => naive::Side::Open,
+        policy::Side::Allowed(_) | policy::Side::AllowedByPeer(_) => naive::Side::Allowed,
+        policy::Side::Exempt => naive::Side::Exempt,
+    }
+}
+
+/// An engine under which a rule's action is honoured cluster-wide.
+pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
+    let mut engine = Engine::new(Settings { reach: Reach::ClusterWide, ..Settings::for_all_pods() });
+    engine.apply(objects.into_iter().map(Change::Set));
+    engine
+}

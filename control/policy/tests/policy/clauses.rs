@@ -1,0 +1,429 @@
+//! The clauses of the specification, each by examples. The number in a test's name is the clause's.
+
+use penstock_dataplane::policy::{Direction, Side};
+use penstock_policy::model::*;
+
+use super::build::*;
+
+/// Two namespaces, two nodes; every pod on `n1` unless said otherwise.
+fn base() -> Vec<Object> {
+    vec![
+        namespace("shop", "team=red env=prod"),
+        namespace("lab", "team=blue"),
+        node("n1", &["192.168.0.1", "fd00:1::1"]),
+        node("n2", &["192.168.0.2"]),
+        Object::Pod(pod("shop/web", "app=web tier=front", &["10.0.1.1", "fd00::1:1"], &["http:tcp/80", "dns:udp/53"])),
+        Object::Pod(pod("shop/db", "app=db", &["10.0.1.2", "fd00::1:2"], &["http:tcp/8080", "sql:tcp/5432"])),
+        Object::Pod(pod("lab/web", "app=web", &["10.0.2.1"], &["http:tcp/81", "dns:tcp/53"])),
+        Object::Pod(Pod { node: Some("n2".to_owned()), ..pod("lab/probe", "app=probe", &["10.0.2.2"], &[]) }),
+    ]
+}
+
+fn with(policies: impl IntoIterator<Item = Object>) -> Cluster {
+    Cluster::new(base().into_iter().chain(policies))
+}
+
+fn ingress(peers: &[&str], ports: &[&str]) -> Object {
+    policy("shop/p", "app=db", Some(vec![rule(peers, ports)]), None)
+}
+
+fn egress(peers: &[&str], ports: &[&str]) -> Object {
+    policy("shop/p", "app=web", None, Some(vec![rule(peers, ports)]))
+}
+
+#[test]
+fn clause_1_egress_of_the_source_and_ingress_of_the_destination_must_both_allow() {
+    let out = policy("shop/out", "app=web", None, Some(vec![rule(&[], &["tcp/1-100"])]));
+    let into = policy("shop/in", "app=db", Some(vec![rule(&[], &["tcp/50-200"])]), None);
+    with([out, into]).check(&[
+        ("shop/web", "shop/db", "tcp/75", true),
+        ("shop/web", "shop/db", "tcp/10", false),
+        ("shop/web", "shop/db", "tcp/150", false),
+        ("lab/web", "shop/db", "tcp/150", true),
+        ("shop/web", "lab/web", "tcp/10", true),
+        ("shop/db", "shop/web", "tcp/9", true),
+    ]);
+}
+
+#[test]
+fn clause_2_a_pod_that_no_policy_selects_is_open_and_policies_only_add() {
+    let mut cluster = with([]);
+    cluster.check(&[("shop/web", "shop/db", "tcp/1", true), ("8.8.8.8", "shop/db", "icmp", true)]);
+    cluster.set(policy("shop/none", "app=db", Some(vec![]), None));
+    cluster.check(&[
+        ("shop/web", "shop/db", "tcp/1", false),
+        ("shop/db", "shop/web", "tcp/1", true),
+        ("8.8.8.8", "shop/db", "tcp/1", false),
+        ("shop/web", "lab/web", "tcp/1", true),
+    ]);
+    cluster.set(policy("shop/some", "app=db", Some(vec![rule(&[], &["tcp/1"])]), None));
+    cluster.check(&[("shop/web", "shop/db", "tcp/1", true), ("shop/web", "shop/db", "tcp/2", false)]);
+}
+
+#[test]
+fn clause_2_hundreds_of_policies_on_one_pod_all_count() {
+    let policies = (1..=300).map(|n| {
+        policy(&format!("shop/p{n}"), "app=db", Some(vec![rule(&["pods app=web"], &[&format!("tcp/{n}")])]), None)
+    });
+    let mut cluster = with(policies);
+    for port in [1, 63, 64, 65, 128, 129, 299, 300] {
+        cluster.check(&[("shop/web", "shop/db", &format!("tcp/{port}"), true)]);
+        let name = format!("shop-ingress-p{port}-0-podSelector-0-0");
+        assert_eq!(cluster.rule("shop/web", "shop/db", &format!("tcp/{port}"), Direction::Ingress), name);
+    }
+    cluster.check(&[("shop/web", "shop/db", "tcp/301", false), ("lab/web", "shop/db", "tcp/1", false)]);
+}
+
+#[test]
+fn clause_3_peers_and_ports_of_one_rule_combine_and_never_across_rules() {
+    let rules = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["namespaces team=blue"], &["udp/53", "tcp/90"])];
+    with([policy("shop/p", "app=db", Some(rules), None)]).check(&[
+        ("shop/web", "shop/db", "tcp/80", true),
+        ("shop/web", "shop/db", "tcp/90", false),
+        ("shop/web", "shop/db", "udp/53", false),
+        ("lab/web", "shop/db", "tcp/90", true),
+        ("lab/web", "shop/db", "udp/53", true),
+        ("lab/web", "shop/db", "tcp/80", false),
+    ]);
+}
+
+#[test]
+fn clause_3_no_peers_is_every_peer_and_no_ports_is_every_port_and_protocol() {
+    with([ingress(&[], &["tcp/80"])]).check(&[
+        ("8.8.8.8", "shop/db", "tcp/80", true),
+        ("lab/probe", "shop/db", "tcp/80", true),
+        ("8.8.8.8", "shop/db", "icmp", false),
+    ]);
+    with([ingress(&["pods app=web"], &[])]).check(&[
+        ("shop/web", "shop/db", "sctp/9", true),
+        ("shop/web", "shop/db", "icmp", true),
+        ("shop/web", "shop/db", "esp", true),
+        ("lab/web", "shop/db", "icmp", false),
+    ]);
+    with([ingress(&[], &[])]).check(&[("8.8.8.8", "shop/db", "esp", true)]);
+}
+
+#[test]
+fn clause_3_a_protocol_without_ports_matches_only_rules_without_ports() {
+    with([ingress(&[], &["tcp", "udp", "sctp"])]).check(&[
+        ("shop/web", "shop/db", "tcp/1", true),
+        ("shop/web", "shop/db", "udp/65535", true),
+        ("shop/web", "shop/db", "sctp/1", true),
+        ("shop/web", "shop/db", "icmp", false),
+        ("fd00::1:1", "fd00::1:2", "icmpv6", false),
+        ("shop/web", "shop/db", "esp", false),
+    ]);
+}
+
+#[test]
+fn clause_4_selectors_find_what_their_operators_say() {
+    for (text, from_web, from_db_namespace_pods) in [
+        ("pods app=web", true, false),
+        ("pods", true, false),
+        ("pods app=web|api", true, false),
+        ("pods app=db", false, false),
+        ("pods app!=db", true, false),
+        ("pods tier!=back", true, false),
+        ("pods absent!=x", true, false),
+        ("pods tier", true, false),
+        ("pods absent", false, false),
+        ("pods !absent", true, false),
+        ("pods !tier", false, false),
+        ("pods app=web tier=front", true, false),
+        ("pods app=web !tier", false, false),
+        ("namespaces", true, true),
+        ("namespaces team=blue", false, true),
+        ("namespaces env!=prod", false, true),
+        ("namespaces env", true, false),
+        ("namespaces !env", false, true),
+        ("namespaces kubernetes.io/metadata.name=shop", true, false),
+        ("namespaces team=blue / pods app=web", false, true),
+        ("namespaces team=blue / pods app=probe", false, false),
+        ("namespaces / pods app=web", true, true),
+        ("namespaces team=red / pods", true, false),
+    ] {
+        with([ingress(&[text], &[])]).check(&[
+            ("shop/web", "shop/db", "tcp/1", from_web),
+            ("lab/web", "shop/db", "tcp/1", from_db_namespace_pods),
+            ("8.8.8.8", "shop/db", "tcp/1", false),
+        ]);
+    }
+}
+
+#[test]
+fn clause_4_a_policy_selects_pods_of_its_own_namespace_alone() {
+    with([policy("shop/p", "", Some(vec![]), None)]).check(&[
+        ("lab/web", "shop/db", "tcp/1", false),
+        ("lab/web", "shop/web", "tcp/1", false),
+        ("shop/db", "lab/web", "tcp/1", true),
+    ]);
+}
+
+#[test]
+fn clause_4_a_block_matches_outside_its_own_excepts_alone() {
+    let cluster = |peers: &[&str]| with([ingress(peers, &[])]);
+    cluster(&["172.16.0.0/12 except 172.16.1.0/24 172.16.1.128/25 172.17.0.0/16"]).check(&[
+        ("172.16.0.1", "shop/db", "tcp/1", true),
+        ("172.16.1.1", "shop/db", "tcp/1", false),
+        ("172.16.1.200", "shop/db", "tcp/1", false),
+        ("172.16.2.0", "shop/db", "tcp/1", true),
+        ("172.17.255.255", "shop/db", "tcp/1", false),
+        ("172.18.0.0", "shop/db", "tcp/1", true),
+        ("172.32.0.0", "shop/db", "tcp/1", false),
+    ]);
+    // What one block excepts, another of the same rule may hold.
+    cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.1.0/25 except 172.16.1.64/26"]).check(&[
+        ("172.16.1.1", "shop/db", "tcp/1", true),
+        ("172.16.1.65", "shop/db", "tcp/1", false),
+        ("172.16.1.129", "shop/db", "tcp/1", false),
+        ("172.16.2.1", "shop/db", "tcp/1", true),
+    ]);
+    cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.0.0/16 except 172.16.2.0/24 172.16.3.0/24"]).check(&[
+        ("172.16.1.1", "shop/db", "tcp/1", true),
+        ("172.16.2.1", "shop/db", "tcp/1", true),
+        ("172.17.3.1", "shop/db", "tcp/1", true),
+    ]);
+    cluster(&["0.0.0.0/0 except 10.0.0.0/8"]).check(&[
+        ("8.8.8.8", "shop/db", "tcp/1", true),
+        ("shop/web", "shop/db", "tcp/1", false),
+        ("fd00::1:1", "fd00::1:2", "tcp/1", false),
+    ]);
+}
+
+#[test]
+fn clause_4_a_block_matches_a_pods_address_too() {
+    with([ingress(&["10.0.2.0/24 except 10.0.2.2/32"], &[])]).check(&[
+        ("lab/web", "shop/db", "tcp/1", true),
+        ("lab/probe", "shop/db", "tcp/1", false),
+        ("shop/web", "shop/db", "tcp/1", false),
+    ]);
+    with([egress(&["10.0.1.2/32"], &[])])
+        .check(&[("shop/web", "shop/db", "tcp/1", true), ("shop/web", "lab/web", "tcp/1", false)]);
+}
+
+#[test]
+fn clause_5_ports_by_number_range_and_protocol() {
+    with([ingress(&[], &["tcp/80", "tcp/8000-8010", "udp", "sctp/7"])]).check(&[
+        ("shop/web", "shop/db", "tcp/80", true),
+        ("shop/web", "shop/db", "tcp/81", false),
+        ("shop/web", "shop/db", "tcp/7999", false),
+        ("shop/web", "shop/db", "tcp/8000", true),
+        ("shop/web", "shop/db", "tcp/8010", true),
+        ("shop/web", "shop/db", "tcp/8011", false),
+        ("shop/web", "shop/db", "udp/0", true),
+        ("shop/web", "shop/db", "udp/65535", true),
+        ("shop/web", "shop/db", "sctp/7", true),
+        ("shop/web", "shop/db", "sctp/80", false),
+    ]);
+}
+
+#[test]
+fn clause_5_a_name_on_ingress_is_the_selected_pods_own_number() {
+    with([policy("shop/p", "", Some(vec![rule(&[], &["tcp/http"])]), None)]).check(&[
+        ("lab/web", "shop/web", "tcp/80", true),
+        ("lab/web", "shop/web", "tcp/8080", false),
+        ("lab/web", "shop/db", "tcp/8080", true),
+        ("lab/web", "shop/db", "tcp/80", false),
+        ("lab/web", "shop/db", "udp/8080", false),
+        // The client's own number for the name does not count.
+        ("lab/web", "shop/db", "tcp/81", false),
+    ]);
+}
+
+#[test]
+fn clause_5_a_name_on_egress_is_each_peers_own_number() {
+    with([egress(&["namespaces"], &["tcp/http"])]).check(&[
+        ("shop/web", "shop/db", "tcp/8080", true),
+        ("shop/web", "shop/db", "tcp/80", false),
+        ("shop/web", "shop/db", "tcp/81", false),
+        ("shop/web", "lab/web", "tcp/81", true),
+        ("shop/web", "lab/web", "tcp/8080", false),
+        ("shop/web", "lab/probe", "tcp/81", false),
+    ]);
+}
+
+#[test]
+fn clause_5_a_name_has_a_protocol_and_a_pod_that_lacks_it_is_not_matched() {
+    with([egress(&["namespaces"], &["tcp/dns"])]).check(&[
+        ("shop/web", "lab/web", "tcp/53", true),
+        ("shop/web", "lab/web", "udp/53", false),
+        ("shop/web", "shop/db", "tcp/53", false),
+    ]);
+    with([policy("shop/p", "", Some(vec![rule(&[], &["tcp/dns"])]), None)]).check(&[
+        ("lab/web", "shop/web", "tcp/53", false),
+        ("lab/web", "shop/web", "udp/53", false),
+        ("lab/web", "shop/db", "tcp/53", false),
+    ]);
+}
+
+#[test]
+fn clause_5_beside_a_block_or_every_peer_a_name_is_that_of_pods_alone() {
+    with([egress(&["10.0.0.0/16 except 10.0.2.1/32"], &["tcp/http"])]).check(&[
+        ("shop/web", "shop/db", "tcp/8080", true),
+        ("shop/web", "lab/web", "tcp/81", false),
+        ("shop/web", "10.0.9.9", "tcp/8080", false),
+    ]);
+    with([egress(&[], &["tcp/http", "udp/53"])]).check(&[
+        ("shop/web", "shop/db", "tcp/8080", true),
+        ("shop/web", "lab/web", "tcp/81", true),
+        ("shop/web", "lab/web", "tcp/8080", false),
+        ("shop/web", "8.8.8.8", "tcp/8080", false),
+        ("shop/web", "8.8.8.8", "udp/53", true),
+    ]);
+    // Of a pod with two addresses, the one in the block.
+    with([egress(&["fd00::1:0/112"], &["tcp/http"])])
+        .check(&[("fd00::1:1", "fd00::1:2", "tcp/8080", true), ("shop/web", "shop/db", "tcp/8080", false)]);
+}
+
+#[test]
+fn clause_7_a_host_network_pod_is_its_node_and_no_selector_finds_it() {
+    let agent = |node: &str, address: &str| {
+        let pod = pod("lab/agent", "app=web", &[address], &["http:tcp/80"]);
+        Object::Pod(Pod { host_network: true, node: Some(node.to_owned()), ..pod })
+    };
+    let mut cluster = with([ingress(&["namespaces"], &[]), agent("n2", "192.168.0.2")]);
+    cluster.check(&[("192.168.0.2", "shop/db", "tcp/1", false), ("lab/web", "shop/db", "tcp/1", true)]);
+    // Also where its node is not known otherwise; and policies do not select it.
+    cluster.set(agent("n1", "192.168.0.77"));
+    cluster.set(policy("lab/deny", "", Some(vec![]), Some(vec![])));
+    cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", true), ("shop/db", "192.168.0.77", "tcp/1", true)]);
+    cluster.apply(vec![Change::Delete(ObjectRef::Pod(key("lab/agent")))]);
+    cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
+}
+
+#[test]
+fn clause_7_a_finished_pod_or_one_without_address_is_matched_by_nothing() {
+    let mut cluster = with([ingress(&["pods app=web"], &[]), egress(&["namespaces"], &["tcp/http"])]);
+    cluster.set(policy("shop/more", "app=db", Some(vec![rule(&["pods app=web"], &[])]), None));
+    cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", true)]);
+    let web = pod("shop/web", "app=web tier=front", &["10.0.1.1"], &[]);
+    cluster.set(Object::Pod(Pod { finished: true, ..web.clone() }));
+    cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", false)]);
+    cluster.set(Object::Pod(Pod { addresses: Vec::new(), ..web.clone() }));
+    cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", false)]);
+    cluster.set(Object::Pod(web));
+    cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", true)]);
+}
+
+#[test]
+fn clause_7_an_address_passes_from_one_pod_to_another_in_either_order_of_events() {
+    let old = || Object::Pod(pod("lab/old", "app=old", &["10.0.2.9"], &[]));
+    let new = || Object::Pod(pod("lab/new", "app=new", &["10.0.2.9"], &[]));
+    let gone = || Change::Delete(ObjectRef::Pod(key("lab/old")));
+    let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
+    cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", false)]);
+    cluster.apply(vec![gone()]);
+    cluster.set(new());
+    cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", true)]);
+
+    let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
+    cluster.engine.apply([Change::Set(new())]);
+    let flow = cluster.flow("10.0.2.9", "shop/db", "tcp/1");
+    assert!(cluster.engine.judge(&flow).is_allowed(), "the last one to claim an address has it");
+    // An event of the old pod that claims nothing new does not take it back.
+    cluster.engine.apply([Change::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
+    assert!(cluster.engine.judge(&flow).is_allowed());
+    cluster.engine.apply([gone()]);
+    assert!(cluster.engine.judge(&flow).is_allowed());
+
+    // The new one goes first: the old one has it again.
+    let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
+    assert!(!cluster.engine.judge(&flow).is_allowed());
+    cluster.engine.apply([Change::Delete(ObjectRef::Pod(key("lab/new")))]);
+    assert!(cluster.engine.judge(&flow).is_allowed());
+}
+
+#[test]
+fn clause_7_a_pod_of_a_namespace_that_is_not_known_is_found_by_no_namespace_selector() {
+    let stray = Object::Pod(pod("stray/a", "app=web", &["10.0.3.1"], &["http:tcp/80"]));
+    let rules = vec![rule(&["namespaces", "namespaces x!=y"], &[]), rule(&["10.0.3.0/24"], &["udp/1"])];
+    let mut cluster = with([policy("shop/p", "app=db", Some(rules), Some(vec![rule(&["namespaces"], &[])])), stray]);
+    cluster.check(&[
+        ("stray/a", "shop/db", "tcp/1", false),
+        ("stray/a", "shop/db", "udp/1", true),
+        ("shop/db", "stray/a", "tcp/80", false),
+        ("lab/web", "shop/db", "tcp/1", true),
+    ]);
+    cluster.set(namespace("stray", ""));
+    cluster.check(&[("stray/a", "shop/db", "tcp/1", true), ("shop/db", "stray/a", "tcp/80", true)]);
+    cluster.apply(vec![Change::Delete(ObjectRef::Namespace("stray".to_owned()))]);
+    cluster.check(&[("stray/a", "shop/db", "tcp/1", false)]);
+}
+
+#[test]
+fn clause_8_a_pod_and_its_node_always_reach_each_other_and_so_does_a_pod_itself() {
+    let deny = |namespace: &str| policy(&format!("{namespace}/deny"), "", Some(vec![]), Some(vec![]));
+    let mut cluster = with([deny("shop"), deny("lab")]);
+    cluster.check(&[
+        ("192.168.0.1", "shop/db", "tcp/1", true),
+        ("shop/db", "192.168.0.1", "icmp", true),
+        ("fd00:1::1", "fd00::1:2", "tcp/1", true),
+        ("192.168.0.2", "shop/db", "tcp/1", false),
+        ("shop/db", "192.168.0.2", "tcp/1", false),
+        ("192.168.0.2", "lab/probe", "tcp/1", true),
+        ("192.168.0.1", "lab/probe", "tcp/1", false),
+        ("shop/db", "shop/db", "tcp/1", true),
+        ("fd00::1:2", "shop/db", "udp/1", true),
+        ("shop/db", "shop/web", "tcp/1", false),
+    ]);
+    let flow = cluster.flow("shop/db", "shop/db", "tcp/1");
+    assert_eq!(cluster.judge(&flow).egress, Side::Exempt);
+}
+
+#[test]
+fn clause_10_every_address_of_a_pod_counts() {
+    with([ingress(&["pods app=web"], &["tcp/80"])]).check(&[
+        ("fd00::1:1", "fd00::1:2", "tcp/80", true),
+        ("fd00::1:1", "fd00::1:2", "tcp/81", false),
+        ("fd00::99", "fd00::1:2", "tcp/80", false),
+    ]);
+    with([ingress(&["fd00::/64 except fd00::1:0/112", "::/0 except fd00::/8"], &[])]).check(&[
+        ("fd00::2:1", "fd00::1:2", "tcp/80", true),
+        ("fd00::1:1", "fd00::1:2", "tcp/80", false),
+        ("2001:db8::1", "fd00::1:2", "tcp/80", true),
+        ("8.8.8.8", "shop/db", "tcp/80", false),
+    ]);
+}
+
+#[test]
+fn a_rule_is_named_by_policy_direction_peer_and_port() {
+    let into = vec![
+        rule(&["172.17.0.0/16 except 172.17.1.0/24", "namespaces team=blue", "pods app=web"], &["tcp/1", "tcp/6379"]),
+        rule(&[], &["tcp/http"]),
+    ];
+    let out = vec![rule(&[], &["udp/9"]), rule(&["10.0.2.0/24", "namespaces / pods app=probe"], &[])];
+    let mut cluster = with([policy("shop/p", "", Some(into), Some(out))]);
+    for (from, to, port, direction, expected) in [
+        ("172.17.2.2", "shop/db", "tcp/6379", Direction::Ingress, "shop-ingress-p-0-ipBlock-0-1"),
+        ("lab/web", "shop/db", "tcp/1", Direction::Ingress, "shop-ingress-p-0-namespaceSelector-1-0"),
+        ("shop/web", "shop/db", "tcp/6379", Direction::Ingress, "shop-ingress-p-0-podSelector-2-1"),
+        ("8.8.8.8", "shop/db", "tcp/8080", Direction::Ingress, "shop-ingress-p-1-all-0-0"),
+        ("172.17.1.2", "shop/db", "tcp/6379", Direction::Ingress, "none"),
+        ("shop/db", "8.8.8.8", "udp/9", Direction::Egress, "shop-egress-p-0-all-0-0"),
+        ("shop/db", "lab/probe", "icmp", Direction::Egress, "shop-egress-p-1-ipBlock-0-0"),
+        ("lab/web", "lab/probe", "icmp", Direction::Egress, "none"),
+    ] {
+        assert_eq!(cluster.rule(from, to, port, direction), expected, "{from} to {to} {port}");
+    }
+}
+
+#[test]
+fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_what_it_lacks() {
+    use penstock_policy::compile::Lack;
+    let into = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["10.0.2.0/24 except 10.0.2.2/32"], &["tcp/sql"])];
+    let cluster = with([policy("shop/p", "app=db", Some(into), None), policy("shop/q", "", Some(vec![]), None)]);
+    for (from, port, name, lacks) in [
+        ("shop/web", "tcp/81", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Port]),
+        ("8.8.8.8", "tcp/80", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Peer]),
+        ("lab/probe", "tcp/5432", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Excepted("10.0.2.2/32".parse().unwrap())]),
+        ("lab/web", "tcp/7", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Port]),
+    ] {
+        let side = cluster.engine.explain(&cluster.flow(from, "shop/db", port)).ingress;
+        assert_eq!(side.policies, [key("shop/p"), key("shop/q")]);
+        assert!(side.isolated && !side.default_deny);
+        let nearest = side.nearest.expect("there are rules");
+        assert_eq!((nearest.rule.to_string().as_str(), nearest.lacks), (name, lacks), "from {from} to {port}");
+    }
+    let open = cluster.engine.explain(&cluster.flow("lab/web", "lab/probe", "tcp/1")).ingress;
+    assert_eq!((open.side, open.isolated, open.policies.len()), (Side::Open, false, 0));
+}

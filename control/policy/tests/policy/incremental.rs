@@ -1,0 +1,108 @@
+//! A history of changes ends where a fresh start from its last state does.
+
+use penstock_dataplane::policy::Direction;
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::*;
+use penstock_policy::render::nft;
+use penstock_policy::state::PodId;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+
+use super::agreement::{queries, without_conflict};
+use super::build::*;
+use super::naive::World;
+use super::random::history;
+
+/// Everything that an engine came to, without the numbers that depend on its history.
+fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
+    let (state, tables) = engine.statistics();
+    let set = engine.policy_set().statistics();
+    let mut rules: Vec<_> = engine
+        .tables()
+        .pods()
+        .flat_map(|pod| [(pod, Direction::Egress), (pod, Direction::Ingress)])
+        .map(|(pod, direction)| {
+            let name = |pod: PodId| engine.state().pod(pod).map(|pod| pod.key.clone());
+            (name(pod), direction, engine.tables().rules(pod, direction).map(<[_]>::to_vec))
+        })
+        .collect();
+    rules.sort_by(|a, b| (&a.0, a.1).cmp(&(&b.0, b.1)));
+    (state, tables, (set.addresses, set.endpoints, set.tables, set.rules), rules)
+}
+
+fn run(settings: fn() -> Settings, cases: u32) {
+    let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
+    let result = runner.run(&history(), |(start, batches)| {
+        let mut world = World::default();
+        let mut engine = Engine::new(settings());
+        for batch in std::iter::once(start.into_iter().map(Change::Set).collect()).chain(batches) {
+            let mut changes = Vec::new();
+            for change in batch {
+                let change = without_conflict(&world, change);
+                world.apply(&change);
+                changes.push(change);
+            }
+            engine.apply(changes);
+            let mut fresh = Engine::new(settings());
+            fresh.apply(world.objects().into_iter().map(Change::Set));
+            prop_assert_eq!(outcome(&engine), outcome(&fresh));
+            for flow in queries(world.pods.len()) {
+                let (ours, fresh) = (engine.explain(&flow), fresh.explain(&flow));
+                let sides = |it: &penstock_policy::engine::Explanation| {
+                    let of = |side: &penstock_policy::engine::SideExplanation| {
+                        (std::mem::discriminant(&side.side), side.rule.clone(), side.nearest.clone())
+                    };
+                    (of(&it.egress), of(&it.ingress))
+                };
+                prop_assert_eq!(sides(&ours), sides(&fresh), "{:?}", flow);
+                prop_assert_eq!(ours.egress.side.rule().is_some(), ours.egress.rule.is_some(), "{:?}", flow);
+            }
+        }
+        Ok(())
+    });
+    result.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+#[test]
+fn an_incremental_history_ends_in_the_same_tables_as_a_fresh_start() {
+    run(Settings::for_all_pods, 64);
+}
+
+#[test]
+fn so_it_does_for_the_pods_of_one_node() {
+    run(|| Settings::for_node("n1"), 64);
+}
+
+#[test]
+fn a_cluster_that_is_taken_away_leaves_nothing_behind() {
+    let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
+    let result = runner.run(&history(), |(start, _)| {
+        let mut engine = Engine::new(Settings::for_all_pods());
+        engine.apply(start.iter().cloned().map(Change::Set));
+        engine.apply(start.iter().map(|object| Change::Delete(object.reference())));
+        prop_assert_eq!(outcome(&engine), outcome(&Engine::new(Settings::for_all_pods())));
+        prop_assert!(!nft::render(engine.state(), engine.tables()).contains("jump"));
+        Ok(())
+    });
+    result.unwrap_or_else(|failure| panic!("{failure}"));
+}
+
+#[test]
+fn one_pods_new_labels_share_everything_that_they_do_not_touch() {
+    let db = policy("shop/db", "app=db", Some(vec![rule(&["pods app=web"], &["tcp/1"])]), None);
+    let mut cluster = Cluster::new([
+        namespace("shop", ""),
+        Object::Pod(pod("shop/db", "app=db", &["10.0.0.1"], &[])),
+        Object::Pod(pod("shop/web", "app=web", &["10.0.0.2"], &[])),
+        Object::Pod(pod("shop/job", "app=job", &["10.0.0.3"], &[])),
+        db,
+    ]);
+    let before = cluster.engine.policy_set().clone();
+    cluster.set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])));
+    cluster.check(&[("shop/job", "shop/db", "tcp/1", true)]);
+    let probe = cluster.flow("shop/job", "shop/db", "tcp/1");
+    assert!(!before.judge(&probe).is_allowed(), "the set before stays as it was");
+    let (_, tables) = cluster.engine.statistics();
+    assert_eq!((tables.tables, tables.identities), (1, 2), "the pod has an identity that was there");
+    assert!(!cluster.engine.apply([Change::Set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])))]));
+}

@@ -1,0 +1,244 @@
+//! NetworkPolicy read directly from the objects, as slowly and plainly as it can be said.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::model::*;
+
+/// The last state of a cluster.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct World {
+    pub namespaces: BTreeMap<String, Namespace>,
+    pub nodes: BTreeMap<String, Node>,
+    pub pods: BTreeMap<ObjectKey, Pod>,
+    pub policies: BTreeMap<ObjectKey, NetworkPolicy>,
+}
+
+/// What one side says.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Side {
+    NoPod,
+    Exempt,
+    Open,
+    Allowed,
+    Denied,
+}
+
+/// What was seen on the way to a verdict: tests assert that they have met each.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Seen {
+    NoPod,
+    Open,
+    SamePod,
+    OwnNode,
+    DeniedWithoutRules,
+    DeniedByRules,
+    Excepted,
+    ByEveryPeer,
+    ByPods,
+    ByNamespaces,
+    ByPodsInNamespaces,
+    ByBlock,
+    ByBlockOfPod,
+    ByEveryPort,
+    ByPort,
+    ByRange,
+    ByProtocol,
+    ByNameOnIngress,
+    ByNameOnEgress,
+    NameLacking,
+    OtherProtocolAllowed,
+    OtherProtocolDenied,
+    Ipv6,
+}
+
+impl World {
+    pub(crate) fn apply(&mut self, change: &Change) {
+        match change.clone() {
+            Change::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
+            Change::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
+            Change::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
+            Change::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
+            Change::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
+            Change::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
+            Change::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
+            Change::Delete(ObjectRef::NetworkPolicy(key)) => drop(self.policies.remove(&key)),
+        }
+    }
+
+    pub(crate) fn objects(&self) -> Vec<Object> {
+        let namespaces = self.namespaces.values().cloned().map(Object::Namespace);
+        let nodes = self.nodes.values().cloned().map(Object::Node);
+        let pods = self.pods.values().cloned().map(Object::Pod);
+        let policies = self.policies.values().cloned().map(Object::NetworkPolicy);
+        namespaces.chain(nodes).chain(pods).chain(policies).collect()
+    }
+
+    /// The pod that has an address: not its node's, and not any more if it is finished.
+    pub(crate) fn pod_at(&self, address: IpAddr) -> Option<&Pod> {
+        self.pods.values().find(|pod| !pod.host_network && !pod.finished && pod.addresses.contains(&address))
+    }
+
+    fn node_has(&self, node: &str, address: IpAddr) -> bool {
+        let in_host_network = |pod: &&Pod| pod.host_network && !pod.finished && pod.node.as_deref() == Some(node);
+        self.nodes.get(node).is_some_and(|node| node.addresses.contains(&address))
+            || self.pods.values().filter(in_host_network).any(|pod| pod.addresses.contains(&address))
+    }
+
+    pub(crate) fn judge(&self, flow: &Flow, seen: &mut BTreeSet<Seen>) -> (Side, Side) {
+        let (src, dst): (IpAddr, IpAddr) = (flow.src.into(), flow.dst.into());
+        let (from, to) = (self.pod_at(src), self.pod_at(dst));
+        if src.is_ipv6() {
+            seen.insert(Seen::Ipv6);
+        }
+        if let (Some(from), Some(to)) = (from, to)
+            && from.key == to.key
+        {
+            seen.insert(Seen::SamePod);
+            return (Side::Exempt, Side::Exempt);
+        }
+        let runs_on = |pod: Option<&Pod>, other: Option<&Pod>, address: IpAddr| {
+            let node = pod.and_then(|pod| pod.node.clone());
+            other.is_none() && node.is_some_and(|node| self.node_has(&node, address))
+        };
+        if runs_on(from, to, dst) {
+            seen.insert(Seen::OwnNode);
+            return (Side::Exempt, Side::NoPod);
+        }
+        if runs_on(to, from, src) {
+            seen.insert(Seen::OwnNode);
+            return (Side::NoPod, Side::Exempt);
+        }
+        (self.side(from, dst, to, flow, false, seen), self.side(to, src, from, flow, true, seen))
+    }
+
+    fn side(
+        &self,
+        own: Option<&Pod>,
+        peer: IpAddr,
+        peer_pod: Option<&Pod>,
+        flow: &Flow,
+        ingress: bool,
+        seen: &mut BTreeSet<Seen>,
+    ) -> Side {
+        let Some(own) = own else {
+            seen.insert(Seen::NoPod);
+            return Side::NoPod;
+        };
+        let mut isolated =
+            ingress && self.namespaces.get(&own.key.namespace).is_some_and(|namespace| namespace.default_deny_ingress);
+        let mut rules = Vec::new();
+        for policy in self.policies.values() {
+            if policy.key.namespace != own.key.namespace || !policy.pod_selector.matches(&own.labels) {
+                continue;
+            }
+            let Some(of_direction) = (if ingress { &policy.ingress } else { &policy.egress }) else { continue };
+            isolated |= policy.isolates;
+            rules.extend(of_direction.iter().map(|rule| (&policy.key.namespace, rule)));
+        }
+        if !isolated {
+            seen.insert(Seen::Open);
+            return Side::Open;
+        }
+        let server = if ingress { Some(own) } else { peer_pod };
+        for (namespace, rule) in &rules {
+            let mut here = BTreeSet::new();
+            let peer_matches = self.peers_match(namespace, &rule.peers, peer, peer_pod, &mut here);
+            let port_matches = ports_match(&rule.ports, server, flow, ingress, &mut here);
+            if peer_matches && port_matches {
+                seen.extend(here);
+                if !matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP) {
+                    seen.insert(Seen::OtherProtocolAllowed);
+                }
+                return Side::Allowed;
+            }
+            seen.extend(here.into_iter().filter(|seen| matches!(seen, Seen::Excepted | Seen::NameLacking)));
+        }
+        if !matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP) {
+            seen.insert(Seen::OtherProtocolDenied);
+        }
+        seen.insert(if rules.is_empty() { Seen::DeniedWithoutRules } else { Seen::DeniedByRules });
+        Side::Denied
+    }
+
+    fn peers_match(
+        &self,
+        namespace: &str,
+        peers: &Peers,
+        address: IpAddr,
+        pod: Option<&Pod>,
+        seen: &mut BTreeSet<Seen>,
+    ) -> bool {
+        let Peers::AnyOf(peers) = peers else {
+            seen.insert(Seen::ByEveryPeer);
+            return true;
+        };
+        let namespace_found = |selector: &Selector| {
+            let namespace = pod.and_then(|pod| self.namespaces.get(&pod.key.namespace));
+            namespace.is_some_and(|namespace| selector.matches(&namespace.labels))
+        };
+        peers.iter().any(|peer| {
+            let (matches, by) = match peer {
+                Peer::Pods(pods) => {
+                    let found = |pod: &Pod| pod.key.namespace == namespace && pods.matches(&pod.labels);
+                    (pod.is_some_and(found), Seen::ByPods)
+                }
+                Peer::Namespaces(namespaces) => (namespace_found(namespaces), Seen::ByNamespaces),
+                Peer::PodsInNamespaces { namespaces, pods } => {
+                    let found = namespace_found(namespaces) && pod.is_some_and(|pod| pods.matches(&pod.labels));
+                    (found, Seen::ByPodsInNamespaces)
+                }
+                Peer::Block(block) => {
+                    let excepted = block.except.iter().any(|except| except.contains(&address));
+                    if block.cidr.contains(&address) && excepted {
+                        seen.insert(Seen::Excepted);
+                    }
+                    let by = if pod.is_some() { Seen::ByBlockOfPod } else { Seen::ByBlock };
+                    (block.cidr.contains(&address) && !excepted, by)
+                }
+            };
+            if matches {
+                seen.insert(by);
+            }
+            matches
+        })
+    }
+}
+
+fn ports_match(ports: &Ports, server: Option<&Pod>, flow: &Flow, ingress: bool, seen: &mut BTreeSet<Seen>) -> bool {
+    let Ports::AnyOf(ports) = ports else {
+        seen.insert(Seen::ByEveryPort);
+        return true;
+    };
+    ports.iter().any(|port| {
+        let protocol = match port.protocol {
+            PortProtocol::Tcp => Protocol::TCP,
+            PortProtocol::Udp => Protocol::UDP,
+            PortProtocol::Sctp => Protocol::SCTP,
+        };
+        if protocol != flow.protocol {
+            return false;
+        }
+        let (matches, by) = match &port.which {
+            PortMatch::Every => (true, Seen::ByProtocol),
+            PortMatch::Range { first, last } => {
+                let by = if first == last { Seen::ByPort } else { Seen::ByRange };
+                (*first <= flow.dst_port && flow.dst_port <= *last, by)
+            }
+            PortMatch::Name(name) => {
+                let named = server.map(|pod| pod.ports.as_slice()).unwrap_or_default();
+                let has = |own: &&NamedPort| own.name == *name && own.protocol == port.protocol;
+                if !named.iter().any(|own| has(&own)) {
+                    seen.insert(Seen::NameLacking);
+                }
+                let by = if ingress { Seen::ByNameOnIngress } else { Seen::ByNameOnEgress };
+                (named.iter().filter(has).any(|own| own.number == flow.dst_port), by)
+            }
+        };
+        if matches {
+            seen.insert(by);
+        }
+        matches
+    })
+}

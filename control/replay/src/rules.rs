@@ -1,0 +1,117 @@
+//! The rules that a replay met, by name, and how many connections each opened.
+
+use std::sync::Arc;
+
+use penstock_dataplane::policy::{Direction, Judgement, PolicySet, RuleRef};
+use penstock_policy::compile::{RuleSource, rules_of};
+use penstock_policy::engine::Engine;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// A rule among all that were in force during a replay.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct RuleId(u32);
+
+/// The rules that allowed a connection: one, or one on each side; none where it needed none.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
+pub struct Rules {
+    /// Of the egress side of the source.
+    pub egress: Option<RuleId>,
+    /// Of the ingress side of the destination.
+    pub ingress: Option<RuleId>,
+}
+
+/// Every rule that was in force, by name.
+#[derive(Debug, Default)]
+pub struct RuleBook {
+    names: Vec<Arc<str>>,
+    connections: Vec<u64>,
+    by_name: FxHashMap<Arc<str>, RuleId>,
+    /// Rules of the current tables; their numbers mean others in the next.
+    by_ref: FxHashMap<RuleRef, RuleId>,
+}
+
+impl RuleBook {
+    /// Takes in the rules of the policies that are in force from now on. Those before are kept.
+    pub(super) fn enact(&mut self, engine: &Engine) {
+        self.by_ref.clear();
+        let mut seen = FxHashSet::default();
+        for pod in engine.tables().pods() {
+            for (policy, _) in engine.state().policies_of(pod) {
+                if !seen.insert(policy) {
+                    continue;
+                }
+                let policy = engine.state().policy(policy).expect("the state lists policies that it has");
+                for direction in [Direction::Egress, Direction::Ingress] {
+                    let rules = rules_of(policy, direction).unwrap_or_default().len();
+                    for rule in 0..rules {
+                        let source = RuleSource { policy: Arc::clone(policy), direction, rule };
+                        self.intern(&source.name().0);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The rules of a judgement by the current tables.
+    #[inline]
+    pub(super) fn of(&mut self, policy: &PolicySet, judgement: &Judgement) -> Rules {
+        let egress = judgement.egress.rule().map(|rule| self.resolve(policy, rule));
+        let ingress = judgement.ingress.rule().map(|rule| self.resolve(policy, rule));
+        // Where one side's rule allows on both, it is one rule.
+        Rules { egress, ingress: ingress.filter(|_| ingress != egress) }
+    }
+
+    #[inline]
+    fn resolve(&mut self, policy: &PolicySet, rule: RuleRef) -> RuleId {
+        if let Some(id) = self.by_ref.get(&rule) {
+            return *id;
+        }
+        let name = policy.rule_name(rule).map_or_else(|| Arc::from("unnamed"), |name| Arc::clone(&name.0));
+        let id = self.intern(&name);
+        self.by_ref.insert(rule, id);
+        id
+    }
+
+    fn intern(&mut self, name: &Arc<str>) -> RuleId {
+        if let Some(id) = self.by_name.get(name) {
+            return *id;
+        }
+        let id = RuleId(self.names.len() as u32);
+        self.names.push(Arc::clone(name));
+        self.connections.push(0);
+        self.by_name.insert(Arc::clone(name), id);
+        id
+    }
+
+    /// Notes that these rules opened a connection.
+    pub(super) fn hit(&mut self, rules: Rules) {
+        for rule in [rules.egress, rules.ingress].into_iter().flatten() {
+            self.connections[rule.0 as usize] += 1;
+        }
+    }
+
+    /// A rule's name.
+    #[inline]
+    pub fn name(&self, rule: RuleId) -> &str {
+        &self.names[rule.0 as usize]
+    }
+
+    /// Appends the names of the rules to `text`, separated by a space, which no name has.
+    #[inline]
+    pub fn write_names(&self, rules: Rules, text: &mut Vec<u8>) {
+        let before = text.len();
+        for rule in [rules.egress, rules.ingress].into_iter().flatten() {
+            if text.len() > before {
+                text.push(b' ');
+            }
+            text.extend_from_slice(self.name(rule).as_bytes());
+        }
+    }
+
+    /// Each rule and how many connections it opened, most first, then by name.
+    pub fn hits(&self) -> Vec<(&str, u64)> {
+        let mut hits: Vec<_> = self.names.iter().map(|name| &**name).zip(self.connections.iter().copied()).collect();
+        hits.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
+        hits
+    }
+}

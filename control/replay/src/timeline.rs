@@ -1,0 +1,278 @@
+//! Objects that change while a capture is replayed.
+//!
+//! A TOML file of steps, in the order of time:
+//!
+//! ```toml
+//! [[step]]
+//! at = "+1.5s"                          # after the first packet; or a time: "2026-03-01T12:00:00Z"
+//! apply = ["allow-web.yaml"]            # objects created or replaced
+//! delete = ["NetworkPolicy shop/web"]   # objects taken away
+//!
+//! [[step]]
+//! at = "+10s"
+//! replace = ["after/"]                  # from here on these are all the objects there are
+//! ```
+//!
+//! Paths are relative to the file.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_sources::manifest::{ManifestErrors, Options, read_manifests};
+use serde::Deserialize;
+
+use super::capture::Time;
+
+/// A timeline that cannot be.
+#[derive(Debug, thiserror::Error)]
+pub enum TimelineError {
+    /// It cannot be read.
+    #[error("{}: cannot be read: {cause}", file.display())]
+    Unreadable {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        cause: std::io::Error,
+    },
+    /// It is no timeline.
+    #[error("{}: is no timeline: {problem}", file.display())]
+    Form {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong, and where.
+        problem: String,
+    },
+    /// A step has no sense.
+    #[error("{}: step {step}: {problem}", file.display())]
+    Step {
+        /// The file.
+        file: PathBuf,
+        /// Its place, from 1.
+        step: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Manifests of a step are bad.
+    #[error(transparent)]
+    Manifests(#[from] ManifestErrors),
+}
+
+/// Steps in the order of time.
+#[derive(Debug, Default)]
+pub struct Timeline {
+    file: PathBuf,
+    steps: Vec<Step>,
+    next: usize,
+}
+
+#[derive(Debug)]
+struct Step {
+    at: Moment,
+    changes: Vec<Change>,
+}
+
+/// When a step is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Moment {
+    /// Nanoseconds after the first packet.
+    After(u64),
+    At(Time),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    step: Vec<StepText>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StepText {
+    at: String,
+    #[serde(default)]
+    apply: Vec<PathBuf>,
+    #[serde(default)]
+    delete: Vec<String>,
+    replace: Option<Vec<PathBuf>>,
+}
+
+impl Timeline {
+    /// Reads a timeline and all manifests that it names. `objects` are those at the start.
+    ///
+    /// # Errors
+    /// The file or one of the manifests cannot be read or is bad; a step is before the one before it.
+    pub fn read(file: &Path, objects: &[Object], options: &Options) -> Result<Self, TimelineError> {
+        let form = |problem: String| TimelineError::Form { file: file.to_owned(), problem };
+        let text = std::fs::read_to_string(file)
+            .map_err(|cause| TimelineError::Unreadable { file: file.to_owned(), cause })?;
+        let parsed: File = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
+        let mut there: BTreeMap<ObjectRef, Object> =
+            objects.iter().map(|object| (object.reference(), object.clone())).collect();
+        let mut steps: Vec<Step> = Vec::new();
+        for (place, step) in parsed.step.into_iter().enumerate() {
+            let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
+            let at = moment(&step.at).map_err(&wrong)?;
+            if steps.last().is_some_and(|before| is_before(at, before.at)) {
+                return Err(wrong(format!("at = {:?} is before the step before it: put steps in order", step.at)));
+            }
+            let changes = changes(file, &step, &mut there, options).map_err(|problem| match problem {
+                Problem::Manifests(errors) => TimelineError::Manifests(errors),
+                Problem::Step(problem) => wrong(problem),
+            })?;
+            steps.push(Step { at, changes });
+        }
+        Ok(Self { file: file.to_owned(), steps, next: 0 })
+    }
+
+    /// Fixes the steps that count from the first packet, which came at this time.
+    ///
+    /// # Errors
+    /// Steps that count from it and steps at a time of their own turn out to be out of order.
+    pub fn begin(&mut self, first: Time) -> Result<(), TimelineError> {
+        let mut before = Time(0);
+        for (place, step) in self.steps.iter_mut().enumerate() {
+            let at = match step.at {
+                Moment::After(nanoseconds) => Time(first.0.saturating_add(nanoseconds)),
+                Moment::At(time) => time,
+            };
+            if at < before {
+                let problem = "is before the step before it, as the first packet has its time: put steps in order";
+                return Err(TimelineError::Step {
+                    file: self.file.clone(),
+                    step: place + 1,
+                    problem: problem.to_owned(),
+                });
+            }
+            step.at = Moment::At(at);
+            before = at;
+        }
+        Ok(())
+    }
+
+    /// The changes of the next step if it is due at this time: before the packet that is seen then.
+    #[inline]
+    pub fn due(&mut self, time: Time) -> Option<Vec<Change>> {
+        let step = self.steps.get_mut(self.next)?;
+        if !matches!(step.at, Moment::At(at) if at <= time) {
+            return None;
+        }
+        self.next += 1;
+        Some(std::mem::take(&mut step.changes))
+    }
+
+    /// Steps that no packet was late enough for.
+    pub fn left(&self) -> usize {
+        self.steps.len() - self.next
+    }
+}
+
+enum Problem {
+    Step(String),
+    Manifests(ManifestErrors),
+}
+
+fn changes(
+    file: &Path,
+    step: &StepText,
+    there: &mut BTreeMap<ObjectRef, Object>,
+    options: &Options,
+) -> Result<Vec<Change>, Problem> {
+    if step.replace.is_some() && !(step.apply.is_empty() && step.delete.is_empty()) {
+        return Err(Problem::Step("has replace besides apply or delete: use the one or the others".to_owned()));
+    }
+    let read = |paths: &[PathBuf]| -> Result<Vec<Object>, Problem> {
+        let directory = file.parent().unwrap_or(Path::new("."));
+        let paths: Vec<PathBuf> = paths.iter().map(|path| directory.join(path)).collect();
+        let manifests = read_manifests(&paths, options).map_err(Problem::Manifests)?;
+        Ok(manifests.documents.into_iter().map(|document| document.object).collect())
+    };
+    let mut changes = Vec::new();
+    if let Some(paths) = &step.replace {
+        let objects = read(paths)?;
+        let kept: BTreeMap<ObjectRef, Object> =
+            objects.into_iter().map(|object| (object.reference(), object)).collect();
+        changes.extend(there.keys().filter(|gone| !kept.contains_key(gone)).cloned().map(Change::Delete));
+        changes.extend(kept.values().cloned().map(Change::Set));
+        *there = kept;
+        return Ok(changes);
+    }
+    for text in &step.delete {
+        let reference = reference(text).map_err(Problem::Step)?;
+        if there.remove(&reference).is_none() {
+            return Err(Problem::Step(format!("delete: there is no {text} at that time")));
+        }
+        changes.push(Change::Delete(reference));
+    }
+    for object in if step.apply.is_empty() { Vec::new() } else { read(&step.apply)? } {
+        there.insert(object.reference(), object.clone());
+        changes.push(Change::Set(object));
+    }
+    if changes.is_empty() {
+        return Err(Problem::Step("changes nothing: give apply, delete or replace".to_owned()));
+    }
+    Ok(changes)
+}
+
+/// `Kind name` or `Kind namespace/name`.
+fn reference(text: &str) -> Result<ObjectRef, String> {
+    let wrong = || {
+        format!(
+            "delete: {text:?} names no object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node"
+        )
+    };
+    let (kind, name) = text.split_once(' ').ok_or_else(wrong)?;
+    let key = || {
+        let (namespace, name) = name.split_once('/').ok_or_else(wrong)?;
+        Ok(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
+    };
+    match kind {
+        "Namespace" => Ok(ObjectRef::Namespace(name.to_owned())),
+        "Node" => Ok(ObjectRef::Node(name.to_owned())),
+        "Pod" => key().map(ObjectRef::Pod),
+        "NetworkPolicy" => key().map(ObjectRef::NetworkPolicy),
+        _ => Err(wrong()),
+    }
+}
+
+fn moment(text: &str) -> Result<Moment, String> {
+    let wrong =
+        || format!("at = {text:?} is no time: write \"+1.5s\" after the first packet, or \"2026-03-01T12:00:00Z\"");
+    if let Some(after) = text.strip_prefix('+') {
+        let duration: jiff::SignedDuration = after.parse().map_err(|_| wrong())?;
+        return u64::try_from(duration.as_nanos()).map(Moment::After).map_err(|_| wrong());
+    }
+    let timestamp: jiff::Timestamp = text.parse().map_err(|_| wrong())?;
+    u64::try_from(timestamp.as_nanosecond()).map(|nanoseconds| Moment::At(Time(nanoseconds))).map_err(|_| wrong())
+}
+
+/// Whether two moments are known to be in this order before the first packet is.
+fn is_before(a: Moment, b: Moment) -> bool {
+    match (a, b) {
+        (Moment::After(a), Moment::After(b)) => a < b,
+        (Moment::At(a), Moment::At(b)) => a < b,
+        _ => false,
+    }
+}
+
+fn in_one_line(error: &toml::de::Error, text: &str) -> String {
+    let line = error.span().map(|span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+    let message = error.message().replace('\n', " ");
+    line.map_or(message.clone(), |line| format!("line {line}: {message}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_are_read_in_both_forms() {
+        assert_eq!(moment("+1.5s"), Ok(Moment::After(1_500_000_000)));
+        assert_eq!(moment("+2m"), Ok(Moment::After(120_000_000_000)));
+        assert_eq!(moment("1970-01-01T00:00:01.5Z"), Ok(Moment::At(Time(1_500_000_000))));
+        for wrong in ["5", "+", "+-5s", "later", "1969-12-31T23:59:59Z"] {
+            assert!(moment(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! One kind of objects: listed, then watched, and whatever goes wrong, tried again.
+//!
+//! The client's library has a loop for this, too (`kube::runtime::watcher`). This one differs in what matters on every
+//! node of a large cluster: a watch that ends as soon as it has begun is not begun again without a pause; a
+//! server that does not stream lists is asked for pages from then on; a position that is gone is given up
+//! also when that is told by the status of the answer; bookmarks are seen as the sign of life that they are.
+
+use std::fmt::Debug;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::{Stream, StreamExt};
+use kube::api::{ListParams, WatchEvent, WatchParams};
+use kube::{Api, Client, Resource, ResourceExt};
+use rand::Rng;
+use serde::de::DeserializeOwned;
+use tokio::time::timeout;
+
+use super::access::Connected;
+use super::backoff::Backoff;
+use super::failure::Failure;
+use super::read::Reader;
+use super::{Shared, Timing};
+use crate::Kind;
+
+/// How many objects a page has, as for other clients.
+const PAGE: u32 = 500;
+/// A watch is to be ended by the server after a time in this range, in seconds, so that connections spread over the
+/// servers that there are.
+const WATCH_TIME: std::ops::Range<u32> = 240..480;
+/// How long to wait after a watch that was short.
+const PAUSE: Duration = Duration::from_millis(200);
+/// The annotation of the bookmark that ends a streamed list (KEP-3157).
+const END_OF_LIST: &str = "k8s.io/initial-events-end";
+
+/// What is asked of the client's types.
+pub(super) trait Sent: Resource + Clone + DeserializeOwned + Debug + Send + 'static {}
+impl<K: Resource + Clone + DeserializeOwned + Debug + Send + 'static> Sent for K {}
+
+/// Follows one kind.
+pub(super) struct Follower {
+    kind: Kind,
+    shared: Arc<Shared>,
+    backoff: Backoff,
+    /// Whether lists are asked for as a stream.
+    streams: bool,
+    /// Whether lists are asked for in pages. Not after a list whose later pages the server had forgotten.
+    pages: bool,
+    /// Up to which version all changes are known.
+    position: Option<String>,
+    /// Whether the last watch has shown that it is one.
+    proven: bool,
+}
+
+impl Follower {
+    pub(super) fn new(kind: Kind, shared: Arc<Shared>) -> Self {
+        Self { kind, shared, backoff: Backoff::default(), streams: true, pages: true, position: None, proven: false }
+    }
+
+    /// Follows the kind for ever.
+    pub(super) async fn run<K: Sent>(mut self, api: impl Fn(Client) -> Api<K> + Send, read: Reader<K>) {
+        loop {
+            let connected = self.shared.connection.get();
+            let api = api(connected.client.clone());
+            let (began, watches) = (Instant::now(), self.position.is_some());
+            let end = match self.position.clone() {
+                Some(position) => self.watch(&api, &position, read).await,
+                None if self.streams => self.stream(&api, read).await,
+                None => self.list(&api, read).await,
+            };
+            match end {
+                Err(failure) => self.fail(failure, &connected).await,
+                // Something came through it, but a server that ends each watch soon is not to be asked without a pause.
+                Ok(()) if watches && began.elapsed() < self.timing().stood => tokio::time::sleep(PAUSE).await,
+                Ok(()) => {}
+            }
+        }
+    }
+
+    /// Lists by pages.
+    async fn list<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
+        self.shared.store().begin_list(self.kind);
+        let mut params = ListParams { limit: self.pages.then_some(PAGE), ..ListParams::default() };
+        let version = loop {
+            let page = within(self.timing().page, api.list(&params)).await?;
+            let page = match page.map_err(|error| Failure::of(&error, self.kind)) {
+                Ok(page) => page,
+                Err(failure) => {
+                    let forgotten = params.continue_token.is_some() && matches!(failure, Failure::Gone(_));
+                    self.pages &= !forgotten;
+                    return Err(failure);
+                }
+            };
+            self.shared.health.sign(self.kind);
+            for object in page.items {
+                let read = read(object);
+                self.shared.store().list(self.kind, read);
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => break page.metadata.resource_version,
+            }
+        };
+        let version = version.filter(|version| !version.is_empty());
+        let version = version.ok_or_else(|| Failure::Malformed("a list without resourceVersion".to_owned()))?;
+        self.listed(version);
+        Ok(())
+    }
+
+    /// Lists by a stream, which then goes on as a watch. A server that does not do so is asked for pages next.
+    async fn stream<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
+        let mut params = watch_params();
+        params.send_initial_events = true;
+        // No version: the list is to be as new as the request.
+        match within(self.timing().begin, api.watch(&params, "")).await? {
+            Ok(events) => {
+                self.shared.store().begin_list(self.kind);
+                self.consume(events, read, true).await
+            }
+            Err(error) => match Failure::of(&error, self.kind) {
+                Failure::Refused { code, message } => {
+                    tracing::debug!("API server, {}: no streamed lists ({code}: {message})", self.kind.resource());
+                    self.streams = false;
+                    Ok(())
+                }
+                failure => Err(failure),
+            },
+        }
+    }
+
+    /// Watches from a version on, until the watch ends.
+    async fn watch<K: Sent>(&mut self, api: &Api<K>, version: &str, read: Reader<K>) -> Result<(), Failure> {
+        let begun = within(self.timing().begin, api.watch(&watch_params(), version)).await?;
+        let events = begun.map_err(|error| Failure::of(&error, self.kind))?;
+        if self.backoff.failures() == 0 {
+            self.shared.outages.well(self.kind);
+        }
+        self.consume(events, read, false).await
+    }
+
+    /// Takes events as long as they come; `listing` at the beginning of a stream that lists first.
+    async fn consume<K: Sent>(
+        &mut self,
+        events: impl Stream<Item = kube::Result<WatchEvent<K>>>,
+        read: Reader<K>,
+        mut listing: bool,
+    ) -> Result<(), Failure> {
+        let mut events = pin!(events);
+        self.proven = false;
+        loop {
+            let limit = match (listing, self.proven) {
+                (true, _) => self.timing().list_pause,
+                (false, false) => self.timing().stood,
+                (false, true) => self.timing().silence,
+            };
+            let event = match timeout(limit, events.next()).await {
+                Ok(Some(event)) => event.map_err(|error| Failure::of(&error, self.kind))?,
+                Ok(None) if listing => return Err(Failure::Connection("it broke within a list".to_owned())),
+                Ok(None) if self.proven => return Ok(()),
+                Ok(None) => return Err(Failure::Closed),
+                Err(_) if listing => {
+                    self.streams = false;
+                    return Ok(());
+                }
+                Err(_) if self.proven => {
+                    tracing::debug!("API server, {}: a watch fell silent; asking again", self.kind.resource());
+                    return Ok(());
+                }
+                Err(_) => {
+                    self.prove();
+                    continue;
+                }
+            };
+            self.take(event, read, &mut listing)?;
+            if !listing && !self.proven {
+                self.prove();
+            }
+        }
+    }
+
+    /// Takes one event.
+    fn take<K: Sent>(&mut self, event: WatchEvent<K>, read: Reader<K>, listing: &mut bool) -> Result<(), Failure> {
+        match event {
+            WatchEvent::Added(object) | WatchEvent::Modified(object) if *listing => {
+                self.shared.health.sign(self.kind);
+                self.shared.store().list(self.kind, read(object));
+            }
+            WatchEvent::Deleted(_) if *listing => {
+                return Err(Failure::Malformed("a deletion within a list".to_owned()));
+            }
+            WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                let position = object.resource_version();
+                let read = read(object);
+                let is_news = self.shared.store().set(self.kind, read);
+                self.event(position, is_news);
+            }
+            WatchEvent::Deleted(object) => {
+                let position = object.resource_version();
+                let read = read(object);
+                let is_news = self.shared.store().delete(self.kind, read.reference, read.version);
+                self.event(position, is_news);
+            }
+            WatchEvent::Bookmark(bookmark) => {
+                self.shared.health.sign(self.kind);
+                let version = bookmark.metadata.resource_version;
+                if *listing && bookmark.metadata.annotations.contains_key(END_OF_LIST) {
+                    *listing = false;
+                    self.listed(version);
+                } else if !*listing {
+                    self.advance(version);
+                }
+            }
+            WatchEvent::Error(status) => return Err(Failure::of_status(&status, self.kind)),
+        }
+        Ok(())
+    }
+
+    /// A list is complete.
+    fn listed(&mut self, version: String) {
+        let is_first = self.shared.store().end_list(self.kind);
+        if !is_first {
+            tracing::info!("API server: all {} listed again", self.kind.resource());
+        }
+        self.position = Some(version);
+        self.shared.health.listed(self.kind);
+        self.shared.changed(self.kind);
+    }
+
+    /// An event was taken.
+    fn event(&mut self, position: Option<String>, is_news: bool) {
+        self.shared.health.event(self.kind);
+        position.into_iter().for_each(|version| self.advance(version));
+        if is_news {
+            self.shared.changed(self.kind);
+        }
+    }
+
+    /// What is known reaches up to this version, unless it reached further already.
+    fn advance(&mut self, version: String) {
+        let number = |version: &str| version.parse::<u64>().ok();
+        let known = self.position.as_deref().and_then(number);
+        if !matches!((number(&version), known), (Some(version), Some(known)) if version < known) {
+            self.position = Some(version).filter(|version| !version.is_empty());
+        }
+    }
+
+    /// The watch is one.
+    fn prove(&mut self) {
+        self.proven = true;
+        self.backoff.reset();
+        self.shared.outages.well(self.kind);
+    }
+
+    /// Tells what went wrong, and waits.
+    async fn fail(&mut self, failure: Failure, connected: &Connected) {
+        let after_good = std::mem::take(&mut self.proven) && self.backoff.failures() == 0;
+        if failure.forgets_position() {
+            self.position = None;
+        }
+        // A first failure after all was well may be a server that moves, or a token that was replaced: it is tried
+        // again before anyone is told.
+        let is_gone = matches!(failure, Failure::Gone(_));
+        if !(is_gone && self.backoff.failures() == 0 || after_good && !matches!(failure, Failure::Forbidden { .. })) {
+            self.shared.outages.lost(self.kind, &failure);
+        } else {
+            tracing::debug!("API server, {}: {failure}", self.kind.resource());
+        }
+        if failure.asks_for_new_client()
+            && let Err(error) = self.shared.connection.renew(connected).await
+        {
+            self.shared.outages.lost(self.kind, &Failure::Access(error));
+        }
+        let asked = matches!(failure, Failure::Server { .. })
+            .then(|| failure.retry_after().max(self.shared.connection.retry_after()))
+            .flatten();
+        let wait = if failure.is_unreachable() { self.backoff.next_unreachable() } else { self.backoff.next(asked) };
+        tokio::time::sleep(wait).await;
+    }
+
+    fn timing(&self) -> Timing {
+        self.shared.timing
+    }
+}
+
+fn watch_params() -> WatchParams {
+    WatchParams { timeout: Some(rand::rng().random_range(WATCH_TIME)), ..WatchParams::default() }
+}
+
+/// What a future gives, if that comes in time.
+async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, Failure> {
+    timeout(limit, future).await.map_err(|_| Failure::Slow(limit))
+}

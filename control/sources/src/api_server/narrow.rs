@@ -1,0 +1,254 @@
+//! Policies that are not wholly understood: of a newer API, or with a fault that the server let pass.
+//!
+//! Manifests keep what a file said before; here that would make a node's policy depend on when it was started, and a
+//! restart would lose it in silence. So the same text always has the same meaning, the narrowest: the policy isolates
+//! the pods that it selects (all of its namespace's, if its selector is not understood) in the directions it
+//! names (both, if those are not understood), and of its rules those allow that are understood to the last field.
+//! Policies only add, so whatever was left out could only have allowed more.
+
+use k8s_openapi::api::networking::v1::{
+    NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+use penstock_policy::model::{self, Object, Rule, Selector};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::convert::{self, FieldPath, Step};
+use crate::typed;
+
+/// What an object says.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Content {
+    /// All of it is understood.
+    Whole(Object),
+    /// A policy that is not wholly understood: what is left of it allows no more than it would.
+    Part {
+        /// What holds of it.
+        object: Object,
+        /// What is not understood, and what holds instead.
+        problem: String,
+    },
+    /// Nothing holds of it: it is as if it were not there.
+    Nothing {
+        /// What is not understood, and what that means.
+        problem: String,
+    },
+}
+
+/// What is wrong, and where.
+type Trouble = (FieldPath, String);
+
+const UNKNOWN: &str = "is not a field that this version knows";
+
+/// Reads a policy from its metadata and its spec.
+pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
+    let empty = Value::Object(Default::default());
+    let spec = spec.unwrap_or(&empty);
+    let trouble = match strict::<NetworkPolicySpec>(spec).and_then(|spec| convert(metadata, spec)) {
+        Ok(policy) => return Content::Whole(Object::NetworkPolicy(policy)),
+        Err(trouble) => trouble,
+    };
+    let (mut field, problem) = trouble;
+    if field.steps().first() != Some(&Step::Field("metadata".to_owned())) {
+        field = field.inside("spec");
+    }
+    match narrowed(metadata, spec) {
+        Ok((policy, kept, left_out)) => {
+            let problem = format!(
+                "{field}: {problem}; until it is understood it isolates its pods, and {kept} of its {} rules allow",
+                kept + left_out
+            );
+            Content::Part { object: Object::NetworkPolicy(policy), problem }
+        }
+        // Not even its name is one.
+        Err(_) => Content::Nothing { problem: format!("{field}: {problem}; it selects nothing") },
+    }
+}
+
+/// The narrowest reading, with the numbers of rules kept and left out.
+fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), Trouble> {
+    let mut policy = convert(metadata, NetworkPolicySpec::default())?;
+    let selector = spec.get("podSelector").map(|selector| pod_selector(metadata, selector));
+    policy.pod_selector = selector.and_then(Result::ok).unwrap_or_default();
+    let (isolates_ingress, isolates_egress) = directions(metadata, spec);
+    // A field beside the rules may say anything about them.
+    let rules_count = known_fields_only(spec);
+    let (mut kept, mut left_out) = (0, 0);
+    let mut rules = |name: &str, read: fn(&ObjectMeta, &Value) -> Option<Rule>| -> Vec<Rule> {
+        let written = spec.get(name).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let read = written.iter().filter(|_| rules_count).filter_map(|rule| read(metadata, rule));
+        let rules: Vec<Rule> = read.collect();
+        kept += rules.len();
+        left_out += written.len() - rules.len();
+        rules
+    };
+    let (ingress, egress) = (rules("ingress", ingress_rule), rules("egress", egress_rule));
+    policy.ingress = isolates_ingress.then_some(ingress);
+    policy.egress = isolates_egress.then_some(egress);
+    Ok((policy, kept, left_out))
+}
+
+fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, Trouble> {
+    let selector = strict::<LabelSelector>(selector)?;
+    let spec = NetworkPolicySpec { pod_selector: Some(selector), ..NetworkPolicySpec::default() };
+    convert(metadata, spec).map(|policy| policy.pod_selector)
+}
+
+/// In which directions it isolates: ingress and egress.
+fn directions(metadata: &ObjectMeta, spec: &Value) -> (bool, bool) {
+    let (types, egress) = (spec.get("policyTypes"), spec.get("egress"));
+    if types.is_none_or(Value::is_null) {
+        // As without the field: egress if there are egress rules, understood or not.
+        let some = egress.is_some_and(|rules| rules.as_array().is_none_or(|rules| !rules.is_empty()));
+        return (true, some && !egress.is_some_and(Value::is_null));
+    }
+    let types = types.map_or(Ok(Vec::new()), strict::<Vec<String>>);
+    let read = types.and_then(|types| {
+        convert(metadata, NetworkPolicySpec { policy_types: Some(types), ..NetworkPolicySpec::default() })
+    });
+    read.map_or((true, true), |policy| (policy.ingress.is_some(), policy.egress.is_some()))
+}
+
+fn ingress_rule(metadata: &ObjectMeta, rule: &Value) -> Option<Rule> {
+    let rule = strict::<NetworkPolicyIngressRule>(rule).ok()?;
+    let spec = NetworkPolicySpec { ingress: Some(vec![rule]), ..NetworkPolicySpec::default() };
+    convert(metadata, spec).ok()?.ingress?.pop()
+}
+
+fn egress_rule(metadata: &ObjectMeta, rule: &Value) -> Option<Rule> {
+    let rule = strict::<NetworkPolicyEgressRule>(rule).ok()?;
+    let spec = NetworkPolicySpec { egress: Some(vec![rule]), ..NetworkPolicySpec::default() };
+    convert(metadata, spec).ok()?.egress?.pop()
+}
+
+fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, Trouble> {
+    // Of the metadata the names alone are of interest.
+    let names =
+        ObjectMeta { name: metadata.name.clone(), namespace: metadata.namespace.clone(), ..ObjectMeta::default() };
+    convert::network_policy(&NetworkPolicy { metadata: names, spec: Some(spec) })
+        .map_err(|invalid| (invalid.field.without("spec"), invalid.problem.to_string()))
+}
+
+/// Reads a value as a type of the API; a field that the type does not know is an error.
+fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
+    let (read, unknown) = typed::read(value.clone())?;
+    match unknown.into_iter().next() {
+        Some(field) => Err((field, UNKNOWN.to_owned())),
+        None => Ok(read),
+    }
+}
+
+/// Whether the spec has no field that this version does not know.
+fn known_fields_only(spec: &Value) -> bool {
+    let known = ["podSelector", "policyTypes", "ingress", "egress"];
+    spec.as_object().is_some_and(|fields| fields.keys().all(|name| known.contains(&name.as_str())))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use penstock_policy::model::{Peers, Ports};
+
+    fn read(spec: Value) -> (model::NetworkPolicy, Option<String>) {
+        let metadata = ObjectMeta {
+            name: Some("only-web".to_owned()),
+            namespace: Some("shop".to_owned()),
+            ..ObjectMeta::default()
+        };
+        match policy(&metadata, Some(&spec)) {
+            Content::Whole(Object::NetworkPolicy(policy)) => (policy, None),
+            Content::Part { object: Object::NetworkPolicy(policy), problem } => (policy, Some(problem)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Rules for ingress and egress, `-` where the direction is open, and whether all pods are selected.
+    fn shape(policy: &model::NetworkPolicy) -> (String, bool) {
+        let rules = |rules: &Option<Vec<Rule>>| rules.as_ref().map_or("-".to_owned(), |rules| rules.len().to_string());
+        (format!("{} {}", rules(&policy.ingress), rules(&policy.egress)), policy.pod_selector == Selector::default())
+    }
+
+    #[test]
+    fn what_is_not_understood_allows_nothing_and_is_told_with_its_field() {
+        let web = json!({ "matchLabels": { "app": "web" } });
+        let good = json!({ "from": [{ "podSelector": {} }] });
+        let cases = [
+            // A field inside a rule: the rule is left out, the others stay.
+            (
+                json!({ "podSelector": web, "ingress": [good, { "form": [] }] }),
+                ("1 -", false),
+                "spec.ingress[1].form: is not a field that this version knows; until it is understood it isolates its \
+                 pods, and 1 of its 2 rules allow",
+            ),
+            (
+                json!({ "podSelector": web, "ingress": [{ "ports": [{ "endport": 9, "port": 1 }] }] }),
+                ("0 -", false),
+                "spec.ingress[0].ports[0].endport: is not",
+            ),
+            (
+                json!({ "podSelector": web, "ingress": [{ "from": [{ "ipBlock": { "cidr": "10.0.0.0/8", "excpet": [] } }] }] }),
+                ("0 -", false),
+                "spec.ingress[0].from[0].ipBlock.excpet: is not",
+            ),
+            // A value.
+            (
+                json!({ "podSelector": web, "ingress": [good, { "ports": [{ "protocol": "QUIC" }] }], "egress": [{}] }),
+                ("1 1", false),
+                "spec.ingress[1].ports[0].protocol: \"QUIC\" is no protocol",
+            ),
+            (json!({ "podSelector": web, "ingress": "all" }), ("0 -", false), "spec.ingress: invalid type"),
+            // The selector: every pod of the namespace.
+            (
+                json!({ "podSelector": { "matchNames": ["web"] }, "ingress": [good] }),
+                ("1 -", true),
+                "spec.podSelector.matchNames: is not",
+            ),
+            // The directions: both.
+            (
+                json!({ "podSelector": web, "policyTypes": ["Ingress", "Sideways"], "ingress": [good] }),
+                ("1 0", false),
+                "spec.policyTypes[1]: \"Sideways\" is no policy type",
+            ),
+            (
+                json!({ "podSelector": web, "policyTypes": ["Egress"], "egress": [good] }),
+                ("- 0", false),
+                "spec.egress[0].from: is not",
+            ),
+            (json!({ "podSelector": web, "egress": [7] }), ("0 0", false), "spec.egress[0]: invalid type"),
+            // A field beside all of them might say anything about the rules.
+            (
+                json!({ "podSelector": web, "ingress": [good], "egress": [{}], "unless": { "weekday": "Sunday" } }),
+                ("0 0", false),
+                "spec.unless: is not a field that this version knows; until it is understood it isolates its pods, and \
+                 0 of its 2 rules allow",
+            ),
+        ];
+        for (spec, expected, told) in cases {
+            let (policy, problem) = read(spec.clone());
+            let problem = problem.unwrap_or_else(|| panic!("{spec} is understood"));
+            assert!(problem.starts_with(told), "{spec}: {problem}");
+            let (rules, selects_all) = shape(&policy);
+            assert_eq!((rules.as_str(), selects_all, policy.isolates), (expected.0, expected.1, true), "{spec}");
+        }
+    }
+
+    #[test]
+    fn what_is_understood_is_read_as_manifests_are() {
+        let spec = json!({ "podSelector": {}, "ingress": [{ "from": [], "ports": null }], "policyTypes": null });
+        let (policy, problem) = read(spec);
+        assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
+        let rule = &policy.ingress.unwrap()[0];
+        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &Ports::Every));
+    }
+
+    #[test]
+    fn a_policy_whose_name_is_none_selects_nothing() {
+        let metadata = ObjectMeta { name: Some("Not A Name".to_owned()), ..ObjectMeta::default() };
+        assert!(
+            matches!(policy(&metadata, None), Content::Nothing { problem } if problem.starts_with("metadata.name: "))
+        );
+    }
+}

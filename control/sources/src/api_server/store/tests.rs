@@ -1,0 +1,207 @@
+use std::collections::BTreeMap;
+
+use penstock_policy::model::{Namespace, Node};
+use proptest::prelude::*;
+
+use super::*;
+
+fn namespace(name: &str, version: u64) -> Read {
+    // What it means changes with every third version only.
+    let labels = [("third".to_owned(), (version / 3).to_string())].into();
+    let object = Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false });
+    Read { reference: object.reference(), version: Some(version), content: Content::Whole(object) }
+}
+
+/// A store of which all kinds have been listed, the namespaces of `list` among them.
+fn listed(list: impl IntoIterator<Item = Read>) -> (Store, Vec<Change>) {
+    let mut store = Store::default();
+    let mut list = Some(list);
+    for kind in Kind::ALL {
+        assert_eq!(store.take(), None, "nothing is told before all kinds are listed");
+        store.begin_list(kind);
+        if kind == Kind::Namespace {
+            list.take().into_iter().flatten().for_each(|read| store.list(kind, read));
+        }
+        assert!(store.end_list(kind), "the first");
+    }
+    let first = store.take().expect("all that there is, be it nothing");
+    (store, first)
+}
+
+fn names(changes: &[Change]) -> Vec<String> {
+    changes
+        .iter()
+        .map(|change| format!("{}{}", if matches!(change, Change::Set(_)) { "+" } else { "-" }, name_of(change)))
+        .collect()
+}
+
+fn set(store: &mut Store, name: &str, version: u64) -> bool {
+    store.set(Kind::Namespace, namespace(name, version))
+}
+
+fn delete(store: &mut Store, name: &str, version: u64) -> bool {
+    store.delete(Kind::Namespace, ObjectRef::Namespace(name.to_owned()), Some(version))
+}
+
+#[test]
+fn all_of_an_empty_cluster_is_told_too_but_once() {
+    let (mut store, first) = listed([]);
+    assert_eq!((first, store.take()), (Vec::new(), None));
+}
+
+#[test]
+fn an_event_that_is_late_or_repeated_is_no_news_not_even_of_a_deleted_object() {
+    let (mut store, first) = listed([namespace("a", 9)]);
+    assert_eq!(names(&first), ["+Namespace a"]);
+    assert!(!set(&mut store, "a", 9) && !set(&mut store, "a", 3) && !delete(&mut store, "a", 8));
+    assert_eq!(store.take(), None);
+    assert!(!set(&mut store, "a", 10), "newer, but of the same meaning");
+    assert!(set(&mut store, "a", 12));
+    assert!(delete(&mut store, "a", 15));
+    assert!(!set(&mut store, "a", 12) && !set(&mut store, "a", 15) && !delete(&mut store, "a", 15));
+    assert_eq!(names(&store.take().unwrap()), ["-Namespace a"]);
+    assert!(set(&mut store, "a", 18), "made again");
+    assert!(!delete(&mut store, "never-seen", 20) && !set(&mut store, "never-seen", 19), "deleted before it was seen");
+    assert_eq!(names(&store.take().unwrap()), ["+Namespace a"]);
+    assert_eq!(store.count(Kind::Namespace), (1, 0));
+}
+
+#[test]
+fn a_list_is_taken_whole_and_what_is_not_in_it_is_gone() {
+    let (mut store, _) = listed([namespace("a", 3), namespace("b", 6), namespace("c", 9)]);
+    store.begin_list(Kind::Namespace);
+    store.list(Kind::Namespace, namespace("d", 12));
+    assert_eq!(store.take(), None, "half a list is none");
+    // It broke off, and begins anew.
+    store.begin_list(Kind::Namespace);
+    store.list(Kind::Namespace, namespace("a", 3));
+    store.list(Kind::Namespace, namespace("b", 15));
+    store.list(Kind::Namespace, namespace("b", 13));
+    assert!(!store.end_list(Kind::Namespace));
+    assert_eq!(names(&store.take().unwrap()), ["-Namespace c", "+Namespace b"]);
+    // A list says what is so, even if the cluster was set back.
+    store.begin_list(Kind::Namespace);
+    store.list(Kind::Namespace, namespace("b", 3));
+    store.end_list(Kind::Namespace);
+    assert_eq!(names(&store.take().unwrap()), ["-Namespace a", "+Namespace b"]);
+    assert!(set(&mut store, "b", 6), "versions count from there");
+}
+
+#[test]
+fn what_is_told_together_is_in_the_order_in_which_it_can_be_taken() {
+    let (mut store, _) = listed([namespace("old", 3)]);
+    let node = |name: &str| {
+        let object = Object::Node(Node { name: name.to_owned(), addresses: Vec::new() });
+        Read { reference: object.reference(), version: Some(30), content: Content::Whole(object) }
+    };
+    store.set(Kind::Node, node("y"));
+    store.set(Kind::Node, node("x"));
+    set(&mut store, "new", 6);
+    delete(&mut store, "old", 9);
+    assert_eq!(names(&store.take().unwrap()), ["-Namespace old", "+Namespace new", "+Node y", "+Node x"]);
+}
+
+#[test]
+fn what_is_not_understood_is_counted_and_what_held_of_it_does_not_hold_on() {
+    let (mut store, _) = listed([namespace("a", 3)]);
+    let nothing = |version| Read { content: Content::Nothing { problem: "why".to_owned() }, ..namespace("a", version) };
+    assert!(store.set(Kind::Namespace, nothing(6)));
+    assert_eq!(
+        (names(&store.take().unwrap()), store.count(Kind::Namespace)),
+        (vec!["-Namespace a".to_owned()], (1, 1))
+    );
+    // So it is in a list, and with another version.
+    store.begin_list(Kind::Namespace);
+    store.list(Kind::Namespace, nothing(9));
+    store.end_list(Kind::Namespace);
+    assert_eq!((store.take(), store.count(Kind::Namespace)), (None, (1, 1)));
+    let Content::Whole(object) = namespace("a", 12).content else { unreachable!("as it is built") };
+    let part = Read { content: Content::Part { object, problem: "some".to_owned() }, ..namespace("a", 12) };
+    assert!(store.set(Kind::Namespace, part));
+    assert_eq!(
+        (names(&store.take().unwrap()), store.count(Kind::Namespace)),
+        (vec!["+Namespace a".to_owned()], (1, 1))
+    );
+    assert!(!set(&mut store, "a", 13), "understood again, and of the same meaning");
+    assert_eq!((store.take(), store.count(Kind::Namespace)), (None, (1, 0)));
+    delete(&mut store, "a", 15);
+    assert_eq!(store.count(Kind::Namespace), (0, 0));
+}
+
+/// One thing that happens to one of a few names; its version is its place in the sequence.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Set(u8),
+    Delete(u8),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = (0u8..5, any::<bool>()).prop_map(|(name, sets)| if sets { Step::Set(name) } else { Step::Delete(name) });
+    prop::collection::vec(step, 1..60)
+}
+
+proptest! {
+    /// Each event comes once or several times and early or late, with lists in between: who follows what is told has
+    /// what the last versions say.
+    #[test]
+    fn in_any_order_and_number_events_end_in_the_last_versions(
+        steps in steps(),
+        order in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 0..200),
+    ) {
+        let version = |place: usize| 3 * (place as u64 + 1);
+        let name = |number: u8| format!("n{number}");
+        let truth = |up_to: usize| {
+            let mut truth = BTreeMap::new();
+            for (place, step) in steps[..up_to].iter().enumerate() {
+                match *step {
+                    Step::Set(number) => drop(truth.insert(name(number), version(place))),
+                    Step::Delete(number) => drop(truth.remove(&name(number))),
+                }
+            }
+            truth
+        };
+        let (mut store, _) = listed([]);
+        let mut told: BTreeMap<ObjectRef, Object> = BTreeMap::new();
+        let mut take = |store: &mut Store| for change in store.take().unwrap_or_default() {
+            match change {
+                Change::Set(object) => drop(told.insert(object.reference(), object)),
+                Change::Delete(reference) => drop(told.remove(&reference)),
+            }
+        };
+        let event = |store: &mut Store, place: usize| match steps[place] {
+            Step::Set(number) => set(store, &name(number), version(place)),
+            Step::Delete(number) => delete(store, &name(number), version(place)),
+        };
+        for (index, what) in order {
+            match what {
+                0 => take(&mut store),
+                // A list of what is so after some of the steps; what came later comes again after it.
+                1 => {
+                    let up_to = index.index(steps.len() + 1);
+                    store.begin_list(Kind::Namespace);
+                    truth(up_to).iter().for_each(|(name, &version)| store.list(Kind::Namespace, namespace(name, version)));
+                    store.end_list(Kind::Namespace);
+                    for place in up_to..steps.len() {
+                        event(&mut store, place);
+                    }
+                }
+                _ => {
+                    event(&mut store, index.index(steps.len()));
+                }
+            }
+        }
+        // In the end each has come at least once.
+        for place in 0..steps.len() {
+            event(&mut store, place);
+        }
+        take(&mut store);
+        let told: BTreeMap<String, Read> = told.into_values().map(|object| (object.reference().to_string(), object))
+            .map(|(name, object)| (name, Read { reference: object.reference(), version: None, content: Content::Whole(object) }))
+            .collect();
+        let truth: BTreeMap<String, Read> = truth(steps.len()).into_iter()
+            .map(|(name, version)| namespace(&name, version))
+            .map(|read| (read.reference.to_string(), Read { version: None, ..read }))
+            .collect();
+        prop_assert_eq!(told, truth);
+    }
+}

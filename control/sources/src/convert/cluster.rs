@@ -1,0 +1,165 @@
+//! Namespace, Node and Pod.
+
+use std::net::IpAddr;
+
+use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use penstock_policy::model::{self, NamedPort, Tenure};
+use serde::Deserialize;
+
+use super::{At, Invalid, Problem, Settings, names, port};
+
+/// The label that the API server gives to every namespace, its name.
+pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
+/// The annotation that stood for a namespace's isolation in v1beta1.
+pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
+
+/// Converts a Namespace. The name label is added where it is absent, as the API server does.
+pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {
+    let name = super::name(&namespace.metadata, names::dns_label)?;
+    let mut labels = super::labels(&namespace.metadata)?;
+    labels.entry(NAME_LABEL.to_owned()).or_insert_with(|| name.clone());
+    let annotations = namespace.metadata.annotations.as_ref();
+    let default_deny_ingress = match annotations.and_then(|annotations| annotations.get(ISOLATION_ANNOTATION)) {
+        Some(text) if settings.v1beta1 => isolates_ingress(text)?,
+        _ => false,
+    };
+    Ok(model::Namespace { name, labels, default_deny_ingress })
+}
+
+/// Reads the value of the isolation annotation.
+fn isolates_ingress(text: &str) -> Result<bool, Invalid> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Isolation {
+        ingress: Option<Ingress>,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Ingress {
+        isolation: Option<Kind>,
+    }
+    #[derive(Deserialize)]
+    enum Kind {
+        DefaultDeny,
+    }
+    match serde_json::from_str::<Isolation>(text) {
+        Ok(Isolation { ingress }) => Ok(matches!(ingress, Some(Ingress { isolation: Some(Kind::DefaultDeny) }))),
+        Err(error) => {
+            let at = At::OBJECT;
+            let (metadata, problem) = (at.field("metadata"), Problem::Annotation(error.to_string()));
+            Err(metadata.field("annotations").field(ISOLATION_ANNOTATION).invalid(problem))
+        }
+    }
+}
+
+/// Converts a Node.
+pub fn node(node: &Node) -> Result<model::Node, Invalid> {
+    let name = super::name(&node.metadata, names::dns_subdomain)?;
+    let at = At::OBJECT;
+    let status_at = at.field("status");
+    let addresses_at = status_at.field("addresses");
+    let mut addresses = Vec::new();
+    for (i, entry) in node.status.iter().flat_map(|status| &status.addresses).flatten().enumerate() {
+        if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
+            let entry_at = addresses_at.index(i);
+            push_new(&mut addresses, unicast(&entry.address, &entry_at.field("address"))?);
+        }
+    }
+    Ok(model::Node { name, addresses })
+}
+
+/// Converts a Pod.
+pub fn pod(pod: &Pod) -> Result<model::Pod, Invalid> {
+    let key = super::key(&pod.metadata)?;
+    let labels = super::labels(&pod.metadata)?;
+    let spec = pod.spec.as_ref();
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    Ok(model::Pod {
+        key,
+        labels,
+        node: spec.and_then(|spec| spec.node_name.clone()).filter(|node| !node.is_empty()),
+        addresses: addresses(pod)?,
+        host_network: spec.and_then(|spec| spec.host_network).unwrap_or(false),
+        finished: matches!(phase, Some("Succeeded" | "Failed")),
+        ports: named_ports(pod)?,
+        tenure: tenure(pod),
+    })
+}
+
+fn tenure(pod: &Pod) -> Tenure {
+    let seconds = |time: &Time| time.0.as_second();
+    Tenure {
+        leaving: pod.metadata.deletion_timestamp.is_some(),
+        started: pod.status.as_ref().and_then(|status| status.start_time.as_ref()).map(seconds),
+        created: pod.metadata.creation_timestamp.as_ref().map(seconds),
+    }
+}
+
+/// `status.podIPs`, and `status.podIP` of a pod that has only that.
+fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
+    let Some(status) = &pod.status else { return Ok(Vec::new()) };
+    let at = At::OBJECT;
+    let status_at = at.field("status");
+    let mut addresses = Vec::new();
+    let list_at = status_at.field("podIPs");
+    for (i, entry) in status.pod_ips.iter().flatten().enumerate() {
+        let entry_at = list_at.index(i);
+        push_new(&mut addresses, unicast(&entry.ip, &entry_at.field("ip"))?);
+    }
+    if let Some(text) = status.pod_ip.as_deref().filter(|text| !text.is_empty()) {
+        push_new(&mut addresses, unicast(text, &status_at.field("podIP"))?);
+    }
+    Ok(addresses)
+}
+
+/// The named ports of a pod's containers, sidecars (init containers that keep running) included. The first
+/// of a name and protocol counts, as it does for a Service.
+fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, Invalid> {
+    let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
+    let at = At::OBJECT;
+    let spec_at = at.field("spec");
+    let mut found: Vec<NamedPort> = Vec::new();
+    let mut collect = |list: &'static str, i: usize, container: &Container| {
+        let list_at = spec_at.field(list);
+        let container_at = list_at.index(i);
+        let ports_at = container_at.field("ports");
+        for (i, port) in container.ports.iter().flatten().enumerate() {
+            match port::container_port(port, &ports_at.index(i))? {
+                Some(port) if found.iter().any(|p| p.name == port.name && p.protocol == port.protocol) => {}
+                Some(port) => found.push(port),
+                None => {}
+            }
+        }
+        Ok(())
+    };
+    for (i, container) in spec.containers.iter().enumerate() {
+        collect("containers", i, container)?;
+    }
+    for (i, container) in spec.init_containers.iter().flatten().enumerate() {
+        if container.restart_policy.as_deref() == Some("Always") {
+            collect("initContainers", i, container)?;
+        }
+    }
+    Ok(found)
+}
+
+fn unicast(text: &str, at: &At<'_>) -> Result<IpAddr, Invalid> {
+    let address: IpAddr = text.parse().map_err(|_| at.invalid(Problem::Address(text.to_owned())))?;
+    if let IpAddr::V6(v6) = address
+        && v6.to_ipv4_mapped().is_some()
+    {
+        return Err(at.invalid(Problem::Mapped(text.to_owned())));
+    }
+    let broadcast = address == IpAddr::from([255; 4]);
+    match address.is_unspecified() || address.is_loopback() || address.is_multicast() || broadcast {
+        true => Err(at.invalid(Problem::NotUnicast(address))),
+        false => Ok(address),
+    }
+}
+
+fn push_new(addresses: &mut Vec<IpAddr>, address: IpAddr) {
+    if !addresses.contains(&address) {
+        addresses.push(address);
+    }
+}

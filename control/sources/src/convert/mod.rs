@@ -1,0 +1,65 @@
+//! The API's objects to the model's: validated, defaulted, each error with the path of its field.
+//!
+//! Free of I/O: manifests and the API server come through here alike. The rules are those of Kubernetes' own
+//! validation (`pkg/apis/networking/validation` and `pkg/apis/core/validation`), since an object that it refuses
+//! has no meaning that could be enforced. Nothing is narrowed, widened or skipped in silence: what does
+//! not convert is an [`Invalid`].
+
+mod cluster;
+mod names;
+mod path;
+mod policy;
+mod port;
+mod problem;
+mod v1beta1;
+
+pub use cluster::ISOLATION_ANNOTATION;
+pub(crate) use cluster::NAME_LABEL;
+pub use cluster::{namespace, node, pod};
+pub use path::{At, FieldPath, Step};
+pub use policy::network_policy;
+pub use problem::{Invalid, Problem};
+pub use v1beta1::network_policy as v1beta1_network_policy;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use penstock_policy::model::ObjectKey;
+
+/// Which objects are read, beyond those of the stable API.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Settings {
+    /// Read `extensions/v1beta1` policies and the DefaultDeny annotation of namespaces, in the meaning of the
+    /// original NetworkPolicy proposal. Off: such a policy is an error, and the annotation has no effect.
+    pub v1beta1: bool,
+}
+
+/// The name of an object without a namespace.
+fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), Problem>) -> Result<String, Invalid> {
+    let at = At::OBJECT;
+    let at = at.field("metadata");
+    let name = meta.name.clone().unwrap_or_default();
+    valid(&name).map_err(|problem| at.field("name").invalid(problem))?;
+    Ok(name)
+}
+
+/// Namespace and name; an object that names no namespace is in `default`, as for every client of the API.
+fn key(meta: &ObjectMeta) -> Result<ObjectKey, Invalid> {
+    let name = name(meta, names::dns_subdomain)?;
+    let namespace = meta.namespace.clone().unwrap_or_else(|| "default".to_owned());
+    let at = At::OBJECT;
+    names::dns_label(&namespace).map_err(|problem| at.field("metadata").field("namespace").invalid(problem))?;
+    Ok(ObjectKey { namespace, name })
+}
+
+/// The labels of an object.
+fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, Invalid> {
+    let at = At::OBJECT;
+    let at = at.field("metadata");
+    let at = at.field("labels");
+    let labels = meta.labels.clone().unwrap_or_default();
+    for (key, value) in &labels {
+        names::label_key(key)
+            .and_then(|()| names::label_value(value))
+            .map_err(|problem| at.field(key).invalid(problem))?;
+    }
+    Ok(labels)
+}

@@ -1,0 +1,125 @@
+//! Paths of fields inside an object.
+
+use std::fmt;
+
+use super::{Invalid, Problem};
+
+/// Where a field is inside its object, as `spec.ingress[0].from[1].ipBlock.cidr`.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
+pub struct FieldPath(Vec<Step>);
+
+/// One step of a [`FieldPath`].
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum Step {
+    /// To a field, or to the value of a map's key.
+    Field(String),
+    /// To an item of a list, from 0.
+    Index(usize),
+}
+
+impl FieldPath {
+    /// The steps from the object to the field.
+    pub fn steps(&self) -> &[Step] {
+        &self.0
+    }
+
+    /// The same field, of an object that is a field of another.
+    pub(crate) fn inside(self, name: &str) -> Self {
+        std::iter::once(Step::Field(name.to_owned())).chain(self.0).collect()
+    }
+
+    /// The same field, from its object's field of this name on; of another field, it stays as it is.
+    pub(crate) fn without(mut self, name: &str) -> Self {
+        if matches!(self.0.first(), Some(Step::Field(first)) if first == name) {
+            self.0.remove(0);
+        }
+        self
+    }
+
+    /// Whether it names the object itself.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl FromIterator<Step> for FieldPath {
+    fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
+        Self(steps.into_iter().collect())
+    }
+}
+
+impl fmt::Display for FieldPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, step) in self.0.iter().enumerate() {
+            match step {
+                Step::Index(index) => write!(f, "[{index}]")?,
+                // A label's key holds dots and slashes: it goes in brackets, as the API's own messages have it.
+                Step::Field(name) if name.contains(['.', '/']) => write!(f, "[{name}]")?,
+                Step::Field(name) => write!(f, "{}{name}", if i == 0 { "" } else { "." })?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A [`FieldPath`] that is being walked: it lives on the stack, and becomes a path only for an error.
+#[derive(Clone, Copy, Debug)]
+pub struct At<'a> {
+    parent: Option<&'a At<'a>>,
+    step: StepRef<'a>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum StepRef<'a> {
+    Object,
+    Field(&'a str),
+    Index(usize),
+}
+
+impl<'a> At<'a> {
+    /// The object itself.
+    pub const OBJECT: At<'static> = At { parent: None, step: StepRef::Object };
+
+    /// A field, or the value of a map's key.
+    pub fn field(&'a self, name: &'a str) -> At<'a> {
+        At { parent: Some(self), step: StepRef::Field(name) }
+    }
+
+    /// An item of a list.
+    pub fn index(&'a self, index: usize) -> At<'a> {
+        At { parent: Some(self), step: StepRef::Index(index) }
+    }
+
+    /// The path to here.
+    pub fn path(&self) -> FieldPath {
+        let mut path = self.parent.map(At::path).unwrap_or_default();
+        match self.step {
+            StepRef::Object => {}
+            StepRef::Field(name) => path.0.push(Step::Field(name.to_owned())),
+            StepRef::Index(index) => path.0.push(Step::Index(index)),
+        }
+        path
+    }
+
+    /// What is wrong here.
+    pub(crate) fn invalid(&self, problem: Problem) -> Invalid {
+        Invalid { field: self.path(), problem }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_reads_as_in_the_messages_of_the_api() {
+        let at = At::OBJECT;
+        assert_eq!(at.path().to_string(), "");
+        let spec = at.field("spec");
+        let ingress = spec.field("ingress");
+        let rule = ingress.index(0);
+        assert_eq!(rule.field("ports").path().to_string(), "spec.ingress[0].ports");
+        let labels = at.field("labels");
+        assert_eq!(labels.field("app.kubernetes.io/name").path().to_string(), "labels[app.kubernetes.io/name]");
+    }
+}

@@ -1,0 +1,184 @@
+//! NetworkPolicy of `networking.k8s.io/v1`: its rules, their peers (selectors and address blocks), and label selectors.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use k8s_openapi::api::networking::v1::{
+    IPBlock, NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicyPeer, NetworkPolicyPort,
+    NetworkPolicySpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
+use penstock_policy::model::{self, Block, Peer, Peers, Ports, Requirement, Rule, Selector, Test};
+
+use super::port::policy_port;
+use super::{At, Invalid, Problem, names};
+
+/// Converts a NetworkPolicy. An absent `spec` or `podSelector` selects every pod of the namespace, as in the API.
+pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Invalid> {
+    let at = At::OBJECT;
+    let spec_at = at.field("spec");
+    let key = super::key(&policy.metadata)?;
+    let spec = policy.spec.clone().unwrap_or_default();
+    let pod_selector = match &spec.pod_selector {
+        Some(pods) => selector(pods, &spec_at.field("podSelector"))?,
+        None => Selector::default(),
+    };
+    let (isolates_ingress, isolates_egress) = directions(&spec, &spec_at)?;
+    // The rules of a direction that is not isolated have no effect, yet must be valid.
+    let ingress = rules(spec.ingress.as_deref(), &spec_at.field("ingress"), ingress_rule)?;
+    let egress = rules(spec.egress.as_deref(), &spec_at.field("egress"), egress_rule)?;
+    Ok(model::NetworkPolicy {
+        key,
+        pod_selector,
+        isolates: true,
+        ingress: isolates_ingress.then_some(ingress),
+        egress: isolates_egress.then_some(egress),
+    })
+}
+
+/// Whether the policy isolates for ingress and for egress. Without `policyTypes`: ingress always, egress if it
+/// has egress rules.
+fn directions(spec: &NetworkPolicySpec, at: &At<'_>) -> Result<(bool, bool), Invalid> {
+    let types = spec.policy_types.as_deref().unwrap_or_default();
+    if types.is_empty() {
+        return Ok((true, spec.egress.as_ref().is_some_and(|rules| !rules.is_empty())));
+    }
+    let types_at = at.field("policyTypes");
+    let (mut ingress, mut egress) = (false, false);
+    for (i, name) in types.iter().enumerate() {
+        match name.as_str() {
+            "Ingress" => ingress = true,
+            "Egress" => egress = true,
+            other => return Err(types_at.index(i).invalid(Problem::PolicyType(other.to_owned()))),
+        }
+    }
+    Ok((ingress, egress))
+}
+
+fn rules<R>(
+    rules: Option<&[R]>,
+    at: &At<'_>,
+    convert: fn(&R, &At<'_>) -> Result<Rule, Invalid>,
+) -> Result<Vec<Rule>, Invalid> {
+    rules.unwrap_or_default().iter().enumerate().map(|(i, rule)| convert(rule, &at.index(i))).collect()
+}
+
+fn ingress_rule(rule: &NetworkPolicyIngressRule, at: &At<'_>) -> Result<Rule, Invalid> {
+    let peers = peers(rule.from.as_deref(), &at.field("from"))?;
+    Ok(Rule { peers, ports: ports(rule.ports.as_deref(), &at.field("ports"))? })
+}
+
+fn egress_rule(rule: &NetworkPolicyEgressRule, at: &At<'_>) -> Result<Rule, Invalid> {
+    let peers = peers(rule.to.as_deref(), &at.field("to"))?;
+    Ok(Rule { peers, ports: ports(rule.ports.as_deref(), &at.field("ports"))? })
+}
+
+/// The peers of a rule; an empty list means the same as none: every peer.
+fn peers(peers: Option<&[NetworkPolicyPeer]>, at: &At<'_>) -> Result<Peers, Invalid> {
+    match peers.unwrap_or_default() {
+        [] => Ok(Peers::Every),
+        some => some.iter().enumerate().map(|(i, p)| peer(p, &at.index(i))).collect::<Result<_, _>>().map(Peers::AnyOf),
+    }
+}
+
+/// The ports of a rule; an empty list means the same as none: every port and protocol.
+fn ports(ports: Option<&[NetworkPolicyPort]>, at: &At<'_>) -> Result<Ports, Invalid> {
+    match ports.unwrap_or_default() {
+        [] => Ok(Ports::Every),
+        some => {
+            let ports = some.iter().enumerate().map(|(i, port)| policy_port(port, &at.index(i)));
+            ports.collect::<Result<_, _>>().map(Ports::AnyOf)
+        }
+    }
+}
+
+/// A peer of a policy's rule.
+fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {
+    let pods_at = at.field("podSelector");
+    let namespaces_at = at.field("namespaceSelector");
+    match (&peer.ip_block, &peer.namespace_selector, &peer.pod_selector) {
+        (None, None, None) => Err(at.invalid(Problem::EmptyPeer)),
+        (Some(ip_block), None, None) => Ok(Peer::Block(block(ip_block, &at.field("ipBlock"))?)),
+        (Some(_), Some(_), _) => Err(at.invalid(Problem::BlockBesideSelector("namespaceSelector"))),
+        (Some(_), None, Some(_)) => Err(at.invalid(Problem::BlockBesideSelector("podSelector"))),
+        (None, None, Some(pods)) => Ok(Peer::Pods(selector(pods, &pods_at)?)),
+        (None, Some(namespaces), None) => Ok(Peer::Namespaces(selector(namespaces, &namespaces_at)?)),
+        (None, Some(namespaces), Some(pods)) => Ok(Peer::PodsInNamespaces {
+            namespaces: selector(namespaces, &namespaces_at)?,
+            pods: selector(pods, &pods_at)?,
+        }),
+    }
+}
+
+fn block(block: &IPBlock, at: &At<'_>) -> Result<Block, Invalid> {
+    let cidr = cidr(&block.cidr, &at.field("cidr"))?;
+    let excepts_at = at.field("except");
+    let except = block.except.iter().flatten().enumerate().map(|(i, text)| {
+        let except_at = excepts_at.index(i);
+        let except = self::cidr(text, &except_at)?;
+        match cidr.contains(&except) && except.prefix_len() > cidr.prefix_len() {
+            true => Ok(except),
+            false => Err(except_at.invalid(Problem::ExceptOutside { except, cidr })),
+        }
+    });
+    Ok(Block { cidr, except: except.collect::<Result<_, _>>()? })
+}
+
+/// A block, its host bits cleared: the API takes `10.0.0.1/8` for `10.0.0.0/8`.
+fn cidr(text: &str, at: &At<'_>) -> Result<IpNet, Invalid> {
+    let net: IpNet = text.parse().map_err(|_| at.invalid(Problem::Cidr(text.to_owned())))?;
+    match net.addr() {
+        // A prefix shorter than the mapping's own covers more than IPv4, and means what it says.
+        IpAddr::V6(address) if address.to_ipv4_mapped().is_some() && net.prefix_len() >= 96 => {
+            Err(at.invalid(Problem::Mapped(text.to_owned())))
+        }
+        _ => Ok(net.trunc()),
+    }
+}
+
+/// A selector of the model. Its requirements are sorted, so that selectors of one meaning are mostly equal.
+fn selector(selector: &LabelSelector, at: &At<'_>) -> Result<Selector, Invalid> {
+    let mut requirements = Vec::new();
+    let labels_at = at.field("matchLabels");
+    for (key, value) in selector.match_labels.iter().flatten() {
+        let valid = names::label_key(key).and_then(|()| names::label_value(value));
+        valid.map_err(|problem| labels_at.field(key).invalid(problem))?;
+        requirements.push(Requirement { key: key.clone(), test: Test::In(vec![value.clone()]) });
+    }
+    let expressions_at = at.field("matchExpressions");
+    for (i, expression) in selector.match_expressions.iter().flatten().enumerate() {
+        requirements.push(requirement(expression, &expressions_at.index(i))?);
+    }
+    requirements.sort();
+    requirements.dedup();
+    Ok(Selector { requirements })
+}
+
+fn requirement(expression: &LabelSelectorRequirement, at: &At<'_>) -> Result<Requirement, Invalid> {
+    names::label_key(&expression.key).map_err(|problem| at.field("key").invalid(problem))?;
+    let values_at = at.field("values");
+    let values = || values(expression, &values_at);
+    let none = |operator| match expression.values.as_deref() {
+        None | Some([]) => Ok(()),
+        Some(_) => Err(values_at.invalid(Problem::UnwantedValues(operator))),
+    };
+    let test = match expression.operator.as_str() {
+        "In" => Test::In(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("In")))?),
+        "NotIn" => Test::NotIn(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("NotIn")))?),
+        "Exists" => none("Exists").map(|()| Test::Exists)?,
+        "DoesNotExist" => none("DoesNotExist").map(|()| Test::DoesNotExist)?,
+        other => return Err(at.field("operator").invalid(Problem::Operator(other.to_owned()))),
+    };
+    Ok(Requirement { key: expression.key.clone(), test })
+}
+
+/// The values of an expression, sorted; `None` if there are none.
+fn values(expression: &LabelSelectorRequirement, at: &At<'_>) -> Result<Option<Vec<String>>, Invalid> {
+    let mut values = expression.values.clone().unwrap_or_default();
+    for (i, value) in values.iter().enumerate() {
+        names::label_value(value).map_err(|problem| at.index(i).invalid(problem))?;
+    }
+    values.sort();
+    values.dedup();
+    Ok(if values.is_empty() { None } else { Some(values) })
+}

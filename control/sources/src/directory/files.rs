@@ -1,0 +1,350 @@
+//! The files of a directory, and what of them holds: free of I/O.
+//!
+//! Each file has its latest contents and its last good objects. What holds is a set without conflicts: of every
+//! file the latest, if that is valid and goes together with the others, else its last good objects.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use penstock_policy::model::{Change, Object, ObjectRef};
+
+use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
+
+/// What became of one or several saves.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Batch {
+    /// What changed against the last good state: deletions first, then namespaces, nodes, pods, policies.
+    pub changes: Vec<Change>,
+    /// Errors that were not there before. The objects of their files stay as they last were good.
+    pub problems: Vec<ManifestError>,
+    /// Files that had an error, and have none any more.
+    pub mended: Vec<PathBuf>,
+}
+
+impl Batch {
+    /// Whether there is nothing to tell.
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty() && self.problems.is_empty() && self.mended.is_empty()
+    }
+}
+
+type Objects = Arc<[(Object, Origin)]>;
+
+#[derive(Debug)]
+struct File {
+    /// What its contents say now.
+    latest: Result<Objects, ManifestErrors>,
+    /// What holds of it.
+    good: Objects,
+    /// The errors that were told last.
+    told: Vec<ManifestError>,
+}
+
+/// All files of a directory.
+#[derive(Debug)]
+pub(super) struct Files {
+    options: Options,
+    files: BTreeMap<PathBuf, File>,
+    /// What held of files that are gone since it was last settled what holds.
+    gone: Vec<Objects>,
+    /// Namespaces that are used and in none of the files.
+    implied: Vec<Object>,
+    /// Whether a file is other than when it was last settled what holds.
+    is_outdated: bool,
+}
+
+impl Files {
+    pub(super) fn new(options: Options) -> Self {
+        Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new(), is_outdated: false }
+    }
+
+    /// A file has these contents now, or cannot be read.
+    pub(super) fn set(&mut self, path: &Path, contents: Result<String, ManifestErrors>) {
+        self.is_outdated = true;
+        let name: Arc<Path> = Arc::from(path);
+        let latest = contents.and_then(|text| manifest::parse_file(&name, &text, &self.options)).map(located);
+        match self.files.get_mut(path) {
+            Some(file) => file.latest = latest,
+            None => {
+                let file = File { latest, good: Objects::default(), told: Vec::new() };
+                self.files.insert(path.to_owned(), file);
+            }
+        }
+    }
+
+    /// The files that there are.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
+        self.files.keys()
+    }
+
+    /// A file is gone, and its objects with it.
+    pub(super) fn remove(&mut self, path: &Path) {
+        if let Some(file) = self.files.remove(path) {
+            self.is_outdated = true;
+            self.gone.push(file.good);
+        }
+    }
+
+    /// Settles what holds now, and tells what changed by that.
+    pub(super) fn settle(&mut self) -> Batch {
+        if !std::mem::take(&mut self.is_outdated) {
+            return Batch::default();
+        }
+        let (held, mut errors) = self.hold();
+        let mut batch = Batch::default();
+        let mut before: Vec<Objects> = std::mem::take(&mut self.gone);
+        let mut after = Vec::new();
+        for ((path, file), held) in self.files.iter_mut().zip(held) {
+            let of_file = errors.remove(path).unwrap_or_default();
+            if of_file.is_empty() && !file.told.is_empty() {
+                batch.mended.push(path.clone());
+            }
+            batch.problems.extend(of_file.iter().filter(|error| !file.told.contains(error)).cloned());
+            file.told = of_file;
+            if !Arc::ptr_eq(&file.good, &held) {
+                after.push(Arc::clone(&held));
+                before.push(std::mem::replace(&mut file.good, held));
+            }
+        }
+        if !before.is_empty() || !after.is_empty() {
+            let implied = manifest::implied_namespaces(self.written());
+            let implied_before = std::mem::replace(&mut self.implied, implied);
+            batch.changes = difference(in_files(&before).chain(&implied_before), in_files(&after).chain(&self.implied));
+        }
+        batch
+    }
+
+    /// All objects that hold, implied namespaces included.
+    pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.implied.iter().chain(self.written())
+    }
+
+    fn written(&self) -> impl Iterator<Item = &Object> {
+        self.files.values().flat_map(|file| file.good.iter().map(|(object, _)| object))
+    }
+
+    /// What can hold of each file, in their order, and the errors of those whose latest contents cannot.
+    ///
+    /// It starts with the latest of all files, so that an object can move from one file to another, and two pods
+    /// can change their addresses, whatever the order of the saves. As long as two files contradict each
+    /// other, both fall back on their last good objects; those of all files went together when they were settled.
+    fn hold(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
+        let mut errors: BTreeMap<PathBuf, Vec<ManifestError>> = BTreeMap::new();
+        let mut held: Vec<Objects> = Vec::new();
+        for (path, file) in &self.files {
+            held.push(Arc::clone(file.latest.as_ref().unwrap_or(&file.good)));
+            if let Err(ManifestErrors(of_file)) = &file.latest {
+                errors.insert(path.clone(), of_file.clone());
+            }
+        }
+        loop {
+            // Which file each object of the sequence is in.
+            let owners: Vec<usize> =
+                held.iter().enumerate().flat_map(|(i, held)| held.iter().map(move |_| i)).collect();
+            let conflicts = manifest::conflicts(held.iter().flat_map(|held| held.iter()).map(|(o, at)| (o, at)));
+            let mut fell_back = false;
+            for conflict in conflicts {
+                for (i, (path, file)) in self.files.iter().enumerate() {
+                    let error = match i {
+                        _ if Arc::ptr_eq(&held[i], &file.good) => continue,
+                        _ if i == owners[conflict.second] => &conflict.at_second,
+                        _ if i == owners[conflict.first] => &conflict.at_first,
+                        _ => continue,
+                    };
+                    errors.entry(path.clone()).or_default().push(error.clone());
+                    fell_back = true;
+                }
+            }
+            if !fell_back {
+                return (held, errors);
+            }
+            for (held, (path, file)) in held.iter_mut().zip(&self.files) {
+                if errors.contains_key(path) {
+                    *held = Arc::clone(&file.good);
+                }
+            }
+        }
+    }
+}
+
+fn located(manifests: Manifests) -> Objects {
+    manifests.documents.into_iter().map(|document| (document.object, document.origin)).collect()
+}
+
+fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
+    files.iter().flat_map(|file| file.iter().map(|(object, _)| object))
+}
+
+/// The changes that lead from some objects to others.
+fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
+    fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
+        objects.map(|object| (object.reference(), object)).collect()
+    }
+    let (before, after) = (by_name(before), by_name(after));
+    let gone = before.keys().filter(|name| !after.contains_key(*name));
+    let mut changes: Vec<Change> = gone.map(|name| Change::Delete(name.clone())).collect();
+    let set = after.into_iter().filter(|(name, object)| before.get(name) != Some(object));
+    changes.extend(set.map(|(_, object)| Change::Set(object.clone())));
+    changes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(name: &str, address: &str) -> String {
+        format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {{name: {name}}}, status: {{podIPs: [{{ip: {address}}}]}}}}\n---\n"
+        )
+    }
+
+    fn set(files: &mut Files, path: &str, pods: &[(&str, &str)]) {
+        files.set(Path::new(path), Ok(pods.iter().map(|(name, address)| pod(name, address)).collect()));
+    }
+
+    /// `+name address` and `-name`, in order; of namespaces with their labels.
+    fn told(batch: &Batch) -> Vec<String> {
+        let tell = |change: &Change| match change {
+            Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+            Change::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
+            Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+            Change::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
+            other => panic!("{other:?}"),
+        };
+        batch.changes.iter().map(tell).collect()
+    }
+
+    /// With the namespace that the pods are in.
+    fn files() -> Files {
+        let mut files = Files::new(Options::default());
+        let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: default}}";
+        files.set(Path::new("default.yaml"), Ok(namespace.to_owned()));
+        files.settle();
+        files
+    }
+
+    #[test]
+    fn a_namespace_that_no_file_defines_is_there_as_long_as_it_is_used() {
+        let mut files = Files::new(Options::default());
+        let named = r#"+default {"kubernetes.io/metadata.name": "default"}"#;
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        assert_eq!(told(&files.settle()), [named, "+x 10.0.0.1"]);
+        let defined = "{apiVersion: v1, kind: Namespace, metadata: {name: default, labels: {a: b}}}";
+        files.set(Path::new("b.yaml"), Ok(defined.to_owned()));
+        let labelled = r#"+default {"a": "b", "kubernetes.io/metadata.name": "default"}"#;
+        assert_eq!(told(&files.settle()), [labelled]);
+        files.remove(Path::new("b.yaml"));
+        assert_eq!(told(&files.settle()), [named], "its own labels go, the namespace stays");
+        set(&mut files, "a.yaml", &[]);
+        assert_eq!(told(&files.settle()), ["-default", "-x"]);
+    }
+
+    #[test]
+    fn only_what_differs_is_a_change() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
+        assert_eq!(told(&files.settle()), ["+x 10.0.0.1", "+y 10.0.0.2"]);
+        set(&mut files, "a.yaml", &[("y", "10.0.0.3"), ("z", "10.0.0.4"), ("x", "10.0.0.1")]);
+        assert_eq!(told(&files.settle()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
+        set(&mut files, "a.yaml", &[("z", "10.0.0.4")]);
+        assert_eq!(told(&files.settle()), ["-x", "-y"]);
+        assert!(files.settle().is_empty());
+        files.remove(Path::new("a.yaml"));
+        assert_eq!(told(&files.settle()), ["-z"]);
+        assert_eq!(files.objects().count(), 1);
+    }
+
+    #[test]
+    fn a_broken_file_keeps_its_last_good_objects_and_is_told_once() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
+        files.settle();
+        let broken = || Ok(format!("{}{}", pod("x", "10.0.0.9"), pod("z", "10.0.0.999")));
+        files.set(Path::new("a.yaml"), broken());
+        set(&mut files, "b.yaml", &[("y", "10.0.0.3")]);
+        let batch = files.settle();
+        assert_eq!(told(&batch), ["+y 10.0.0.3"], "one file's error does not stop the other");
+        assert_eq!(batch.problems.len(), 1);
+        assert!(batch.problems[0].to_string().starts_with("a.yaml:3: Pod default/z: status.podIPs[0].ip: "));
+        files.set(Path::new("a.yaml"), broken());
+        assert!(files.settle().is_empty(), "the same error is not told again");
+        files.set(Path::new("a.yaml"), Ok("a: [".to_owned()));
+        let batch = files.settle();
+        assert!(matches!(&batch.problems[..], [error] if error.to_string().contains("YAML")), "{batch:?}");
+        set(&mut files, "a.yaml", &[("x", "10.0.0.9")]);
+        let batch = files.settle();
+        assert_eq!((told(&batch), batch.mended), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
+    }
+
+    #[test]
+    fn a_file_that_never_was_good_adds_nothing_and_its_end_is_no_change() {
+        let mut files = files();
+        files.set(Path::new("a.yaml"), Ok("kind: Pod".to_owned()));
+        assert_eq!(files.settle().problems.len(), 1);
+        files.remove(Path::new("a.yaml"));
+        assert!(files.settle().is_empty());
+    }
+
+    #[test]
+    fn an_object_moves_between_files_in_either_order_of_saves() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
+        files.settle();
+        set(&mut files, "b.yaml", &[("x", "10.0.0.1")]);
+        let batch = files.settle();
+        assert!(batch.changes.is_empty(), "{batch:?}");
+        let problem = batch.problems[0].to_string();
+        assert_eq!(problem, "b.yaml:1: Pod default/x: is there twice, also at a.yaml:1: take one out, or rename it");
+        set(&mut files, "a.yaml", &[("y", "10.0.0.2")]);
+        let batch = files.settle();
+        assert!(batch.changes.is_empty() && batch.problems.is_empty(), "it is the same object: {batch:?}");
+        assert_eq!(batch.mended, [PathBuf::from("b.yaml")]);
+        set(&mut files, "b.yaml", &[]);
+        assert_eq!(told(&files.settle()), ["-x"]);
+    }
+
+    #[test]
+    fn two_pods_exchange_their_addresses_over_two_saves() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
+        files.settle();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.2")]);
+        let batch = files.settle();
+        assert!(batch.changes.is_empty());
+        assert_eq!(
+            batch.problems[0].to_string(),
+            "a.yaml:1: Pod default/x: address 10.0.0.2 is also that of Pod default/y at b.yaml:1: give each pod its own"
+        );
+        set(&mut files, "b.yaml", &[("y", "10.0.0.1")]);
+        assert_eq!(told(&files.settle()), ["+x 10.0.0.2", "+y 10.0.0.1"]);
+    }
+
+    #[test]
+    fn falling_back_can_make_another_file_fall_back() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
+        files.settle();
+        // b takes the address that a leaves; but a also repeats a name within itself, so it does not leave it.
+        set(&mut files, "a.yaml", &[("x", "10.0.0.3"), ("x", "10.0.0.4")]);
+        set(&mut files, "b.yaml", &[("y", "10.0.0.1")]);
+        let batch = files.settle();
+        assert!(batch.changes.is_empty(), "{batch:?}");
+        assert_eq!(batch.problems.len(), 2);
+        assert_eq!(files.objects().count(), 3);
+    }
+
+    #[test]
+    fn a_file_can_take_the_name_of_another() {
+        let mut files = files();
+        set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        files.settle();
+        files.remove(Path::new("a.yaml"));
+        set(&mut files, "b.yaml", &[("x", "10.0.0.1")]);
+        assert!(files.settle().is_empty(), "the object is the same");
+        assert_eq!(files.objects().count(), 2);
+    }
+}

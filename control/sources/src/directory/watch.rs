@@ -1,0 +1,266 @@
+//! When to look at a directory again: file events, gathered until a save is complete.
+//!
+//! A save is several events, and half-written contents can be valid: a truncated file has no objects, and so
+//! denies and allows nothing. So a file that is being written is left alone until it is closed or replaced by a
+//! rename, and events are gathered until they pause. Should the system lose an event, or the directory be made
+//! anew where no event tells, a look once a second finds it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use notify::event::{AccessKind, AccessMode, CreateKind, EventKind, ModifyKind};
+use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
+use penstock_privileges as privileges;
+use tokio::sync::mpsc as batches;
+
+use super::files::{Batch, Files};
+use crate::manifest;
+
+/// A save is taken as complete when its events have paused this long …
+const PAUSE: Duration = Duration::from_millis(10);
+/// … or have gone on this long: a policy does not wait longer because other files go on changing.
+const LONGEST_GATHERING: Duration = Duration::from_millis(20);
+/// The same for a directory that comes back: it is made first, and filled then.
+const PAUSE_OF_RETURN: Duration = Duration::from_millis(50);
+const LONGEST_RETURN: Duration = Duration::from_millis(500);
+/// A file that has been open for writing this long is read as it is.
+const LONGEST_WRITE: Duration = Duration::from_secs(10);
+/// How often it is checked that no event was lost.
+const CHECK: Duration = Duration::from_secs(1);
+
+/// What the watching thread is told.
+#[derive(Debug)]
+pub(super) enum Message {
+    /// Something happened to a file.
+    Event(notify::Result<Event>),
+    /// The owner is gone.
+    Stop,
+}
+
+/// What tells one state of a file from another.
+type Stamp = (u64, u64, u64, i64, i64, i64, i64);
+
+fn stamp(data: &Metadata) -> Stamp {
+    (data.dev(), data.ino(), data.size(), data.mtime(), data.mtime_nsec(), data.ctime(), data.ctime_nsec())
+}
+
+/// A directory that is watched.
+pub(super) struct Watch {
+    path: PathBuf,
+    watcher: RecommendedWatcher,
+    inbox: Receiver<Message>,
+    /// Device and inode of the directory that is watched; `None` while there is none.
+    watched: Option<(u64, u64)>,
+    /// Whether the parent is watched for the directory's return.
+    parent_watched: bool,
+    /// Why the directory could not be listed, as it was told.
+    missing: Option<String>,
+    stamps: BTreeMap<PathBuf, Stamp>,
+    /// Files with an event that have not been read since.
+    changed: BTreeSet<PathBuf>,
+    /// Files that are being written, and since when.
+    writing: BTreeMap<PathBuf, Instant>,
+    /// First and last event since the files were last read.
+    events: Option<(Instant, Instant)>,
+}
+
+impl Watch {
+    pub(super) fn new(path: &Path, messages: Sender<Message>, inbox: Receiver<Message>) -> notify::Result<Self> {
+        // An error means that the thread has ended.
+        let tell = move |event| drop(messages.send(Message::Event(event)));
+        let watcher = privileges::without(move || notify::recommended_watcher(tell))?;
+        let mut watch = Self {
+            path: path.to_owned(),
+            watcher,
+            inbox,
+            watched: None,
+            parent_watched: false,
+            missing: None,
+            stamps: BTreeMap::new(),
+            changed: BTreeSet::new(),
+            writing: BTreeMap::new(),
+            events: None,
+        };
+        watch.follow_directory()?;
+        Ok(watch)
+    }
+
+    /// Reads every file for the first time.
+    pub(super) fn read_all(&mut self, files: &mut Files) -> io::Result<()> {
+        fs::metadata(&self.path)?;
+        self.read(files, Instant::now())
+    }
+
+    /// Sends a batch for each save, until nobody wants them any more.
+    pub(super) fn run(mut self, mut files: Files, batches: &batches::Sender<Batch>) {
+        loop {
+            match self.inbox.recv_timeout(self.until_due(Instant::now())) {
+                Ok(Message::Event(event)) => self.note(event),
+                Err(RecvTimeoutError::Timeout) => {
+                    let batch = self.look(&mut files);
+                    super::log(&batch);
+                    if !batch.is_empty() && batches.blocking_send(batch).is_err() {
+                        return;
+                    }
+                }
+                Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// How long to gather further events before the files are read.
+    fn until_due(&self, now: Instant) -> Duration {
+        let (pause, longest) = match self.missing {
+            None => (PAUSE, LONGEST_GATHERING),
+            Some(_) => (PAUSE_OF_RETURN, LONGEST_RETURN),
+        };
+        let due = self.events.map(|(first, last)| (last + pause).min(first + longest));
+        due.map_or(CHECK, |due| due.saturating_duration_since(now))
+    }
+
+    fn note(&mut self, event: notify::Result<Event>) {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => {
+                tracing::warn!(directory = %self.path.display(), "watching the manifests: {error}");
+                Event::new(EventKind::Other).set_flag(notify::event::Flag::Rescan)
+            }
+        };
+        if matches!(event.kind, EventKind::Access(AccessKind::Open(_) | AccessKind::Read)) {
+            return;
+        }
+        let now = Instant::now();
+        if event.need_rescan() {
+            // Events were lost, the ends of writes among them.
+            self.writing.clear();
+            self.stamps.clear();
+        }
+        let mut concerns_us = event.need_rescan();
+        for path in event.paths {
+            if path.parent() == Some(&self.path) {
+                self.note_file(event.kind, &path, now);
+                concerns_us = true;
+            }
+            // The parent, while it is watched, tells of all that happens beside the directory, too.
+            if path == self.path {
+                // Followed at once, so that what happens in it next is told.
+                self.follow();
+                concerns_us = true;
+            }
+        }
+        if concerns_us {
+            self.events = Some((self.events.map_or(now, |(first, _)| first), now));
+        }
+    }
+
+    fn note_file(&mut self, kind: EventKind, path: &Path, now: Instant) {
+        let begins_write = match kind {
+            EventKind::Modify(ModifyKind::Data(_)) => true,
+            // A link is complete at once.
+            EventKind::Create(CreateKind::File) => {
+                fs::symlink_metadata(path).is_ok_and(|data| data.is_file() && data.nlink() == 1)
+            }
+            _ => false,
+        };
+        let ends_write = matches!(
+            kind,
+            EventKind::Access(AccessKind::Close(AccessMode::Write))
+                | EventKind::Modify(ModifyKind::Name(_))
+                | EventKind::Remove(_)
+        );
+        if begins_write {
+            self.writing.entry(path.to_owned()).or_insert(now);
+        } else if ends_write {
+            self.writing.remove(path);
+        }
+        self.changed.insert(path.to_owned());
+    }
+
+    /// Looks at the directory, and settles what holds.
+    fn look(&mut self, files: &mut Files) -> Batch {
+        let had_events = self.events.take().is_some();
+        self.follow();
+        let mut problems = Vec::new();
+        match self.read(files, Instant::now()) {
+            Ok(()) => {
+                if self.missing.take().is_some() {
+                    tracing::info!(directory = %self.path.display(), "manifest directory is back");
+                }
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                if self.missing.as_ref() != Some(&reason) {
+                    problems.push(super::unreadable(&self.path, &error));
+                    self.missing = Some(reason);
+                }
+            }
+        }
+        let mut batch = files.settle();
+        batch.problems.append(&mut problems);
+        tracing::trace!(had_events, changes = batch.changes.len(), "looked at the manifests");
+        batch
+    }
+
+    /// Reads the files that changed. A directory that cannot be listed changes nothing.
+    fn read(&mut self, files: &mut Files, now: Instant) -> io::Result<()> {
+        let present = manifest::files_in(&self.path)?;
+        let changed = std::mem::take(&mut self.changed);
+        self.writing.retain(|_, since| now.duration_since(*since) < LONGEST_WRITE);
+        for path in &present {
+            if self.writing.contains_key(path) {
+                // Its last event, when it is closed, brings it up again.
+                continue;
+            }
+            let current = fs::metadata(path).ok().map(|data| stamp(&data));
+            if current.is_none() || self.stamps.get(path) != current.as_ref() || changed.contains(path) {
+                files.set(path, manifest::read_file(&path.as_path().into()));
+                match current {
+                    Some(stamp) => self.stamps.insert(path.clone(), stamp),
+                    None => self.stamps.remove(path),
+                };
+            }
+        }
+        let gone: Vec<PathBuf> = files.paths().filter(|path| present.binary_search(path).is_err()).cloned().collect();
+        for path in gone {
+            self.stamps.remove(&path);
+            files.remove(&path);
+        }
+        Ok(())
+    }
+
+    fn follow(&mut self) {
+        if let Err(error) = self.follow_directory() {
+            tracing::debug!(directory = %self.path.display(), "cannot be watched now: {error}");
+        }
+    }
+
+    /// Watches the directory that is at the path now, and the parent while there is none.
+    fn follow_directory(&mut self) -> notify::Result<()> {
+        let found = fs::metadata(&self.path).ok().filter(Metadata::is_dir).map(|data| (data.dev(), data.ino()));
+        if found == self.watched && (found.is_some() || self.parent_watched) {
+            return Ok(());
+        }
+        if self.watched.take().is_some() {
+            // The system has ended the watch itself if the directory was removed.
+            let _ = self.watcher.unwatch(&self.path);
+        }
+        let parent = self.path.parent().filter(|parent| *parent != OsStr::new("")).unwrap_or(Path::new(".")).to_owned();
+        if found.is_some() {
+            self.watcher.watch(&self.path, RecursiveMode::NonRecursive)?;
+            self.watched = found;
+            if std::mem::take(&mut self.parent_watched) {
+                let _ = self.watcher.unwatch(&parent);
+            }
+        } else if !self.parent_watched {
+            self.watcher.watch(&parent, RecursiveMode::NonRecursive)?;
+            self.parent_watched = true;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,155 @@
+//! Where objects come from: manifests in a directory, or the API server.
+//!
+//! Every source ends in the same two things: validated objects of [`penstock_policy::model`], and changes to them.
+//! [`convert`] makes them of Kubernetes' own types, [`manifest`] reads them from files, [`directory`] watches a directory of
+//! files, [`api_server`] lists and watches the objects of a cluster. [`Source`] is either of the last two.
+//!
+//! What policies mean is none of this crate's business, nor what becomes of the objects: `penstock-agent`, `penstock-replay`
+//! and the `penstock` command ask for them.
+
+pub mod api_server;
+pub mod convert;
+pub mod directory;
+mod health;
+pub mod manifest;
+mod typed;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use penstock_policy::model::{Change, Object, ObjectRef};
+use rustc_hash::FxHashSet;
+
+pub use health::{Kind, KindHealth, SourceHealth};
+
+use api_server::{Access, ApiServer, Timing};
+use convert::Settings;
+use directory::ManifestDirectory;
+
+/// Which source.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Location {
+    /// A directory of manifests, watched.
+    Manifests(PathBuf),
+    /// The API server of a cluster.
+    ApiServer(Access),
+}
+
+/// A source of objects: all of them at first, then what changes.
+#[derive(Debug)]
+pub struct Source {
+    from: From,
+    health: Arc<SourceHealth>,
+}
+
+#[derive(Debug)]
+enum From {
+    Manifests(ManifestDirectory, Tally),
+    ApiServer(ApiServer),
+}
+
+/// Why there is no source to start from.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The directory of manifests is not one, or they have errors.
+    #[error(transparent)]
+    Manifests(#[from] directory::OpenError),
+    /// There is no way to the API server.
+    #[error(transparent)]
+    ApiServer(#[from] api_server::OpenError),
+}
+
+impl Source {
+    /// Opens a source and reads all objects.
+    ///
+    /// It waits for an API server, however long that takes, until every kind has been listed: what is half-read is
+    /// not told. To be dropped to give up.
+    pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), OpenError> {
+        let health = Arc::new(SourceHealth::default());
+        let (from, objects) = match location {
+            Location::Manifests(path) => {
+                let (directory, objects) = ManifestDirectory::open(path, Settings::default())?;
+                Kind::ALL.into_iter().for_each(|kind| {
+                    health.listed(kind);
+                    health.connected(kind);
+                });
+                let mut tally = Tally::default();
+                objects.iter().for_each(|object| tally.set(object.reference()));
+                tally.tell(&health);
+                (From::Manifests(directory, tally), objects)
+            }
+            Location::ApiServer(access) => {
+                let (server, objects) = ApiServer::open(access, Timing::default(), Arc::clone(&health)).await?;
+                (From::ApiServer(server), objects)
+            }
+        };
+        Ok((Self { from, health }, objects))
+    }
+
+    /// The next changes, as soon as there are any: what belongs together comes together. It may be dropped while it
+    /// waits without losing anything. `None` once nothing can come any more.
+    pub async fn next(&mut self) -> Option<Vec<Change>> {
+        match &mut self.from {
+            From::ApiServer(server) => server.next().await,
+            From::Manifests(directory, tally) => {
+                let changes = directory.next().await?.changes;
+                changes.iter().for_each(|change| {
+                    tally.apply(change);
+                    self.health.event(kind_of(change));
+                });
+                tally.tell(&self.health);
+                Some(changes)
+            }
+        }
+    }
+
+    /// How it does, now and at any later time.
+    pub fn health(&self) -> Arc<SourceHealth> {
+        Arc::clone(&self.health)
+    }
+}
+
+/// Which objects there are, to be counted.
+#[derive(Debug, Default)]
+struct Tally(FxHashSet<ObjectRef>);
+
+impl Tally {
+    fn set(&mut self, reference: ObjectRef) {
+        self.0.insert(reference);
+    }
+
+    fn apply(&mut self, change: &Change) {
+        match change {
+            Change::Set(object) => self.set(object.reference()),
+            Change::Delete(reference) => {
+                self.0.remove(reference);
+            }
+        }
+    }
+
+    fn tell(&self, health: &SourceHealth) {
+        for kind in Kind::ALL {
+            // What has an error is no object here: its file keeps those that were good.
+            health.count(kind, self.0.iter().filter(|reference| kind_of_reference(reference) == kind).count(), 0);
+        }
+    }
+}
+
+fn kind_of(change: &Change) -> Kind {
+    match change {
+        Change::Set(Object::Namespace(_)) => Kind::Namespace,
+        Change::Set(Object::Node(_)) => Kind::Node,
+        Change::Set(Object::Pod(_)) => Kind::Pod,
+        Change::Set(Object::NetworkPolicy(_)) => Kind::NetworkPolicy,
+        Change::Delete(reference) => kind_of_reference(reference),
+    }
+}
+
+fn kind_of_reference(reference: &ObjectRef) -> Kind {
+    match reference {
+        ObjectRef::Namespace(_) => Kind::Namespace,
+        ObjectRef::Node(_) => Kind::Node,
+        ObjectRef::Pod(_) => Kind::Pod,
+        ObjectRef::NetworkPolicy(_) => Kind::NetworkPolicy,
+    }
+}

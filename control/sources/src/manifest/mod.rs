@@ -1,0 +1,185 @@
+//! Objects from manifest files: YAML and JSON, one or many documents a file, lists of objects.
+//!
+//! A document becomes a tree that knows its lines, then a typed object of the API, then an object of the
+//! model; an error on the way names file, line, object and field. Kinds that are not ours are passed over and told
+//! of in [`Manifests::ignored`].
+
+mod check;
+mod error;
+mod object;
+mod tree;
+
+use std::fs;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use penstock_policy::model::Object;
+
+pub(crate) use check::{conflicts, implied_namespaces};
+pub use error::{Fault, ManifestError, ManifestErrors, Origin};
+
+use super::convert::{FieldPath, Settings};
+use object::Reader;
+use tree::Node;
+
+/// How manifests are read.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Which objects, beyond those of the stable API.
+    pub settings: Settings,
+    /// What a field is that this version does not know.
+    pub unknown_fields: UnknownFields,
+}
+
+/// What is done about a field in the spec of a policy that this version does not know. Elsewhere such a field
+/// changes no meaning, and is noted only.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum UnknownFields {
+    /// It is an error: a misspelt `from` would otherwise open a rule for everyone.
+    #[default]
+    Refuse,
+    /// It is noted in [`Document::unknown_fields`].
+    Note,
+}
+
+/// All that was read.
+#[derive(Debug, Default)]
+pub struct Manifests {
+    /// The objects, in the order of files and documents.
+    pub documents: Vec<Document>,
+    /// Objects of kinds that are not read.
+    pub ignored: Vec<Ignored>,
+}
+
+impl Manifests {
+    /// All objects, with the namespaces that they use and none of them defines: those have no label but their name.
+    pub fn objects(&self) -> impl Iterator<Item = Object> {
+        let written = || self.documents.iter().map(|document| &document.object);
+        implied_namespaces(written()).into_iter().chain(written().cloned())
+    }
+}
+
+/// An object, and where it was written.
+#[derive(Debug)]
+pub struct Document {
+    /// The object.
+    pub object: Object,
+    /// Where it begins.
+    pub origin: Origin,
+    /// Fields that this version does not know.
+    pub unknown_fields: Vec<FieldPath>,
+    tree: Node,
+}
+
+impl Document {
+    /// Where one of the object's fields is written; where it is absent, what should hold it.
+    pub fn origin_of(&self, field: &FieldPath) -> Origin {
+        Origin::new(&self.origin.file, self.tree.line_of(field))
+    }
+
+    /// A field as it is written; `None` where it is not.
+    pub fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
+        self.tree.at(field).map(Node::to_value)
+    }
+}
+
+/// An object of a kind that is not read.
+#[derive(Clone, Debug)]
+pub struct Ignored {
+    /// Where it begins.
+    pub origin: Origin,
+    /// Its kind and name: `Service shop/web`.
+    pub object: String,
+}
+
+/// Reads manifests: each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, by name, without its
+/// subdirectories) or `-` for standard input. All errors are gathered, those between objects included.
+pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Manifests, ManifestErrors> {
+    let mut manifests = Manifests::default();
+    let mut errors = Vec::new();
+    for file in files(paths, &mut errors) {
+        match read_file(&file).and_then(|text| parse_file(&file, &text, options)) {
+            Ok(read) => {
+                manifests.documents.extend(read.documents);
+                manifests.ignored.extend(read.ignored);
+            }
+            Err(ManifestErrors(of_file)) => errors.extend(of_file),
+        }
+    }
+    let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
+    errors.extend(conflicts(objects).into_iter().map(|conflict| conflict.at_second));
+    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+}
+
+/// Parses the text of one file; its own errors only, not those with the objects of other files.
+pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
+    let mut manifests = Manifests::default();
+    let mut errors = Vec::new();
+    match tree::parse(text) {
+        Err(malformed) => errors.push(ManifestError {
+            origin: Origin::new(file, malformed.line.unwrap_or(0)),
+            object: None,
+            field: FieldPath::default(),
+            fault: Fault::Syntax(malformed.message),
+        }),
+        Ok(trees) => {
+            let mut reader = Reader { file, options, manifests: &mut manifests, errors: &mut errors };
+            trees.into_iter().for_each(|tree| reader.document(tree));
+        }
+    }
+    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+}
+
+/// The files that the paths name.
+fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<Arc<Path>> {
+    let mut files = Vec::new();
+    for path in paths.iter().map(AsRef::as_ref) {
+        if path == Path::new("-") || !path.is_dir() {
+            files.push(Arc::from(path));
+            continue;
+        }
+        match files_in(path) {
+            Ok(found) if found.is_empty() => errors.push(of_path(path, Fault::NoManifests)),
+            Ok(found) => files.extend(found.into_iter().map(Arc::from)),
+            Err(error) => errors.push(of_path(path, Fault::Unreadable(error.to_string()))),
+        }
+    }
+    files
+}
+
+/// The manifests in a directory, by name. Hidden files are left out: editors keep their drafts in them.
+pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if is_manifest(&path) && !path.is_dir() {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Whether a path is named as a manifest is.
+pub(crate) fn is_manifest(path: &Path) -> bool {
+    let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."));
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    !is_hidden && matches!(extension, Some("yaml" | "yml" | "json"))
+}
+
+pub(crate) fn read_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
+    let text = match &**file {
+        path if path == Path::new("-") => {
+            let mut text = String::new();
+            io::stdin().lock().read_to_string(&mut text).map(|_| text)
+        }
+        path => fs::read_to_string(path),
+    };
+    text.map_err(|error| ManifestErrors(vec![of_path(file, Fault::Unreadable(error.to_string()))]))
+}
+
+pub(crate) fn of_path(path: &Path, fault: Fault) -> ManifestError {
+    let origin = Origin { file: Arc::from(path), line: None };
+    ManifestError { origin, object: None, field: FieldPath::default(), fault }
+}

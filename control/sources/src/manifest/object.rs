@@ -1,0 +1,195 @@
+//! From a document to the objects in it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use k8s_openapi::api::{core::v1 as core, networking::v1 as networking};
+use penstock_policy::model::Object;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::super::convert::{self, FieldPath, Invalid, Step};
+use super::super::typed;
+use super::error::{Fault, ManifestError, Origin};
+use super::tree::Node;
+use super::{Document, Ignored, Manifests, Options, UnknownFields};
+
+/// The kinds that are read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Namespace,
+    Node,
+    Pod,
+    NetworkPolicy,
+    NetworkPolicyV1Beta1,
+}
+
+impl Kind {
+    fn is_policy(self) -> bool {
+        matches!(self, Self::NetworkPolicy | Self::NetworkPolicyV1Beta1)
+    }
+}
+
+/// What a document says that it is.
+enum Declared {
+    One(Kind),
+    /// A list; its items are of this kind where they do not say otherwise.
+    List(Option<Kind>),
+    /// Not ours.
+    Other,
+}
+
+/// Reads the objects of a file's documents into `manifests`, and its errors into `errors`.
+pub(super) struct Reader<'a> {
+    pub(super) file: &'a Arc<Path>,
+    pub(super) options: &'a Options,
+    pub(super) manifests: &'a mut Manifests,
+    pub(super) errors: &'a mut Vec<ManifestError>,
+}
+
+impl Reader<'_> {
+    /// A document of the file.
+    pub(super) fn document(&mut self, tree: Node) {
+        if let Err(error) = self.any(tree, None) {
+            self.errors.push(*error);
+        }
+    }
+
+    fn any(&mut self, tree: Node, in_list_of: Option<Kind>) -> Result<(), Box<ManifestError>> {
+        match self.declared(&tree, in_list_of)? {
+            Declared::One(kind) => self.object(tree, kind),
+            Declared::List(kind) => {
+                for item in tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, Fault::NotAList))? {
+                    // An error in one item does not hide those of the next.
+                    if let Err(error) = self.any(item, kind) {
+                        self.errors.push(*error);
+                    }
+                }
+                Ok(())
+            }
+            Declared::Other => {
+                self.manifests.ignored.push(Ignored { origin: self.origin(&tree), object: describe(&tree) });
+                Ok(())
+            }
+        }
+    }
+
+    /// Which kind a tree declares to be.
+    fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, Box<ManifestError>> {
+        let text = |field| tree.get(field).and_then(Node::as_str);
+        if !tree.is_mapping() {
+            return Err(self.error(tree, &[], Fault::NotAnObject));
+        }
+        let (version, name) = match (text("apiVersion"), text("kind"), in_list_of) {
+            (Some(version), Some(name), _) => (version, name),
+            // The items of a typed list need not repeat their type.
+            (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
+            _ => return Err(self.error(tree, &[], Fault::NotAnObject)),
+        };
+        let (single, is_list) = name.strip_suffix("List").map_or((name, false), |single| (single, true));
+        let unread = |remedy| {
+            let fault = Fault::ApiVersion { kind: name.to_owned(), version: version.to_owned(), remedy };
+            Err(self.error(tree, &["apiVersion"], fault))
+        };
+        let kind = match (single, version) {
+            ("", "v1") if is_list => return Ok(Declared::List(None)),
+            ("Namespace", "v1") => Kind::Namespace,
+            ("Node", "v1") => Kind::Node,
+            ("Pod", "v1") => Kind::Pod,
+            ("NetworkPolicy", "networking.k8s.io/v1") => Kind::NetworkPolicy,
+            ("NetworkPolicy", "extensions/v1beta1") if self.options.settings.v1beta1 => Kind::NetworkPolicyV1Beta1,
+            ("NetworkPolicy", "extensions/v1beta1") => {
+                return unread("networking.k8s.io/v1, or the v1beta1 setting with its own meaning");
+            }
+            // Other groups have kinds of the same names. In these groups the version must be a slip.
+            ("Namespace" | "Node" | "Pod" | "", version) if !version.contains('/') => return unread("v1"),
+            ("NetworkPolicy", version) if is_policy_group(version) => return unread("networking.k8s.io/v1"),
+            _ => return Ok(Declared::Other),
+        };
+        Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
+    }
+
+    fn object(&mut self, tree: Node, kind: Kind) -> Result<(), Box<ManifestError>> {
+        let settings = self.options.settings;
+        let (object, unknown) = match kind {
+            Kind::Namespace => {
+                self.typed(&tree, kind, |o: &core::Namespace| convert::namespace(o, settings).map(Object::Namespace))
+            }
+            Kind::Node => self.typed(&tree, kind, |o: &core::Node| convert::node(o).map(Object::Node)),
+            Kind::Pod => self.typed(&tree, kind, |o: &core::Pod| convert::pod(o).map(Object::Pod)),
+            Kind::NetworkPolicy => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+                convert::network_policy(o).map(Object::NetworkPolicy)
+            }),
+            Kind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+                convert::v1beta1_network_policy(o).map(Object::NetworkPolicy)
+            }),
+        }?;
+        let origin = self.origin(&tree);
+        self.manifests.documents.push(Document { object, origin, unknown_fields: unknown, tree });
+        Ok(())
+    }
+
+    /// Reads a tree as a type of the API, and converts that; also tells the fields that the type does not know.
+    fn typed<T: DeserializeOwned>(
+        &self,
+        tree: &Node,
+        kind: Kind,
+        convert: impl FnOnce(&T) -> Result<Object, Invalid>,
+    ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
+        let mut value = tree.to_value();
+        if let Value::Object(fields) = &mut value {
+            // They are judged by now, and the typed reader knows no other version of a type than its own.
+            fields.remove("apiVersion");
+            fields.remove("kind");
+        }
+        let (typed, unknown) =
+            typed::read::<T>(value).map_err(|(field, wrong)| self.error_at(tree, field, Fault::Type(wrong)))?;
+        if self.options.unknown_fields == UnknownFields::Refuse
+            && kind.is_policy()
+            && let Some(field) =
+                unknown.iter().find(|field| field.steps().first() == Some(&Step::Field("spec".to_owned())))
+        {
+            return Err(self.error_at(tree, field.clone(), Fault::UnknownField));
+        }
+        match convert(&typed) {
+            Ok(object) => Ok((object, unknown)),
+            Err(Invalid { field, problem }) => Err(self.error_at(tree, field, Fault::Invalid(problem))),
+        }
+    }
+
+    fn origin(&self, tree: &Node) -> Origin {
+        Origin::new(self.file, tree.line())
+    }
+
+    fn error(&self, tree: &Node, field: &[&str], fault: Fault) -> Box<ManifestError> {
+        self.error_at(tree, field.iter().map(|name| Step::Field((*name).to_owned())).collect(), fault)
+    }
+
+    fn error_at(&self, tree: &Node, field: FieldPath, fault: Fault) -> Box<ManifestError> {
+        let object = tree.is_mapping().then(|| describe(tree));
+        Box::new(ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, fault })
+    }
+}
+
+const ITEMS: &[&str] = &["items"];
+
+/// Whether a version is of the groups in which Kubernetes itself keeps or kept NetworkPolicy.
+fn is_policy_group(version: &str) -> bool {
+    match version.split_once('/') {
+        Some((group, _)) => matches!(group, "networking.k8s.io" | "extensions"),
+        None => true,
+    }
+}
+
+/// What an object is called, as far as it says: `Pod shop/web-1`.
+fn describe(tree: &Node) -> String {
+    let kind = tree.get("kind").and_then(Node::as_str).unwrap_or("object");
+    let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(Node::as_str);
+    let is_clustered = matches!(kind, "Namespace" | "Node");
+    match (text("namespace"), text("name")) {
+        (_, Some(name)) if is_clustered => format!("{kind} {name}"),
+        (Some(namespace), Some(name)) => format!("{kind} {namespace}/{name}"),
+        (None, Some(name)) => format!("{kind} default/{name}"),
+        (_, None) => format!("{kind} without a name"),
+    }
+}

@@ -1,0 +1,367 @@
+//! A document as a tree that remembers the line of each of its values and keys.
+//!
+//! The typed objects of the API know no lines, and an error must name one. So a document is read into this
+//! tree first, the typed object is built from the tree's value, and a field's path finds its line here. JSON
+//! is read the same way: it is a subset of YAML.
+
+use std::{fmt, mem};
+
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Number, Value};
+use serde_saphyr::{Spanned, UserMessageFormatter};
+
+use crate::convert::{FieldPath, Step};
+
+/// A value and where it stands.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Node {
+    /// Line of the value's first character, from 1; 0 where it is not known.
+    line: u64,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Kind {
+    Scalar(Value),
+    Sequence(Vec<Node>),
+    Mapping(Vec<Entry>),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    key: String,
+    /// Line of the key.
+    line: u64,
+    value: Node,
+}
+
+/// Why a text is not YAML, and where.
+#[derive(Debug)]
+pub(crate) struct Malformed {
+    /// Line, from 1; `None` where the parser does not tell.
+    pub(crate) line: Option<u64>,
+    /// What is wrong, in one line.
+    pub(crate) message: String,
+}
+
+/// Reads all documents of a text; empty ones are left out.
+pub(crate) fn parse(text: &str) -> Result<Vec<Node>, Malformed> {
+    let Some(starts) = json_documents(text) else { return parse_yaml(text) };
+    let mut nodes = Vec::new();
+    for (i, &start) in starts.iter().enumerate() {
+        let end = starts.get(i + 1).copied().unwrap_or(text.len());
+        // Empty lines in front keep the line numbers those of the file.
+        let lines_before = text[..start].matches('\n').count();
+        nodes.extend(parse_yaml(&format!("{}{}", "\n".repeat(lines_before), &text[start..end]))?);
+    }
+    Ok(nodes)
+}
+
+/// Where the documents of a text begin that holds several JSON objects with nothing between them, as tools that
+/// print one object after the other write them; YAML would want `---`. `None` for any other text.
+fn json_documents(text: &str) -> Option<Vec<usize>> {
+    if !text.trim_start().starts_with('{') {
+        return None;
+    }
+    let mut stream = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
+    let mut starts = vec![0];
+    while let Some(document) = stream.next() {
+        document.ok()?;
+        let end = stream.byte_offset();
+        starts.extend((!text[end..].trim_start().is_empty()).then_some(end));
+    }
+    (starts.len() > 1).then_some(starts)
+}
+
+fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
+    // The limits of the parser's own are for strangers' configuration files. A dump of a whole cluster is
+    // larger; what stays limited is nesting, and what aliases can blow up.
+    let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! {
+            max_events: usize::MAX,
+            max_nodes: usize::MAX,
+            max_documents: usize::MAX,
+            max_total_scalar_bytes: usize::MAX,
+        },
+        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is wanted, as in a name or a label, nothing else
+        // can be meant; where a boolean is wanted, they are refused.
+        strict_booleans: true,
+        with_snippet: false,
+    };
+    serde_saphyr::from_multiple_with_options::<Node>(text, options).map_err(|error| {
+        let line = error.location().map(|location| location.line()).filter(|&line| line > 0);
+        let message = error.without_snippet().render_with_formatter(&UserMessageFormatter);
+        // The line is told apart from the message.
+        let message = message.split(" at line ").next().unwrap_or_default();
+        Malformed { line, message: message.split_whitespace().collect::<Vec<_>>().join(" ") }
+    })
+}
+
+impl Node {
+    /// Line of the value's first character, from 1; 0 where it is not known.
+    pub(crate) fn line(&self) -> u64 {
+        self.line
+    }
+
+    /// The value of a mapping's key.
+    pub(crate) fn get(&self, key: &str) -> Option<&Node> {
+        self.entry(key).map(|entry| &entry.value)
+    }
+
+    fn entry(&self, key: &str) -> Option<&Entry> {
+        match &self.kind {
+            Kind::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
+            _ => None,
+        }
+    }
+
+    /// The text of a string.
+    pub(crate) fn as_str(&self) -> Option<&str> {
+        match &self.kind {
+            Kind::Scalar(Value::String(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The items of the sequence that a mapping's key holds; null counts as none. Itself where there is no
+    /// sequence.
+    pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
+        let Kind::Mapping(entries) = &mut self.kind else { return Err(self) };
+        let found = entries.iter_mut().find(|entry| entry.key == key);
+        match found.map(|entry| &mut entry.value.kind) {
+            Some(Kind::Sequence(items)) => Ok(mem::take(items)),
+            Some(Kind::Scalar(Value::Null)) => Ok(Vec::new()),
+            _ => Err(self),
+        }
+    }
+
+    /// Whether this is a mapping.
+    pub(crate) fn is_mapping(&self) -> bool {
+        matches!(self.kind, Kind::Mapping(_))
+    }
+
+    /// Line of the field that a path names: that of its key; where the field is absent, that of the deepest
+    /// value on the way to it.
+    pub(crate) fn line_of(&self, path: &FieldPath) -> u64 {
+        let (mut node, mut line) = (self, self.line);
+        for step in path.steps() {
+            let found = match (step, &node.kind) {
+                (Step::Field(name), Kind::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
+                (Step::Index(index), Kind::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
+                _ => None,
+            };
+            match found {
+                Some(found) => (node, line) = found,
+                None => break,
+            }
+        }
+        line
+    }
+
+    /// The value that a path leads to.
+    pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
+        path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
+            (Step::Field(name), Kind::Mapping(_)) => node.get(name),
+            (Step::Index(index), Kind::Sequence(items)) => items.get(*index),
+            _ => None,
+        })
+    }
+
+    /// The value without its lines.
+    pub(crate) fn to_value(&self) -> Value {
+        match &self.kind {
+            Kind::Scalar(value) => value.clone(),
+            Kind::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
+            Kind::Mapping(entries) => {
+                let entries = entries.iter().map(|entry| (entry.key.clone(), entry.value.to_value()));
+                Value::Object(entries.collect::<Map<_, _>>())
+            }
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Node {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let spanned = Spanned::<Kind>::deserialize(deserializer)?;
+        Ok(Self { line: spanned.referenced.line(), kind: spanned.value })
+    }
+}
+
+impl<'de> Deserialize<'de> for Kind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(KindVisitor)
+    }
+}
+
+struct KindVisitor;
+
+impl<'de> Visitor<'de> for KindVisitor {
+    type Value = Kind;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a YAML or JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::Null))
+    }
+
+    fn visit_none<E>(self) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::Null))
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Kind, D::Error> {
+        Kind::deserialize(deserializer)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::Bool(value)))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::Number(value.into())))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::Number(value.into())))
+    }
+
+    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Kind, E> {
+        let number =
+            Number::from_f64(value).ok_or_else(|| E::custom(format_args!("{value} is not a finite number")))?;
+        Ok(Kind::Scalar(Value::Number(number)))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::String(value.to_owned())))
+    }
+
+    fn visit_string<E>(self, value: String) -> Result<Kind, E> {
+        Ok(Kind::Scalar(Value::String(value)))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Kind, A::Error> {
+        let mut nodes = Vec::new();
+        while let Some(node) = items.next_element()? {
+            nodes.push(node);
+        }
+        Ok(Kind::Sequence(nodes))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Kind, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(key) = map.next_key::<Spanned<String>>()? {
+            entries.push(Entry { key: key.value, line: key.referenced.line(), value: map.next_value()? });
+        }
+        Ok(Kind::Mapping(entries))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn path(steps: &[&str]) -> FieldPath {
+        let step = |step: &&str| match step.parse() {
+            Ok(index) => Step::Index(index),
+            Err(_) => Step::Field(step.to_string()),
+        };
+        steps.iter().map(step).collect()
+    }
+
+    #[test]
+    fn every_field_knows_its_line() {
+        let text = "\
+# a comment
+a: 1
+b:
+  - c: x
+    d:
+      - {e: 1}
+      -
+        e: 2
+  - |
+    text
+";
+        let trees = parse(text).unwrap();
+        assert_eq!(trees[0].to_value(), json!({"a": 1, "b": [{"c": "x", "d": [{"e": 1}, {"e": 2}]}, "text\n"]}));
+        for (steps, line) in [
+            (&[][..], 2),
+            (&["a"], 2),
+            (&["b"], 3),
+            (&["b", "0"], 4),
+            (&["b", "0", "c"], 4),
+            (&["b", "0", "d"], 5),
+            (&["b", "0", "d", "0", "e"], 6),
+            (&["b", "0", "d", "1", "e"], 8),
+            (&["b", "0", "absent", "e"], 4),
+            (&["absent"], 2),
+        ] {
+            assert_eq!(trees[0].line_of(&path(steps)), line, "{steps:?}");
+        }
+    }
+
+    #[test]
+    fn documents_are_told_apart_and_empty_ones_left_out() {
+        let text = "# only a comment\n---\na: 1\n---\n# nothing\n--- \n...\n---\nb: 2\n";
+        let trees = parse(text).unwrap();
+        assert_eq!(trees.iter().map(Node::to_value).collect::<Vec<_>>(), [json!({"a": 1}), json!({"b": 2})]);
+        assert_eq!(trees[1].line(), 9);
+        assert!(parse("").unwrap().is_empty());
+    }
+
+    #[test]
+    fn json_is_read_with_its_lines_escapes_and_tabs() {
+        let trees = parse("{\n\t\"a\": [1,\n\t\t{\"b\": \"x\\/y \\ud83d\\ude00\"}],\n\"c\": {}\n}").unwrap();
+        assert_eq!(trees[0].to_value(), json!({"a": [1, {"b": "x/y \u{1f600}"}], "c": {}}));
+        assert_eq!(trees[0].line_of(&path(&["a", "1", "b"])), 3);
+        assert_eq!(trees[0].line_of(&path(&["c"])), 4);
+    }
+
+    #[test]
+    fn json_documents_may_follow_each_other_without_a_separator() {
+        let trees = parse("{\"a\": 1}\n{\n  \"b\": 2\n}{\"c\": 3}\n").unwrap();
+        assert_eq!(
+            trees.iter().map(Node::to_value).collect::<Vec<_>>(),
+            [json!({"a": 1}), json!({"b": 2}), json!({"c": 3})]
+        );
+        assert_eq!(trees[1].line_of(&path(&["b"])), 3);
+        assert_eq!(trees[2].line(), 4);
+    }
+
+    #[test]
+    fn scalars_have_the_types_of_yaml_1_2() {
+        let trees = parse("[y, no, ON, true, ~, null, '5', 5, 1.5, 10.0.0.0/8, 2001-01-01, !!str 5, \"\"]").unwrap();
+        let types = json!(["y", "no", "ON", true, null, null, "5", 5, 1.5, "10.0.0.0/8", "2001-01-01", "5", ""]);
+        assert_eq!(trees[0].to_value(), types);
+    }
+
+    #[test]
+    fn anchors_and_merges_are_followed() {
+        let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\n").unwrap();
+        assert_eq!(trees[0].to_value(), json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}}));
+        assert_eq!(trees[0].line_of(&path(&["c", "k"])), 5);
+    }
+
+    #[test]
+    fn what_is_not_yaml_names_its_line_in_one_line() {
+        let deep = format!("a: {}{}", "[".repeat(100_000), "]".repeat(100_000));
+        for (text, line, says) in [
+            ("a: 1\nb: 2\na: 3\n", 3, "duplicate"),
+            ("a: [1\nb: 2", 2, ":"),
+            ("a:\n\tb: 1", 2, "tab"),
+            ("a: 1\nb: .inf\n", 2, ".inf"),
+            ("a: 1\n b: 2\n", 2, ""),
+            ("a: *nowhere\n", 1, "unknown"),
+            (&deep, 1, "recursion"),
+        ] {
+            let shown = &text[..text.len().min(40)];
+            let malformed = parse(text).expect_err(shown);
+            assert_eq!(malformed.line, Some(line), "{shown}: {malformed:?}");
+            assert!(malformed.message.contains(says), "{shown}: {malformed:?}");
+            assert!(!malformed.message.contains('\n') && !malformed.message.contains("line"), "{shown}: {malformed:?}");
+        }
+    }
+}

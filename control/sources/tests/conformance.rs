@@ -1,0 +1,263 @@
+//! The cases of a NetworkPolicy conformance tool, with its own expectations: by state, and again by replaying the
+//! actions on one running engine. The data is not part of the project: `../shared/conformance/` beside the repository,
+//! or wherever `PENSTOCK_CONFORMANCE` says. Where it is absent, the tests say so and skip.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::model::{Change, Labels, NamedPort, Namespace, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
+use penstock_sources::convert;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+#[derive(Deserialize)]
+struct Suite {
+    cluster: State,
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    id: u32,
+    description: String,
+    steps: Vec<Step>,
+}
+
+#[derive(Deserialize)]
+struct Step {
+    actions: Vec<Action>,
+    state: State,
+    expected: Vec<Expectation>,
+}
+
+#[derive(Deserialize)]
+struct State {
+    namespaces: Vec<SuiteNamespace>,
+    pods: Vec<SuitePod>,
+    #[serde(default)]
+    policies: Vec<serde_json::Value>,
+}
+
+#[derive(Deserialize)]
+struct SuiteNamespace {
+    name: String,
+    labels: Labels,
+}
+
+#[derive(Deserialize)]
+struct SuitePod {
+    namespace: String,
+    name: String,
+    ip: IpAddr,
+    labels: Labels,
+    ports: Vec<SuitePort>,
+}
+
+#[derive(Deserialize)]
+struct SuitePort {
+    name: String,
+    port: u16,
+    protocol: String,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "action", rename_all = "snake_case")]
+enum Action {
+    #[serde(alias = "update_policy")]
+    CreatePolicy {
+        policy: serde_json::Value,
+    },
+    DeletePolicy {
+        namespace: String,
+        name: String,
+    },
+    #[serde(alias = "set_namespace_labels")]
+    CreateNamespace {
+        namespace: String,
+        labels: Labels,
+    },
+    DeleteNamespace {
+        namespace: String,
+    },
+    #[serde(alias = "set_pod_labels")]
+    CreatePod {
+        namespace: String,
+        pod: String,
+        labels: Labels,
+    },
+    DeletePod {
+        namespace: String,
+        pod: String,
+    },
+}
+
+#[derive(Deserialize)]
+struct Expectation {
+    from: String,
+    to: String,
+    resolved_port: u16,
+    protocol: String,
+    ingress: bool,
+    egress: bool,
+    #[serde(default, rename = "self")]
+    is_self: bool,
+}
+
+fn suite() -> Option<Suite> {
+    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/conformance");
+    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
+    let Ok(file) = File::open(folder.join("cyclonus-cases.json.gz")) else {
+        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
+        return None;
+    };
+    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
+}
+
+fn namespace(name: &str, labels: &Labels) -> Object {
+    let mut labels = labels.clone();
+    labels.insert("kubernetes.io/metadata.name".to_owned(), name.to_owned());
+    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false })
+}
+
+fn key(namespace: &str, name: &str) -> ObjectKey {
+    ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }
+}
+
+fn pod(pod: &SuitePod) -> Pod {
+    let protocol = |name: &str| match name {
+        "TCP" => PortProtocol::Tcp,
+        "UDP" => PortProtocol::Udp,
+        "SCTP" => PortProtocol::Sctp,
+        other => panic!("no port protocol: {other}"),
+    };
+    let port =
+        |port: &SuitePort| NamedPort { name: port.name.clone(), protocol: protocol(&port.protocol), number: port.port };
+    Pod {
+        key: key(&pod.namespace, &pod.name),
+        labels: pod.labels.clone(),
+        node: Some("node".to_owned()),
+        addresses: vec![pod.ip],
+        host_network: false,
+        finished: false,
+        ports: pod.ports.iter().map(port).collect(),
+        tenure: Default::default(),
+    }
+}
+
+fn read<T: DeserializeOwned>(value: &serde_json::Value) -> T {
+    serde_json::from_value(value.clone()).expect("an object of the API")
+}
+
+fn policy(value: &serde_json::Value) -> Object {
+    Object::NetworkPolicy(convert::network_policy(&read(value)).expect("the suite's policies are valid"))
+}
+
+fn objects(state: &State) -> Vec<Object> {
+    let namespaces = state.namespaces.iter().map(|it| namespace(&it.name, &it.labels));
+    let pods = state.pods.iter().map(|it| Object::Pod(pod(it)));
+    namespaces.chain(pods).chain(state.policies.iter().map(policy)).collect()
+}
+
+/// What an action changes. A pod that it creates or labels is, but for its labels, the one in the state after it.
+fn change(action: &Action, after: &State) -> Change {
+    match action {
+        Action::CreatePolicy { policy: value } => Change::Set(policy(value)),
+        Action::DeletePolicy { namespace, name } => Change::Delete(ObjectRef::NetworkPolicy(key(namespace, name))),
+        Action::CreateNamespace { namespace: name, labels } => Change::Set(namespace(name, labels)),
+        Action::DeleteNamespace { namespace } => Change::Delete(ObjectRef::Namespace(namespace.clone())),
+        Action::CreatePod { namespace, pod: name, labels } => {
+            let found = after.pods.iter().find(|it| it.namespace == *namespace && it.name == *name);
+            let mut pod = pod(found.expect("the state after the action has the pod"));
+            pod.labels = labels.clone();
+            Change::Set(Object::Pod(pod))
+        }
+        Action::DeletePod { namespace, pod } => Change::Delete(ObjectRef::Pod(key(namespace, pod))),
+    }
+}
+
+#[derive(Default)]
+struct Tally {
+    checked: usize,
+    denied: usize,
+    wrong: Vec<String>,
+}
+
+impl Tally {
+    fn check(&mut self, engine: &Engine, state: &State, expected: &[Expectation], place: &str) {
+        let addresses: BTreeMap<String, IpAddr> =
+            state.pods.iter().map(|pod| (format!("{}/{}", pod.namespace, pod.name), pod.ip)).collect();
+        for row in expected.iter().filter(|row| !row.is_self) {
+            let protocol = match row.protocol.as_str() {
+                "TCP" => Protocol::TCP,
+                "UDP" => Protocol::UDP,
+                "SCTP" => Protocol::SCTP,
+                other => panic!("no such protocol: {other}"),
+            };
+            let (src, dst) = (addresses[&row.from].into(), addresses[&row.to].into());
+            let flow = Flow { src, dst, protocol, src_port: 40000, dst_port: row.resolved_port };
+            let judgement = engine.judge(&flow);
+            self.checked += 1;
+            self.denied += usize::from(!(row.ingress && row.egress));
+            let sides = (judgement.egress.is_allowed(), judgement.ingress.is_allowed());
+            if sides != (row.egress, row.ingress) {
+                self.wrong.push(format!("{place}: {} to {} {} {}", row.from, row.to, row.protocol, row.resolved_port));
+            }
+        }
+    }
+
+    fn finish(self) {
+        assert!(
+            self.wrong.is_empty(),
+            "{} of {} wrong: {:#?}",
+            self.wrong.len(),
+            self.checked,
+            &self.wrong[..self.wrong.len().min(10)]
+        );
+        assert!(self.denied > 10_000 && self.checked > 100_000, "{} checked, {} denied", self.checked, self.denied);
+        println!("{} expectations hold, {} of them denials", self.checked, self.denied);
+    }
+}
+
+#[test]
+fn all_cases_hold_by_state() {
+    let Some(suite) = suite() else { return };
+    let mut tally = Tally::default();
+    for case in &suite.cases {
+        for (number, step) in case.steps.iter().enumerate() {
+            let mut engine = Engine::new(Settings::for_all_pods());
+            engine.apply(objects(&step.state).into_iter().map(Change::Set));
+            let place = format!("case {} ({}) step {number}", case.id, case.description);
+            tally.check(&engine, &step.state, &step.expected, &place);
+        }
+    }
+    tally.finish();
+}
+
+#[test]
+fn all_cases_hold_by_replaying_their_actions_on_one_running_engine() {
+    let Some(suite) = suite() else { return };
+    let mut tally = Tally::default();
+    let mut engine = Engine::new(Settings::for_all_pods());
+    let cluster: BTreeMap<ObjectRef, Object> =
+        objects(&suite.cluster).into_iter().map(|object| (object.reference(), object)).collect();
+    let mut present: BTreeMap<ObjectRef, Object> = BTreeMap::new();
+    for case in &suite.cases {
+        // Back to the cluster from which every case starts, by changes as well.
+        let gone = present.keys().filter(|reference| !cluster.contains_key(reference)).cloned().map(Change::Delete);
+        let back = cluster.iter().filter(|(reference, object)| present.get(*reference) != Some(*object));
+        engine.apply(gone.chain(back.map(|(_, object)| Change::Set(object.clone()))).collect::<Vec<_>>());
+        for (number, step) in case.steps.iter().enumerate() {
+            for action in &step.actions {
+                engine.apply([change(action, &step.state)]);
+            }
+            let place = format!("case {} ({}) step {number}", case.id, case.description);
+            tally.check(&engine, &step.state, &step.expected, &place);
+            present = objects(&step.state).into_iter().map(|object| (object.reference(), object)).collect();
+        }
+    }
+    tally.finish();
+}

@@ -1,0 +1,305 @@
+//! A directory of manifests while it changes: what is saved arrives whole, soon, and nothing that is not saved.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_sources::convert::Settings;
+use penstock_sources::directory::{Batch, ManifestDirectory, OpenError};
+use tempfile::TempDir;
+
+/// A batch that comes at all comes within this, also on a busy machine.
+const SOON: Duration = Duration::from_secs(5);
+/// No batch within this means that none comes.
+const QUIET: Duration = Duration::from_millis(300);
+
+struct Watched {
+    // The order matters: the watcher ends before the directory goes.
+    source: ManifestDirectory,
+    runtime: tokio::runtime::Runtime,
+    directory: PathBuf,
+    _parent: TempDir,
+}
+
+impl Watched {
+    fn open(files: &[(&str, &str)]) -> Self {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join("manifests");
+        fs::create_dir(&directory).unwrap();
+        let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: default}}";
+        fs::write(directory.join("default.yaml"), namespace).unwrap();
+        for (name, text) in files {
+            fs::write(directory.join(name), text).unwrap();
+        }
+        Self::open_directory(parent, directory.clone(), &directory)
+    }
+
+    /// Opens it under another name of the same place.
+    fn open_directory(parent: TempDir, directory: PathBuf, name: &Path) -> Self {
+        let (source, _) = ManifestDirectory::open(name, Settings::default()).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        Self { source, runtime, directory, _parent: parent }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.path(name), text).unwrap();
+    }
+
+    fn next_within(&mut self, time: Duration) -> Option<Batch> {
+        let next = async { tokio::time::timeout(time, self.source.next()).await };
+        self.runtime.block_on(next).ok().map(|batch| batch.expect("the watcher runs"))
+    }
+
+    fn next(&mut self) -> Batch {
+        self.next_within(SOON).expect("a batch comes")
+    }
+
+    fn assert_quiet(&mut self) {
+        let batch = self.next_within(QUIET);
+        assert!(batch.is_none(), "{batch:?}");
+    }
+}
+
+fn pod(name: &str, address: &str) -> String {
+    format!("apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nstatus: {{podIPs: [{{ip: {address}}}]}}\n---\n")
+}
+
+/// `+name address` and `-name`, in order.
+fn told(batch: &Batch) -> Vec<String> {
+    let tell = |change: &Change| match change {
+        Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+        Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+        other => panic!("{other:?}"),
+    };
+    batch.changes.iter().map(tell).collect()
+}
+
+fn replace_by_rename(path: &Path, text: &str) {
+    let draft = path.with_extension("draft");
+    fs::write(&draft, text).unwrap();
+    fs::rename(draft, path).unwrap();
+}
+
+#[test]
+fn what_is_there_at_the_start_is_the_first_state() {
+    let parent = tempfile::tempdir().unwrap();
+    for (name, text) in [
+        ("b.yaml", pod("b", "10.0.0.2")),
+        ("a.yml", pod("a", "10.0.0.1")),
+        ("c.json", r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "c"}}"#.to_owned()),
+        (".hidden.yaml", "a: [".to_owned()),
+        ("notes.txt", "a: [".to_owned()),
+    ] {
+        fs::write(parent.path().join(name), text).unwrap();
+    }
+    fs::create_dir(parent.path().join("deeper.yaml")).unwrap();
+    let (_source, objects) = ManifestDirectory::open(parent.path(), Settings::default()).unwrap();
+    let names: Vec<_> = objects.iter().map(|object| object.reference().to_string()).collect();
+    assert_eq!(names, ["Namespace default", "Pod default/a", "Pod default/b", "Pod default/c"]);
+}
+
+#[test]
+fn a_start_needs_a_directory_and_good_manifests() {
+    let parent = tempfile::tempdir().unwrap();
+    let missing = parent.path().join("missing");
+    let error = ManifestDirectory::open(&missing, Settings::default()).unwrap_err();
+    assert!(matches!(error, OpenError::NotADirectory { .. }), "{error}");
+    assert!(error.to_string().contains("missing") && !error.to_string().contains('\n'));
+    let file = parent.path().join("a.yaml");
+    fs::write(&file, pod("a", "10.0.0.1")).unwrap();
+    assert!(matches!(ManifestDirectory::open(&file, Settings::default()), Err(OpenError::NotADirectory { .. })));
+    fs::write(&file, pod("a", "10.0.0.999") + &pod("b", "10.0.0.1") + &pod("b", "10.0.0.2")).unwrap();
+    let error = ManifestDirectory::open(parent.path(), Settings::default()).unwrap_err();
+    assert!(error.to_string().contains("a.yaml:4: Pod default/a: status.podIPs[0].ip: \"10.0.0.999\""), "{error}");
+}
+
+/// What comes only by the look once a second takes a second from one batch to the next. Of many saves the second quickest
+/// tells, however busy the machine is: the first may have come just before a look.
+const BY_EVENT: Duration = Duration::from_millis(900);
+
+#[test]
+fn a_save_arrives_by_its_event_and_not_by_the_look_once_a_second() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
+    let mut times = Vec::new();
+    for i in 2..42 {
+        let text = pod("x", &format!("10.0.0.{i}"));
+        match i % 2 {
+            0 => watched.write("a.yaml", &text),
+            _ => replace_by_rename(&watched.path("a.yaml"), &text),
+        }
+        let saved = Instant::now();
+        assert_eq!(told(&watched.next()), [format!("+x 10.0.0.{i}")]);
+        times.push(saved.elapsed());
+    }
+    times.sort();
+    let (median, worst) = (times[times.len() / 2], times[times.len() - 1]);
+    println!("from save to batch: median {median:.1?}, worst {worst:.1?} of {}", times.len());
+    assert!(times[1] < BY_EVENT, "{times:?}");
+}
+
+#[test]
+fn a_save_in_many_writes_is_one_batch_and_never_seen_half() {
+    let mut watched = Watched::open(&[("a.yaml", &(pod("x", "10.0.0.1") + &pod("y", "10.0.0.2")))]);
+    // Truncated, then written document by document with pauses longer than events are gathered.
+    let mut file = File::create(watched.path("a.yaml")).unwrap();
+    for text in [pod("x", "10.0.0.1"), pod("y", "10.0.0.3"), pod("z", "10.0.0.4")] {
+        watched.assert_quiet();
+        file.write_all(text.as_bytes()).unwrap();
+    }
+    watched.assert_quiet();
+    drop(file);
+    assert_eq!(told(&watched.next()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
+    watched.assert_quiet();
+}
+
+#[test]
+fn a_file_that_is_being_written_does_not_hold_up_another() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
+    let file = File::create(watched.path("a.yaml")).unwrap();
+    watched.write("b.yaml", &pod("y", "10.0.0.2"));
+    assert_eq!(told(&watched.next()), ["+y 10.0.0.2"]);
+    drop(file);
+    assert_eq!(told(&watched.next()), ["-x"]);
+}
+
+#[test]
+fn several_saves_at_once_are_one_batch() {
+    let mut watched = Watched::open(&[]);
+    for i in 1..6 {
+        replace_by_rename(&watched.path(&format!("{i}.yaml")), &pod(&format!("p{i}"), &format!("10.0.0.{i}")));
+    }
+    let mut seen = told(&watched.next());
+    // A busy machine may stop this thread between two saves.
+    while seen.len() < 5 {
+        seen.extend(told(&watched.next()));
+    }
+    assert_eq!(seen, ["+p1 10.0.0.1", "+p2 10.0.0.2", "+p3 10.0.0.3", "+p4 10.0.0.4", "+p5 10.0.0.5"]);
+    watched.assert_quiet();
+}
+
+#[test]
+fn files_come_go_and_change_their_names() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1")), ("b.yaml", &pod("y", "10.0.0.2"))]);
+    fs::remove_file(watched.path("a.yaml")).unwrap();
+    assert_eq!(told(&watched.next()), ["-x"]);
+    fs::rename(watched.path("b.yaml"), watched.path("c.yaml")).unwrap();
+    watched.assert_quiet();
+    fs::rename(watched.path("c.yaml"), watched.path("c.off")).unwrap();
+    assert_eq!(told(&watched.next()), ["-y"]);
+    std::os::unix::fs::symlink("c.off", watched.path("d.yaml")).unwrap();
+    assert_eq!(told(&watched.next()), ["+y 10.0.0.2"]);
+    watched.write("notes.txt", "nothing to read");
+    watched.assert_quiet();
+    // A link that leads nowhere any more is a file that cannot be read; without the link, its objects go.
+    fs::remove_file(watched.path("c.off")).unwrap();
+    let batch = watched.next_within(SOON).expect("found by the look once a second at the latest");
+    assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
+    fs::remove_file(watched.path("d.yaml")).unwrap();
+    assert_eq!(told(&watched.next()), ["-y"]);
+}
+
+#[test]
+fn a_broken_save_keeps_the_last_good_state_and_is_told_once() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
+    watched.write("a.yaml", &pod("x", "10.0.0.999"));
+    let batch = watched.next();
+    assert!(batch.changes.is_empty(), "{batch:?}");
+    let [problem] = &batch.problems[..] else { panic!("{batch:?}") };
+    assert_eq!(problem.origin.line, Some(4));
+    assert_eq!(problem.field.to_string(), "status.podIPs[0].ip");
+    assert_eq!(&*problem.origin.file, watched.path("a.yaml"));
+    watched.write("a.yaml", &pod("x", "10.0.0.999"));
+    watched.assert_quiet();
+    watched.write("a.yaml", &pod("x", "10.0.0.9"));
+    let batch = watched.next();
+    assert_eq!((told(&batch), &batch.mended), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
+}
+
+#[test]
+fn a_directory_that_goes_away_leaves_the_state_until_it_is_back() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1")), ("b.yaml", &pod("y", "10.0.0.2"))]);
+    let away = watched.directory.with_extension("away");
+    fs::rename(&watched.directory, &away).unwrap();
+    let batch = watched.next();
+    assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
+    watched.assert_quiet();
+    fs::create_dir(&watched.directory).unwrap();
+    fs::copy(away.join("default.yaml"), watched.path("default.yaml")).unwrap();
+    watched.write("a.yaml", &pod("x", "10.0.0.7"));
+    let made = Instant::now();
+    let mut seen = told(&watched.next());
+    while seen.len() < 2 {
+        seen.extend(told(&watched.next()));
+    }
+    seen.sort();
+    println!("from a directory made anew to its batch: {:.1?}", made.elapsed());
+    assert_eq!(seen, ["+x 10.0.0.7", "-y"]);
+    // It is watched again, not only looked at.
+    assert_follows_events(&mut watched);
+}
+
+fn assert_follows_events(watched: &mut Watched) {
+    let mut times: Vec<Duration> = (1..9)
+        .map(|i| {
+            watched.write("a.yaml", &pod("x", &format!("10.0.1.{i}")));
+            let saved = Instant::now();
+            assert_eq!(told(&watched.next()), [format!("+x 10.0.1.{i}")]);
+            saved.elapsed()
+        })
+        .collect();
+    times.sort();
+    assert!(times[1] < BY_EVENT, "{times:?}");
+}
+
+#[test]
+fn a_directory_may_be_named_by_a_relative_path() {
+    let parent = tempfile::tempdir().unwrap();
+    let directory = parent.path().join("manifests");
+    fs::create_dir(&directory).unwrap();
+    fs::write(directory.join("default.yaml"), "{apiVersion: v1, kind: Namespace, metadata: {name: default}}").unwrap();
+    let up: PathBuf = std::env::current_dir().unwrap().components().skip(1).map(|_| "..").collect();
+    let relative = up.join(directory.strip_prefix("/").unwrap());
+    let mut watched = Watched::open_directory(parent, directory, &relative);
+    assert_follows_events(&mut watched);
+}
+
+#[test]
+fn a_directory_replaced_by_another_is_followed() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
+    let other = watched.directory.with_extension("other");
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("a.yaml"), pod("x", "10.0.0.2")).unwrap();
+    fs::copy(watched.path("default.yaml"), other.join("default.yaml")).unwrap();
+    fs::rename(&watched.directory, watched.directory.with_extension("old")).unwrap();
+    fs::rename(&other, &watched.directory).unwrap();
+    let mut batch = watched.next();
+    if batch.changes.is_empty() {
+        // It was looked at between the two renames.
+        batch = watched.next();
+    }
+    assert_eq!(told(&batch), ["+x 10.0.0.2"]);
+    watched.write("a.yaml", &pod("x", "10.0.0.3"));
+    assert_eq!(told(&watched.next()), ["+x 10.0.0.3"]);
+}
+
+#[test]
+fn dropping_it_ends_its_thread() {
+    let watched = Watched::open(&[]);
+    // More saves than batches can wait: the thread is sending when its owner goes.
+    for i in 0..40 {
+        watched.write("a.yaml", &pod("x", &format!("10.0.0.{}", i + 1)));
+        std::thread::sleep(Duration::from_millis(15));
+    }
+    let (sender, dropped) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        drop(watched);
+        let _ = sender.send(());
+    });
+    dropped.recv_timeout(Duration::from_secs(60)).expect("it ends");
+}

@@ -1,7 +1,0 @@
-//! The `penstock` command.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    penstock_control::cli::main()
-}

@@ -1,8 +1,0 @@
-//! `penstock run` on a real node in network namespaces, through the binary.
-
-mod bad_input;
-mod enforcement;
-mod fixture;
-mod lifecycle;
-#[path = "../netns/mod.rs"]
-mod netns;
