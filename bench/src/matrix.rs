@@ -1,4 +1,4 @@
-//! Expected against observed: which pairs of sites may talk, and which do.
+//! Reachability matrix: which pairs of sites may communicate, and which do.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -10,19 +10,19 @@ use crate::cluster::Cluster;
 use crate::judge::{Expectation, Judge};
 use crate::probe::{self, Outcome, Patience, Probe, Protocol, Site};
 
-/// One probe, what should come of it, and what came of it.
+/// A probe with its expected and its observed result.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// What was sent.
+    /// The probe.
     pub probe: Probe,
-    /// What the policies say.
+    /// The result that the policies imply.
     pub expected: Expectation,
-    /// What the packets did.
+    /// The result of the packets.
     pub outcome: Outcome,
 }
 
 impl Entry {
-    /// Whether observed is as expected: an allowed probe is answered by the right server, a denied one by nobody.
+    /// Whether the results agree: an allowed probe is answered by the right server, a denied one is not answered.
     pub fn agrees(&self) -> bool {
         match self.expected {
             Expectation::Allowed => self.outcome == Outcome::Reached,
@@ -39,12 +39,12 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Sends a probe for each, and judges each. The cluster's servers must be running.
+    /// Sends all probes and compares each with its expected result. The cluster's servers must be running.
     pub fn measure(cluster: &Cluster, judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
         Self::between(&cluster.sites, judge, protocols)
     }
 
-    /// The same between any sites whose servers have their site's index as identity.
+    /// The same between any sites whose servers use the site's index as identity.
     pub fn between(sites: &[Site], judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
         let probes = probe::all_pairs(sites, protocols);
         let outcomes = probe::run(sites, &probes, Patience::default())?;
@@ -64,12 +64,12 @@ impl Matrix {
         Ok(Self { sites, protocols: protocols.to_vec(), entries })
     }
 
-    /// All of them.
+    /// All probes.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// A line for each probe of which observed is not as expected.
+    /// One line for each probe whose observed result differs from the expected one.
     pub fn differences(&self) -> Vec<String> {
         let differing = self.entries.iter().filter(|entry| !entry.agrees());
         differing
@@ -82,7 +82,7 @@ impl Matrix {
     }
 
     /// A grid of one family: a row for each source, a column for each destination, a mark for each protocol. Denied
-    /// cells name the reason by its number in the legend.
+    /// cells refer to the reason by its number in the legend.
     pub fn grid(&self, v6: bool, legend: &mut Legend) -> Vec<String> {
         let cells: Vec<Vec<Cell>> = (0..self.sites.len())
             .map(|from| (0..self.sites.len()).map(|to| self.cell(from, to, v6, legend)).collect())
@@ -132,7 +132,7 @@ impl Matrix {
         cell
     }
 
-    /// For each family and protocol: how many probes were to arrive, and how many did.
+    /// For each family and protocol: how many probes should arrive, and how many did.
     pub fn summary(&self) -> Vec<String> {
         let mut lines = vec![format!(
             "  {:18} {:>8} {:>18} {:>18} {:>13}",
@@ -162,8 +162,8 @@ impl Matrix {
     }
 }
 
-/// Asks once more, with more patience, where an answer was expected and none came: on a machine that is busy with
-/// something else a packet may take a second, which is no denial.
+/// Repeats probes that should have been answered and were not, with a longer timeout: on a busy machine a packet may
+/// take a second, which is not a denial.
 fn ask_again(sites: &[Site], entries: &mut [Entry]) -> Result<()> {
     let late = |entry: &&mut Entry| entry.expected == Expectation::Allowed && entry.outcome == Outcome::Silent;
     let mut late: Vec<&mut Entry> = entries.iter_mut().filter(late).collect();
@@ -174,7 +174,7 @@ fn ask_again(sites: &[Site], entries: &mut [Entry]) -> Result<()> {
     Ok(())
 }
 
-/// The reasons for which cells are denied, numbered in the order in which they came up.
+/// The reasons why cells are denied, numbered in order of appearance.
 #[derive(Default)]
 pub struct Legend {
     reasons: Vec<String>,
@@ -189,13 +189,13 @@ impl Legend {
         }) + 1
     }
 
-    /// Number and reason, a line each.
+    /// One line for each: number and reason.
     pub fn lines(&self) -> Vec<String> {
         self.reasons.iter().enumerate().map(|(index, reason)| format!("  {:>2}  {reason}", index + 1)).collect()
     }
 }
 
-/// What the marks of a grid mean, in order.
+/// Explains the marks of a grid.
 pub fn key(protocols: &[Protocol]) -> Vec<String> {
     let order = protocols.iter().map(Protocol::to_string).collect::<Vec<_>>().join(", ");
     let mark = |mark: Mark| mark.painted();
@@ -239,7 +239,7 @@ impl Mark {
     }
 }
 
-/// One pair of sites, one family. Empty for a site and itself.
+/// One pair of sites in one family. Empty on the diagonal.
 #[derive(Default)]
 struct Cell {
     marks: Vec<Mark>,
@@ -252,7 +252,7 @@ impl Cell {
         if numbers.is_empty() { String::new() } else { format!(" {}", numbers.join(",")) }
     }
 
-    /// In columns of the terminal.
+    /// Width in terminal columns.
     fn width(&self) -> usize {
         self.marks.len().max(1) + self.reasons().len()
     }

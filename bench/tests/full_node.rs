@@ -1,5 +1,5 @@
-//! A node with as many pods as a kubelet takes by default, and two workers. By itself, since it counts memory that is the
-//! kernel's and not of one process.
+//! A node with a kubelet's default number of pods, and two workers. In a test program of its own, since it measures
+//! kernel memory, which is not per process.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use penstock_dataplane::worker::available_cores;
 
 /// The kubelet's default.
 const PODS: usize = 110;
-/// Of so many pods each is labelled by its place.
+/// Pods are labelled by their index modulo this.
 const GROUPS: usize = 5;
-/// All that the process has in memory, the UMEM included, and what the kernel keeps for its sockets.
+/// Limit for the process' resident memory, UMEM included, and the kernel's memory for its sockets, in bytes.
 const MOST_MEMORY: u64 = 400_000_000;
-/// Sources that send at the same time: each probe is a socket or two.
+/// Sources that send at the same time: each probe uses a socket or two.
 const AT_ONCE: usize = 10;
 
-/// Group 0 lets in group 1 alone, group 2 sends to group 3 alone, group 4 answers TCP alone.
+/// Group 0 admits only group 1, group 2 sends only to group 3, group 4 admits only TCP.
 fn manifests() -> String {
     let mut yaml = String::from(
         "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n---\n\
@@ -54,12 +54,12 @@ fn manifests() -> String {
     yaml
 }
 
-/// What a process has in memory, in octets: a field of `/proc/PID/status`.
+/// Memory of a process in bytes: a field of `/proc/PID/status`.
 fn memory(daemon: &Daemon, field: &str) -> u64 {
     octets(&format!("/proc/{}/status", daemon.id()), field)
 }
 
-/// What the kernel has for itself: among it a description of every frame of the UMEM for every port.
+/// The kernel's own memory; it includes a descriptor of every UMEM frame for every port.
 fn kernels_own() -> u64 {
     octets("/proc/meminfo", "VmallocUsed") + octets("/proc/meminfo", "SUnreclaim")
 }
@@ -72,7 +72,7 @@ fn octets(file: &str, field: &str) -> u64 {
 
 fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
     let mut config = DaemonConfig::new("node", &scratch.path().join("manifests"));
-    // Everything else is at its default, so that what is measured is what a node has.
+    // Everything else is at its default, as on a real node.
     let cores: Vec<usize> = available_cores().iter().take(2).map(|core| core.0).collect();
     config.sections = format!("[workers]\ncores = {cores:?}\n");
     config.conntrack = format!("mapping = \"{}/run/conntrack\"\n", scratch.path().display());
@@ -83,14 +83,14 @@ fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
     (daemon, began.elapsed())
 }
 
-/// A pair's one probe: families and protocols take turns.
+/// The probe of a pair: families and protocols rotate.
 fn probe_of(cluster: &Cluster, from: usize, to: usize) -> Probe {
     let protocol = [Protocol::Tcp(8080), Protocol::Udp(53), Protocol::Icmp][(from + 2 * to) % 3];
     let destination = cluster.sites[to].address((from + to) % 2 == 1).unwrap();
     Probe { from, to, destination, protocol }
 }
 
-/// Sends one probe for each pair and tells what differs, with how many were allowed and denied.
+/// Sends one probe for each pair; returns the differences and how many were allowed and denied.
 fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
     let (mut differences, mut counts) = (Vec::new(), [0, 0]);
     let places: Vec<usize> = (0..cluster.sites.len()).collect();
@@ -106,7 +106,7 @@ fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
             .collect();
         let quick = Patience { timeout: Duration::from_millis(200), attempts: 2 };
         let mut outcomes = probe::run(&cluster.sites, &probes, quick).unwrap();
-        // On a machine that is busy an answer may take longer, which is no denial.
+        // On a busy machine a reply may take longer, which is not a denial.
         let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == Outcome::Silent;
         let late: Vec<usize> = (0..probes.len()).filter(is_late).collect();
         let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
@@ -143,7 +143,7 @@ fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judg
     let peak = memory(&daemon, "VmHWM");
     let before = kernels_own();
     let (status, log) = daemon.stop().unwrap();
-    // What else runs takes and gives back memory, too: the lesser of the two has less of it.
+    // Other processes allocate and free memory too: the smaller difference contains less of it.
     let taken = taken.min(before.saturating_sub(kernels_own()));
     println!(
         "{PODS} pods, two workers: ready after {took:.2?}; {} MB in memory at most, and {} MB of the kernel's own for its \

@@ -1,4 +1,4 @@
-//! The testbed itself, on plain kernel forwarding.
+//! Tests of the testbed itself, on plain kernel forwarding.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -48,7 +48,7 @@ fn closed_ports_are_told_from_silence() {
     let node = node_with_pods("closed", 2);
     let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
     let _server = Servers::start(&sites[1], 1, &SERVICES).unwrap();
-    // Nobody has the last address: the node's route to its pods' network does not exist, and says so at once.
+    // The last address is unused and the node has no route to its network: it reports an error immediately.
     let silent: IpAddr = "10.244.1.77".parse().unwrap();
     node.namespace().set_sysctl("net/ipv4/icmp_ratemask", "8").unwrap();
     for (destination, protocol, expected) in [
@@ -92,7 +92,7 @@ fn silence_and_the_wrong_server_are_seen() {
 fn what_others_mount_or_pin_meanwhile_is_not_taken_for_left_behind_and_what_is_ones_own_is() {
     let own = Namespace::new("pins").unwrap();
     let looked = own.clone();
-    // On a thread of its own: what it mounts is seen by no other.
+    // On a separate thread: no other thread sees what it mounts.
     let looking = std::thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -106,7 +106,7 @@ fn what_others_mount_or_pin_meanwhile_is_not_taken_for_left_behind_and_what_is_o
             lines.retain(|line| line.contains("pinned"));
             lines
         };
-        // The kernel puts two objects of its own into it, where it is built so.
+        // Depending on its configuration, the kernel puts two objects of its own there.
         mount(Some("bpf"), root, Some("bpf"), MsFlags::empty(), None::<&str>).unwrap();
         fs::create_dir_all(root.join("penstock/1")).unwrap();
         assert_eq!(differs(), [""; 0]);
@@ -148,7 +148,7 @@ fn what_a_dead_process_left_is_swept() {
     let left = std::path::Path::new(DIRECTORY).join(format!("pen-{}-0-left", child.id()));
     std::fs::create_dir_all(DIRECTORY).unwrap();
     std::fs::write(&left, "").unwrap();
-    // The sweep is at a process's first namespace, and this process may have made it: another one does it.
+    // The sweep runs at a process' first namespace, which may already exist here: so another process does it.
     let test = std::env::current_exe().unwrap();
     let name = "namespaces_go_when_they_are_dropped_and_when_their_holder_panics";
     let status = std::process::Command::new(test).args(["--exact", name]).output().unwrap().status;

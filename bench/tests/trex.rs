@@ -1,6 +1,6 @@
-//! The TRex profiles and their runner (`bench/trex`): Python's own tests, and the configurations that go with them.
+//! The TRex profiles and their runner (`bench/trex`): their Python tests, and the configurations for them.
 //!
-//! With `TREX_DIR` in the environment the profiles are loaded by TRex's own library, else by a stand-in for it.
+//! With `TREX_DIR` in the environment TRex's own library loads the profiles, otherwise a stand-in.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! What judging one flow costs, and what it does not depend on.
+//! Cost of a policy lookup, and what it does not depend on.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -12,10 +12,10 @@ use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typic
 use super::rivals::{LinearList, MizarTables};
 use super::row;
 
-/// Judged in one go; few enough to stay in the nearest cache beside what they look up.
+/// Flows per measurement; few enough to stay in the L1 cache together with the looked-up data.
 const FLOWS: usize = 512;
 
-/// The best nanoseconds a flow of each contender, measured in turns.
+/// Best nanoseconds a flow of each contender, measured in alternation.
 fn race<const N: usize>(rounds: usize, mut contenders: [&mut dyn FnMut() -> u64; N]) -> [f64; N] {
     let mut best = [f64::INFINITY; N];
     for _ in 0..rounds {
@@ -38,7 +38,8 @@ fn flow(src: std::net::IpAddr, dst: std::net::IpAddr, dst_port: u16) -> Flow {
     Flow { src: src.into(), dst: dst.into(), protocol: Protocol::TCP, src_port: 40000, dst_port }
 }
 
-/// Numbers that look random and are the same every time (a 64-bit linear congruential generator, Knuth's constants).
+/// Pseudo-random numbers that are the same in every run (a 64-bit linear congruential generator with Knuth's
+/// constants).
 fn numbers() -> impl Iterator<Item = usize> {
     let mut state = 42u64;
     std::iter::repeat_with(move || {
@@ -53,14 +54,14 @@ fn set(objects: impl IntoIterator<Item = Object>) -> PolicySet {
     engine.policy_set().clone()
 }
 
-/// Pods `0..count` in namespaces of a hundred, apps in turn.
+/// Pods `0..count` in namespaces of a hundred, with rotating app labels.
 fn pods(count: usize) -> impl Iterator<Item = Object> {
     let namespaces = (0..count.div_ceil(100)).map(namespace);
     let pods = (0..count).map(|number| Object::Pod(pod(number, number / 100, number % 4, number % 5)));
     namespaces.chain((0..4).map(node)).chain(pods)
 }
 
-/// The one policy on namespace 0 that all comparisons share.
+/// The policy on namespace 0 that all comparisons share.
 fn the_policy() -> Object {
     let rules = vec![Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(selector(&[("app", "app-1".to_owned())]))]),
@@ -105,7 +106,7 @@ pub(crate) fn run(rounds: usize) -> Vec<bool> {
     results
 }
 
-/// The same flows, all allowed: by a rule of their own each, or all by one.
+/// The same flows, all allowed: each by its own rule, or all by one.
 fn rules(rounds: usize) -> Vec<bool> {
     let with = |rules: Vec<Rule>| {
         let client = |number: usize| {
@@ -156,7 +157,7 @@ fn rules(rounds: usize) -> Vec<bool> {
     ]
 }
 
-/// Against a first-match list of 1,000 six-tuples of the same meaning.
+/// Against an equivalent first-match list of 1,000 six-tuples.
 fn linear(rounds: usize) -> bool {
     let rules = (0..500).map(|n: usize| Rule {
         peers: Peers::AnyOf(vec![
@@ -203,7 +204,7 @@ fn linear(rounds: usize) -> bool {
     row("lookup against the first-match list of 1,000 six-tuples that is rendered", figure, ">= 50x", times >= 50.0)
 }
 
-/// Against Mizar's four tables for one side of one endpoint, 64 policies of a block, an except and a port each.
+/// Against Mizar's four tables for one direction of one endpoint: 64 policies with a block, an except and a port each.
 fn mizar(rounds: usize) -> bool {
     let policies: Vec<(String, String, u16)> = (0..64)
         .map(|n| (format!("172.{}.0.0/16", 16 + n % 16), format!("172.{}.{}.0/24", 16 + n % 16, n), 1_000 + n as u16))
@@ -225,8 +226,8 @@ fn mizar(rounds: usize) -> bool {
             flow(src.into(), address(0), 1_000 + n as u16)
         })
         .collect();
-    // Policies share blocks here, and in Mizar's form an except of one policy is an except of the longest prefix's
-    // other policies, too: it denies more.
+    // Policies share blocks here. In Mizar's form an except of one policy also applies to the other policies of the
+    // longest prefix, so it denies more.
     let (ours, theirs) = (judge_all(&set, &flows), mizar.judge_all(&flows));
     assert!(ours >= theirs && theirs > 0, "{ours} and {theirs} allowed");
     let [ours, theirs] = race(rounds, [&mut || judge_all(&set, &flows), &mut || mizar.judge_all(&flows)]);

@@ -1,4 +1,4 @@
-//! What the tables are measured against, each written to be as quick as its form allows.
+//! Alternatives to the policy tables, each as fast as its data structure allows.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -7,8 +7,8 @@ use ipnet::IpNet;
 use penstock_control::render::acl::{Action, SixTuple};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 
-/// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: no field that is the same in
-/// all entries is compared.
+/// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: fields that are equal in
+/// all entries are not compared.
 pub(crate) struct LinearList {
     entries: Vec<Entry>,
 }
@@ -67,7 +67,7 @@ fn prefix(net: IpNet) -> (u128, u128) {
 }
 
 /// Ingress in the form of Mizar's design: an enforcement map, a map of blocks, one of blocks that have excepts, one of
-/// excepts (longest prefix each) and one of ports, a bit a policy. IPv4 as there; one network, so that the network's
+/// excepts (longest prefix each) and one of ports, with one bit per policy. IPv4 as there; one network, so the network
 /// number is left out of every key.
 pub(crate) struct MizarTables {
     enforce: HashMap<u32, bool, multiply::Fast>,
@@ -151,7 +151,7 @@ impl PrefixTrie {
         found
     }
 
-    /// Adds bits to a prefix's value. The root, which has no bit in common, is node 0.
+    /// Adds bits to a prefix's value. Node 0 is the root, which matches every key.
     fn insert(&mut self, (prefix, length): (u64, u32), bits: u64) {
         if self.nodes.is_empty() {
             self.nodes.push(TrieNode { prefix: 0, length: 0, value: None, children: [None; 2] });
@@ -194,7 +194,7 @@ fn bit(key: u64, place: u32) -> usize {
     (key >> (63 - place) & 1) as usize
 }
 
-/// The quickest hash that the standard library's map takes, so that hashing is not what is measured.
+/// The fastest hash for the standard library's map, so that hashing is not what is measured.
 mod multiply {
     use std::hash::{BuildHasherDefault, Hasher};
 

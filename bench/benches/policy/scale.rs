@@ -1,4 +1,4 @@
-//! A change from event to published tables, in a large cluster seen from one of its nodes.
+//! A change from event to published tables, in a large cluster as seen by one of its nodes.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use penstock_dataplane::policy::PolicySet;
 use super::cluster::{address, key, labels, namespace, node, pod, typical_policy};
 use super::row;
 
-/// How large the cluster is.
+/// Size of the cluster.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pods: usize,
@@ -28,7 +28,7 @@ impl Size {
         pod % self.namespaces
     }
 
-    /// Spread so that the pods of one node are of many namespaces.
+    /// Spreads the pods of one node over many namespaces.
     fn pod(&self, number: usize) -> Pod {
         let spread = number.wrapping_mul(2_654_435_761) >> 7;
         pod(number, self.namespace_of(number), spread % self.nodes, number / self.namespaces % 5)
@@ -98,7 +98,7 @@ pub(crate) fn run(size: Size) -> Vec<bool> {
     let of_own_namespaces: Vec<usize> =
         own.iter().map(|pod| size.namespace_of(*pod)).filter(|number| *number < size.policies).collect();
     let repolicy = |turn: usize| {
-        // Every other one is a policy that may select a pod of this node.
+        // Every second one is a policy that may select a pod of this node.
         let number = if turn.is_multiple_of(2) {
             of_own_namespaces[turn / 2 % of_own_namespaces.len()]
         } else {
@@ -130,7 +130,8 @@ pub(crate) fn run(size: Size) -> Vec<bool> {
     results
 }
 
-/// Median, 99th percentile and worst of single changes, each published, the one before kept as workers do.
+/// Median, 99th percentile and maximum of single changes. Each is published while the previous one is still held, as
+/// workers do.
 fn changes(
     engine: &mut Engine,
     published: &mut PolicySet,

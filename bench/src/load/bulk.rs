@@ -1,4 +1,4 @@
-//! Bulk transfers over TCP, checked octet by octet.
+//! Bulk TCP transfers whose content is compared byte by byte.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -11,21 +11,21 @@ use rand::{RngCore, SeedableRng};
 
 use crate::testbed::Namespace;
 
-/// Octets written at once.
+/// Bytes per write.
 const CHUNK: usize = 64 << 10;
-/// A transfer that moves nothing for this long has failed.
+/// A transfer without progress for this long has failed.
 const STALL: Duration = Duration::from_secs(15);
 
-/// What a transfer came to.
+/// Result of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub struct Receipt {
-    /// Octets that arrived, every one as it was sent.
+    /// Bytes received, all identical to what was sent.
     pub octets: u64,
-    /// From the first octet's sending to the last one's arrival.
+    /// From the start of sending until the last byte arrived.
     pub time: Duration,
-    /// Segments that the sender's kernel sent, and how many of them again (`tcpi_segs_out`, `tcpi_total_retrans`).
+    /// Segments sent by the sender's kernel, retransmissions included (`tcpi_segs_out`).
     pub segments: u64,
-    /// Those sent again.
+    /// Segments retransmitted (`tcpi_total_retrans`).
     pub retransmitted: u64,
 }
 
@@ -35,13 +35,13 @@ impl Receipt {
         self.octets as f64 * 8.0 / self.time.as_secs_f64() / 1e9
     }
 
-    /// Share of the segments that were sent again.
+    /// Share of the segments that were retransmitted, from 0 to 1.
     pub fn retransmitted_share(&self) -> f64 {
         self.retransmitted as f64 / (self.segments.max(1)) as f64
     }
 }
 
-/// Sends this many pseudo-random octets over one connection; every one is compared on arrival.
+/// Sends this many pseudo-random bytes over one connection and compares every byte on arrival.
 pub fn transfer(from: &Namespace, to: &Namespace, address: IpAddr, octets: u64) -> Result<Receipt> {
     run(from, to, address, |sent, _| sent < octets)
 }
@@ -72,7 +72,7 @@ fn run(
     })
 }
 
-/// The port of bulk transfers: iperf3's, since that is what people know.
+/// Port of bulk transfers; the one that iperf3 uses.
 const PORT: u16 = 5201;
 
 fn send(address: SocketAddr, seed: u64, more: impl Fn(u64, Duration) -> bool) -> Result<(u64, Instant, u64, u64)> {
@@ -89,7 +89,7 @@ fn send(address: SocketAddr, seed: u64, more: impl Fn(u64, Duration) -> bool) ->
     }
     stream.shutdown(std::net::Shutdown::Write)?;
     stream.set_read_timeout(Some(STALL))?;
-    // The receiver closes once it has read everything: only then are the counters the whole truth.
+    // The receiver closes once it has read everything. The counters are complete only then.
     let _ = stream.read(&mut [0; 1]).context("the receiver does not close")?;
     let (segments, retransmitted) = segments(&stream)?;
     Ok((sent, start, segments, retransmitted))
@@ -159,7 +159,7 @@ fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
     Ok((info.segs_out.into(), info.total_retrans.into()))
 }
 
-/// The start of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h), up to what is read here.
+/// The start of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h), up to the last field read here.
 #[repr(C)]
 struct TcpInfo {
     octets: [u8; 8],

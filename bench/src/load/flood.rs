@@ -1,4 +1,4 @@
-//! Floods of packets that belong to no connection, at a pace, from addresses that their sender makes up.
+//! Paced floods of packets that belong to no connection, optionally from spoofed addresses.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,15 +12,15 @@ use rand::{RngCore, SeedableRng};
 use super::generator::Generator;
 use crate::testbed::{Netlink, Node, Outside, Via};
 
-/// Packets that are made and sent at once.
+/// Packets built and sent per call.
 const BATCH: usize = 64;
-/// More than this a flood does not make up for when it was held up.
+/// A flood that was held up for longer than this, in seconds, does not catch up on the rest.
 const LATE: f64 = 0.02;
 
-/// What a flood is of.
+/// Packet type of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Packets {
-    /// TCP segments with ACK alone, as from the middle of a connection.
+    /// TCP segments with only the ACK flag, as from the middle of a connection.
     Ack,
     /// TCP SYNs.
     Syn,
@@ -30,29 +30,29 @@ pub enum Packets {
     Udp,
 }
 
-/// Whom a flood comes from.
+/// Source addresses of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sources {
-    /// From ever another address of 11.0.0.0/8 and port.
+    /// A different address of 11.0.0.0/8 and port for each packet.
     Spoofed,
-    /// From this address, and ever another port.
+    /// This address, with a different port for each packet.
     One(Ipv4Addr),
 }
 
-/// A flood from a machine outside to a pod.
+/// A flood from a machine outside the node to a pod.
 pub struct Flood {
-    /// What it is of.
+    /// Packet type.
     pub packets: Packets,
-    /// Whom it comes from.
+    /// Source addresses.
     pub sources: Sources,
-    /// Whom it is for.
+    /// Destination address and port.
     pub destination: (Ipv4Addr, u16),
     macs: ([u8; 6], [u8; 6]),
     random: SmallRng,
 }
 
 impl Flood {
-    /// One that this machine is to send by its `eth0`.
+    /// A flood that `outside` sends through its `eth0`.
     pub fn new(
         (node, outside): (&Node, &Outside),
         packets: Packets,
@@ -64,8 +64,8 @@ impl Flood {
         Ok(Self { packets, sources, destination, macs: (own, gateway), random: SmallRng::seed_from_u64(16) })
     }
 
-    /// Sends so many packets a second until it is told to end; returns how many were taken. `generator` is one of the
-    /// machine that the flood comes from.
+    /// Sends `rate` packets a second until `ends` is set; returns how many the kernel accepted. `generator` must be a
+    /// socket on the machine that sends.
     pub fn run(&mut self, generator: &Generator, rate: f64, ends: &AtomicBool) -> Result<u64> {
         let (mut taken, mut due, mut last) = (0, 0.0, Instant::now());
         while !ends.load(Ordering::Relaxed) {
@@ -119,7 +119,7 @@ impl Flood {
     }
 }
 
-/// Has a node send what it has no route for to this machine, as to a router, so that answers to made-up addresses leave it.
+/// Gives the node a default route to this machine, so that replies to spoofed addresses leave the node.
 pub fn route_beyond(node: &Node, outside: &Outside) -> Result<()> {
     let netlink: &Netlink = node.netlink();
     let machine = outside.addresses().iter().copied().find(|address| address.is_ipv4());

@@ -1,4 +1,5 @@
-//! Sends frames of one UDP flow as fast as a core can, past the queueing discipline.
+//! Sends frames of one UDP flow as fast as one core can, bypassing the queueing discipline; and a packet socket for
+//! single frames.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -9,13 +10,13 @@ use anyhow::{Context, Result, bail};
 use nix::net::if_::if_nametoindex;
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
-/// Frames handed to the kernel in one system call.
+/// Frames per system call.
 const BATCH: usize = 128;
 
-/// Octets of an Ethernet, an IPv4 and a UDP header.
+/// Bytes of the Ethernet, IPv4 and UDP headers.
 const HEADERS: usize = 14 + 20 + 8;
 
-/// The addresses of a UDP flow over IPv4, and the MAC addresses of its first hop.
+/// Addresses of a UDP flow over IPv4 and the MAC addresses of its first hop.
 #[derive(Clone, Copy, Debug)]
 pub struct UdpFlow {
     /// MAC of the interface that sends.
@@ -29,8 +30,8 @@ pub struct UdpFlow {
 }
 
 impl UdpFlow {
-    /// A frame of this flow with `length` octets, from the Ethernet header to the last octet of the payload and
-    /// without the frame check sequence.
+    /// A frame of this flow. `length` counts bytes from the Ethernet header to the end of the payload, without the
+    /// frame check sequence.
     pub fn frame(&self, length: usize) -> Result<Vec<u8>> {
         let (IpAddr::V4(source), IpAddr::V4(destination)) = (self.source.ip(), self.destination.ip()) else {
             bail!("frames are generated for IPv4 alone, not for {} to {}", self.source, self.destination);
@@ -63,7 +64,7 @@ impl Generator {
         Ok(Self { socket })
     }
 
-    /// Sends `frame` again and again for this long; returns how many times the kernel took it.
+    /// Sends `frame` repeatedly for this long; returns how many times the kernel accepted it.
     pub fn run_for(&self, frame: &[u8], length: Duration) -> Result<u64> {
         let deadline = Instant::now() + length;
         self.run(frame, |_| Instant::now() < deadline)
@@ -79,8 +80,8 @@ impl Generator {
         })
     }
 
-    /// Sends each of these frames once; returns how many the kernel took. One that the interface refuses, as an overload
-    /// has it, is not sent again.
+    /// Sends each of these frames once; returns how many the kernel accepted. A frame rejected because the interface is
+    /// overloaded is not sent again.
     pub fn send_frames<F: AsRef<[u8]>>(&self, frames: &[F]) -> Result<usize> {
         // SAFETY: all fields of the C structs are integers and pointers, for which zero is a value.
         let (mut parts, mut headers): ([libc::iovec; BATCH], [libc::mmsghdr; BATCH]) = unsafe { std::mem::zeroed() };
@@ -102,7 +103,7 @@ impl Generator {
                 match usize::try_from(result) {
                     Ok(count) => {
                         taken += count;
-                        // Where it stopped before the end, the next one was refused.
+                        // The call stopped early: the next frame was rejected.
                         next += count + 1;
                     }
                     Err(_) => {
@@ -137,7 +138,7 @@ impl Generator {
     }
 }
 
-/// The interface dropped a frame, or its queue is full: that is what an overload does. All else is a fault.
+/// Accepts the errors of an overloaded interface (frame dropped, queue full) and returns all others.
 fn is_overload(error: io::Error) -> Result<()> {
     match error.raw_os_error() {
         Some(libc::ENOBUFS | libc::EAGAIN | libc::EINTR) => Ok(()),

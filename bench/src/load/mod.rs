@@ -1,4 +1,4 @@
-//! Load for tests and benchmarks: a generator of small frames, a sink that counts, single frames, and where their work runs.
+//! Load for tests and benchmarks: packet generators, counting sinks, TCP streams, and thread pinning.
 
 mod bulk;
 mod cores;
@@ -32,9 +32,9 @@ use nix::libc;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
-/// Puts the calling thread before others of its core (nice -20), so that what else the machine does is not taken for a delay of
-/// what is measured. Needs CAP_SYS_NICE. A thread of real-time priority that never sleeps would do worse: the kernel takes
-/// 50 ms of each second from it.
+/// Raises the calling thread to nice -20, so that other processes on its core do not add latency to the measurement.
+/// Needs CAP_SYS_NICE. Real-time priority would be worse for a thread that never sleeps: the kernel throttles it for 50
+/// ms of each second.
 pub fn go_first() -> Result<()> {
     // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences").
     let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -20) };

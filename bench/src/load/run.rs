@@ -1,4 +1,4 @@
-//! A trial under way: what is sent when, and what becomes of its probes.
+//! A running trial: schedules packets and collects the results of its probes.
 
 use std::io::IoSliceMut;
 use std::net::{SocketAddr, UdpSocket};
@@ -14,27 +14,27 @@ use super::generator::{Generator, UdpFlow};
 use super::station::{PORTS, PROBE_PORT, Probing, Trial};
 use super::traffic::{Frames, SLOTS, Syns, Traffic, read_stamp};
 
-/// The source port of probes that are not the first packet of their connection, and the first of those that are.
+/// Source port of probes on an established connection, and the first source port of first-packet probes.
 pub(super) const PROBE_SOURCE: u16 = 1024;
-/// Most frames that are handed to the kernel at once when they are paced.
+/// Maximum number of frames per system call in a paced trial.
 const BURST: usize = 32;
 
-/// What probes came to. Times are nanoseconds.
+/// Probe results. Times are in nanoseconds.
 #[derive(Clone, Debug)]
 pub struct Probes {
-    /// How many were sent.
+    /// Probes sent.
     pub sent: u64,
-    /// How many arrived, as they were sent.
+    /// Probes that arrived unchanged.
     pub arrived: u64,
-    /// How many of those came after one that was sent later.
+    /// Of those, probes that arrived after a later one.
     pub reordered: u64,
-    /// How many arrived otherwise than they were sent.
+    /// Probes that arrived changed.
     pub corrupted: u64,
-    /// From when it was to be sent until it reached the receiver's stack.
+    /// From the scheduled time of sending until the probe reached the receiver's stack.
     pub one_way: Histogram<u64>,
-    /// The same, and from when the answer was sent until it reached the sender's stack.
+    /// One-way time plus the time from sending the reply until it reached the sender's stack.
     pub round_trip: Histogram<u64>,
-    /// The longest time in which none arrived.
+    /// Longest interval without an arrival.
     pub longest_gap: Duration,
 }
 
@@ -46,30 +46,30 @@ impl Probes {
         Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
     }
 
-    /// How many did not arrive.
+    /// Probes that did not arrive.
     pub fn lost(&self) -> u64 {
         self.sent.saturating_sub(self.arrived + self.corrupted)
     }
 }
 
-/// What one call of [`Run::send_for`] sent.
+/// What one call of [`RunningTrial::send_for`] sent.
 pub(super) struct Sent {
     pub(super) taken: u64,
     pub(super) refused: u64,
     pub(super) time: Duration,
 }
 
-/// By what a trial sends and receives.
+/// Sockets of a trial.
 pub(super) struct Ways<'a> {
     pub(super) generator: &'a Generator,
     pub(super) hop: &'a UdpFlow,
-    /// Where answers to probes arrive.
+    /// In the sender's pod: receives the replies to probes.
     pub(super) asks: &'a UdpSocket,
-    /// Where probes arrive.
+    /// In the receiver's pod: receives probes.
     pub(super) answers: &'a UdpSocket,
 }
 
-/// A trial under way.
+/// A running trial.
 pub(super) struct Run<'a> {
     ways: Ways<'a>,
     frames: Frames,
@@ -85,8 +85,8 @@ pub(super) struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// One that goes on after `opened` connections and `probed` probes of earlier ones, so that what is late is not taken
-    /// for its own.
+    /// Starts after the `opened` connections and `probed` probes of earlier trials, so that late packets are not
+    /// counted here.
     pub(super) fn new(ways: Ways<'a>, traffic: Traffic, opened: u64, probed: u64) -> Result<Self> {
         let mut frames = Frames::new(ways.hop, traffic, PORTS)?;
         frames.skip_opened(opened);
@@ -105,23 +105,23 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// What probes do from now on.
+    /// Changes the probe mode from now on.
     pub(super) fn probe_as(&mut self, probing: Probing) {
         self.probing = probing;
     }
 
-    /// How many connections and probes there were, those before it included.
+    /// Connections opened and probes sent so far, those of earlier trials included.
     pub(super) fn so_far(&self) -> (u64, u64) {
         (self.frames.opened(), self.next_probe)
     }
 
-    /// What became of its probes.
+    /// Ends the trial and returns its probe results.
     pub(super) fn into_probes(self) -> Probes {
         self.probes
     }
 
-    /// Sends for so long, each packet at its time: what could not be sent in time is sent late, and its time of sending
-    /// is when it was due.
+    /// Sends for this long, each packet at its scheduled time. A packet that is late is still sent, stamped with its
+    /// scheduled time.
     pub(super) fn send_for(&mut self, trial: &Trial, length: Duration) -> Result<Sent> {
         let (start, epoch) = (Instant::now(), now()?);
         let (mut taken, mut refused, mut number) = (0, 0, 0_u64);
@@ -176,7 +176,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Reads what has arrived of probes and answers.
+    /// Reads probes and replies that have arrived.
     pub(super) fn poll(&mut self) -> Result<()> {
         if self.probing == Probing::Off {
             return Ok(());
@@ -192,9 +192,9 @@ impl<'a> Run<'a> {
             }
             self.note_arrival(number, sent, arrived);
             if let (Probing::RoundTrip(_), Some(from)) = (self.probing, from) {
-                // An answer is the probe with two times: how long it took so far, and when it was answered.
+                // A reply is the probe's one-way time and the time at which the reply was sent.
                 let answer = [arrived.saturating_sub(sent).to_be_bytes(), now()?.to_be_bytes()].concat();
-                // What finds no room is a lost answer.
+                // A reply that does not fit into the buffer counts as lost.
                 let _ = self.ways.answers.send_to(&answer, from);
             }
         }
@@ -220,14 +220,14 @@ impl<'a> Run<'a> {
     }
 }
 
-/// One datagram, if there is one: its length, who sent it, and when the kernel received it.
+/// Receives one datagram, if there is one: its length, its sender and the kernel's receive timestamp.
 fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Option<SocketAddr>, u64)>> {
     let mut parts = [IoSliceMut::new(octets)];
     let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
     let message =
         match recvmsg::<SockaddrIn>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_DONTWAIT) {
             Ok(message) => message,
-            // A refusal that came back for an earlier one is no datagram.
+            // An ICMP error for an earlier datagram is reported here; it is not a datagram.
             Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNREFUSED | Errno::EHOSTUNREACH) => return Ok(None),
             Err(error) => return Err(error).context("cannot receive probes"),
         };
@@ -241,7 +241,7 @@ fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Optio
     Ok(Some((message.bytes, from, nanoseconds)))
 }
 
-/// The time of the clock that the kernel stamps datagrams with.
+/// Now, on the clock of the kernel's receive timestamps.
 fn now() -> Result<u64> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64)
 }

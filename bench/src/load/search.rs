@@ -1,47 +1,47 @@
 //! Finds the highest rate at which no more than a given share of the packets is lost.
 //!
-//! As in MLRsearch, short trials narrow an interval down and a longer one confirms its lower end; where that fails, the
-//! search goes on below.
+//! As in MLRsearch, short trials narrow an interval and a longer trial confirms its lower end. If that fails, the
+//! search continues below.
 
 use std::time::Duration;
 
 use anyhow::Result;
 
-/// What is searched for.
+/// Parameters of a search.
 #[derive(Clone, Copy, Debug)]
 pub struct Search {
-    /// The share of packets that may be lost: 0 for the no-drop rate.
+    /// Accepted share of lost packets: 0 for the no-drop rate.
     pub may_lose: f64,
-    /// The highest rate that is tried, in packets a second.
+    /// Highest rate to try, in packets a second.
     pub highest: f64,
-    /// How long a trial is that narrows down.
+    /// Length of a narrowing trial.
     pub short: Duration,
-    /// How long one is that confirms.
+    /// Length of a confirming trial.
     pub long: Duration,
-    /// The interval's width at which narrowing ends, as a share of its upper end.
+    /// Width of the interval at which narrowing ends, as a share of its upper end.
     pub width: f64,
-    /// Most trials altogether.
+    /// Maximum number of trials.
     pub trials: u32,
 }
 
-/// What a search came to.
+/// Result of a search.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Found {
-    /// The highest rate that a long trial confirmed, in packets a second; zero if none was.
+    /// Highest rate that a long trial confirmed, in packets a second; zero if none did.
     pub rate: f64,
-    /// How many trials it took.
+    /// Number of trials used.
     pub trials: u32,
 }
 
 impl Search {
-    /// Searches; `trial` sends at a rate for so long and returns which share was lost.
+    /// Runs the search. `trial` sends at a rate for a time and returns the share of packets lost.
     pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<Found> {
         let (mut low, mut high) = (0.0, self.highest);
         let mut rate = high;
         let mut narrows_by = self.short;
         let (mut step, mut confirmed) = (FIRST_STEP, 0.0_f64);
         for trials in 1..=self.trials {
-            // The last trial is better spent on what short ones let pass than on narrowing further down.
+            // Use the last trial to confirm what short trials passed, not to narrow further.
             let is_last = trials == self.trials && low > 0.0;
             let confirms = is_last || high - low <= self.width * high;
             let (at, length) = if confirms { (low, self.long) } else { (rate, narrows_by) };
@@ -51,9 +51,9 @@ impl Search {
             }
             match (confirms, passes) {
                 (true, true) => return Ok(Found { rate: at, trials }),
-                // What short trials let pass a long one does not: from here on only long ones count.
+                // A long trial fails where short trials passed: only long trials count from here on.
                 (true, false) => {
-                    // Nor does it count any more that a long trial passed there before.
+                    // A long trial that passed at this rate before no longer counts either.
                     confirmed = if confirmed < at { confirmed } else { 0.0 };
                     (low, high, narrows_by) = (confirmed, at, self.long);
                 }
@@ -63,7 +63,8 @@ impl Search {
             rate = if low > 0.0 {
                 low.midpoint(high)
             } else {
-                // Most searches end near the top; those that do not must come down before the trials are used up.
+                // Most searches end near the highest rate; the others must reach low rates before the trials are used
+                // up.
                 let lower = high * (1.0 - step);
                 step = (2.0 * step).min(LAST_STEP);
                 lower
@@ -73,9 +74,9 @@ impl Search {
     }
 }
 
-/// By which share of the rate a search goes down at first where nothing has passed yet; twice as much each time.
+/// First step down while nothing has passed, as a share of the rate; it doubles each time.
 const FIRST_STEP: f64 = 0.1;
-/// By which at most.
+/// Largest step down.
 const LAST_STEP: f64 = 0.5;
 
 #[cfg(test)]

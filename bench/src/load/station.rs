@@ -1,5 +1,5 @@
-//! Sends paced or flat out and measures what became of it, all on one thread, so that sender and receiver share a core
-//! without waiting for each other.
+//! The harness of a trial: sends paced or flat out and measures the result, all on one thread, so that sender and
+//! receiver share a core without waiting for each other.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::ops::Range;
@@ -15,14 +15,14 @@ use super::run::{PROBE_SOURCE, Probes, Run, Ways};
 use super::traffic::{Frames, Lengths, SLOTS, Traffic, connection_ports};
 use crate::testbed::Pod;
 
-/// Destination ports of what is counted.
+/// Destination ports of counted packets.
 pub const PORTS: Range<u16> = 9000..9060;
 /// The destination port of probes.
 pub const PROBE_PORT: u16 = 9060;
-/// How long packets may be on their way after the last was sent.
+/// How long packets may still be in flight after the last was sent.
 const LAST: Duration = Duration::from_millis(300);
 
-/// How long an answer counts: less than any peer keeps a connection.
+/// How long an answered connection counts as established: shorter than any peer's timeout.
 const ANSWERED: Duration = Duration::from_secs(20);
 
 /// What probes do.
@@ -30,61 +30,61 @@ const ANSWERED: Duration = Duration::from_secs(20);
 pub enum Probing {
     /// Nothing.
     Off,
-    /// So many a second are sent on one connection and answered.
+    /// This many probes a second on one connection, each answered.
     RoundTrip(f64),
-    /// So many a second, each the first packet of its connection.
+    /// This many a second, each the first packet of a new connection.
     FirstPacket(f64),
 }
 
-/// How to measure.
+/// Parameters of a trial.
 #[derive(Clone, Copy, Debug)]
 pub struct Trial {
-    /// What is sent.
+    /// Traffic to send.
     pub traffic: Traffic,
-    /// Packets a second; none: as many as the core can.
+    /// Packets a second; `None`: as fast as the core can.
     pub rate: Option<f64>,
-    /// How long what is counted is sent.
+    /// Duration of the counted part.
     pub length: Duration,
-    /// How long it is sent before.
+    /// Warm-up before it.
     pub warm_up: Duration,
-    /// Probes beside it.
+    /// Probes sent beside the traffic.
     pub probing: Probing,
-    /// TCP SYNs a second from nowhere beside it.
+    /// Spoofed TCP SYNs a second sent beside the traffic.
     pub syns: f64,
-    /// Whether the thread that sends and receives goes before all ordinary ones of its core.
+    /// Whether the measuring thread runs at nice -20.
     pub goes_first: bool,
 }
 
 impl Trial {
-    /// Flat out, with a fifth of the time before what is counted.
+    /// Flat out; the warm-up is a fifth of `length`.
     pub fn flat_out(traffic: Traffic, length: Duration) -> Self {
         Self { traffic, rate: None, length, warm_up: length / 5, probing: Probing::Off, syns: 0.0, goes_first: false }
     }
 
-    /// Paced.
+    /// At a fixed rate.
     pub fn paced(traffic: Traffic, rate: f64, length: Duration) -> Self {
         Self { rate: Some(rate), ..Self::flat_out(traffic, length) }
     }
 }
 
-/// What a trial came to.
+/// Result of a trial.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// How long it took to send what is counted.
+    /// Time it took to send the counted packets.
     pub time: Duration,
-    /// Packets that were to be sent: those that the kernel took, and those that the interface refused.
+    /// Packets offered: accepted by the kernel or rejected by the interface.
     pub offered: u64,
-    /// How many of them the interface refused.
+    /// Packets rejected by the interface.
     pub refused: u64,
-    /// Packets that arrived with a right checksum.
+    /// Packets received with a valid checksum.
     pub received: u64,
-    /// Packets that arrived with a wrong one.
+    /// Packets received with an invalid checksum.
     pub corrupted: u64,
-    /// How long each core was busy.
+    /// Busy time of each core.
     pub busy: Vec<Duration>,
-    /// How long the host kept all cores together from this machine meanwhile.
+    /// Time stolen by the host from all cores together.
     pub stolen: Duration,
-    /// The probes.
+    /// Probe results.
     pub probes: Probes,
 }
 
@@ -109,29 +109,29 @@ impl Outcome {
         self.lost() as f64 / self.offered.max(1) as f64
     }
 
-    /// Nanoseconds that a core was busy for each packet received.
+    /// Busy nanoseconds of a core for each packet received.
     pub fn busy_nanoseconds(&self, core: usize) -> Option<f64> {
         Some(self.busy.get(core)?.as_nanos() as f64 / self.received.max(1) as f64)
     }
 }
 
-/// A sender in one pod and what counts in another.
+/// The load harness: a sender in one pod and counters in another.
 pub struct Station {
     generator: Generator,
     hop: UdpFlow,
     meter: Meter,
-    /// In the sender's pod: where answers to probes arrive.
+    /// In the sender's pod: receives the replies to probes.
     asks: UdpSocket,
-    /// In the receiver's pod: where probes arrive.
+    /// In the receiver's pod: receives probes.
     answers: UdpSocket,
     opened: u64,
     probed: u64,
-    /// How many connections have been answered, and when.
+    /// Number of connections that were answered, and when.
     answered: (u32, Instant),
 }
 
 impl Station {
-    /// Opens one between two pods; `gateway_mac` is what the sender addresses frames to.
+    /// Opens a harness between two pods; `gateway_mac` is the destination MAC of its frames.
     pub fn open(from: &Pod, to: &Pod, gateway_mac: [u8; 6]) -> Result<Self> {
         let address = |pod: &Pod| pod.address(false).with_context(|| format!("pod {} has no IPv4 address", pod.name()));
         let (source, destination) = (address(from)?, address(to)?);
@@ -159,14 +159,14 @@ impl Station {
         })
     }
 
-    /// Runs one trial on the calling thread, which should be pinned.
+    /// Runs one trial on the calling thread, which should be pinned to a core.
     pub fn run(&mut self, trial: &Trial) -> Result<Outcome> {
         self.establish(trial.traffic.connections)?;
         let ways = Ways { generator: &self.generator, hop: &self.hop, asks: &self.asks, answers: &self.answers };
         let mut run = Run::new(ways, trial.traffic, self.opened, self.probed)?;
         if !trial.warm_up.is_zero() {
             run.send_for(trial, trial.warm_up)?;
-            // Flat out, what is under way at the start stands for what will be at the end.
+            // Flat out, packets in flight at the start stand for those in flight at the end.
             if trial.rate.is_some() {
                 self.wait_until_quiet(&mut run)?;
             }
@@ -177,7 +177,7 @@ impl Station {
         let cores_after = CoreTimes::read()?;
         let after = if trial.rate.is_none() { self.meter.count()? } else { self.wait_until_quiet(&mut run)? };
         (self.opened, self.probed) = run.so_far();
-        // The meter counts all datagrams of its pod: probes that were read there, too.
+        // The meter counts all datagrams of its pod, so subtract the probes that were read there.
         let probes = run.into_probes();
         let read = probes.arrived + probes.corrupted;
         Ok(Outcome {
@@ -192,8 +192,8 @@ impl Station {
         })
     }
 
-    /// Sends a packet of each connection that takes turns and has it answered: to the kernel's conntrack a connection is
-    /// new until then, and goes through all rules.
+    /// Sends one packet on each rotating connection and has it answered. Until then the kernel's conntrack keeps a
+    /// connection in state NEW and its packets traverse all rules.
     fn establish(&mut self, connections: u32) -> Result<()> {
         if connections <= self.answered.0 && self.answered.1.elapsed() < ANSWERED {
             return Ok(());
@@ -224,7 +224,7 @@ impl Station {
         }
     }
 
-    /// Waits until nothing arrives any more.
+    /// Waits until no more datagrams arrive.
     fn wait_until_quiet(&self, run: &mut Run<'_>) -> Result<Count> {
         let deadline = Instant::now() + LAST;
         let mut count = self.meter.count()?;
@@ -242,7 +242,7 @@ impl Station {
     }
 }
 
-/// Traffic of frames of one length.
+/// Frames of one length on one connection.
 pub fn of_length(length: usize) -> Traffic {
     Traffic { lengths: Lengths::Of(length), ..Traffic::SMALLEST }
 }

@@ -1,5 +1,5 @@
-//! What a station sends: frames of one or several lengths, of one or many UDP connections, each with a number, the time at
-//! which it was to be sent, and a check of both.
+//! Test traffic: frames of one or several lengths on one or many UDP connections. Each carries a sequence number, its
+//! scheduled time of sending and a check of both.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -10,29 +10,30 @@ use rand::{RngCore, SeedableRng};
 
 use super::generator::UdpFlow;
 
-/// Octets of the headers before a frame's payload.
+/// Bytes of headers before a frame's payload.
 const HEADERS: usize = 14 + 20 + 8;
-/// Where the UDP header begins.
+/// Offset of the UDP header.
 const UDP: usize = 14 + 20;
-/// Where the TCP header begins.
+/// Offset of the TCP header.
 const TCP: usize = UDP;
-/// Octets of number, time and check at the start of a payload.
+/// Bytes of number, time and check at the start of a payload.
 const STAMP: usize = 20;
-/// The smallest source port that a connection has.
+/// Lowest source port of a connection.
 const FIRST_SOURCE: u16 = 1024;
-/// How many source ports there are for connections.
+/// Number of source ports for connections.
 const SOURCES: u32 = (u16::MAX - FIRST_SOURCE) as u32;
-/// The first connection that is new: those that take turns are below, in every trial, so that they are not in its way.
+/// First number of a new connection. Rotating connections are numbered below it in every trial, so that the two never
+/// collide.
 const NEW: u32 = 1_200_000;
-/// Frames that are kept ready: a multiple of a mix's length.
+/// Frames prepared in advance: a multiple of the length of a mix.
 pub(super) const SLOTS: usize = 120;
 
-/// Lengths of frames, from the Ethernet header to the last octet, without the frame check sequence.
+/// Frame lengths in bytes, from the Ethernet header to the end of the payload, without the frame check sequence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Lengths {
-    /// All alike.
+    /// All frames of this length.
     Of(usize),
-    /// The simple Internet mix: seven of 64 octets to four of 576 and one of 1,500.
+    /// The simple Internet mix: seven frames of 64 bytes to four of 576 and one of 1,500.
     Imix,
 }
 
@@ -45,7 +46,7 @@ impl Lengths {
         }
     }
 
-    /// As a report calls them.
+    /// Name for reports.
     pub fn name(self) -> String {
         match self {
             Self::Of(length) => format!("{length}"),
@@ -54,37 +55,37 @@ impl Lengths {
     }
 }
 
-/// What is sent.
+/// Description of the traffic.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
-    /// Lengths of the frames.
+    /// Frame lengths.
     pub lengths: Lengths,
-    /// How many connections take turns.
+    /// Number of connections that rotate, packet by packet.
     pub connections: u32,
-    /// Which share of the packets opens a connection that was not there before, from 0 to 1.
+    /// Share of packets that open a new connection, from 0 to 1.
     pub new: f64,
 }
 
 impl Traffic {
-    /// One connection with frames of 64 octets.
+    /// One connection, frames of 64 bytes.
     pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0 };
 }
 
-/// Frames ready to be sent, with their payload's number and time still to be filled in.
+/// Prepared frames; number and time are filled in when one is sent.
 pub(super) struct Frames {
     pub(super) octets: Vec<Vec<u8>>,
-    /// The one's complement sum of each frame's checksum without what varies.
+    /// One's complement sum of each frame's checksum without the variable fields.
     sums: Vec<u32>,
     traffic: Traffic,
     ports: Range<u16>,
     opened: u64,
     due: f64,
-    /// How many packets were of connections that take turns.
+    /// Packets sent on rotating connections.
     turns: u64,
 }
 
 impl Frames {
-    /// Frames from one address to another, on destination ports of `ports`.
+    /// Frames from one address to another, with destination ports out of `ports`.
     pub(super) fn new(hop: &UdpFlow, traffic: Traffic, ports: Range<u16>) -> Result<Self> {
         ensure!(traffic.connections > 0, "traffic needs a connection");
         ensure!(traffic.connections <= NEW, "there are {NEW} connections at most that take turns");
@@ -96,7 +97,7 @@ impl Frames {
         Ok(Self { octets, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
     }
 
-    /// Goes on to connections that nobody has used, as if so many had been opened.
+    /// Skips this many connections, so that the next new ones were never used.
     pub(super) fn skip_opened(&mut self, opened: u64) {
         self.opened = opened;
     }
@@ -105,7 +106,7 @@ impl Frames {
         self.opened
     }
 
-    /// Makes the frame of `slot` packet `number`, which is to be sent at `time` nanoseconds.
+    /// Fills the frame of `slot`: packet `number`, scheduled at `time` nanoseconds.
     #[inline]
     pub(super) fn stamp(&mut self, slot: usize, number: u64, time: u64) {
         let connection = self.connection();
@@ -143,7 +144,7 @@ impl Frames {
     }
 }
 
-/// The ports of a connection, of which consecutive ones differ in the source port.
+/// Ports of a connection. Consecutive connections differ in the source port.
 pub(super) fn connection_ports(connection: u32, ports: &Range<u16>) -> (u16, u16) {
     let source = FIRST_SOURCE + (connection % SOURCES) as u16;
     (source, ports.start + (connection / SOURCES) as u16)
@@ -158,7 +159,7 @@ fn template(hop: &UdpFlow, length: usize) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Number, time and a check that neither has changed on the way.
+/// Sequence number, time, and a check that detects a change of either.
 fn stamp(number: u64, time: u64) -> [u8; STAMP] {
     let mut stamp = [0; STAMP];
     stamp[..8].copy_from_slice(&number.to_be_bytes());
@@ -172,7 +173,7 @@ fn check(number: u64, time: u64) -> u32 {
     (mixed ^ (mixed >> 32)) as u32
 }
 
-/// Number and time of a payload; `None` if it is not as it was sent.
+/// Sequence number and time of a payload; `None` if the payload was changed.
 pub(super) fn read_stamp(payload: &[u8]) -> Option<(u64, u64)> {
     let number = u64::from_be_bytes(*payload.first_chunk()?);
     let time = u64::from_be_bytes(*payload.get(8..)?.first_chunk()?);
@@ -181,10 +182,10 @@ pub(super) fn read_stamp(payload: &[u8]) -> Option<(u64, u64)> {
     (told == check(number, time) && filled).then_some((number, time))
 }
 
-/// What a payload is filled with behind its stamp.
+/// Fill byte of a payload behind its stamp.
 pub(super) const FILL: u8 = 0x5a;
 
-/// The sum over the pseudo-header, the UDP header and the payload of a template.
+/// Sum over the pseudo-header, the UDP header and the payload of a template.
 fn pseudo_header_and_udp(frame: &[u8]) -> u32 {
     let words = |octets: &[u8]| -> u32 {
         octets.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
@@ -203,7 +204,7 @@ fn finish(mut sum: u32) -> u16 {
     }
 }
 
-/// A raw TCP SYN to a port of `to`, as a flood sends them: from ports and with numbers at random.
+/// Raw TCP SYNs with random source ports and sequence numbers.
 pub(super) struct Syns {
     frame: Vec<u8>,
     random: SmallRng,
@@ -225,7 +226,7 @@ impl Syns {
         Ok(Self { frame, random: SmallRng::seed_from_u64(7) })
     }
 
-    /// The next one.
+    /// The next SYN.
     pub(super) fn next(&mut self) -> &[u8] {
         let number = self.random.next_u32();
         let source = FIRST_SOURCE + (self.random.next_u32() % SOURCES) as u16;
@@ -256,7 +257,7 @@ mod tests {
         Frames::new(&hop, traffic, 9000..9060).unwrap()
     }
 
-    /// Ports and payload, after the checksum was seen to be right.
+    /// Ports and payload of a frame whose checksum is verified.
     fn read(frame: &[u8]) -> (u16, u16, Vec<u8>) {
         let packet = SlicedPacket::from_ethernet(frame).unwrap();
         let Some(TransportSlice::Udp(udp)) = packet.transport else { panic!("no UDP: {packet:?}") };

@@ -1,4 +1,4 @@
-//! Single frames past a pod's own stack: those that it would never send, and all that reach its interface.
+//! Single raw frames: sends what a pod's stack would not send and sees everything that its interface receives.
 
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use super::generator::{link_address, set_option};
 use crate::testbed::Namespace;
 
-/// A packet socket that sends single frames out of an interface and sees all that come in by it.
+/// A packet socket that sends single raw frames on an interface and captures all frames received there.
 pub struct Wire {
     socket: Socket,
 }
@@ -17,7 +17,7 @@ pub struct Wire {
 impl Wire {
     /// Opens one on `eth0` of a namespace.
     pub fn open(namespace: &Namespace) -> Result<Self> {
-        // The protocol's number stands in network order (packet(7)).
+        // The protocol number is in network byte order (packet(7)).
         let every = i32::from((libc::ETH_P_ALL as u16).to_be());
         let open = || {
             let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(every)))?;
@@ -34,7 +34,7 @@ impl Wire {
         self.socket.send(frame).map(drop)
     }
 
-    /// The frames that came in since the last call and within `time` from now on. Those that this host sent are left out.
+    /// Frames received since the last call and within the next `time`. Frames sent by this host are left out.
     pub fn received(&self, time: Duration) -> Result<Vec<Vec<u8>>> {
         let deadline = Instant::now() + time;
         let mut frames = Vec::new();

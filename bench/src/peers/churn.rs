@@ -1,4 +1,4 @@
-//! Pods that come and go beside what is measured, and how long a change of policy takes meanwhile.
+//! Pod churn during a measurement, and how long a policy change takes meanwhile.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
@@ -11,21 +11,21 @@ use super::policy::NODE;
 use super::{Lane, Reload, v4};
 use crate::testbed::{Namespace, Netlink, Via};
 
-/// Pods of the churn that are there at a time.
+/// Number of churned pods that exist at a time.
 const ALIVE: usize = 10;
-/// The port that is opened and closed by turns; no other policy allows it.
+/// Port that is opened and closed in turn; no other policy allows it.
 const PORT: u16 = 9200;
-/// How long a change may take until it is given up.
+/// Timeout of a change.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Between two packets: the precision with which a change is seen.
+/// Interval between packets: the resolution of the measured time.
 const INTERVAL: Duration = Duration::from_micros(200);
-/// How long nothing arrives once the port is closed again.
+/// How long nothing may arrive before the port counts as closed.
 const SILENCE: Duration = Duration::from_millis(20);
 
-/// Makes and removes so many pods a second until `ends`; how many it were.
+/// Creates and removes this many pods a second until `ends` is set; returns how many were created.
 ///
-/// Each is a veth whose other end is in one namespace with all others, a route and a manifest: what a pod costs the daemon, not
-/// what it costs the machine to run one.
+/// Each is a veth whose other end is in a shared namespace, a route and a manifest: the daemon's cost of a pod, not the
+/// machine's cost of running one.
 pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
     let (node, others) = (lane.node.netlink()?, Namespace::new("churn")?);
     let mut alive: VecDeque<(u32, String)> = VecDeque::new();
@@ -45,14 +45,14 @@ pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
     Ok(made)
 }
 
-/// What [`churn`] needs of a lane.
+/// What [`churn`] needs of a testbed.
 pub struct ChurnOf {
     node: Namespace,
     reload: Reload,
 }
 
 impl ChurnOf {
-    /// Of this one.
+    /// From this testbed.
     pub fn new(lane: &Lane) -> Self {
         Self { node: lane.node().namespace().clone(), reload: lane.reload() }
     }
@@ -82,8 +82,8 @@ fn go(lane: &ChurnOf, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> 
     node.remove(index)
 }
 
-/// Opens a port of the second pod by a policy and closes it again, so many times; from each save to the first packet that
-/// arrives.
+/// Opens and closes a port of the second pod by policy, `changes` times. Returns the time from each save to the first
+/// packet that arrives.
 pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>> {
     let (from, to, reload) = (lane.pod(0)?, lane.pod(1)?, lane.reload());
     let there = SocketAddr::new(v4(to)?, PORT);
@@ -121,7 +121,7 @@ pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>
     Ok(times)
 }
 
-/// Of all pods: the sender's egress is closed as the receiver's ingress is.
+/// A policy for all pods: it also restricts the sender's egress.
 fn toggle(port: u16) -> String {
     format!(
         "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: toggle }}\n\

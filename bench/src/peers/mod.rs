@@ -1,5 +1,5 @@
-//! What forwards between two pods: Penstock, and what one would run instead, on the same topology, under the same policies
-//! and seen to enforce them before anything is measured.
+//! Packet forwarders between two pods: Penstock and its alternatives, on the same topology and under the same policies.
+//! Enforcement is verified before anything is measured.
 
 mod churn;
 mod filters;
@@ -31,12 +31,12 @@ use huge_pages::HugePages;
 pub use policy::{NODE, Size, manifests, pod_name};
 pub use tools::{Missing, find};
 
-/// The core of generator and receiver, and the one that forwards where a peer has one of its own.
+/// The core of generator and receiver, and the forwarder's core where it has one of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct Cores {
-    /// The generator's.
+    /// Core of the generator.
     pub generator: usize,
-    /// The worker's.
+    /// Core of the worker.
     pub worker: usize,
 }
 
@@ -51,39 +51,40 @@ impl Cores {
     }
 }
 
-/// Who forwards.
+/// A forwarder.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Peer {
-    /// Penstock, with these sections in its configuration.
+    /// Penstock.
     Penstock {
-        /// Whether policy is enforced, or all is forwarded.
+        /// Whether policy is enforced; otherwise everything is forwarded.
         enforces: bool,
         /// Further sections of the configuration.
         sections: String,
     },
-    /// The kernel's routing, without any policy.
+    /// Kernel routing without policy.
     Kernel,
-    /// nftables: connection tracking, sets and verdict maps, as `penstock render --format nft` writes them.
+    /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
     Nftables,
-    /// nftables: one rule an entry of `penstock render --format acl`, no connection tracking; what is measured matches last.
+    /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
+    /// packets match last.
     Linear,
     /// iptables with ipset and connection tracking.
     Iptables,
-    /// iptables that hands the first packets of connections to a process, which judges them.
+    /// iptables that queues the first packets of a connection to a process (NFQUEUE) for a verdict.
     Nfqueue,
     /// Open vSwitch's userspace datapath with its connection tracker.
     OpenVSwitch,
-    /// DPDK's testpmd over AF_XDP, which forwards without looking.
+    /// DPDK's testpmd over AF_XDP, which forwards without inspecting packets.
     Testpmd,
 }
 
 impl Peer {
-    /// Penstock as it is by default.
+    /// Penstock with its default configuration.
     pub fn penstock() -> Self {
         Self::Penstock { enforces: true, sections: String::new() }
     }
 
-    /// Penstock without policy and connections.
+    /// Penstock without policy and connection tracking.
     pub fn forward() -> Self {
         Self::Penstock { enforces: false, sections: String::new() }
     }
@@ -93,7 +94,7 @@ impl Peer {
         !matches!(self, Self::Kernel | Self::Testpmd | Self::Penstock { enforces: false, .. })
     }
 
-    /// Whether it occupies its core even when nothing is sent, so that it must be stopped while another is measured.
+    /// Whether it busy-polls, so that it must be stopped while another peer is measured.
     fn always_polls(&self) -> bool {
         match self {
             Self::OpenVSwitch | Self::Testpmd => true,
@@ -103,7 +104,7 @@ impl Peer {
     }
 }
 
-/// What keeps a peer running.
+/// What a running peer consists of.
 enum Running {
     Rules,
     Penstock(Box<Daemon>),
@@ -114,13 +115,13 @@ enum Running {
 /// A node with pods and a peer that forwards between them.
 pub struct Lane {
     peer: Peer,
-    /// Ends before its node does.
+    /// Dropped before the node.
     running: Running,
     node: Node,
     outside: Option<Outside>,
     station: Station,
     manifests: PathBuf,
-    /// What the peer says it is, such as its version.
+    /// The peer's description of itself, such as its version.
     description: String,
     size: Size,
     cores: Cores,
@@ -128,7 +129,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Builds it and sees that it does what it should: what policy allows arrives and is answered, what it denies does not.
+    /// Builds it and verifies the peer: allowed traffic arrives and is answered, denied traffic does not arrive.
     pub fn build(label: &str, peer: Peer, size: Size, mtu: u32, cores: Cores) -> Result<Self> {
         let scratch = Scratch::new()?;
         let node = node(label, size, mtu)?;
@@ -145,7 +146,7 @@ impl Lane {
         Ok(lane)
     }
 
-    /// Who forwards.
+    /// The forwarder.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
@@ -155,8 +156,8 @@ impl Lane {
         &self.node
     }
 
-    /// A flood from a machine behind the node, and where it runs. The first call adds that machine; the node also sends it what
-    /// it has no other route for.
+    /// Returns a flood from a machine behind the node, and the namespace in which to run it. The first call adds the
+    /// machine and makes it the node's default route.
     pub fn flood_from_outside(
         &mut self,
         packets: Packets,
@@ -172,12 +173,12 @@ impl Lane {
         Ok((Flood::new((&self.node, outside), packets, sources, to)?, outside.namespace().clone()))
     }
 
-    /// What the peer says it is.
+    /// The peer's description of itself.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// The daemon, where Penstock forwards.
+    /// The daemon, if the peer is Penstock.
     pub fn daemon(&self) -> Option<&Daemon> {
         match &self.running {
             Running::Penstock(daemon) => Some(daemon),
@@ -206,7 +207,7 @@ impl Lane {
         outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
-    /// Does something while the peer runs.
+    /// Runs `work` while the peer is resumed.
     pub fn with_peer<T>(&mut self, work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         self.resume()?;
         let result = work(self);
@@ -214,7 +215,7 @@ impl Lane {
         result
     }
 
-    /// Runs a trial, and something else meanwhile on another thread, which is told when the trial is over.
+    /// Runs a trial and, on another thread, `beside`, which is signalled when the trial ends.
     pub fn run_beside<T: Send>(
         &mut self,
         trial: &Trial,
@@ -235,7 +236,7 @@ impl Lane {
         })
     }
 
-    /// What saves other manifests and sees to it that the peer goes by them.
+    /// A handle that replaces manifests and makes the peer apply them.
     pub fn reload(&self) -> Reload {
         Reload {
             peer: self.peer.clone(),
@@ -245,12 +246,12 @@ impl Lane {
         }
     }
 
-    /// How big the cluster is.
+    /// Size of the cluster.
     pub fn size(&self) -> Size {
         self.size
     }
 
-    /// What the daemon says of itself, where Penstock forwards.
+    /// The daemon's status, if the peer is Penstock.
     pub fn status(&self) -> Result<Option<Status>> {
         if self.daemon().is_none() {
             return Ok(None);
@@ -259,13 +260,14 @@ impl Lane {
         Ok(Some(client.get("/v1/status", &()).map_err(|error| anyhow::anyhow!("{error}"))?))
     }
 
-    /// Under which snapshot all workers judge, where Penstock forwards.
+    /// The snapshot epoch that all workers have adopted, if the peer is Penstock.
     pub fn epoch(&self) -> Result<Option<u32>> {
         let status = self.status()?;
         Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
     }
 
-    /// Lets the kernel's part of the work run on the worker's core (receive packet steering), or where it arrives.
+    /// Moves the kernel's receive work to the worker's core (receive packet steering), or leaves it where packets
+    /// arrive.
     pub fn steer(&self, steered: bool) -> Result<()> {
         let mask = if steered { 1 << self.cores.worker } else { 0 };
         self.node.namespace().set_receive_steering(self.pod(0)?.interface(), mask)
@@ -300,7 +302,8 @@ impl Lane {
         Ok(())
     }
 
-    /// An allowed packet arrives and is answered; one that no policy allows does not arrive, unless nobody enforces any.
+    /// Verifies that an allowed packet arrives and is answered, and that a denied one does not arrive if the peer
+    /// enforces policy.
     fn verify(&mut self) -> Result<()> {
         let mut trial = Trial::paced(Traffic::SMALLEST, 1000.0, Duration::from_millis(200));
         trial.probing = Probing::RoundTrip(200.0);
@@ -334,7 +337,7 @@ impl Lane {
     }
 }
 
-/// Changes the manifests of a lane while it is measured.
+/// Changes manifests during a measurement.
 pub struct Reload {
     peer: Peer,
     node: Namespace,
@@ -343,7 +346,7 @@ pub struct Reload {
 }
 
 impl Reload {
-    /// Saves the manifests at once. Penstock watches them; nftables is given what is rendered of them.
+    /// Replaces the manifests atomically. Penstock watches them; nftables loads a new rendering.
     pub fn save(&self, text: &str) -> Result<()> {
         let new = self.scratch.join("being-saved");
         std::fs::write(&new, text)?;
@@ -354,14 +357,14 @@ impl Reload {
         }
     }
 
-    /// Saves a further manifest of this name at once, which Penstock watches too.
+    /// Saves a further manifest of this name atomically; Penstock watches it too.
     pub fn save_as(&self, file: &str, text: &str) -> Result<()> {
         let new = self.scratch.join(format!("being-saved-{file}"));
         std::fs::write(&new, text)?;
         Ok(std::fs::rename(&new, self.manifests.join(file))?)
     }
 
-    /// Takes a further manifest away.
+    /// Removes a further manifest.
     pub fn remove(&self, file: &str) -> Result<()> {
         std::fs::remove_file(self.manifests.join(file)).with_context(|| format!("cannot remove {file}"))
     }
@@ -369,7 +372,7 @@ impl Reload {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // One that is stopped cannot end.
+        // A stopped process cannot end.
         let _ = self.signal(Signal::SIGCONT);
     }
 }
@@ -397,7 +400,7 @@ fn start(
         Peer::Penstock { enforces, sections } => {
             let mode = if *enforces { "full" } else { "forward" };
             let config = daemon_config(manifests, scratch, size, mode, sections, cores);
-            // They are taken at the start, and stay with the daemon when they are free for others no more.
+            // The huge pages are taken when the daemon starts. Afterwards the pool may shrink again.
             let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;
             pages.map(HugePages::were_taken).transpose()?;
@@ -431,20 +434,20 @@ fn daemon_config(
     cores: Cores,
 ) -> DaemonConfig {
     let mut config = DaemonConfig::new(NODE, manifests);
-    // Room for the connections of every scenario, as the kernel is given, too.
+    // Every peer has room for the connections of every scenario, the kernel too.
     let mut conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     config.admin = Some(scratch.path().join("admin.sock"));
     let memory = if size.pods > 8 { 512 } else { MEMORY };
     let worker = cores.worker;
     let (mut workers, mut umem) = (format!("cores = [{worker}]\n"), format!("memory = \"{memory}MiB\"\n"));
     let mut xdp = String::new();
-    // Lines of the peer's own go into the sections that are written here.
+    // Lines of the peer go into the sections written here.
     for line in sections.lines() {
         match line.split_once(' ') {
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
             Some(("xdp", line)) => xdp += &format!("{line}\n"),
-            // In place of what it has otherwise.
+            // Replaces the default section.
             Some(("conntrack", line)) => conntrack = format!("{line}\n"),
             _ => {}
         }
@@ -457,7 +460,7 @@ fn daemon_config(
 /// MiB of a UMEM for a few pods.
 const MEMORY: usize = 64;
 
-/// How many connections every peer has room for.
+/// Connections that every peer has room for.
 pub const CONNECTIONS: usize = 1 << 22;
 
 fn v4(pod: &Pod) -> Result<IpAddr> {

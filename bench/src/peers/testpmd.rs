@@ -1,4 +1,4 @@
-//! DPDK's testpmd over AF_XDP: it forwards what comes from one pod to the other without looking at it.
+//! DPDK's testpmd over AF_XDP: forwards from one pod to the other without inspecting packets.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use super::policy::pod_name;
 use super::tools::find;
 use crate::testbed::{Node, Scratch, Service};
 
-/// How long it may take until it forwards.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(20);
 
 pub(super) fn start(node: &Node, scratch: &Scratch, cores: Cores) -> Result<(Service, String)> {
     let program = find("dpdk-testpmd", "dpdk-dev librte-net-af-xdp23 librte-mempool-ring23")?;
     let mut command = node.namespace().command(program);
     let prefix = format!("penstock-{}", std::process::id());
-    // One core for its commands, one for forwarding. Without huge pages it needs no set-up of the machine.
+    // One core for its commands, one for forwarding. It runs without huge pages, so the machine needs no setup.
     let lcores = format!("{}@{},{}@{}", 0, cores.generator, 1, cores.worker);
     command.args([
         "--lcores",

@@ -1,7 +1,7 @@
-//! Real traffic between sites, and what came of it.
+//! Real traffic between sites, with its result.
 //!
-//! A probe is one exchange: a request with a random payload and a reply that proves who answered and that the
-//! request arrived as it was sent. Nothing that comes back within the patience counts as denied.
+//! A probe is one exchange: a request with a random payload and a reply that proves which server answered and that the
+//! request arrived unchanged. No reply within the retry policy counts as denied.
 
 mod attempt;
 mod flow;
@@ -19,19 +19,19 @@ pub use attempt::time_until_reached;
 pub use flow::Flow;
 pub use server::{Servers, Service};
 
-/// Where probes start and end: a namespace with its addresses.
+/// An end of a probe: a namespace with its addresses.
 #[derive(Clone)]
 pub struct Site {
-    /// What to call it.
+    /// Name in reports.
     pub name: String,
-    /// Where its sockets are.
+    /// Namespace of its sockets.
     pub namespace: Namespace,
-    /// Where it is reached.
+    /// Addresses at which it is reached.
     pub addresses: Vec<IpAddr>,
 }
 
 impl Site {
-    /// Its address of a family.
+    /// Its address of one family.
     pub fn address(&self, v6: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
     }
@@ -56,14 +56,14 @@ impl From<&Outside> for Site {
     }
 }
 
-/// What a probe sends.
+/// Protocol of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Protocol {
-    /// Connects to this port, exchanges some octets and closes.
+    /// Connects to this port, exchanges some bytes and closes.
     Tcp(u16),
-    /// A datagram to this port and its reply.
+    /// Sends a datagram to this port and expects a reply.
     Udp(u16),
-    /// An echo request of the address's family.
+    /// Sends an echo request of the address's family.
     Icmp,
 }
 
@@ -77,31 +77,31 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// One exchange to try: from one site to an address of another, both named by their index.
+/// One exchange from one site to an address of another; sites are indices.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Probe {
-    /// Index of the site that asks.
+    /// Index of the client site.
     pub from: usize,
-    /// Index of the site that should answer.
+    /// Index of the server site.
     pub to: usize,
-    /// The address asked.
+    /// Destination address.
     pub destination: IpAddr,
-    /// What is sent.
+    /// Protocol.
     pub protocol: Protocol,
 }
 
-/// What came of a probe.
+/// Result of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Outcome {
-    /// The right site answered with the right payload.
+    /// The right server replied with the right payload.
     Reached,
-    /// The destination's kernel refused: the packet did arrive, but nothing listens there.
+    /// The destination's kernel rejected the packet: it arrived, but nothing listens there.
     Refused,
-    /// Nothing came back in time.
+    /// No reply in time.
     Silent,
-    /// Something came back, and it was not what was asked for.
+    /// A reply with the wrong identity or payload.
     Wrong,
-    /// The kernel said no, with this errno; a route that is not there, for one.
+    /// The local kernel failed with this errno, for example without a route.
     Failed(i32),
 }
 
@@ -124,23 +124,23 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// How long a probe waits before nothing means denied.
+/// How long to wait for a reply, and how often to try again.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// For each attempt.
+    /// Timeout of each attempt.
     pub timeout: Duration,
-    /// How many attempts are made while nothing comes back.
+    /// Number of attempts while nothing comes back.
     pub attempts: u32,
 }
 
 impl Default for Patience {
-    /// Three attempts of 300 ms: a busy machine delays a packet, it does not delay three.
+    /// Three attempts of 300 ms: a busy machine may delay one packet, but hardly three.
     fn default() -> Self {
         Self { timeout: Duration::from_millis(300), attempts: 3 }
     }
 }
 
-/// Every pair of two different sites, over every family that both have and these protocols.
+/// Every pair of different sites, over every family that both have and these protocols.
 pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
     let mut probes = Vec::new();
     for from in 0..sites.len() {
@@ -154,9 +154,9 @@ pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
     probes
 }
 
-/// Sends all probes at once and waits for the last; outcomes are in the order of the probes.
+/// Sends all probes at once and waits for all; results are in the order of the probes.
 ///
-/// The sites need running [`Servers`] whose identity is the site's index.
+/// The sites need running [`EchoServers`] whose identity is the site's index.
 pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
     let mut outcomes = vec![Outcome::Silent; probes.len()];
     std::thread::scope(|scope| {

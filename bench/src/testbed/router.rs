@@ -1,4 +1,4 @@
-//! Several nodes, and what joins them: a router, and over it routes to each node's pods or a tunnel.
+//! Several nodes joined by a router: by routes to each node's pods, or by a tunnel.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -9,12 +9,12 @@ use super::namespace::Namespace;
 use super::netlink::{Netlink, Via};
 use super::node::{self, Gateways, MTU, Node, Outside, every, forwarding, settle_pair};
 
-/// How one node's pods are reached from another node.
+/// How a node reaches the pods of another node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Between {
-    /// By the router, which knows where each pod is: as a CNI plugin does it that tells routers of its routes.
+    /// Through routes on the router, as with a CNI plugin that announces them.
     Routes,
-    /// Through a VXLAN tunnel; the router knows of the nodes alone.
+    /// Through a VXLAN tunnel; the router only knows the nodes.
     Vxlan,
 }
 
@@ -27,7 +27,7 @@ impl Between {
         }
     }
 
-    /// The longest packet that passes between two nodes, and so the MTU that a CNI plugin gives to pods.
+    /// The longest packet that passes between two nodes, and so the MTU that a CNI plugin assigns to pods.
     pub fn mtu(self) -> u32 {
         match self {
             Self::Routes => MTU,
@@ -44,7 +44,7 @@ const VNI: u32 = 42;
 /// Outer IPv4, UDP and VXLAN header, and the inner Ethernet header.
 const VXLAN_OVERHEAD: u32 = 50;
 
-/// A machine between nodes. Each node is on a network of its own with it.
+/// A machine between nodes, on a separate network with each.
 pub struct Router {
     namespace: Namespace,
     netlink: Netlink,
@@ -53,7 +53,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// Without any node yet.
+    /// A router without nodes.
     pub fn new(label: &str) -> Result<Self> {
         let namespace = forwarding(label)?;
         let netlink = namespace.netlink()?;
@@ -70,13 +70,13 @@ impl Router {
         &self.netlink
     }
 
-    /// Its interface to a node, by the node's number from 0 on.
+    /// Its interface towards a node, by the node's index.
     pub fn link(&self, node: usize) -> u32 {
         self.links[node]
     }
 
-    /// A node with these addresses, one a family: on a network of its own, /24 and /64, of which the router has the
-    /// first address. All that the node has no route for goes to the router.
+    /// Adds a node with these addresses, one per family, on a separate network, /24 and /64, of which the router has
+    /// the first address. The router is the node's default gateway.
     pub fn add_node(&mut self, label: &str, addresses: &[IpAddr]) -> Result<Node> {
         let number = self.links.len() + 1;
         let node = Node::unwired(label, addresses, Gateways::of_node(number.try_into()?))?;
@@ -96,8 +96,8 @@ impl Router {
         Ok(node)
     }
 
-    /// Has every node reach the pods of every other one; `networks` are those of each node's pods, in the order in which
-    /// the nodes were added.
+    /// Lets every node reach the pods of the others; `networks` are those of each node's pods, in the order of
+    /// addition.
     pub fn join(&self, nodes: &[&Node], networks: &[Vec<IpNet>], between: Between) -> Result<()> {
         match between {
             Between::Routes => self.join_by_routes(nodes, networks),
@@ -125,7 +125,7 @@ impl Router {
     }
 }
 
-/// A tunnel between two nodes, with addresses of its own on it, over which each reaches the other's pods.
+/// A tunnel between two nodes with addresses on it, over which each reaches the other's pods.
 fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
     let [one, other] = nodes else { bail!("a tunnel joins two nodes, and there are {}", nodes.len()) };
     for (number, here, there) in [(1, one, other), (2, other, one)] {
@@ -161,12 +161,12 @@ fn of_family(addresses: &[IpAddr], network: IpNet) -> Result<IpAddr> {
     found.copied().with_context(|| format!("no address of the family of {network}"))
 }
 
-/// The network that an address of a node or a tunnel is on.
+/// The network of a node's or tunnel's address.
 fn network_of(address: IpAddr) -> Result<IpNet> {
     Ok(IpNet::new(address, if address.is_ipv4() { 24 } else { 64 })?.trunc())
 }
 
-/// The first address of the network that an address is on.
+/// The first address of an address's network.
 fn gateway_in(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(v4) => {

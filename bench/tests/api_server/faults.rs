@@ -1,4 +1,4 @@
-//! What a server can do to its clients, and that they follow it all the same. Only the small server can be told to.
+//! API server faults and recovery of the client. Only the server in this process can inject them.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
                 let mut follower = Follower::start(&server);
                 follower.catch_up(&server);
                 (0..times).for_each(|_| faulty(&server).plan(verb, Resource::Pods, fault.clone()));
-                // The next watch, or the list before it, is to meet the fault.
+                // The fault applies to the next watch, or to the list before it.
                 if verb == Verb::List {
                     faulty(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
                 }
@@ -71,7 +71,7 @@ fn nothing_is_told_until_the_last_kind_is_listed_whatever_delays_it() {
         let server = server(false);
         shop(&server);
         faulty(&server).plan(Verb::List, Resource::NetworkPolicies, fault.clone());
-        // It asserts that all kinds are listed when the first objects are told.
+        // The follower asserts that all kinds are listed when the first objects are reported.
         let mut follower = Follower::start(&server);
         assert_eq!(faulty(&server).faults_left(), 0);
         assert_eq!((follower.objects().len(), follower.reaches("10.1.0.3", "10.1.0.2")), (6, false), "{fault:?}");
@@ -87,11 +87,11 @@ fn long_lists_come_in_pages_and_one_whose_pages_are_forgotten_is_asked_for_whole
     server.admin().create_all(&pods).unwrap();
     let before = faulty(&server).requests(Verb::List, Resource::Pods);
     let mut follower = Follower::start(&server);
-    // One try for a streamed list, then three pages.
+    // One attempt at a streaming list, then three pages.
     assert_eq!(faulty(&server).requests(Verb::List, Resource::Pods) - before, 4);
     follower.catch_up(&server);
     drop(follower);
-    // The first page, then a page that is gone.
+    // The first page, then an expired page.
     for fault in [Fault::Shuffle, Fault::Shuffle, Fault::Code(410, None)] {
         faulty(&server).plan(Verb::List, Resource::Pods, fault);
     }
@@ -126,7 +126,7 @@ fn an_expired_token_is_read_again() {
     shop(&server);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
-    // As the kubelet does it: the file is replaced, and the old token is not valid any more.
+    // As the kubelet does it: the file is replaced, and the old token becomes invalid.
     std::fs::write(server.token_file(Who::Penstock), "another-token").unwrap();
     faulty(&server).set_token(Who::Penstock, "another-token");
     server.stop();

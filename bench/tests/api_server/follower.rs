@@ -1,4 +1,4 @@
-//! A source under test, and what it has told so far.
+//! An object source under test, and what it has reported so far.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
 
-/// How long anything may take to be followed, a server's start and a longest wait between tries included.
+/// Timeout of every step, a server's start and the longest retry backoff included.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// As a cluster's node follows, but that a server which says nothing is given up sooner.
+/// Timing of a real node, but with a shorter timeout for a silent server.
 pub(crate) const TIMING: Timing = Timing {
     page: Duration::from_secs(5),
     begin: Duration::from_secs(2),
@@ -36,7 +36,7 @@ pub(crate) struct Follower {
 }
 
 impl Follower {
-    /// Follows a server with the rights of the shipped ClusterRole.
+    /// Follows a server with only the rights of the shipped ClusterRole.
     pub(crate) fn start(server: &ApiServer) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let health = Arc::new(SourceHealth::default());
@@ -56,7 +56,7 @@ impl Follower {
         self.health.of(kind)
     }
 
-    /// How often changes were told until all objects of the server, as it has them then, were known, and no other.
+    /// Takes batches until exactly the server's current objects are known; returns the number of batches.
     pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
         let before = self.batches;
         let deadline = Instant::now() + PATIENCE;
@@ -70,7 +70,7 @@ impl Follower {
             );
             let told = self.batches;
             self.listen_once(Duration::from_millis(200));
-            // A real server makes objects of its own when it likes.
+            // A real server creates objects of its own at any time.
             if self.batches == told {
                 wanted = objects_of(server);
             }
@@ -78,7 +78,7 @@ impl Follower {
         self.batches - before
     }
 
-    /// Takes what comes within a time, and ends at what comes first.
+    /// Takes one batch that arrives within `time`.
     fn listen_once(&mut self, time: Duration) {
         let next = self.source.next();
         if let Ok(batch) = self.runtime.block_on(async { tokio::time::timeout(time, next).await }) {
@@ -86,7 +86,7 @@ impl Follower {
         }
     }
 
-    /// Takes what comes within a time.
+    /// Takes all batches that arrive within `time`.
     pub(crate) fn listen(&mut self, time: Duration) {
         let deadline = Instant::now() + time;
         while let Ok(batch) = {
@@ -97,7 +97,7 @@ impl Follower {
         }
     }
 
-    /// Waits until something holds of how it does with pods.
+    /// Waits until the health of the pods' watch satisfies a condition.
     pub(crate) fn until(&mut self, what: &str, holds: impl Fn(&KindHealth) -> bool) {
         let deadline = Instant::now() + PATIENCE;
         while !holds(&self.health(Kind::Pod)) {
@@ -110,7 +110,7 @@ impl Follower {
         &self.objects
     }
 
-    /// Whether the tables let `from` open a connection to `to`.
+    /// Whether the policy tables allow `from` to open a connection to `to`.
     pub(crate) fn reaches(&self, from: &str, to: &str) -> bool {
         let address = |text: &str| text.parse::<std::net::IpAddr>().unwrap().into();
         let (src, dst) = (address(from), address(to));
@@ -140,7 +140,7 @@ impl Follower {
     }
 }
 
-/// All objects that a server has, read by a way of their own.
+/// All objects of a server, read independently.
 fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).expect("an object of its type")

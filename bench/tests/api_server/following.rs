@@ -1,4 +1,4 @@
-//! What holds of every API server.
+//! Behaviour required with every API server.
 
 use std::time::{Duration, Instant};
 
@@ -21,21 +21,21 @@ fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into
     follower.catch_up(&server);
     let reached = |follower: &Follower| [(WEB, DB), (JOB, DB), (DB, JOB)].map(|(from, to)| follower.reaches(from, to));
     assert_eq!(reached(&follower), [true, false, true]);
-    // Updated: another may.
+    // Updated: another pod is admitted.
     server.admin().replace(&policy("shop", "db", "job")).unwrap();
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [false, true, true]);
-    // Created: one more that isolates.
+    // Created: one more policy that isolates.
     server.admin().create(&policy("shop", "job", "web")).unwrap();
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [false, true, false]);
-    // Deleted: both open again.
+    // Deleted: both pods are open again.
     for to in ["db", "job"] {
         server.admin().delete(&policy("shop", to, "web")).unwrap();
     }
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [true; 3]);
-    // A label moves a pod into a policy's reach and out of it.
+    // A label makes a policy select a pod, or no longer select it.
     server.admin().create(&policy("shop", "db", "web")).unwrap();
     let mut job = pod("shop", "job", JOB);
     job["metadata"]["labels"] = json!({ "app": "web" });
@@ -92,7 +92,7 @@ fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() 
     let lists = follower.health(Kind::Pod).lists;
     server.stop();
     follower.until("lost", |health| !health.connected);
-    // While it is away for us, the cluster goes on and its history is cut.
+    // While the server is unreachable, the cluster changes and its history is compacted.
     server.resume().unwrap();
     server.admin().delete(&pod("shop", "web", WEB)).unwrap();
     server.admin().replace(&policy("shop", "db", "job")).unwrap();

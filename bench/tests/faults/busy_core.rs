@@ -1,4 +1,4 @@
-//! A core that a worker has to share.
+//! A worker that shares its core with another process.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::fixture::{World, pods};
 use crate::forger::Forger;
 use crate::restarts::thread_named;
 
-/// A process of a session of its own that computes on one core until it is dropped.
+/// A process in its own session that spins on one core until it is dropped.
 struct Computing(Child);
 
 impl Computing {
@@ -19,7 +19,7 @@ impl Computing {
         Self(command.spawn().unwrap())
     }
 
-    /// How long it has run, and how long it has waited for the core.
+    /// Time it ran, and time it waited for the core.
     fn times(&self) -> (Duration, Duration) {
         times(&format!("/proc/{}/schedstat", self.0.id()))
     }
@@ -55,6 +55,6 @@ fn a_worker_of_real_time_priority_does_not_wait_for_a_process_that_computes_on_i
     let (ran, waited) = (after.0 - before.0, after.1 - before.1);
     println!("{sent} packets: the worker ran {ran:?} and waited {waited:?}; the other ran {computed:?}");
     assert!(sent >= 200_000 && ran > Duration::from_millis(50) && computed > Duration::from_millis(50));
-    // Another test's worker may be on the core, too, and is no less than this one.
+    // Another test's worker may be on the core too, at the same priority.
     assert!(waited < ran / 2, "it waited {waited:?} to run {ran:?}");
 }

@@ -1,4 +1,4 @@
-//! Pods and policies change under traffic, as often as can be.
+//! Pods and policies change quickly under traffic.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ fn a_pod_that_is_made_anew_a_thousand_times_leaves_nothing() {
     remake_pods(1000);
 }
 
-/// One pod comes and goes under the same address, allowed and denied by turns, while another keeps sending to it.
+/// A pod comes and goes under the same address, alternately allowed and denied, while another keeps sending to it.
 fn remake_pods(times: u32) {
     let only_a = "  ingress: [{from: [{podSelector: {matchLabels: {app: a}}}]}]\n";
     let mut world = World::of(&(pods(2) + &policy("only", "pod-1", only_a)), |_, _| {});
@@ -52,7 +52,7 @@ fn remake_pods(times: u32) {
         }
     }
     assert!(traffic.stop() > 0);
-    // Some are open for a moment only.
+    // Some descriptors are open only for a moment.
     let before = before.expect("counted once");
     let deadline = Instant::now() + Duration::from_secs(5);
     while descriptors(&world) > before && Instant::now() < deadline {

@@ -1,4 +1,4 @@
-//! The clock on the wall is set, and connections do not care.
+//! Setting the wall clock does not affect connections.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
@@ -9,20 +9,20 @@ use penstock_bench::testbed::Scratch;
 
 use crate::fixture::{World, pods, policy};
 
-/// How long an idle connection lives here.
+/// Timeout of an idle connection in this test.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Seconds of one.
+/// Seconds of a day.
 const DAY: i64 = 86_400;
 const PATIENCE: Duration = Duration::from_millis(800);
 
-/// The library by which a process is told another time than the machine's, as Debian's package `faketime` has it.
+/// The library that shows a process another time than the machine's, from Debian's package `faketime`.
 fn library() -> PathBuf {
     let directories = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
     let paths = directories.map(|name| Path::new("/usr/lib").join(name).join("faketime/libfaketimeMT.so.1"));
     paths.into_iter().find(|path| path.exists()).expect("faketime is installed (make setup)")
 }
 
-/// The clock of the daemon's own, off by what the file says. Its monotonic clock is the machine's.
+/// The daemon's wall clock, offset as written to a file. Its monotonic clock is the machine's.
 struct Wall(PathBuf);
 
 impl Wall {
@@ -50,7 +50,7 @@ impl Wall {
     }
 }
 
-/// A question from `pod-0` to `pod-1`, and the server's end of the connection.
+/// A query from `pod-0` to `pod-1`; returns the server's end of the connection.
 fn ask(world: &World, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
     let open = |name: &str, port: u16| {
         let site = world.site(name);
@@ -64,7 +64,7 @@ fn ask(world: &World, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
     (client, server, from)
 }
 
-/// What the daemon says the time is, in seconds of the day, when it publishes.
+/// The time of day that the daemon logs when it publishes, in seconds.
 fn told(world: &World, number: u16) -> i64 {
     let seen = world.daemon.log().len();
     let changed = policy("changes", "pod-1", &format!("  ingress: [{{}}, {{ports: [{{port: {}}}]}}]\n", 1 + number));

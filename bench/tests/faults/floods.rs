@@ -1,7 +1,8 @@
-//! One pod floods: others keep what they have of the worker, their connections stay, and the counters tell.
+//! One pod floods: other pods keep their share of the worker, their connections stay, and the counters show the drops.
 //!
-//! Flooder and other pods share a core, the worker has the other; what another pod is measured by is a stream far below its
-//! share of the worker, and the share of it that arrives: its loss is the worker's unfairness and not a lack of cores.
+//! Flooder and other pods share a core, the worker has the other one. The measure is the received share of a stream of
+//! another pod that is far below its share of the worker: its loss is unfairness of the worker and not a lack of CPU
+//! time.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,15 +15,15 @@ use penstock_control::service::admin::types::Port;
 use crate::fixture::{World, pods, policy};
 use crate::forger::Forger;
 
-/// Different frames of one flood.
+/// Different frames in one flood.
 const VARIETY: u16 = 8192;
-/// Connections that one pod may have.
+/// Connection quota of a pod.
 const QUOTA: u32 = 256;
-/// How long each flood lasts, and its measurement before it.
+/// Duration of each flood, and of the measurement before it.
 const LENGTH: Duration = Duration::from_millis(1500);
-/// Datagrams of another pod: so many every millisecond…
+/// Datagrams of the other pod per millisecond…
 const PACE: u64 = 20;
-/// … and at least so many, however little its sender gets of the core that it shares with the flooder, but not for ever.
+/// … and at least this many, however little CPU time its sender gets beside the flooder, within a limit.
 const LEAST: u64 = 5_000;
 const LONGEST: Duration = Duration::from_secs(60);
 
@@ -45,7 +46,7 @@ fn icmp(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
     (0..VARIETY).map(echo).collect()
 }
 
-/// First fragments with ever new identifications, and later ones of datagrams that never began.
+/// First fragments with changing identifications, and later fragments of unknown datagrams.
 fn fragments(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
     let fragment = |n: u16| {
         let mut frame = forger.udp((own, 1024 + n), (to, 9), &[0; 24]);
@@ -60,13 +61,13 @@ fn fragments(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
     (0..VARIETY).map(fragment).collect()
 }
 
-/// Datagrams of `pod-0` to the sink, at its pace for so long; how many were sent and arrived.
+/// Sends datagrams from `pod-0` to the sink at its pace; returns how many were sent and arrived.
 fn pace(world: &World, sink: &Sink, to: SocketAddr) -> (u64, u64) {
     std::thread::scope(|scope| scope.spawn(|| pace_here(world, sink, to)).join()).unwrap()
 }
 
 fn pace_here(world: &World, sink: &Sink, to: SocketAddr) -> (u64, u64) {
-    // Not behind the worker.
+    // Not on the worker's core.
     pin(0).unwrap();
     let socket = world.site("test/pod-0").namespace.run(|| std::net::UdpSocket::bind(("0.0.0.0", 0))).unwrap();
     let (start, before, mut sent) = (Instant::now(), sink.arrived().unwrap(), 0);

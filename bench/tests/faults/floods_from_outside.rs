@@ -1,8 +1,8 @@
-//! A machine outside floods a pod with packets of no connection, from addresses that it makes up or from one: connections of
+//! A machine outside floods a pod with packets of no connection, from spoofed addresses or from one: connections of
 //! that pod and of others stay, and new ones open.
 //!
-//! `make test` does it for seconds with a connection table that is a 64th of the default: 16,384 connections, 4,096 a pod, which
-//! a flood of 100,000 packets/s fills in 40 ms. The long test has the defaults, and a minute.
+//! `make test` runs it for seconds with a connection table of a 64th of the default: 16,384 connections, 4,096 per pod,
+//! which a flood of 100,000 packets/s fills in 40 ms. The long test uses the defaults, and a minute.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -18,22 +18,22 @@ use crate::forger::kernel_lost;
 
 /// Packets a second.
 const RATE: f64 = 100e3;
-/// Below the second after which a stack sends its SYN again, so that none of the tries that count is a second one.
+/// Shorter than the second after which TCP retransmits a SYN, so that no counted attempt includes a retransmission.
 const ONCE: Patience = Patience { timeout: Duration::from_millis(950), attempts: 1 };
-/// What a busy machine may take for data over a connection that is there.
+/// Timeout for data on an existing connection on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Where connections are served that nobody uses during a flood.
+/// Port of connections that stay idle during a flood.
 const IDLE: u16 = 7000;
-/// How many of them there are from each client.
+/// Number of them from each client.
 const HELD: usize = 32;
 
 const ONE: Sources = Sources::One(Ipv4Addr::new(203, 0, 113, 9));
-/// To an open port but for UDP: what the pod's stack answers by itself is part of it.
+/// To open ports except for UDP, so that replies of the pod's stack are part of the flood.
 const FLOODS: [(Packets, u16); 5] =
     [(Packets::Ack, 9090), (Packets::Ack, 9), (Packets::Syn, 9090), (Packets::Rst, 9090), (Packets::Udp, 9)];
 
-/// A connection and a stream of datagrams that are used before and after a flood, not during it. The serving pod may
-/// open nothing to this client: what it sends first passes only as part of what is there.
+/// Connections and a stream of datagrams that are used before and after a flood, not during it. The serving pod may
+/// open nothing to this client: what it sends first passes only as part of an existing connection.
 struct Held {
     connections: Vec<(TcpStream, TcpStream)>,
     datagrams: (UdpSocket, UdpSocket),
@@ -58,12 +58,12 @@ impl Held {
         let held = Self { connections: (0..HELD).map(connect).collect(), datagrams: (asks, answers) };
         assert!(held.datagrams.0.send(b"asked").is_ok());
         assert_eq!(held.lost(), (0, false), "before any flood");
-        // The opener goes on two seconds after it began: a stream.
+        // The opener sends again two seconds after the first packet: a stream.
         std::thread::sleep(Duration::from_millis(2100));
         held
     }
 
-    /// How many connections are lost, and whether the stream is. The serving side speaks first.
+    /// Number of lost connections, and whether the stream is lost. The server sends first.
     fn lost(&self) -> (usize, bool) {
         let lives = |(client, server): &(TcpStream, TcpStream)| {
             let (mut client, mut server, mut word) = (client, server, [0; 5]);
@@ -76,7 +76,7 @@ impl Held {
         (lost, !self.streams())
     }
 
-    /// Whether datagrams pass, the server's first. One may get lost on its way, ten may not.
+    /// Whether datagrams pass, the server's first. One of ten may be lost.
     fn streams(&self) -> bool {
         let (asks, answers) = &self.datagrams;
         let mut word = [0; 8];
@@ -87,7 +87,7 @@ impl Held {
     }
 }
 
-/// Tries to connect anew, again and again.
+/// Opens new connections repeatedly.
 struct Opener<'a> {
     from: &'a Site,
     to: (u32, IpAddr),
@@ -109,24 +109,25 @@ impl<'a> Opener<'a> {
         }
     }
 
-    /// Tried, and reached at the first SYN.
+    /// Attempts, and attempts that succeeded with the first SYN.
     fn counts(&self) -> (u32, u32) {
         (self.tried.load(Ordering::Relaxed), self.reached.load(Ordering::Relaxed))
     }
 }
 
-/// What a flood came to.
+/// Result of a flood.
 struct Came {
     sent: u64,
-    /// The share of packets that the kernel lost before the workers had them.
+    /// Share of packets that the kernel dropped before the workers received them.
     lost: f64,
     tried: u32,
     reached: u32,
-    /// Connections that the flooded pod and another could not open for want of room.
+    /// Connections that the flooded pod and another could not open because the table was full.
     refused: u64,
 }
 
-/// Floods for so long, and opens connections meanwhile: from outside to the flooded pod, from it, and from another pod to it.
+/// Floods for this long and opens connections meanwhile: from outside to the flooded pod, from it, and from another pod
+/// to it.
 fn flood(world: &World, outside: &Outside, kind: (Packets, u16), sources: Sources, length: Duration) -> Came {
     let IpAddr::V4(pod) = world.site("test/pod-0").address(false).unwrap() else { panic!("IPv4") };
     let mut flood = Flood::new((&world.cluster.node, outside), kind.0, sources, (pod, kind.1)).unwrap();
@@ -141,7 +142,7 @@ fn flood(world: &World, outside: &Outside, kind: (Packets, u16), sources: Source
     let (lost, refused, start) = (lost_so_far(world), refused_so_far(world), Instant::now());
     let sent = std::thread::scope(|scope| {
         let flooding = scope.spawn(|| flood.run(&generator, RATE, &ends).unwrap());
-        // What is opened below is opened while the table is full.
+        // Open the connections while the table is full.
         std::thread::sleep(Duration::from_millis(300));
         while start.elapsed() < length || openers.iter().any(|(opener, _)| opener.counts().0 == 0) {
             std::thread::scope(|scope| {
@@ -168,13 +169,12 @@ fn host(world: &World) -> penstock_control::service::admin::types::Port {
     world.status().ports.into_iter().find(|port| port.kind == "host").unwrap()
 }
 
-/// Packets that the kernel lost at the flood's and the flooded pod's ports.
+/// Packets that the kernel dropped at the flood's and the flooded pod's ports.
 fn lost_so_far(world: &World) -> u64 {
     kernel_lost(&host(world)) + kernel_lost(&world.port("test/pod-0"))
 }
 
-/// Of what came in from the flooded pod itself and from another, how much found no room. Their own answers to a flood open
-/// nothing.
+/// Connections rejected for a full table, of the flooded pod and another. Their replies to a flood open nothing.
 fn refused_so_far(world: &World) -> u64 {
     let drops = ["test/pod-0", "test/pod-2"].map(|pod| world.port(pod).drops);
     let of = |reason: &str| drops.iter().filter_map(|drops| drops.get(reason)).sum::<u64>();
@@ -183,7 +183,7 @@ fn refused_so_far(world: &World) -> u64 {
 
 fn withstands(conntrack: &str, length: Duration) {
     let mut outside = None;
-    // pod-0 and pod-1 may open nothing to those who hold connections to them.
+    // pod-0 and pod-1 may open nothing to the clients of existing connections.
     let yaml = pods(4)
         + &policy(
             "of-0",
@@ -210,7 +210,8 @@ fn withstands(conntrack: &str, length: Duration) {
             let came = flood(&world, &outside, kind, sources, length);
             assert!(came.sent > 3 * 4096, "{kind:?}: only {} packets were sent", came.sent);
             assert!(came.tried >= 200, "{kind:?}: only {} connections were tried", came.tried);
-            // What a busy machine loses before a worker has it is not the table's doing: six packets open a connection.
+            // Loss before the worker on a busy machine is not the table's fault: opening a connection takes six
+            // packets.
             let share = f64::from(came.reached) / f64::from(came.tried) + 6.0 * came.lost;
             if share < 0.99 || came.refused > 0 {
                 let Came { sent, lost, tried, reached, refused } = came;

@@ -1,4 +1,4 @@
-//! A pod sends forged replies, to open a way for itself or for another: each is refused, and counted.
+//! A pod sends forged replies to open a path for itself or another pod: each is rejected and counted.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -12,13 +12,13 @@ use penstock_bench::probe::{self, Outcome, Patience, Protocol};
 use crate::fixture::{World, pods, policy};
 use crate::forger::{Forger, count_to};
 
-/// A port that all forged packets come from or go to, so that they are known where they arrive.
+/// Port of all forged packets, to recognise them on arrival.
 const MARK: u16 = 47_111;
 
-/// A forged packet, and the cause by which it must be dropped.
+/// A forged packet and its expected drop reason.
 type Forged = (&'static str, Vec<u8>, &'static str);
 
-/// An ICMP error of this pod about a packet.
+/// An ICMP error from this pod about a packet.
 fn unreachable(forger: &Forger, from: IpAddr, to: IpAddr, quoted: &[u8]) -> Vec<u8> {
     let mut frame = Vec::new();
     let ip = forger.ip(from, to);
@@ -48,7 +48,7 @@ fn echo_reply(forger: &Forger, from: IpAddr, to: IpAddr) -> Vec<u8> {
     frame
 }
 
-/// What `pod-2` forges towards a victim; `quoted` is a packet of the victim's own connection with another.
+/// Packets that `pod-2` forges towards a victim; `quoted` belongs to the victim's connection with another pod.
 fn forgeries(forger: &Forger, own: IpAddr, victim: IpAddr, quoted: &[u8]) -> Vec<Forged> {
     let (from, to) = ((own, MARK), (victim, 8080));
     vec![
@@ -74,7 +74,7 @@ fn is_marked(frame: &[u8]) -> bool {
 
 #[test]
 fn forged_replies_open_no_way_and_are_counted() {
-    // The victim asks others, and lets nobody in.
+    // The victim sends queries and admits nobody.
     let world = World::of(&(pods(3) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
     let mut forger = Forger::of(&world, "test/pod-2");
     let seen = Wire::open(&world.site("test/pod-1").namespace).unwrap();
@@ -82,7 +82,7 @@ fn forged_replies_open_no_way_and_are_counted() {
     for v6 in [false, true] {
         let address = |name: &str| world.site(name).address(v6).unwrap();
         let (victim, other, own) = (address("test/pod-1"), address("test/pod-0"), address("test/pod-2"));
-        // Asks on the marked port, so that what quotes the question is known too.
+        // Queries use the marked port, so that a quoted query is recognised too.
         let asking = world.site("test/pod-1").namespace.run(|| UdpSocket::bind((victim, MARK))).unwrap();
         asking.send_to(b"question", SocketAddr::new(other, 53)).unwrap();
         asking.set_read_timeout(Some(Duration::from_secs(5))).unwrap();

@@ -1,4 +1,4 @@
-//! A pod that sends what no honest stack would, and what the daemon counted of it.
+//! Sends packets that a regular stack would not send, and reads the daemon's drop counters.
 
 use std::io;
 use std::net::IpAddr;
@@ -11,10 +11,10 @@ use penstock_control::service::admin::types::Port;
 
 use crate::fixture::World;
 
-/// The MAC that every frame must have which is meant for all on a link.
+/// The broadcast MAC address.
 pub(crate) const BROADCAST: [u8; 6] = [0xff; 6];
 
-/// A pod's interface, past its own stack.
+/// A raw socket on a pod's interface.
 pub(crate) struct Forger {
     wire: Wire,
     pub(crate) mac: [u8; 6],
@@ -34,7 +34,7 @@ impl Forger {
         }
     }
 
-    /// A machine's interface outside, past its own stack.
+    /// A raw socket on an outside machine's interface.
     pub(crate) fn outside(world: &World, outside: &Outside) -> Self {
         Self {
             wire: Wire::open(outside.namespace()).unwrap(),
@@ -44,7 +44,7 @@ impl Forger {
         }
     }
 
-    /// The Ethernet and IP header of a packet to the gateway.
+    /// Ethernet and IP header of a packet to the gateway.
     pub(crate) fn ip(&self, from: IpAddr, to: IpAddr) -> PacketBuilderStep<IpHeaders> {
         let ethernet = PacketBuilder::ethernet2(self.mac, self.gateway);
         match (from, to) {
@@ -60,7 +60,7 @@ impl Forger {
         frame
     }
 
-    /// A segment; `flags` sets them, and the numbers.
+    /// A TCP segment; `flags` sets flags and numbers.
     pub(crate) fn tcp(&self, from: (IpAddr, u16), to: (IpAddr, u16), flags: impl FnOnce(&mut TcpHeader)) -> Vec<u8> {
         let mut header = TcpHeader::new(from.1, to.1, 1_000, 65_000);
         flags(&mut header);
@@ -69,7 +69,7 @@ impl Forger {
         frame
     }
 
-    /// Sends a frame; it is in the worker's or the kernel's hands when this returns, or dropped.
+    /// Sends a frame. When this returns, the worker or the kernel has it, or it was dropped.
     pub(crate) fn send(&mut self, frame: &[u8]) {
         let refused = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EAGAIN));
         while let Err(error) = self.wire.send(frame) {
@@ -80,7 +80,7 @@ impl Forger {
     }
 }
 
-/// How often the daemon names `cause` in the line of a port or pod, by its statistics of now.
+/// The daemon's current count of a drop reason on a port or pod.
 pub(crate) fn count(world: &World, pod: &str, cause: &str) -> u64 {
     let statistics = world.statistics();
     let line = statistics.iter().find(|line| line.contains(pod)).unwrap_or_else(|| panic!("{statistics:#?}"));
@@ -88,12 +88,12 @@ pub(crate) fn count(world: &World, pod: &str, cause: &str) -> u64 {
     words.next().map_or(0, |count| count.parse().unwrap())
 }
 
-/// The same, once it is so much, or has not become so in time.
+/// The same, after waiting until it reaches `expected` or a timeout passes.
 pub(crate) fn count_to(world: &World, pod: &str, cause: &str, expected: u64) -> u64 {
     sum_to(world, pod, &[cause], expected)
 }
 
-/// The same of several causes together.
+/// The sum of several reasons.
 pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
@@ -105,7 +105,7 @@ pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -
     }
 }
 
-/// Packets that the kernel lost at a port's socket: `rx_dropped` counts those for which the fill ring was empty too.
+/// Packets that the kernel dropped at a port's socket; `rx_dropped` includes those with an empty fill ring.
 pub(crate) fn kernel_lost(port: &Port) -> u64 {
     ["rx_dropped", "rx_ring_full"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
 }

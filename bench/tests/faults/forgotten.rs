@@ -1,8 +1,8 @@
-//! Connections that an end has forgotten, gone without a word: they can be opened again from the same ports. And a SYN that
-//! somebody forges into a live one, which does it no harm.
+//! Connections that one end lost silently can be reopened from the same ports. A forged SYN in a live connection does
+//! no harm.
 //!
-//! An end goes silently by `TCP_REPAIR`: the kernel sends nothing when a socket in that mode is closed (net/ipv4/tcp.c,
-//! `tcp_disconnect`). To its peer and to the node that is a machine that lost its power.
+//! An end vanishes silently with `TCP_REPAIR`: the kernel sends nothing when a socket in that mode is closed
+//! (net/ipv4/tcp.c, `tcp_disconnect`). For its peer and the node it is a machine that lost power.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -16,27 +16,27 @@ use socket2::{Domain, Socket, Type};
 use crate::fixture::{World, pods, policy};
 use crate::forger::Forger;
 
-/// Connections that are forgotten at once.
+/// Connections that are lost at once.
 const CONNECTIONS: u16 = 300;
 const FIRST_PORT: u16 = 20_000;
 const PORT: u16 = 7000;
-/// What may pass on a busy machine until both ends have heard each other; retransmissions are in it.
+/// Timeout until both ends have exchanged data on a busy machine, retransmissions included.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 type Ends = (TcpStream, TcpStream);
 
-/// Opens a connection from each of these ports, all at once, and tells which got through with data both ways.
+/// Opens a connection from each of these ports concurrently; returns those that exchanged data both ways.
 fn open(client: &Namespace, from: SocketAddr, server: &Namespace, to: SocketAddr) -> Vec<Option<Ends>> {
     let listener = server.run(|| TcpListener::bind(to)).unwrap();
     listener.set_nonblocking(true).unwrap();
-    // Room for all of them, whoever accepts late.
+    // Backlog for all of them.
     socket2::SockRef::from(&listener).listen(i32::from(CONNECTIONS)).unwrap();
     let begin = |number| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
         socket.bind(&SocketAddr::new(from.ip(), FIRST_PORT + number).into())?;
         socket.set_nonblocking(true)?;
-        // It is under way.
+        // In progress.
         let _ = socket.connect(&to.into());
         std::io::Result::Ok(socket)
     };
@@ -72,7 +72,7 @@ fn exchange((client, server): &mut Ends) -> bool {
     there_and_back().is_ok() && &word == b"again"
 }
 
-/// Closes a socket of which nobody is to hear.
+/// Closes a socket without sending anything.
 fn forget(end: TcpStream) {
     let on: libc::c_int = 1;
     let size = size_of_val(&on) as libc::socklen_t;
@@ -99,7 +99,7 @@ fn connections_that_both_pods_forgot_open_again_from_the_same_ports() {
             "opened, turn {turn}: {:?}",
             world.port("test/pod-1").drops
         );
-        // The last turn's ends close in order: nothing is left of what came before.
+        // The ends of the last turn close normally: nothing of the earlier connections remains.
         if turn < 2 {
             ends.into_iter().flatten().for_each(|(client, server)| [client, server].into_iter().for_each(forget));
         }
@@ -133,7 +133,7 @@ fn a_machine_that_is_made_anew_opens_its_connections_again_from_the_same_ports()
     }
 }
 
-/// The machine outside, with the same addresses, once the kernel has taken the old one's interface away.
+/// Recreates the machine outside with the same addresses, once the kernel has removed the old interface.
 fn made_anew(world: &mut World) -> Outside {
     let deadline = Instant::now() + PATIENCE;
     let gone = |world: &World| !world.cluster.node.netlink().interface_names().unwrap().contains(&"eth1".to_owned());
@@ -146,7 +146,7 @@ fn made_anew(world: &mut World) -> Outside {
 
 #[test]
 fn a_syn_that_is_forged_into_a_live_connection_does_it_no_harm() {
-    // Only outside may open: what a pod's answering packet opened would be seen to be denied.
+    // Only the outside may open: a connection opened by a reply of the pod would be denied.
     let mut outside = None;
     let yaml = pods(1) + &policy("answers", "pod-0", "  policyTypes: [Egress]\n  egress: []\n");
     let world = World::of(&yaml, |cluster, _| outside = Some(cluster.node.add_outside("outside").unwrap()));
@@ -168,7 +168,7 @@ fn a_syn_that_is_forged_into_a_live_connection_does_it_no_harm() {
         }
     }
     assert!(exchange(&mut ends), "after all of them: {:?}", world.port("test/pod-0").drops);
-    // And none of them was answered as if there were no connection.
+    // None of them was answered as on an unknown connection.
     drop(listener);
     assert!(exchange(&mut ends));
 }

@@ -1,4 +1,4 @@
-//! A pod sends frames of nothing but chance, and good ones with something wrong.
+//! A pod sends random frames and mutated valid frames.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use rand::{Rng, SeedableRng};
 use crate::fixture::{World, pods, policy};
 use crate::forger::{Forger, kernel_lost};
 
-/// Octets of the longest frame of a link with an MTU of 1,500.
+/// Bytes of the longest frame on a link with an MTU of 1,500.
 const LONGEST: usize = 1514;
-/// Frames that are made anew for each round, and sent at once.
+/// Frames generated for each round and sent at once.
 const ROUND: usize = 4096;
 
-/// Good frames of all kinds that a pod sends, to those whom it reaches and to those whom it does not.
+/// Valid frames of all kinds that a pod sends, to reachable and to unreachable destinations.
 fn good_frames(world: &World, forger: &Forger) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
     for v6 in [false, true] {
@@ -43,14 +43,14 @@ fn good_frames(world: &World, forger: &Forger) -> Vec<Vec<u8>> {
                 forger.ip(own, to).icmpv4(kind).write(&mut error, &quoted[14..]).unwrap();
                 frames.push(error);
             }
-            // Longer than a link's MTU is for the kernel to refuse; this is nearly so long.
+            // The kernel rejects frames beyond the link's MTU; this one is just below.
             frames.push(forger.udp((own, 1002), (to, 9), &[0; 1400]));
         }
     }
     frames
 }
 
-/// One of them, as it is or with something wrong; or nothing but chance.
+/// One of them, unchanged or mutated; or random bytes.
 fn mutated(good: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     let mut frame = good[random.random_range(0..good.len())].clone();
     match random.random_range(0..8) {
@@ -70,18 +70,18 @@ fn mutated(good: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             }
         }
         6 => {
-            // Behind the IPv4 header and its checksum, so that the packet goes further.
+            // Behind the IPv4 header and its checksum, so that the packet gets further.
             let at = random.random_range(34..frame.len());
             frame[at] = random.random();
         }
         _ => {}
     }
-    // The pod's own link takes no longer ones.
+    // The pod's own link accepts no longer frames.
     frame.truncate(LONGEST);
     frame
 }
 
-/// What became of the packets that came in by a port, as its counters tell.
+/// Counters of the packets received on a port.
 struct Fate {
     seen: u64,
     redirected: u64,
@@ -123,7 +123,7 @@ fn send_mutated(frames: u64) {
     let forger = Forger::of(&world, "test/pod-2");
     let good = good_frames(&world, &forger);
     let generator = world.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
-    // What the pod's own stack sends of itself is counted too.
+    // Packets of the pod's own stack are counted too.
     let before = fate(&world.port("test/pod-2"));
     let mut sent = 0;
     while sent < frames {

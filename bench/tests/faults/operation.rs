@@ -1,4 +1,4 @@
-//! What is around the daemon fails: its disk is full, nobody reads its log, its clients are many or stuck.
+//! Faults around the daemon: a full disk, a log that is not read, many or stuck clients.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -17,14 +17,14 @@ use penstock_bench::testbed::{Daemon, Guard, Privileges, Scratch, penstock_binar
 use crate::fixture::{World, pod, pods, policy};
 use crate::traffic::{ALLOWED, Sniffer, Stream};
 
-/// A policy by which `pod-1` lets in TCP to one port.
+/// A policy that admits TCP to one port of `pod-1`.
 fn only_port(port: u16) -> String {
     policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}, {{port: 7000, protocol: UDP}}]}}]\n"))
         .trim_start_matches("---\n")
         .to_owned()
 }
 
-/// A small file system of its own, unmounted at the end.
+/// A small tmpfs, unmounted at the end.
 struct Disk {
     path: PathBuf,
     _guard: Guard,
@@ -38,7 +38,7 @@ impl Disk {
         mount(Some("penstock-test"), &path, Some("tmpfs"), MsFlags::empty(), Some(size.as_str())).unwrap();
         let _guard = Guard::new({
             let path = path.clone();
-            // A directory of the scratch at worst.
+            // If unmounting fails, it is a subdirectory of the scratch directory.
             move || {
                 let _ = umount2(&path, MntFlags::MNT_DETACH);
             }
@@ -46,7 +46,7 @@ impl Disk {
         Self { path, _guard }
     }
 
-    /// Takes all room that is left.
+    /// Uses up all free space.
     fn fill(&self) -> PathBuf {
         let file = self.path.join("filler");
         let mut filler = std::fs::File::create(&file).unwrap();
@@ -61,7 +61,7 @@ fn tcp(world: &World, port: u16) -> Outcome {
     probe::run_one(world.site("test/pod-0"), target, Protocol::Tcp(port), Patience::default()).unwrap()
 }
 
-/// Forwarding and changes of policy go on: what is saved is in force soon.
+/// Checks that forwarding and policy changes go on: a saved change is in force soon.
 fn assert_unaffected(world: &World) {
     for (open, closed) in [(8080, 9090), (9090, 8080)] {
         world.save("only.yaml", &only_port(open));
@@ -89,7 +89,7 @@ fn a_full_disk_stops_neither_packets_nor_policy() {
     let sniffer = Sniffer::start(world.site("test/pod-1"), to);
     let stream = Stream::start(world.site("test/pod-0"), ALLOWED, to, Instant::now());
     assert_unaffected(&world);
-    // A pod that comes is to be written down beside the connections; that cannot be, and it is served all the same.
+    // A new pod is recorded beside the connection table. That fails, and the pod is served anyway.
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
     world.save("late.yaml", late.trim_start_matches("---\n"));
     let addresses = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
@@ -100,7 +100,7 @@ fn a_full_disk_stops_neither_packets_nor_policy() {
     println!("{told}");
     let numbers = stream.stop();
     assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
-    // With room again the log goes on.
+    // With free space the log continues.
     let length = std::fs::metadata(&verdicts).unwrap().len();
     std::fs::remove_file(filler).unwrap();
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -117,11 +117,11 @@ fn however_many_scrape_at_once_few_threads_go_through_the_connection_table() {
     let world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
     std::thread::scope(|scope| {
         let scrapers: Vec<_> = (0..SCRAPERS).map(|_| scope.spawn(|| world.http(metrics, "/metrics"))).collect();
-        // On a busy machine some may be told to come again later.
+        // On a busy machine some may be answered with 503.
         let answers = scrapers.into_iter().map(|scraper| scraper.join().unwrap());
         assert!(answers.filter(|answer| answer.contains("penstock_connections{")).count() > 0);
     });
-    // The runtime keeps each for ten seconds, and has no more than two.
+    // The runtime keeps each for ten seconds and has at most two.
     let tasks = std::fs::read_dir(format!("/proc/{}/task", world.daemon.id())).unwrap().flatten();
     let names: Vec<_> = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect();
     let helpers = names.iter().filter(|name| name.starts_with("tokio")).count();
@@ -145,7 +145,7 @@ fn a_disk_too_small_for_the_connection_table_is_told_at_the_start_in_one_line() 
     assert!(told.len() == 1 && told[0].contains("No space left"), "{}", lines.join("\n"));
 }
 
-/// A daemon whose log nobody reads, into a pipe that holds a page.
+/// A daemon whose log goes to an unread pipe of one page.
 struct Unread {
     child: Child,
     stderr: ChildStderr,
@@ -180,7 +180,7 @@ impl Unread {
 
 impl Drop for Unread {
     fn drop(&mut self) {
-        // It may have ended long ago.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -241,7 +241,7 @@ fn a_thousand_admin_clients_and_scrapers_that_never_read_stop_neither_packets_no
     let numbers = stream.stop();
     assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
     drop((admin, scrapers));
-    // Those who are gone hold nothing; the late pod's port does.
+    // Resources of gone clients are released; the late pod's port is open.
     let deadline = Instant::now() + Duration::from_secs(10);
     while descriptors(world.daemon.id()) > before + 20 {
         assert!(Instant::now() < deadline, "{} descriptors, {before} before", descriptors(world.daemon.id()));
@@ -250,14 +250,14 @@ fn a_thousand_admin_clients_and_scrapers_that_never_read_stop_neither_packets_no
     assert!(world.status().in_force, "and it answers");
 }
 
-/// A client of the admin API that asks and does not read.
+/// A client of the admin API that sends a request and does not read.
 fn ask_admin(socket: &Path) -> UnixStream {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: node\r\n\r\n").unwrap();
     stream
 }
 
-/// A scraper that asks for many pages and reads none.
+/// A scraper that requests many pages and reads none.
 fn scrape(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5)).unwrap();
     socket2::SockRef::from(&stream).set_recv_buffer_size(4096).unwrap();

@@ -1,4 +1,4 @@
-//! What a path is too long for is told its sender, as any router would.
+//! ICMP errors to senders whose packets expire or do not fit, as from any router.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use penstock_bench::probe::Site;
 
 use crate::fixture::{World, pods, policy};
 
-/// What came back for a datagram.
+/// Reply to a datagram.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Answer {
     TimeExceeded(IpAddr),
@@ -36,7 +36,7 @@ fn answer(frame: &[u8]) -> Option<Answer> {
     }
 }
 
-/// Sends datagrams with a TTL of so much to a port where nobody listens, until one is answered.
+/// Sends datagrams with this TTL to a closed port until one is answered.
 fn ask(wire: &Wire, from: &Site, to: IpAddr, ttl: u32) -> Answer {
     let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), 0);
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -58,7 +58,7 @@ fn ask(wire: &Wire, from: &Site, to: IpAddr, ttl: u32) -> Answer {
 #[test]
 fn a_ttl_that_runs_out_is_told_and_a_traceroute_shows_the_node_and_the_end() {
     let mut outside = None;
-    // Errors about a pod's own packets come in, although nothing else may.
+    // Errors about a pod's own packets are admitted, although nothing else is.
     let world = World::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {
         outside = Some(Site::from(&cluster.node.add_outside("outside").unwrap()));
     });

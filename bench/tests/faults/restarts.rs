@@ -1,4 +1,4 @@
-//! The daemon dies, by a signal or by a fault of its own: what passes meanwhile, and what after.
+//! The daemon dies, by a signal or a panic: what passes meanwhile, and afterwards.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -42,7 +42,7 @@ fn between_a_kill_and_the_next_start_not_one_packet_reaches_a_pod() {
     }
 }
 
-/// A world in which `pod-1` lets `pod-0` in alone, with these further settings.
+/// A fixture in which `pod-1` admits only `pod-0`, with these further settings.
 fn only_pod_0(pods_of_it: u8, sections: &str) -> World {
     let only = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
     World::of(&(pods(pods_of_it) + &policy("only", "pod-1", only)), |_, config| config.sections.push_str(sections))
@@ -56,7 +56,7 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
     let sniffer = Sniffer::start(world.site("test/pod-1"), to);
     let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED), ("node", NODE)];
     let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
-    // The runtime says so the moment it happens.
+    // The runtime logs a panic immediately.
     world.daemon.log().wait_for_after(0, "told to, to see what holds then", Duration::from_secs(10)).unwrap();
     let panicked = Instant::now();
     let status = world.daemon.wait_until_ended(Duration::from_secs(60)).unwrap();
@@ -139,9 +139,9 @@ fn where_the_setting_says_open_traffic_passes_within_100_ms_of_a_kill() {
     assert!(soonest < Duration::from_millis(100), "{soonest:?} after the kill");
 }
 
-/// How soon after a kill traffic passed, at best.
+/// Shortest time after a kill until traffic passes.
 fn fail_open() -> Duration {
-    // So many that the kernel takes half a second to close what the process had open.
+    // Enough pods that the kernel takes half a second to close the process' descriptors.
     let mut world = only_pod_0(12, "[fail]\nmode = \"open\"\n");
     let epoch = Instant::now();
     let (mut before_it_was_gone, mut soonest) = (0, Duration::MAX);
@@ -172,7 +172,8 @@ fn fail_open() -> Duration {
             soonest = soonest.min(first - killed);
         }
     }
-    // What all depends on is closed first. A sender may have to wait for its core meanwhile, so that once is enough.
+    // The descriptor that everything depends on is closed first. A sender may have to wait for its core, so once is
+    // enough.
     assert!(before_it_was_gone > 0, "traffic waits until all that the process had is closed");
     soonest
 }
@@ -183,7 +184,7 @@ fn an_update_hands_over_established_connections_and_not_one_unjudged_packet() {
         &(pods(3) + &policy("only", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n")),
         |_, config| {
             let directory = config.manifests.parent().unwrap().display();
-            // What goes on was found in the file: a segment from the middle of a connection opens none.
+            // Connections that continue were found in the file: mid-stream pickup is off.
             config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n");
             config.sections += "[fail]\non_exit = \"keep\"\n";
         },

@@ -1,4 +1,4 @@
-//! A connection that policy has ended does not come back by a SYN on its ports.
+//! A revoked connection does not come back by a SYN on its ports.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +8,7 @@ use crate::fixture::{World, pods, policy};
 use crate::forger::Forger;
 
 const PORT: u16 = 7000;
-/// How long the server's retransmissions may take on a busy machine: they begin after 0.2 s, and each waits twice as long.
+/// Timeout for the server's retransmissions on a busy machine: they begin after 0.2 s and double each time.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[test]
@@ -24,11 +24,11 @@ fn a_syn_on_a_connection_that_policy_has_ended_does_not_bring_it_back() {
     client.write_all(b"x").unwrap();
     server.read_exact(&mut [0]).unwrap();
     let seen = world.daemon.log().len();
-    // pod-1 lets nobody in any more, and may still open what it likes.
+    // pod-1 admits nobody any more and may still open connections.
     let closed = policy("of-1", "pod-1", "  policyTypes: [Ingress]\n  ingress: []\n");
     world.save("all.yaml", &(pods(2) + &closed));
     world.daemon.log().wait_for_after(seen, "published", PATIENCE).unwrap();
-    // What the server's stack sends from now on, again and again.
+    // The server's stack retransmits this from now on.
     server.write_all(b"secret").unwrap();
     let dropped = |pod: &str, reason: &str| world.port(pod).drops.get(reason).copied().unwrap_or(0);
     wait(|| dropped("test/pod-1", "connection_cut") > 0, "the server's data is dropped");

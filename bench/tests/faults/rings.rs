@@ -1,4 +1,4 @@
-//! Rings that are full or empty, and no frames left: that port loses, by cause, and the others nothing.
+//! Full or empty rings, and no free frames: the port's losses are counted by reason, and other ports lose nothing.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -13,10 +13,10 @@ use crate::restarts::thread_named;
 use crate::stopped::Stopped;
 use crate::traffic::{ALLOWED, Sniffer, Stream};
 
-/// Entries of a ring, as the daemon has them by default: more frames a port never has.
+/// Default ring size: the maximum number of frames of a port.
 const RING: u64 = 1024;
 
-/// A datagram from `pod-2` to `pod-1`, ready to be sent many times.
+/// A datagram from `pod-2` to `pod-1`, prepared for repeated sending.
 fn flood_frame(world: &World, forger: &Forger) -> Vec<u8> {
     let address = |name: &str| world.site(name).address(false).unwrap();
     forger.udp((address("test/pod-2"), 1000), (address("test/pod-1"), 9), b"flood")
@@ -26,13 +26,13 @@ fn generator(world: &World, name: &str) -> Generator {
     world.site(name).namespace.run(|| Generator::open("eth0")).unwrap()
 }
 
-/// The numbers that did not arrive of so many.
+/// Numbers below `count` that did not arrive.
 fn missing(arrived: &[(u64, Duration)], sent: u64) -> Vec<u64> {
     let arrived: BTreeSet<u64> = arrived.iter().map(|&(number, _)| number).collect();
     (0..sent).filter(|number| !arrived.contains(number)).collect()
 }
 
-/// Waits until nothing is under way, and checks the account.
+/// Waits until no frame is in flight and checks the frame account.
 fn assert_at_rest(world: &World) {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
@@ -56,7 +56,7 @@ fn a_port_whose_fill_ring_runs_empty_loses_by_cause_and_others_lose_nothing() {
     let (frame, flooder) = (flood_frame(&world, &forger), generator(&world, "test/pod-2"));
     std::thread::sleep(Duration::from_millis(100));
     let before = world.port("test/pod-2");
-    // While the worker stands still, what it has put into a port's fill ring is all that the port can take.
+    // While the worker is stopped, a port can only receive into the frames already in its fill ring.
     let stopped = Stopped::new(thread_named(world.daemon.id(), "worker-0"));
     let sent = flooder.send(&frame, 4 * RING, Duration::ZERO).unwrap();
     drop(stopped);
@@ -67,7 +67,7 @@ fn a_port_whose_fill_ring_runs_empty_loses_by_cause_and_others_lose_nothing() {
     let after = world.port("test/pod-2");
     let received = after.total.rx_packets - before.total.rx_packets;
     let lost = kernel_lost(&after) - kernel_lost(&before);
-    // What it had, and a little that came in while the worker was stopped and let go.
+    // Those frames, and a few that arrived while the worker was being stopped and resumed.
     let had = u64::from(before.queue.receiving);
     assert!((64..=RING).contains(&had), "{had} frames for receiving");
     assert!((had..had + had / 2).contains(&received), "{received} of {sent} received, with {had} frames");
@@ -82,7 +82,7 @@ fn a_port_whose_fill_ring_runs_empty_loses_by_cause_and_others_lose_nothing() {
 
 #[test]
 fn a_tx_ring_that_is_full_costs_those_who_fill_it_by_cause_and_others_nothing() {
-    // With the smallest rings, a batch of each of three pods is more than the ring of the fourth takes.
+    // With the smallest rings, one batch from each of three pods exceeds the fourth pod's ring.
     let world = World::of(&pods(5), |_, config| config.sections += "ring_size = 64\n");
     let to = SocketAddr::new(world.site("node").address(false).unwrap(), 7000);
     let sniffer = Sniffer::start(world.site("node"), to);
@@ -97,7 +97,7 @@ fn a_tx_ring_that_is_full_costs_those_who_fill_it_by_cause_and_others_nothing() 
         let of = |name: &str| world.port(name).drops.get("tx_ring_full").copied().unwrap_or(0);
         flooders.into_iter().map(of).sum()
     };
-    // Each puts a full ring before the worker while that stands still.
+    // Each sends a full ring while the worker is stopped.
     let deadline = Instant::now() + Duration::from_secs(20);
     while full() < 100 {
         assert!(Instant::now() < deadline, "{:?}", flooders.map(|name| world.port(name).drops));
@@ -122,7 +122,7 @@ fn a_tx_ring_that_is_full_costs_those_who_fill_it_by_cause_and_others_nothing() 
 fn a_receiver_that_does_not_read_costs_nobody_else_a_packet() {
     let world = World::of(&pods(3), |_, _| {});
     let slow = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 9);
-    // Nobody reads it, and it is soon full.
+    // It is not read and fills up quickly.
     let _full = world.site("test/pod-1").namespace.run(|| std::net::UdpSocket::bind(slow)).unwrap();
     let to = SocketAddr::new(world.site("node").address(false).unwrap(), 7000);
     let epoch = Instant::now();
@@ -147,7 +147,7 @@ fn a_receiver_that_does_not_read_costs_nobody_else_a_packet() {
 #[test]
 fn a_pod_for_which_there_are_no_frames_is_told_of_and_stays_closed_and_others_go_on() {
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
-    // Frames for five ports: the host port and four pods', the late one among them.
+    // Frames for five ports: the host port and those of four pods, the late one included.
     let mut world = World::of(&(pods(3) + &late), |_, config| {
         config.sections = "[umem]\nframes = 330\nring_size = 64\n".into();
     });
@@ -172,7 +172,7 @@ fn a_pod_for_which_there_are_no_frames_is_told_of_and_stays_closed_and_others_go
         probe::run_one(&late, world.target("test/pod-1", false), Protocol::Tcp(8080), Patience::default()).unwrap()
     };
     assert_eq!(reaches(&world), Outcome::Silent);
-    // Another pod goes, and there is room.
+    // Another pod goes, and frames become free.
     world.cluster.node.remove_pod("test/extra").unwrap();
     world.daemon.log().wait_for_after(seen, "pod=test/late", Duration::from_secs(10)).unwrap();
     let deadline = Instant::now() + Duration::from_secs(5);

@@ -1,4 +1,5 @@
-//! A pod says that it is another: by its addresses, in ARP and neighbour discovery, as a router or a DHCP server.
+//! A pod claims other identities: by its source addresses, in ARP and neighbour discovery, as a router or as a DHCP
+//! server.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use crate::fixture::{World, pods};
 use crate::forger::{BROADCAST, Forger, count, count_to, sum_to};
 
 const MARK: u16 = 47_112;
-/// A MAC that nobody has.
+/// A MAC that nobody uses.
 const NOBODY: [u8; 6] = [2, 0, 0, 0xbe, 0xef, 0];
 
 fn octets(address: IpAddr) -> Vec<u8> {
@@ -21,7 +22,7 @@ fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// An ARP packet (RFC 826): operation, and who says to have which address.
+/// An ARP packet (RFC 826): operation, claimed sender and target.
 fn arp(forger: &Forger, operation: u8, mac: [u8; 6], sender: IpAddr, target: IpAddr) -> Vec<u8> {
     let mut frame = [BROADCAST, forger.mac].concat();
     frame.extend([8, 6, 0, 1, 8, 0, 6, 4, 0, operation]);
@@ -32,7 +33,7 @@ fn arp(forger: &Forger, operation: u8, mac: [u8; 6], sender: IpAddr, target: IpA
     frame
 }
 
-/// A message of neighbour discovery (RFC 4861) with its checksum; `rest` is what follows type, code and checksum.
+/// A message of neighbour discovery (RFC 4861) with its checksum; `rest` follows type, code and checksum.
 fn discovery(forger: &Forger, kind: u8, from: IpAddr, to: IpAddr, rest: &[u8]) -> Vec<u8> {
     let IpAddr::V6(destination) = to else { panic!("{to} is no IPv6 address") };
     let IpAddr::V6(source) = from else { panic!("{from} is no IPv6 address") };
@@ -46,12 +47,12 @@ fn discovery(forger: &Forger, kind: u8, from: IpAddr, to: IpAddr, rest: &[u8]) -
     frame
 }
 
-/// An option of neighbour discovery that names a link-layer address.
+/// A link-layer address option of neighbour discovery.
 fn link_address(kind: u8, mac: [u8; 6]) -> Vec<u8> {
     [&[kind, 1][..], &mac].concat()
 }
 
-/// All in which a pod speaks for others; `own` and the others are of both families.
+/// All messages with which a pod can impersonate others; `own` and the others are of both families.
 fn lies(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpAddr; 2]) -> Vec<Vec<u8>> {
     let all: IpAddr = "ff02::1".parse().unwrap();
     let mut lies = Vec::new();
@@ -59,7 +60,7 @@ fn lies(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpA
         for mac in [forger.mac, NOBODY] {
             lies.push(arp(forger, 1, mac, *v4, gateway[0]));
             lies.push(arp(forger, 2, mac, *v4, *v4));
-            // Who has the gateway's address, says the other; and: the other's address is here.
+            // A request for the gateway's address from the other's address, and an announcement of the other's address.
             let asks = [&[0; 4][..], &octets(gateway[1]), &link_address(1, mac)].concat();
             lies.push(discovery(forger, 135, *v6, gateway[1], &asks));
             let tells = [&[0x60, 0, 0, 0][..], &octets(*v6), &link_address(2, mac)].concat();
@@ -69,7 +70,7 @@ fn lies(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpA
     }
     lies.push(arp(forger, 2, NOBODY, own[0], gateway[0]));
     let link_local: IpAddr = "fe80::bad".parse().unwrap();
-    // A router for an hour, with a prefix of its own; and a better way to all else.
+    // Router advertisements for an hour with a prefix, and a redirect to a better route.
     let prefix = [&[3, 4, 64, 0xc0][..], &[0, 0, 0xe, 0x10].repeat(2), &[0; 4], &octets("2001:db8::".parse().unwrap())];
     let router = [&[64, 0, 0xe, 0x10][..], &[0; 8], &link_address(1, forger.mac), &prefix.concat()].concat();
     lies.push(discovery(forger, 134, link_local, all, &router));
@@ -78,7 +79,7 @@ fn lies(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpA
     lies
 }
 
-/// The addresses of a name, of both families.
+/// Addresses of a name in both families.
 fn addresses(world: &World, name: &str) -> [IpAddr; 2] {
     [false, true].map(|v6| world.site(name).address(v6).unwrap())
 }
@@ -91,7 +92,7 @@ fn reach_all(world: &World) {
 fn a_pod_that_speaks_for_others_poisons_no_neighbour_and_is_counted() {
     const STRANGERS: u16 = 2_000;
     let world = World::of(&pods(3), |cluster, _| {
-        // A node as credulous as can be.
+        // A node with the most permissive settings.
         let interface = cluster.node.pod("test/pod-2").unwrap().interface().to_owned();
         for key in ["ipv4/conf/IF/arp_accept", "ipv4/conf/IF/accept_redirects", "ipv6/conf/IF/accept_redirects"] {
             let key = format!("net/{}", key.replace("IF", &interface));
@@ -108,7 +109,7 @@ fn a_pod_that_speaks_for_others_poisons_no_neighbour_and_is_counted() {
     let others = ["test/pod-0", "test/pod-1", "node"].map(|name| addresses(&world, name));
     let lies = lies(&forger, addresses(&world, "test/pod-2"), &[&others[..], &[gateway]].concat(), gateway);
     lies.iter().for_each(|lie| forger.send(lie));
-    // Each of these would be an entry of its own in a table whose room all pods of the machine share.
+    // Each would be a separate entry of the neighbour table, whose capacity all pods of the machine share.
     for number in 0..STRANGERS {
         let [high, low] = number.to_be_bytes();
         forger.send(&arp(&forger, 1, forger.mac, IpAddr::from([10, 9, high, low]), gateway[0]));
@@ -159,8 +160,8 @@ fn a_packet_from_an_address_that_is_not_the_pods_reaches_nobody_and_is_counted()
         let marked = arrived.iter().filter(|frame| frame.windows(2).any(|octets| octets == MARK.to_be_bytes()));
         assert_eq!(marked.count(), 0, "{arrived:02x?}");
     }
-    // The pod's own stack may say at any time to which multicast groups it listens (RFC 3810), by an address of its link: at
-    // least so many.
+    // The pod's own stack may report its multicast groups at any time (RFC 3810), from a link-local address: so the
+    // count is a lower bound.
     let causes = ["spoofed_source", "malformed"];
     let counted = sum_to(&world, "test/pod-2", &causes, forger.sent);
     assert!(counted >= forger.sent, "{counted} of {}", forger.sent);
@@ -197,7 +198,7 @@ fn a_mac_that_is_not_the_pods_leads_nobody_astray() {
 
 #[test]
 fn dhcp_from_a_pod_reaches_nobody_and_is_counted() {
-    /// More than the pod's own stack says to its link by itself.
+    /// More than the pod's own stack sends to its link.
     const EACH: u64 = 50;
     let world = World::of(&pods(3), |_, _| {});
     let mut forger = Forger::of(&world, "test/pod-2");
@@ -207,7 +208,7 @@ fn dhcp_from_a_pod_reaches_nobody_and_is_counted() {
     let [v4, v6] = addresses(&world, "test/pod-2");
     let (any, every): (IpAddr, IpAddr) = ("0.0.0.0".parse().unwrap(), "255.255.255.255".parse().unwrap());
     let (link_local, servers): (IpAddr, IpAddr) = ("fe80::2".parse().unwrap(), "ff02::1:2".parse().unwrap());
-    // Discover, offer to all; solicit, advertise to all.
+    // Discover and offer to broadcast; solicit and advertise to multicast.
     for (from, to, cause) in [
         ((any, 68), (every, 67), "spoofed_source"),
         ((v4, 67), (every, 68), "multicast"),

@@ -1,4 +1,4 @@
-//! Policy waits for nothing that the daemon does to ports.
+//! Policy changes do not wait for port operations.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use penstock_dataplane::worker::{Config, Dataplane, PortRequest};
 
 use crate::fixture::{World, pod, pods, policy};
 
-/// What a step may take on a busy machine.
+/// Timeout of a step on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 const LATE: &str = "test/late";
 
-/// A socket that has the queue of an interface, as one has that is not wholly closed yet.
+/// A socket that occupies an interface's queue, as one that is not yet fully closed does.
 struct Holder {
     dataplane: Dataplane,
     port: PortId,
@@ -55,7 +55,7 @@ fn a_change_of_policy_is_in_force_before_the_port_is_open_for_which_the_daemon_h
     let holder = Holder::of(world.cluster.node.namespace(), &interface);
     assert_eq!(ping(&world, pod_1), Outcome::Reached);
 
-    // The pod whose port has to wait comes in the same save as the policy; then policy alone changes.
+    // The pod whose port has to wait is in the same save as the policy; then only policy changes.
     let seen = world.daemon.log().len();
     let closed = policy("only", "pod-1", "  ingress: []\n");
     world.save("late.yaml", (late.clone() + &closed).trim_start_matches("---\n"));
@@ -73,7 +73,7 @@ fn a_change_of_policy_is_in_force_before_the_port_is_open_for_which_the_daemon_h
     assert!(given_up.is_none_or(|given_up| published < given_up), "policy waited:\n{}", lines.join("\n"));
     assert_eq!(place("pod=test/late"), None, "the port cannot be open yet:\n{}", lines.join("\n"));
 
-    // And the port is opened once it can be.
+    // The port is opened once the queue is free.
     let seen = world.daemon.log().len();
     holder.release();
     world.daemon.log().wait_for_after(seen, "pod=test/late", PATIENCE).unwrap();

@@ -1,6 +1,6 @@
-//! The cases of a NetworkPolicy conformance tool, with its own expectations, as packets between pods of two nodes. The
-//! data is not part of the project: `../shared/conformance/` beside the repository, or wherever `PENSTOCK_CONFORMANCE`
-//! says. Where it is absent, the tests say so and skip.
+//! The cases of a NetworkPolicy conformance tool, with its expectations, as packets between pods of two nodes. The data
+//! is not part of the project: `../shared/conformance/` beside the repository, or the directory in
+//! `PENSTOCK_CONFORMANCE`. Without it the tests print a message and skip.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -72,11 +72,11 @@ struct Expected {
     is_self: bool,
 }
 
-/// The ports that the suite asks for, each over TCP and UDP.
+/// Ports that the suite uses, each over TCP and UDP.
 const SERVICES: [Service; 4] = [Service::Tcp(80), Service::Tcp(81), Service::Udp(80), Service::Udp(81)];
-/// One case in so many is taken where not all are.
+/// One case in so many is run by the short test.
 const SHARE: usize = 8;
-/// A denied probe is silent this often for so long.
+/// A denied probe is sent this often with this timeout.
 const PATIENCE: Patience = Patience { timeout: Duration::from_millis(150), attempts: 2 };
 
 fn suite() -> Option<Suite> {
@@ -89,7 +89,7 @@ fn suite() -> Option<Suite> {
     Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
 }
 
-/// On which node a pod is, by its place among all pods that the suite has in any step.
+/// Node of a pod, by its index among all pods of the suite.
 type Placement = fn(usize) -> usize;
 
 fn by_turns(place: usize) -> usize {
@@ -104,7 +104,7 @@ fn node_name(node: usize) -> String {
     format!("node-{node}")
 }
 
-/// Where each pod of the suite is.
+/// Node of each pod of the suite.
 struct Places(BTreeMap<String, usize>);
 
 impl Places {
@@ -172,7 +172,7 @@ fn nodes() -> String {
     documents([0, 1].map(node).into_iter())
 }
 
-/// Nodes with all pods that the suite has in any step, and daemons that have been told of none.
+/// Nodes with all pods of the suite, and daemons without any manifest yet.
 struct Bench {
     world: World,
     places: Places,
@@ -182,7 +182,7 @@ struct Bench {
 impl Bench {
     fn new(suite: &Suite, placement: Placement) -> Self {
         let places = Places::new(suite, placement);
-        // The last pod of an address is as good as the first: they differ in their labels alone.
+        // Any pod of an address will do: they differ only in their labels.
         let pods: BTreeMap<String, &SuitePod> = suite.all_pods().map(|pod| (pod.full_name(), pod)).collect();
         let namespaces: BTreeSet<&str> = pods.values().map(|pod| pod.namespace.as_str()).collect();
         let namespace = |name| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
@@ -195,12 +195,12 @@ impl Bench {
         Self { world, places, marks: 0 }
     }
 
-    /// Makes a state the cluster's, and waits until both nodes are in step with it.
+    /// Applies a state to the cluster and waits until both nodes have adopted it.
     fn set(&mut self, state: &State) {
         self.world.save("all.yaml", &(nodes() + "---\n" + &state.manifests(&self.places)));
         for (node, daemon) in self.world.daemons.iter().enumerate() {
             let deadline = Instant::now() + Duration::from_secs(20);
-            // What is saved later is taken later. A batch of both may be too long to be told in full: then once more.
+            // Later saves are read later. If a batch contains both, its log line may be truncated: then save once more.
             loop {
                 self.marks += 1;
                 let mark = format!("mark-{}", self.marks);
@@ -215,13 +215,13 @@ impl Bench {
         }
     }
 
-    /// Sends all that a step expects something of, and tells what differs.
+    /// Sends a probe for each expectation of a step; returns the differences.
     fn check(&self, expected: &[Expected], tally: &mut Tally) -> Vec<String> {
         let is_sent = |row: &&Expected| !row.is_self && row.protocol != "SCTP";
         let rows: Vec<&Expected> = expected.iter().filter(is_sent).collect();
         let probes: Vec<Probe> = rows.iter().map(|row| self.probe(row)).collect();
         let mut outcomes = probe::run(&self.world.sites, &probes, PATIENCE).unwrap();
-        // On a machine that is busy an answer may take longer, which is no denial.
+        // On a busy machine a reply may take longer, which is not a denial.
         let late: Vec<usize> =
             (0..rows.len()).filter(|&at| rows[at].allowed && outcomes[at] == Outcome::Silent).collect();
         let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
@@ -255,7 +255,7 @@ impl Bench {
     }
 }
 
-/// How many cells there were: on one node and on two, allowed and denied.
+/// Number of cells: on one node and on two, allowed and denied.
 #[derive(Default)]
 struct Tally {
     cells: [[usize; 2]; 2],
@@ -288,7 +288,7 @@ fn run(suite: &Suite, placement: Placement, is_taken: impl Fn(usize) -> bool) {
     assert!(tally.cells.iter().flatten().all(|&count| count > 100), "{:?}", tally.cells);
 }
 
-/// What a share must have, whichever cases it takes.
+/// Tags that the selected cases must include.
 const MUST_HAVE: [&str; 5] = ["named-port", "ip-block-with-except", "end-port", "action", "pathological"];
 
 #[test]
@@ -297,7 +297,7 @@ fn a_share_of_the_conformance_cases_holds_between_pods_of_two_nodes() {
     let Some(suite) = suite() else { return };
     let mut taken = BTreeSet::new();
     for (number, case) in suite.cases.iter().enumerate() {
-        // Of what matters most the first two cases are there, too.
+        // Include the first two cases of each of the most important tags.
         let tags = seen.iter_mut().filter(|(tag, count)| case.tags.contains(**tag) && **count < 2);
         let tags: Vec<_> = tags.collect();
         if !tags.is_empty() || number % SHARE == 0 {

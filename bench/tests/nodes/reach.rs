@@ -1,5 +1,5 @@
-//! Who reaches whom beyond single packets between pods: pods with two addresses of a family, processes on nodes, and
-//! bulk transfers over every way between nodes.
+//! Reachability beyond single packets between pods: pods with two addresses of a family, processes on nodes, and bulk
+//! transfers over every kind of path between nodes.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
@@ -12,8 +12,8 @@ use crate::fixture::{Form, SERVICES, World};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 
-/// Pods `twice-a` on the one node and `twice-b` on the other have two addresses of each family, and `web-a` and `db-b`
-/// are reached from the one, and not from the other.
+/// Pods `twice-a` on one node and `twice-b` on the other have two addresses of each family. `twice-a` may reach `web-a`
+/// and `db-b`; `twice-b` may not.
 fn pods_with_two_addresses() -> String {
     let pod = |node: char, number: u8| {
         let network = if node == 'a' { 1 } else { 2 };
@@ -36,7 +36,7 @@ fn pods_with_two_addresses() -> String {
     [CLUSTER, &pod('a', 40), &pod('b', 50), &policy("web"), &policy("db")].concat()
 }
 
-/// Whether a datagram from this very address of a site arrives at another one.
+/// Whether a datagram from this address of a site arrives at another site.
 fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
     const PORT: u16 = 7000;
     let there = SocketAddr::new(to.address(source.is_ipv6()).unwrap(), PORT);
@@ -67,7 +67,7 @@ fn every_address_of_a_pod_is_the_pods_on_its_own_node_and_on_another() {
     }
 }
 
-/// From pod to pod, from a node's own process to a pod, and from a pod to a node's own process.
+/// From pod to pod, from a node process to a pod, and from a pod to a node process.
 const TRANSFERS: [(&str, &str); 4] = [
     ("ops/lab-b", "ops/monitor-a"),
     ("node-a", "ops/lab-b"),
@@ -76,7 +76,7 @@ const TRANSFERS: [(&str, &str); 4] = [
 ];
 
 fn bulk_arrives(form: Form, prepare: impl Fn(&World)) {
-    // Without policies: of interest is the way alone.
+    // Without policies: only the path matters here.
     let open: Vec<&str> = CLUSTER.split("---\n").filter(|document| !document.contains("NetworkPolicy")).collect();
     let world = World::start(&open.join("---\n"), form, &SERVICES);
     prepare(&world);
@@ -113,8 +113,8 @@ fn bulk_transfers_between_nodes_arrive_octet_for_octet_by_the_kernels_routes_alo
     bulk_arrives(Form::routed(false), |_| {});
 }
 
-/// A tunnel has no XDP of its own: what the node's own stack sends through it arrives uncut, and what comes by the wire may
-/// be joined before it is looked at. Neither fits into a frame.
+/// A tunnel has no XDP of its own: packets of the node's stack arrive unsegmented, and packets from the wire may have
+/// been coalesced (GRO). Neither fits into a frame.
 #[test]
 fn bulk_transfers_between_nodes_arrive_octet_for_octet_through_a_tunnel_that_is_an_uplink() {
     for gro in [false, true] {

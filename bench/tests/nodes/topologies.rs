@@ -1,4 +1,4 @@
-//! Two nodes and what is between them: expected against observed, every cell.
+//! Two nodes joined in different ways: expected against observed, every cell.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use crate::fixture::{Form, SERVICES, World};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 
-/// A policy that shuts the databases to all.
+/// A policy that denies all ingress of the databases.
 const CLOSED: &str = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {namespace: shop, name: db}\n\
                       spec: {podSelector: {matchLabels: {app: db}}, ingress: []}\n";
 
-/// What a matrix has to tell is told of pairs on one node and of pairs on two, in each family and protocol.
+/// Checks that the matrix has allowed and denied pairs, on one node and on two, in each family and protocol.
 fn assert_telling(world: &World, matrix: &Matrix) {
     let mut cells: BTreeMap<(bool, bool, String), [usize; 2]> = BTreeMap::new();
     for entry in matrix.entries() {
@@ -36,8 +36,8 @@ fn every_cell_is_as_expected(form: Form) {
     let matrix = world.matrix();
     assert_telling(&world, &matrix);
     world.assert_as_expected(&matrix);
-    // Which way what a pod was not to get had come: by the uplink, but for ICMP echo, which the kernel might translate; or by the
-    // kernel and the host port.
+    // By which path the denied packets arrived: through the uplink, except ICMP echo, which the kernel may translate;
+    // or through the kernel and the host veth.
     for node in [0, 1] {
         let statistics = world.statistics(node);
         let denied = |port: &str| {
@@ -53,7 +53,7 @@ fn every_cell_is_as_expected(form: Form) {
     a_change_is_in_force_on_both(&world);
 }
 
-/// A policy changes: connections between nodes are cut, and all cells are as it says.
+/// Changes a policy: connections between nodes are revoked, and all cells match the new policy.
 fn a_change_is_in_force_on_both(world: &World) {
     let ports = [("shop/db-a", 9090), ("shop/db-b", 8080)];
     let pairs = [("shop/web-a", ports[1]), ("shop/web-b", ports[0]), ("shop/web-a", ports[0])];

@@ -1,4 +1,4 @@
-//! A newer binary takes a node over: the old daemon is told to end and to leave all as it is, the next one goes on.
+//! Upgrade of a node: the old daemon ends and leaves everything in place, the next one takes over.
 
 use std::time::{Duration, Instant};
 
@@ -9,11 +9,11 @@ use penstock_bench::testbed::DaemonConfig;
 use crate::fixture::{Form, SERVICES, World};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
-/// A TCP connection that moves nothing for so long counts as lost.
+/// A TCP connection without progress for this long counts as lost.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// What an upgrade needs: the node is left closed rather than open, and connections outlast the process. One from the
-/// middle opens none, so that what goes on was found in the file.
+/// Configuration for an upgrade: the node stays closed, and connections outlast the process. Mid-stream pickup is off,
+/// so that connections which continue were found in the file.
 fn kept(config: &mut DaemonConfig) {
     let directory = config.manifests.parent().unwrap().join(&config.node);
     config.conntrack = format!("mapping = \"{}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n", directory.display());
@@ -23,7 +23,7 @@ fn kept(config: &mut DaemonConfig) {
 #[test]
 fn an_upgrade_of_the_daemon_loses_no_established_connection() {
     let mut world = World::start_with(CLUSTER, Form::routed(true), &SERVICES, kept);
-    // On one node, between two, from a node's own process and into one.
+    // On one node, between two, from a node process and to one.
     let pairs = [("shop/web-a", "shop/db-a", 9090), ("shop/web-a", "shop/db-b", 8080), ("node-b", "shop/web-a", 8080)];
     let flows: Vec<Flow> = (pairs.iter())
         .flat_map(|&(from, to, port)| [(from, to, port, false), (from, to, port, true)])
@@ -38,7 +38,7 @@ fn an_upgrade_of_the_daemon_loses_no_established_connection() {
             let address = to.address(false).unwrap();
             transfer_for(&from.namespace, &to.namespace, address, Duration::from_secs(8))
         });
-        // While no daemon runs, or the next one starts, nothing new passes that policy denies.
+        // While no daemon runs or the next one starts, nothing passes that policy denies.
         let denied = scope.spawn(|| {
             let patience = Patience { timeout: Duration::from_secs(1), attempts: 6 };
             probe::run_one(&denied_from, denied_to, Protocol::Tcp(8080), patience).unwrap()
@@ -60,7 +60,7 @@ fn an_upgrade_of_the_daemon_loses_no_established_connection() {
     world.assert_as_expected(&world.matrix());
 }
 
-/// Replaces a node's daemon, and tells how long the connections had to wait for it.
+/// Replaces a node's daemon and prints how long the connections were interrupted.
 fn replace_daemon(world: &mut World, node: usize, flows: &[Flow]) {
     for flow in flows {
         flow.wait_for(10, SILENCE).unwrap();

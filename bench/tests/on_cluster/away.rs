@@ -1,5 +1,5 @@
-//! The API server cannot be reached while pods come, go and change: what was last known is enforced, and what is new
-//! is in force soon after the server is back.
+//! The API server is unreachable while pods come, go and change: the last known state is enforced, and changes are in
+//! force soon after the server is back.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::stream::Stream;
 use crate::world::{World, pod, policy};
 
-/// How soon all that has changed must be in force after the server is back.
+/// Time limit for all changes to be in force after the server is back.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]
@@ -45,7 +45,7 @@ fn away_for(length: Duration) {
     world.server.stop();
     world.daemon.log().wait_for_after(0, "stays in force", Duration::from_secs(10)).unwrap();
 
-    // A pod goes, another comes under its address, and a third one; who may reach the database is changed.
+    // A pod goes, another one gets its address, a third one is created, and a policy changes.
     drop(lab);
     world.node.remove_pod("test/lab").unwrap();
     for (name, address) in [("heir", "10.244.1.12"), ("late", "10.244.1.13")] {

@@ -1,4 +1,4 @@
-//! Many pods come and go, and nothing of them stays.
+//! Many pods come and go without leaks.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use penstock_bench::testbed::{Daemon, network_state};
 
 use crate::world::{World, pod};
 
-/// Pods at a time, and how often.
+/// Pods at a time, and number of rounds.
 const AT_ONCE: usize = 50;
 const ROUNDS: usize = 20;
 
-/// What a daemon holds that could leak.
+/// Resources of a daemon that could leak.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Held {
-    /// Open files but for sockets.
+    /// Open files except sockets.
     files: usize,
-    /// Programs and maps of the kernel.
+    /// BPF programs and maps.
     bpf: usize,
     threads: usize,
-    /// Of its statistics, the account of frames without those under way.
+    /// The frame account of its statistics, without frames in flight.
     frames: String,
     links_and_routes: Vec<String>,
 }
@@ -40,7 +40,7 @@ impl Held {
 }
 
 impl Held {
-    /// Once nothing changes any more: what is told of a pod that goes comes before the last of it is gone.
+    /// Measured when stable: a pod's removal is logged before its last resource is released.
     fn at_rest(world: &World) -> Self {
         let deadline = Instant::now() + Duration::from_secs(30);
         let mut held = Self::by(world);
@@ -56,7 +56,7 @@ impl Held {
     }
 }
 
-/// What its file descriptors stand for.
+/// Targets of its file descriptors.
 fn open_files(daemon: &Daemon) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{}/fd", daemon.id())).unwrap().flatten();
     let targets = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
@@ -74,7 +74,7 @@ fn frames(daemon: &Daemon) -> String {
     line.split("frames: ").nth(1).unwrap_or_default().to_owned()
 }
 
-/// Octets of memory that are its own, in KiB.
+/// Its private memory in KiB.
 fn resident(daemon: &Daemon) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.id())).unwrap();
     let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
@@ -85,7 +85,7 @@ fn resident(daemon: &Daemon) -> u64 {
 #[ignore = "minutes: make test-long"]
 fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
     let mut world = World::start("");
-    // Once, so that what is made at first use is there.
+    // One round first, so that allocations of the first use are done.
     round(&mut world, 0);
     let (before, sockets_before) = (Held::at_rest(&world), sockets(&world.daemon));
     let (memory, started) = (resident(&world.daemon), Instant::now());
@@ -102,13 +102,13 @@ fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
     let Held { files, bpf, threads, frames, .. } = &after;
     println!("{files} files, {bpf} of them BPF, {threads} threads; frames {frames}");
     assert_eq!(after, before);
-    // Connections to the API server come and go by themselves; a pod's would be a thousand.
+    // Connections to the API server vary; a leak of one per pod would be a thousand.
     let more = sockets(&world.daemon).saturating_sub(sockets_before);
     assert!(more <= 8, "{more} sockets more than before");
     assert!(grown < 8 * 1024, "memory grew by {grown} KiB");
 }
 
-/// Pods come, are served, and go. How long it took until all were served.
+/// Creates pods, waits until they are served, and deletes them. Returns how long it took until all were served.
 fn round(world: &mut World, number: usize) -> Duration {
     let names: Vec<String> = (0..AT_ONCE).map(|pod| format!("pod-{number}-{pod}")).collect();
     let address = |place: usize| format!("10.244.{}.{}", 1 + number % 8, 10 + place);

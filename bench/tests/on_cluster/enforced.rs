@@ -1,4 +1,4 @@
-//! What is written to the API server is enforced on packets, without any restart.
+//! Objects written to the API server are enforced on packets without a restart.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use penstock_bench::testbed::{Daemon, Node, Privileges};
 use crate::stream::Stream;
 use crate::world::{World, configuration, namespace, pod, policy};
 
-/// How soon what was written must be in force, on a machine that does other things as well.
+/// Time limit for a change to be in force on a busy machine.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]
@@ -19,7 +19,7 @@ fn pods_and_policies_written_by_api_calls_are_enforced_and_the_times_are_told() 
     let namespace = |world: &World, name: &str| world.node.pod(name).unwrap().namespace().clone();
     let stream = Stream::start(&namespace(&world, "test/web"), &namespace(&world, "test/db"), "10.244.1.11");
     let admin = world.server.admin();
-    // What comes from an interface whose pod is not known is dropped.
+    // Packets from an interface without a known pod are dropped.
     let times = [
         ("pod created", stream.time_until_passing(|| admin.create(&pod("web", "10.244.1.10")).unwrap())),
         ("policy created", stream.time_until_denied(|| admin.create(&policy("db", "nobody")).unwrap())),

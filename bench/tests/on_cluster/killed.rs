@@ -1,4 +1,4 @@
-//! The daemon dies under traffic and another one starts, on a node that follows an API server.
+//! The daemon is killed under traffic and restarted, on a node that follows an API server.
 
 use std::time::{Duration, Instant};
 
@@ -26,13 +26,13 @@ fn a_daemon_is_killed_under_traffic_and_the_next_goes_on_without_an_unjudged_pac
     let denied = Stream::start(&lab.namespace, &db.namespace, "10.244.1.11");
     let _servers = Servers::start(&db, 7, &[Service::Tcp(8080)]).unwrap();
     let target = (7, "10.244.1.11".parse().unwrap());
-    // Its sender tries again after twice the time that it waited before, so that it may be as long again after the next
+    // Its sender doubles the retransmission timeout each time, so the pause may last as long again after the next
     // daemon is in force.
     let flow = Flow::open(&web.namespace, target, 8080, 6 * LIMIT).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
 
     world.kill();
-    // The receiver's threads may still have one in hand.
+    // The receiver's threads may still process one.
     std::thread::sleep(Duration::from_millis(50));
     let arrived = allowed.count();
     std::thread::sleep(Duration::from_millis(500));

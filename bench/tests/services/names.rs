@@ -1,4 +1,5 @@
-//! Nobody passes for a pod of the node: neither who is outside, nor who sends through a tunnel, nor a process of the node.
+//! No other sender can use a local pod's address: neither from outside, nor through a tunnel, nor a process on the
+//! node.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -12,11 +13,11 @@ use socket2::{Domain, Socket, Type};
 use crate::fixture;
 use crate::service::{Backend, OWN, Scene, WEB, address, run, service};
 
-/// A pod that the API names as this node's, with the label that `pod-1` lets in, and that has no interface.
+/// A pod of this node according to the API, with the label that `pod-1` admits, but without an interface.
 const GHOST: [&str; 2] = ["10.244.1.99", "fd00:10:244:1::99"];
 const TUNNEL_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
 
-/// An IP packet with a datagram in it, to `pod-1`.
+/// An IP packet with a UDP datagram to `pod-1`.
 fn packet(from: IpAddr, to: IpAddr) -> Vec<u8> {
     let mut packet = Vec::new();
     match (from, to) {
@@ -35,7 +36,7 @@ fn framed(to: [u8; 6], packet: &[u8]) -> Vec<u8> {
     [&to[..], &[2, 0, 0, 0, 0, 9], &kind, packet].concat()
 }
 
-/// VXLAN (RFC 7348) of network 9 from the machine outside to the node.
+/// VXLAN (RFC 7348), network 9, from the machine outside to the node.
 fn wrapped(scene: &Scene, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
     let inner = [&[8, 0, 0, 0, 0, 0, 9, 0][..], &framed(TUNNEL_MAC, packet)].concat();
     let [from, node] = [scene.outside.addresses()[0], address("198.51.100.1")];
@@ -46,7 +47,7 @@ fn wrapped(scene: &Scene, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Sends an IP packet of its own making as a process of the node does.
+/// Sends a raw IP packet as a process of the node.
 fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
     let domain = if to.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     node.run(|| {
@@ -55,7 +56,7 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
     });
 }
 
-/// How many were dropped for their source, by whichever program or worker.
+/// Packets dropped for their source address, by any program or worker.
 fn spoofed(scene: &Scene) -> u64 {
     let count = |port: &penstock_control::service::admin::types::Port| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
@@ -146,7 +147,7 @@ fn nobody_outside_answers_in_the_name_of_a_services_backend() {
             let (_, from) = asked.unwrap_or_else(|| panic!("{}", scene.told()));
             let before = spoofed(&scene);
             let mut forged = packet(backend, own.ip());
-            // The ports change places; IPv4 does without the checksum that covers them.
+            // Swapping the ports leaves the checksum valid; IPv4 works without it.
             let udp = if v6 { 40 } else { 20 };
             forged[udp..udp + 4].copy_from_slice(&[OWN.to_be_bytes(), 1234_u16.to_be_bytes()].concat());
             wire.send(&framed(to_node, &forged)).unwrap();

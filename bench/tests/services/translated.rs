@@ -1,5 +1,5 @@
-//! What the kernel translated comes back through the kernel: TCP and UDP, both families, the backend on the same node or not,
-//! with uplinks and without.
+//! Traffic of translated Services returns through the kernel: TCP and UDP, both families, with the backend on the same
+//! node or not, with and without uplinks.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -21,7 +21,7 @@ fn backend_udp(scene: &Scene, v6: bool) -> UdpSocket {
     socket
 }
 
-/// A pod's socket that takes answers of the Service alone.
+/// A pod's socket that only receives replies of the Service.
 fn client_udp(scene: &Scene, pod: &str, v6: bool) -> UdpSocket {
     let site = scene.world.site(pod);
     let here = SocketAddr::new(site.address(v6).unwrap(), 0);
@@ -48,7 +48,7 @@ fn connect(scene: &Scene, v6: bool) -> (TcpStream, TcpStream) {
     (client, server)
 }
 
-/// So many bytes from one end to the other.
+/// Transfers so many bytes from one end to the other.
 fn carry(from: &mut TcpStream, to: &mut TcpStream, length: usize) {
     let sent: Vec<u8> = (0..length).map(|at| (at * 7 + at / 251) as u8).collect();
     let mut received = vec![0; length];
@@ -69,7 +69,7 @@ fn a_service_answers_and_policy_on_the_servers_side_sees_the_client() {
         {
             let what = format!("{protocol}, v6: {v6}, backend {backend:?}");
             assert_eq!(scene.probe("test/pod-0", v6, protocol), Outcome::Reached, "{what}\n{}", scene.told());
-            // Policy is about the pod behind the Service. That of another node is not this one's.
+            // Policy applies to the pod behind the Service. A pod of another node is not restricted by this one.
             let other = if let Backend::Here = backend { Outcome::Silent } else { Outcome::Reached };
             assert_eq!(scene.probe("test/pod-2", v6, protocol), other, "{what}\n{}", scene.told());
         }
@@ -159,7 +159,7 @@ fn connections_to_a_service_go_on_after_the_daemon_was_killed_whoever_speaks_fir
         let directory = config.manifests.parent().unwrap().display();
         config.conntrack = format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = false\n");
     };
-    // A table that is found again; and none, so that connections are picked up from their middle.
+    // With a table that is found again, and without one, so that connections are picked up in mid-stream.
     for (backend, found) in [(Backend::Here, true), (Backend::Here, false), (Backend::ByUplink, true)] {
         let mut scene = Scene::with(backend, |_, config| {
             if found {

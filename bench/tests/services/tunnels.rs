@@ -1,4 +1,4 @@
-//! A pod does not get round policy in a wrapping that the node takes off.
+//! A pod cannot evade policy with encapsulation that the node removes.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::fixture::{World, pods, policy};
 use crate::forger::{Forger, count_to};
 use crate::service::{OWN, address, run};
 
-/// `pod-1` lets a network elsewhere in; `pod-2` may send nothing.
+/// `pod-1` admits a network elsewhere; `pod-2` may send nothing.
 const ELSEWHERE: [&str; 2] = ["10.244.9.9", "fd00:10:244:9::9"];
 const INGRESS: &str =
     "  ingress: [{from: [{ipBlock: {cidr: 10.244.9.0/24}}, {ipBlock: {cidr: \"fd00:10:244:9::/64\"}}]}]\n";
@@ -38,7 +38,7 @@ fn world(settings: &str) -> (World, Outside) {
     (world, outside.unwrap())
 }
 
-/// A datagram to `pod-1` from elsewhere, in VXLAN of network 1.
+/// A datagram to `pod-1` from elsewhere, in VXLAN network 1.
 fn vxlan(world: &World, v6: bool) -> Vec<u8> {
     let to = world.site("test/pod-1").address(v6).unwrap();
     let mut inner = Vec::new();
@@ -54,7 +54,7 @@ fn vxlan(world: &World, v6: bool) -> Vec<u8> {
     [&[8, 0, 0, 0, 0, 0, 1, 0][..], &inner].concat()
 }
 
-/// What `pod-1` has received on its port.
+/// Sockets that receive on `pod-1`'s port.
 struct Ears(Vec<UdpSocket>);
 
 impl Ears {
@@ -75,14 +75,14 @@ impl Ears {
     }
 }
 
-/// A frame of this IP protocol.
+/// A frame with this IP protocol.
 fn of_protocol(forger: &Forger, from: IpAddr, to: IpAddr, protocol: u8) -> Vec<u8> {
     let mut frame = Vec::new();
     forger.ip(from, to).write(&mut frame, IpNumber(protocol), &[0; 40]).unwrap();
     frame
 }
 
-/// An IPv4 frame cut to whole units of eight bytes and made the first fragment of its datagram.
+/// An IPv4 frame truncated to whole units of eight bytes and marked as a first fragment.
 fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
     let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
     let payload = (frame.len() - 34) / 8 * 8;
@@ -94,7 +94,7 @@ fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// An IPv6 frame with an empty destination-options header (RFC 8200 section 4.6) before what it has.
+/// An IPv6 frame with an empty destination-options header (RFC 8200 section 4.6) inserted before its payload.
 fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
     let protocol = std::mem::replace(&mut frame[20], 60);
     frame.splice(54..54, [protocol, 0, 1, 4, 0, 0, 0, 0]);
@@ -110,7 +110,8 @@ fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
     let mut forger = Forger::of(&world, "test/pod-2");
     let nodes = [
         ["172.18.0.2", "fd00:172:18::2"],
-        // The pods' gateway, the node's address on another interface, that network's broadcast and anycast address.
+        // The pods' gateway, the node's address on another interface, that network's broadcast address and anycast
+        // address.
         ["10.244.1.1", "fd00:10:244:1::1"],
         ["198.51.100.1", "fd00:51:100::1"],
         ["198.51.100.255", "fd00:51:100::"],
@@ -169,7 +170,7 @@ fn a_tunnel_to_the_node_passes_where_the_setting_says_so() {
     let ears = Ears::open(&world);
     let mut forger = Forger::of(&world, "test/pod-2");
     let own = world.site("test/pod-2").address(false).unwrap();
-    // The tunnel's ends are IPv4 alone.
+    // The ends of the tunnel have IPv4 addresses only.
     for inside_v6 in [false, true] {
         let deadline = Instant::now() + Duration::from_secs(10);
         while ears.heard() == 0 {

@@ -1,4 +1,4 @@
-//! Bad input ends the daemon with exit code 2 and one line that names the thing, and leaves nothing attached.
+//! Bad input ends the daemon with exit code 2 and one line that names the cause, and leaves nothing attached.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, Scratch
 
 use crate::fixture::{pod, pods};
 
-/// A node whose daemon is not started yet.
+/// A node whose daemon is not yet started.
 struct Prepared {
     cluster: Cluster,
     config: DaemonConfig,
@@ -32,7 +32,7 @@ impl Prepared {
     }
 }
 
-/// What is made wrong, and what the line must name.
+/// Name, the error to introduce, and what the line must contain.
 type Case = (&'static str, fn(&mut Prepared), &'static [&'static str]);
 
 const CASES: &[Case] = &[

@@ -1,5 +1,4 @@
-//! What becomes of connections: when the daemon ends, when another pod floods, when they come in fragments, when a link
-//! is too small for them, and when policy ends them.
+//! Connections across daemon restarts, floods of other pods, fragmentation, small links, and revocation by policy.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -14,10 +13,10 @@ use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch};
 
 use crate::fixture::{World, pods, policy};
 
-/// What a retransmission may take after a pause of the daemon.
+/// Timeout for retransmissions after a pause of the daemon.
 const PATIENCE: Duration = Duration::from_secs(15);
 const PORT: u16 = 7000;
-/// `pod-1` lets in `pod-0` alone, on one port.
+/// `pod-1` admits only `pod-0`, on one port.
 const FROM_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}], \
                           ports: [{port: 7000}, {port: 7000, protocol: UDP}, {port: 8080}]}]\n";
 
@@ -50,7 +49,7 @@ fn exchange((client, server): &mut (TcpStream, TcpStream)) -> io::Result<()> {
     Ok(())
 }
 
-/// A UDP socket of a site that waits for so long.
+/// A UDP socket of a site with this receive timeout.
 fn socket(site: &Site, v6: bool, port: u16, wait: Duration) -> UdpSocket {
     let here = SocketAddr::new(site.address(v6).unwrap(), port);
     let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
@@ -58,15 +57,15 @@ fn socket(site: &Site, v6: bool, port: u16, wait: Duration) -> UdpSocket {
     socket
 }
 
-/// Saves a manifest in place of all others of that name, and waits until the workers go by it.
+/// Replaces a manifest and waits until the workers have adopted it.
 fn publish(scratch: &Scratch, manifests: &Path, daemon: &Daemon, yaml: &str) {
     let seen = daemon.log().len();
     scratch.save(&manifests.join("policy.yaml"), yaml.trim_start_matches("---\n")).unwrap();
     daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
 }
 
-/// Settings of a small connection table in a file of the world's own directory. A segment from the middle of a connection
-/// opens none, so that what goes on after a restart was found there.
+/// Settings of a small connection table in a file of the fixture's directory. Mid-stream pickup is off, so that
+/// connections which continue after a restart were found in the file.
 fn in_a_file(config: &DaemonConfig) -> String {
     let directory = config.manifests.parent().unwrap().display();
     format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = \"0s\"\n")
@@ -101,7 +100,7 @@ fn connections_go_on_after_the_daemon_was_killed_or_ended_and_policy_is_in_force
             assert_eq!(outcome, expected, "from {} after {signal}", from.name);
         }
     }
-    // What was found is judged by the policy of now.
+    // Connections that were found are evaluated against the current policy.
     publish(&world.scratch, &world.manifests, &daemon, &policy("served", "pod-1", "  ingress: []\n"));
     for mut connection in connections {
         connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
@@ -146,13 +145,13 @@ fn a_second_daemon_on_the_same_file_is_refused() {
     assert_eq!(outcome, Outcome::Reached, "the first goes on");
 }
 
-/// Datagrams of this site to many ports of another: a connection each.
+/// Sends datagrams from this site to many ports of another: one connection each.
 fn flood(from: &Site, to: &Site, connections: u16) {
     const AT_ONCE: u16 = 50;
     let (sockets, to) = ([40_000, 40_001].map(|port| socket(from, false, port, PATIENCE)), to.address(false).unwrap());
     for first in (0..connections / 2).step_by(AT_ONCE.into()) {
         for port in first..first + AT_ONCE {
-            // The other side's kernel says that nobody listens there, which the next call would tell.
+            // ICMP port unreachable is reported by the next call; ignore it.
             sockets.iter().for_each(|socket| drop(socket.send_to(b"flood", (to, 10_000 + port))));
         }
         std::thread::sleep(Duration::from_micros(500));
@@ -161,7 +160,7 @@ fn flood(from: &Site, to: &Site, connections: u16) {
 
 #[test]
 fn a_flood_from_one_pod_leaves_the_connections_of_others_alone() {
-    // With a quota, and without one: then a pod may have no more than is free.
+    // With a quota, and without one: then a pod may use at most what is free.
     for quota in [512, 100_000] {
         let yaml = pods(3) + &policy("asks", "pod-0", "  ingress: []\n");
         let world = World::of(&yaml, |_, config| {
@@ -215,18 +214,18 @@ fn a_datagram_of_eight_kilobytes_passes_in_fragments_and_is_stopped_by_policy() 
     }
     let statistics = world.statistics();
     let line = statistics.iter().find(|line| line.contains("test/pod-2")).expect("a line of that pod");
-    // Of each datagram of six fragments the first was denied, and the others found no first one.
+    // Of each datagram's six fragments the first was denied, and the others had no known first fragment.
     assert!(line.contains("ingress_denied 2") && line.contains("fragment 10"), "{line}");
 }
 
-/// Sends datagrams of this length until the sender is told that the path is too narrow, then one that must arrive.
+/// Sends datagrams of this length until the sender learns that the path MTU is smaller, then one that must arrive.
 fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize) {
     let receiver = socket(to, v6, PORT, PATIENCE);
     let sender = socket(from, v6, 0, PATIENCE);
     from.namespace.run(|| sender.connect(address(to, v6))).unwrap();
     let deadline = Instant::now() + Duration::from_secs(5);
     let told = loop {
-        // A stack sends with DF what it believes to fit, and says at a later call that it did not.
+        // The stack sets DF on what it believes to fit, and reports the error at a later call.
         match sender.send(&vec![1; length]) {
             Err(error) => break error,
             Ok(_) if Instant::now() > deadline => panic!("{} is not told (IPv6: {v6})", from.name),
@@ -234,7 +233,7 @@ fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize)
         }
     };
     assert_eq!(told.raw_os_error(), Some(Errno::EMSGSIZE as i32), "{told} (IPv6: {v6})");
-    // Now it knows, and fragments.
+    // Now it knows the path MTU and fragments.
     sender.send(&vec![2; length]).unwrap();
     let mut arrived = vec![0; 2 * length];
     assert_eq!(receiver.recv(&mut arrived).unwrap(), length, "IPv6: {v6}");
@@ -245,7 +244,7 @@ fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize)
 fn a_sender_is_told_of_a_link_that_is_too_small() {
     const NARROW: u32 = 1300;
     let mut outside = None;
-    // Errors come in for a connection of its own, although nothing else may.
+    // Errors about its own connection are admitted, although nothing else is.
     let world = World::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {
         let netlink = cluster.node.netlink();
         let narrow = cluster.node.pod("test/pod-1").unwrap();
@@ -257,7 +256,7 @@ fn a_sender_is_told_of_a_link_that_is_too_small() {
     });
     let (pod_0, pod_1, outside) = (world.site("test/pod-0"), world.site("test/pod-1"), Site::from(&outside.unwrap()));
     for v6 in [false, true] {
-        // By Penstock, of another pod's link; by the node's stack, of the link to another machine.
+        // From Penstock for another pod's link; from the node's stack for the link to another machine.
         assert_told_of_a_narrow_path(pod_0, pod_1, v6, 1400);
         assert_told_of_a_narrow_path(pod_0, &outside, v6, 1400);
     }
@@ -287,7 +286,7 @@ fn a_connection_that_policy_ends_is_closed_at_both_ends_if_so_set() {
             assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
         }
     }
-    // How the kernel tells of "administratively prohibited" (`icmp_err_convert`, `tab_unreach` in net/ipv4 and net/ipv6).
+    // The errno for "administratively prohibited" (`icmp_err_convert`, `tab_unreach` in net/ipv4 and net/ipv6).
     for ((client, _), told) in datagrams.iter().zip([Errno::EHOSTUNREACH, Errno::EACCES]) {
         client.send(b"more").unwrap();
         assert_eq!(client.recv(&mut [0; 64]).unwrap_err().raw_os_error(), Some(told as i32));

@@ -1,4 +1,4 @@
-//! Between pods, their node and what is behind it.
+//! Forwarding between pods, their node and machines behind it.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -54,7 +54,7 @@ fn blocks_decide_about_what_is_behind_the_node() {
     }
 }
 
-/// A pod's stack leaves the checksum to hardware that a veth does not have: the dataplane finishes it.
+/// A pod's stack leaves the checksum to hardware that a veth lacks: the dataplane completes it.
 #[test]
 fn datagrams_of_every_length_arrive_with_a_right_checksum() {
     let world = World::of(&pods(2), |_, _| {});
@@ -64,7 +64,7 @@ fn datagrams_of_every_length_arrive_with_a_right_checksum() {
         let sink = Sink::open(&to.namespace, address).unwrap();
         let before = (sink.arrived().unwrap(), sink.wrong_checksums().unwrap());
         let sender = from.namespace.run(|| UdpSocket::bind((from.address(v6).unwrap(), 0)).unwrap());
-        // Zero octets, odd and even ones, and the longest that one packet of 1,500 octets holds.
+        // Zero bytes, odd and even lengths, and the longest payload of a packet of 1,500 bytes.
         let longest = if v6 { 1452 } else { 1472 };
         let lengths: Vec<usize> = (0..=64).chain([65, 511, 512, 1399, longest - 1, longest]).collect();
         for &length in &lengths {

@@ -1,4 +1,4 @@
-//! No frame is lost, and an idle daemon is idle.
+//! No frame leaks, and an idle daemon uses no CPU time.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 
 use crate::fixture::{World, pod, pods};
 
-/// The frame account, as the daemon's statistics tell it.
+/// The frame account in the daemon's statistics.
 #[derive(Debug)]
 struct Frames {
     total: u64,
@@ -18,7 +18,7 @@ struct Frames {
 }
 
 impl Frames {
-    /// Of a line with `total`, `free`, `fill` and `in_flight`, each followed by its number.
+    /// Parses a line with `total`, `free`, `fill` and `in_flight`, each followed by its number.
     fn parse(line: &str) -> Self {
         let words: Vec<&str> = line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
         let number = |name: &str| {
@@ -34,12 +34,12 @@ impl Frames {
     }
 }
 
-/// Asks the running daemon.
+/// Reads it from the running daemon.
 fn frames_now(world: &World) -> Frames {
     Frames::parse(world.statistics().last().unwrap())
 }
 
-/// Ends the daemon and reads its last account.
+/// Ends the daemon and reads its last frame account.
 fn frames_at_end(world: World) -> Frames {
     let (status, log) = world.daemon.stop().unwrap();
     assert!(status.success(), "{status}\n{}", log.join("\n"));
@@ -78,7 +78,7 @@ fn frames_balance_after_a_million_forwarded_packets() {
     frames_at_end(world).assert_balanced();
 }
 
-/// Waits until the daemon has written this many lines with `text` in them since line `seen`.
+/// Waits until the daemon has written this many lines that contain `text` since line `seen`.
 fn wait_for_lines(world: &World, seen: usize, text: &str, count: u8) {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
@@ -127,7 +127,7 @@ fn frames_balance_after_a_hundred_ports_came_and_went() {
     let after = frames_now(&world);
     after.assert_balanced();
     assert_eq!(after.total, before.total);
-    // How many a port keeps depends on what is free at the time, and so may be fewer than at the start.
+    // A port's share depends on the free frames at the time, so there may be fewer than at the start.
     assert!(after.fill <= before.fill, "the frames of closed ports are free again: {before:?}, {after:?}");
     frames_at_end(world).assert_balanced();
 }

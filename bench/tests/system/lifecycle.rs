@@ -1,4 +1,4 @@
-//! The daemon comes and goes, and the node is as it was.
+//! The daemon starts and ends, and the node is as before.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ fn state_of(cluster: &Cluster) -> Vec<String> {
     state
 }
 
-/// Waits for what the kernel does on its own a little later, then compares.
+/// Waits for asynchronous changes by the kernel, then compares.
 fn assert_as_before(cluster: &Cluster, before: &[String]) {
     let deadline = Instant::now() + Duration::from_secs(3);
     while state_of(cluster) != before && Instant::now() < deadline {

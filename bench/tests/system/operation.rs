@@ -1,4 +1,4 @@
-//! A running daemon can be looked into: what it tells of itself is what real packets did.
+//! Inspection of a running daemon: what it reports matches what real packets did.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -24,7 +24,7 @@ fn only_port(port: u16) -> String {
     policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n"))
 }
 
-/// A world whose daemon can be asked, and where.
+/// A fixture whose daemon has an admin socket and metrics.
 struct Open {
     world: World,
     socket: PathBuf,
@@ -64,7 +64,7 @@ impl Open {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Status line and body of a page of the metrics' port.
+    /// Status line and body of a page of the metrics endpoint.
     fn page(&self, path: &str) -> (String, String) {
         http(self.world.cluster.node.namespace(), path)
     }
@@ -107,7 +107,7 @@ fn pod<'a>(status: &'a Status, name: &str) -> &'a Pod {
     status.pods.iter().find(|pod| pod.pod == name).expect("a pod of this name")
 }
 
-/// The sum of all samples of a family whose labels have all of these.
+/// The sum of all samples of a family whose labels include all of these.
 fn sum(metrics: &BTreeMap<String, f64>, family: &str, labels: &[&str]) -> f64 {
     let of = |name: &&String| {
         let (own, rest) = name.split_once('{').unwrap_or((name, ""));
@@ -208,7 +208,7 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
         }
     }
     assert!(kinds.len() > 40, "{}", kinds.len());
-    // What the dashboard asks for is there: every name that it uses is a family's, with a suffix that its samples have.
+    // The dashboard only uses existing families, with suffixes that their samples have.
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/grafana/penstock.json");
     let dashboard = std::fs::read_to_string(path).unwrap();
     serde_json::from_str::<Value>(&dashboard).unwrap();
@@ -252,7 +252,7 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
     let took = metrics["penstock_enforced_seconds_sum"];
     let longest = saving.elapsed().as_secs_f64();
     assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in force, of {longest} s");
-    // A pod without an interface has no network, and is told with what it waits for.
+    // A pod without an interface has no network; the status names what it waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.world.save("all.yaml", &(pods(2) + &lost));
     let waits = |waiting: &str| waiting.contains("no host route to");
@@ -321,7 +321,7 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
             "{arguments:?}: {error}"
         );
     }
-    // Its socket goes with it.
+    // The daemon removes its socket.
     let socket = open.socket.clone();
     let (status, log) = open.world.daemon.stop().unwrap();
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
@@ -338,7 +338,7 @@ fn the_verdict_log_names_pods_and_rules_keeps_to_its_budget_and_counts_the_rest(
     let (client, target) = (open.world.site("test/pod-0"), open.world.target("test/pod-1", false));
     let allowed = probe::run_one(client, target, Protocol::Tcp(8080), Patience::default()).unwrap();
     assert_eq!(allowed, Outcome::Reached);
-    // Each attempt is a SYN that is denied; those beyond two in a second are counted, not told.
+    // Each attempt is a denied SYN; those beyond two in a second are counted, not logged.
     for _ in 0..5 {
         assert_eq!(open.denied(), Outcome::Silent);
     }
@@ -367,7 +367,7 @@ fn the_verdict_log_names_pods_and_rules_keeps_to_its_budget_and_counts_the_rest(
     let suppressed = || open.metrics()["penstock_verdict_log_suppressed_total{outcome=\"ingress_denied\"}"] as u64;
     let written = || lines().iter().filter(|line| line["outcome"] == "ingress_denied").count() as u64;
     wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is told or counted");
-    // A second's budget may begin anew between any two attempts.
+    // The budget of a second may begin between any two attempts.
     assert!(dropped == 15 && suppressed() > 0, "{dropped} dropped, {} suppressed", suppressed());
     let counted: u64 = lines().iter().filter_map(|line| line["suppressed"]["ingress_denied"].as_u64()).sum();
     assert_eq!(counted, suppressed(), "the log says so itself");
@@ -421,7 +421,7 @@ fn a_second_daemon_is_refused_the_socket_of_a_live_one_and_a_killed_ones_is_repl
 fn while_its_source_is_awaited_a_daemon_is_healthy_and_not_ready() {
     let files = Scratch::new().unwrap();
     let (kubeconfig, socket) = (files.path().join("kubeconfig"), files.path().join("admin.sock"));
-    // Nobody listens there.
+    // A closed port.
     std::fs::write(
         &kubeconfig,
         "{apiVersion: v1, kind: Config, current-context: a, contexts: [{name: a, context: {cluster: a, user: a}}], \

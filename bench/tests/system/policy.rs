@@ -1,4 +1,4 @@
-//! Policies are enforced on packets, and a change is in force at once.
+//! Policies are enforced on packets, and a change is in force immediately.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use penstock_bench::testbed::Via;
 
 use crate::fixture::{World, pods, policy};
 
-/// What a change may take on a busy machine.
+/// Timeout of a change on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(1);
 
@@ -106,7 +106,7 @@ fn a_services_address_is_no_pods_to_an_egress_policy_and_its_drops_say_so() {
     let mut outside = None;
     let world = World::of(&(pods(2) + &to_pods), |cluster, config| {
         config.keys += "service_cidrs = [\"10.96.0.0/16\"]\n";
-        // What a Service's address leads to stands behind the node: to be answered is to have been let out.
+        // The Service's backend is behind the node: a reply proves that the packet was let out.
         let machine = cluster.node.add_outside("services").unwrap();
         let (node, inside) = (cluster.node.netlink(), machine.namespace().netlink().unwrap());
         for address in [service, other] {

@@ -1,4 +1,4 @@
-//! What the daemon may do once it is ready, and that this is enough for all that it has to do then.
+//! Privileges of the daemon once it is ready, and that they suffice for everything it has to do afterwards.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -16,10 +16,10 @@ use penstock_control::service::admin::types::{Flows, FlowsQuery};
 
 use crate::fixture::{World, pod, pods, policy};
 
-/// How long a change of the manifests may take until it is in force.
+/// Timeout until a change of the manifests is in force.
 const IN_FORCE: Duration = Duration::from_secs(10);
 
-/// The capability sets of a thread, by the kernel's names for them, and whether it may gain privileges.
+/// Capability sets of a thread as the kernel names them, and its no_new_privs flag.
 #[derive(PartialEq, Eq, Debug)]
 struct Rights {
     permitted: u64,
@@ -48,18 +48,18 @@ impl Rights {
         }
     }
 
-    /// Of a thread with this in force, and no way to more.
+    /// A thread with these in force and no way to gain more.
     fn only(effective: u64, bounding: u64) -> Self {
         Self { permitted: effective, effective, inheritable: 0, ambient: 0, bounding, no_new: true }
     }
 }
 
-/// Each thread's number and name.
+/// Number and name of each thread.
 fn threads(process: Pid) -> Vec<(String, String)> {
     let entries = fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let numbers = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let named = numbers.filter_map(|number| {
-        // One that has ended meanwhile has no name any more.
+        // A thread that ended meanwhile has no name.
         let name = fs::read_to_string(format!("/proc/{process}/task/{number}/comm")).ok()?;
         Some((number, name.trim().to_owned()))
     });
@@ -70,7 +70,7 @@ fn mask(capabilities: &[caps::Capability]) -> u64 {
     capabilities.iter().map(caps::Capability::bitmask).sum()
 }
 
-/// Fails unless the control thread has exactly what is kept, and every other thread nothing.
+/// Fails unless the control thread has exactly the kept capabilities and every other thread none.
 fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let process = daemon.id();
     let threads = threads(process);
@@ -91,13 +91,13 @@ fn once_it_is_ready_one_thread_has_what_is_kept_and_no_other_has_anything() {
         config.sections.push_str("\n[verdict_log]\noutput = \"stdout\"\n");
         config.admin = Some(socket.clone());
     });
-    // Asking for these starts a thread for what takes long.
+    // These requests start a helper thread.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
     let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
     assert_only_what_is_kept(&world.daemon, mask(&KEPT), &expected);
 }
 
-/// A daemon with no more than the systemd unit and the DaemonSet grant it.
+/// A daemon with only what the systemd unit and the DaemonSet grant.
 fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
     let privileges = Privileges::Bounded(mask(&START));
     Daemon::start_with(cluster.node.namespace(), config, privileges).unwrap()
@@ -142,7 +142,7 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         let refused = |line: &&String| line.contains("Operation not permitted") || line.contains("Permission denied");
         assert_eq!(log.iter().find(refused), None);
         cluster.node.remove_pod("test/pod-1").unwrap();
-        // The kernel does some of it a little later.
+        // The kernel does some of it asynchronously.
         let state = || network_state(cluster.node.netlink()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(3);
         while state() != before && Instant::now() < deadline {
@@ -154,7 +154,7 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
 
 #[test]
 fn the_admin_socket_is_its_owners_alone() {
-    // Below a directory that everybody may enter, so that the socket's own mode is what keeps others out.
+    // Below a directory that everybody may enter, so that the socket's own mode denies access.
     let scratch = Scratch::new().unwrap();
     fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let socket = scratch.path().join("admin.sock");
@@ -163,7 +163,7 @@ fn the_admin_socket_is_its_owners_alone() {
     UnixStream::connect(&socket).unwrap();
     let refused = std::thread::spawn(move || {
         const NOBODY: libc::c_long = 65534;
-        // SAFETY: no memory is passed; of the system call itself, unlike libc's function, only this thread is meant.
+        // SAFETY: no memory is passed. The raw system call, unlike libc's function, only affects this thread.
         let result = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
         assert_eq!(result, 0);
         UnixStream::connect(&socket).unwrap_err().kind()

@@ -14,7 +14,7 @@ fn world(gso: bool) -> World {
     })
 }
 
-/// Segments that left joined with others: the fourth figure of a worker's row.
+/// Segments that were sent joined with others: the fourth figure of a worker's row.
 fn joined(world: &World) -> u64 {
     let statistics = world.statistics();
     assert!(statistics.iter().any(|line| line.ends_with(": balanced")), "{statistics:?}");

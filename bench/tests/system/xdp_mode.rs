@@ -1,4 +1,4 @@
-//! The program in the driver and in the kernel's generic path.
+//! Native and generic XDP.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
@@ -12,7 +12,7 @@ use crate::fixture::{World, pods, policy};
 const POLICY: &str =
     "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}], ports: [{port: 8080}, {port: 5201}]}]\n";
 
-/// Pods of which the last has a policy, served in this mode.
+/// Pods in this XDP mode; the last one has a policy.
 fn world(mode: &str) -> World {
     World::of(&(pods(3) + &policy("some", "pod-2", POLICY)), |_, config| {
         config.sections += &format!("[xdp]\nmode = \"{mode}\"\n");

@@ -1,4 +1,4 @@
-//! `KEEP=1`: the node stays up for whoever wants to look at it.
+//! `KEEP=1`: keeps the node running for inspection.
 
 use std::io::{IsTerminal, Read};
 use std::path::Path;
@@ -9,7 +9,7 @@ use penstock_bench::testbed::{Daemon, penstock_binary};
 
 use super::screen::heading;
 
-/// Says how to enter the pods and waits for Enter; Ctrl-C and SIGTERM end the process and undo everything.
+/// Prints how to enter the pods and waits for Enter. Ctrl-C and SIGTERM end the process and undo everything.
 pub(crate) fn until_told(cluster: &Cluster, daemon: &Daemon, manifests: &Path, admin: &Path) -> Result<()> {
     heading("The node stays up (KEEP=1)");
     for site in &cluster.sites {

@@ -1,4 +1,4 @@
-//! A policy is edited while a connection is open.
+//! Edits a policy while a connection is open.
 
 use std::fs;
 use std::path::Path;
@@ -14,18 +14,18 @@ use penstock_bench::testbed::Scratch;
 use super::screen::{good, heading, milliseconds, step};
 use super::{PROTOCOLS, compare};
 
-/// The policy that is edited, what in it, and into what.
+/// The policy file, the text to replace, and its replacement.
 const FILE: &str = "13-shop-api.yaml";
 const OLD: &str = "port: 8080";
 const NEW: &str = "port: 9090";
 const OLD_PORT: u16 = 8080;
 const NEW_PORT: u16 = 9090;
-/// Whose connection it is.
+/// Client of the connection.
 const CLIENT: &str = "shop/web";
 const SERVER: &str = "shop/api";
-/// Without an answer for so long, a connection counts as cut.
+/// Without a reply for this long, a connection counts as blocked.
 const SILENCE: Duration = Duration::from_secs(1);
-/// Nothing here may take longer.
+/// Timeout of every step.
 const LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &Scratch, manifests: &Path) -> Result<()> {

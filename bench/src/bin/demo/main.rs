@@ -1,5 +1,5 @@
-//! `make demo`: a node with its pods in network namespaces, the real daemon, real packets; expected against
-//! observed, and a policy that changes while a connection is open.
+//! `make demo`: a node with pods in network namespaces, the real daemon and real packets. Compares expected with
+//! observed results and changes a policy while a connection is open.
 
 mod keep;
 mod live;
@@ -21,9 +21,9 @@ use penstock_dataplane::worker::available_cores;
 
 use screen::{bad, good, heading, step};
 
-/// What every site serves.
+/// Services on every site.
 const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
-/// What is sent between all of them.
+/// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
         Ok(before) => before,
         Err(error) => return failed(&error),
     };
-    // Made first, run last: on Ctrl-C it looks when all else is undone.
+    // Made first, so it runs last: on Ctrl-C it compares after everything else is undone.
     let outcome = Arc::new(Mutex::new(None));
     let last = Guard::new({
         let outcome = outcome.clone();
@@ -56,9 +56,9 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Compares the machine with what it was; says what it finds, and whether that is nothing.
+/// Compares the machine with its earlier state and prints leftovers; returns whether there are none.
 fn report_leftovers(before: &Inventory) -> bool {
-    // It may be that a step was interrupted, which leaves its line open.
+    // An interrupted step leaves its line open.
     println!();
     match Inventory::take().map(|after| after.difference(before)) {
         Ok(difference) if difference.is_empty() => {
@@ -96,7 +96,8 @@ fn run() -> Result<()> {
     let daemon = step("Starting the daemon", || {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(admin.clone());
-        // Two workers if there are as many cores: a connection's two directions then meet in their one table.
+        // Two workers if there are two cores: the two directions of a connection may then be on different workers that
+        // share one table.
         let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
         config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
@@ -150,7 +151,7 @@ fn print(matrix: &Matrix) {
     matrix.summary().iter().for_each(|line| println!("{line}"));
 }
 
-/// Fails with every difference there is.
+/// Fails and lists every difference.
 pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
     let differences = matrix.differences();
     if differences.is_empty() {
@@ -160,7 +161,7 @@ pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
     bail!("{} of {} probes differ from what is expected", differences.len(), matrix.entries().len())
 }
 
-/// The demo's manifests: in this repository, or in the working directory's.
+/// The demo's manifests, in this repository or in the working directory.
 fn manifests() -> Result<PathBuf> {
     let inside = Path::new("configs/demo");
     let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/demo"));

@@ -1,4 +1,4 @@
-//! How the demo talks: steps that show while they run, headings, and colour on a terminal alone.
+//! Terminal output of the demo: steps with a spinner, headings, and colour on a terminal only.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use owo_colors::{OwoColorize, Stream};
 
-/// Where a step's time stands.
+/// Column of a step's duration.
 const TIME_COLUMN: usize = 48;
 
 pub(crate) fn heading(text: &str) {
@@ -22,10 +22,10 @@ pub(crate) fn bad(text: &str) -> String {
     text.if_supports_color(Stream::Stdout, |text| text.red()).to_string()
 }
 
-/// Runs a step: says what is done, then how long it took and what came of it.
+/// Runs a step: prints its description, then its duration and result.
 pub(crate) fn step<T, D: Display>(what: &str, work: impl FnOnce() -> Result<(T, D)>) -> Result<T> {
     print!("  {what:TIME_COLUMN$}");
-    // Progress that cannot be shown is no reason to stop.
+    // Errors of the progress display are ignored.
     let _ = std::io::stdout().flush();
     let start = Instant::now();
     match work() {
@@ -44,7 +44,7 @@ fn seconds(time: Duration) -> String {
     format!("{:5.2} s", time.as_secs_f64())
 }
 
-/// A short time, in milliseconds.
+/// A short duration in milliseconds.
 pub(crate) fn milliseconds(time: Duration) -> String {
     format!("{:.1} ms", time.as_secs_f64() * 1e3)
 }

@@ -1,15 +1,15 @@
-//! What must be reached, as ratios or differences within one run.
+//! Thresholds that the results must meet, as ratios or differences within one run.
 
 use crate::results::Results;
 
-/// Which side of a bar is the right one.
+/// Direction of a threshold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Side {
     AtLeast,
     AtMost,
 }
 
-/// A figure of one case against one of another, or by itself.
+/// A threshold for the figure of one case, alone or relative to another case.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bar {
     pub(crate) what: &'static str,
@@ -17,18 +17,18 @@ pub(crate) struct Bar {
     metric: &'static str,
     of: &'static str,
     against: Option<&'static str>,
-    /// Whether it is how much more the one is than the other that counts, not how many times.
+    /// Whether the difference of the two figures counts, rather than their ratio.
     beyond: bool,
     pub(crate) side: Side,
     pub(crate) bar: f64,
 }
 
-/// What came of a bar.
+/// Result of a threshold.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Reached {
-    /// The ratio or difference, and whether it is on the right side.
+    /// The ratio or difference, and whether it meets the threshold.
     Measured(f64, bool),
-    /// Why there is none.
+    /// Why it was not measured.
     Not(String),
 }
 
@@ -49,13 +49,13 @@ impl Bar {
         Self { against: Some(against), ..self }
     }
 
-    /// So much more than that one at most.
+    /// The difference to that case is bounded.
     const fn beyond(self, rest: &'static str) -> Self {
         Self { against: Some(rest), beyond: true, ..self }
     }
 }
 
-/// All bars.
+/// All thresholds.
 pub(crate) const BARS: &[Bar] = &[
     least("full pipeline with 10,000 policies against own raw AF_XDP forward, 64 octets", "pps", "received", 0.92)
         .of("Penstock, 10,000 policies")
@@ -93,19 +93,19 @@ pub(crate) const BARS: &[Bar] = &[
     least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
 ];
 
-/// Whether a bar goes by this case.
+/// Whether a threshold uses this case.
 pub(crate) fn go_by(scenario: &str, case: &str) -> bool {
     BARS.iter().any(|bar| bar.scenario == scenario && (bar.of == case || bar.against == Some(case)))
 }
 
 impl Bar {
-    /// What the results say.
+    /// Evaluates the threshold.
     pub(crate) fn reached(&self, results: &Results) -> Reached {
         let Some(scenario) = results.scenario(self.scenario) else {
             return Reached::Not(format!("scenario {} was not run", self.scenario));
         };
         let median = |case: &str| {
-            // A loss that is to be zero is zero only if it is so in every repetition.
+            // A loss of zero is required in every repetition, not only in the median.
             let samples = scenario.samples(case, self.metric);
             let value = samples.and_then(|samples| if self.bar == 0.0 { samples.highest() } else { samples.median() });
             value.ok_or_else(|| {

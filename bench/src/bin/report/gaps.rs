@@ -1,4 +1,4 @@
-//! What the machine takes from threads that do nothing but look at the clock: no packet can be quicker than that.
+//! Scheduling gaps: intervals in which the machine does not run a spinning thread. No packet can be faster than these.
 
 use std::time::{Duration, Instant};
 
@@ -6,19 +6,19 @@ use anyhow::Result;
 
 use crate::host::on_each;
 
-/// How long a look at the clock takes too long.
+/// Shortest interval between two clock reads that counts as a gap.
 const GAP: Duration = Duration::from_millis(1);
-/// How long the threads look.
+/// How long the threads spin.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The times in which a thread did not get to look at the clock.
+/// Scheduling gaps of one thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Gaps {
     count: u32,
     longest: Duration,
 }
 
-/// Looks at the clock and at nothing else.
+/// Reads the clock in a loop.
 fn look() -> Gaps {
     let mut gaps = Gaps::default();
     let begin = Instant::now();
@@ -32,7 +32,7 @@ fn look() -> Gaps {
     gaps
 }
 
-/// A thread on each of these cores at the same time; what they saw in a sentence each.
+/// Runs a thread on each of these cores at the same time; returns a sentence for each.
 pub(crate) fn on(cores: &[usize]) -> Result<String> {
     let told = cores.iter().zip(on_each(cores, look)?).map(|(core, gaps)| {
         format!(

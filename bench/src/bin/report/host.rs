@@ -1,7 +1,7 @@
-//! What the host of a virtual machine leaves to it: all of its cores' time and speed, or a part.
+//! Interference by the host of a virtual machine: cores that it takes away or slows down.
 //!
-//! Time that a core is not given at all the kernel counts as stolen. A core that shares its execution units with another
-//! machine's runs on, about half as fast, and nothing counts that: a piece of work of known length tells.
+//! The kernel counts time in which a core is not scheduled as stolen. A core that shares its execution units with
+//! another machine runs at about half speed, which nothing counts; a calibrated piece of work shows it.
 
 use std::hint::black_box;
 use std::thread;
@@ -11,33 +11,33 @@ use anyhow::Result;
 use penstock_bench::load::{CoreTimes, go_first, pin};
 use penstock_bench::peers::Cores;
 
-/// How long a look at the speed takes.
+/// Duration of a speed measurement.
 const LOOK: Duration = Duration::from_millis(2);
-/// Between two looks of one who waits.
+/// Interval between speed measurements while waiting.
 const PAUSE: Duration = Duration::from_millis(8);
-/// Looks at the start, the best of which is taken for full speed; a later one that is better replaces it.
+/// Speed measurements at the start. The best one counts as full speed until a better one is seen.
 const FIRST_LOOKS: u32 = 50;
-/// Share of the full speed from which on a core counts as whole.
+/// Share of the full speed from which a core counts as undisturbed.
 const WHOLE: f64 = 0.85;
 
-/// The cores that are measured on, and what they can do.
+/// The measured cores and their full speed.
 pub(crate) struct Host {
     cores: [usize; 2],
-    /// Rounds of the known work in a second.
+    /// Rounds of the calibrated work per second.
     fastest: f64,
 }
 
-/// What the host kept from this machine during a measurement.
+/// Interference of the host during a measurement.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Kept {
-    /// Percentage of the cores' time that it took.
+    /// Stolen time of the cores, in percent.
     pub(crate) stolen: f64,
-    /// Percentage of their full speed that the slower of the two had, before or after: the less of both.
+    /// Speed of the slower core in percent of its full speed, before or after: the lower of both.
     pub(crate) speed: f64,
 }
 
 impl Kept {
-    /// How much that is; 0 if it is nothing worth mentioning.
+    /// Degree of interference; 0 if it is negligible.
     pub(crate) fn degree(&self) -> f64 {
         let slow = if self.speed < 100.0 * WHOLE { 100.0 - self.speed } else { 0.0 };
         self.stolen + slow
@@ -45,7 +45,7 @@ impl Kept {
 }
 
 impl Host {
-    /// Sees how fast the two cores are when nobody else has a part of them.
+    /// Measures how fast the two cores are without interference.
     pub(crate) fn new(cores: Cores) -> Result<Self> {
         let mut host = Self { cores: [cores.generator, cores.worker], fastest: 0.0 };
         for _ in 0..FIRST_LOOKS {
@@ -55,19 +55,19 @@ impl Host {
         Ok(host)
     }
 
-    /// The speed of the slower core now, as a percentage of the full one.
+    /// Current speed of the slower core in percent of the full speed.
     fn speed(&mut self) -> Result<f64> {
         let looked = on_each(&self.cores, work)?;
         Ok(self.share_of_fastest(&looked))
     }
 
-    /// The slower of these as a percentage of the fastest seen so far, these included.
+    /// The slower of these in percent of the fastest seen so far, these included.
     fn share_of_fastest(&mut self, looked: &[f64]) -> f64 {
         self.fastest = looked.iter().copied().fold(self.fastest, f64::max);
         100.0 * looked.iter().copied().fold(f64::INFINITY, f64::min) / self.fastest
     }
 
-    /// Waits until both cores are whole, at most until `limit` is over; how long it waited.
+    /// Waits until both cores are undisturbed, at most for `limit`; returns how long it waited.
     pub(crate) fn wait_until_whole(&mut self, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
         while self.speed()? < 100.0 * WHOLE && began.elapsed() < limit {
@@ -76,7 +76,7 @@ impl Host {
         Ok(began.elapsed())
     }
 
-    /// Does something, and sees what the host kept meanwhile.
+    /// Runs `work` and measures the host's interference meanwhile.
     pub(crate) fn watch<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(T, Kept)> {
         let (before, cores, began) = (self.speed()?, CoreTimes::read()?, Instant::now());
         let value = work()?;
@@ -85,7 +85,7 @@ impl Host {
     }
 }
 
-/// Does something on each of these cores at the same time, before what else runs there.
+/// Runs `work` on each of these cores at the same time, at high priority.
 pub(crate) fn on_each<T: Send>(cores: &[usize], work: impl Fn() -> T + Sync) -> Result<Vec<T>> {
     let on = |core| -> Result<T> {
         pin(core)?;
@@ -99,7 +99,7 @@ pub(crate) fn on_each<T: Send>(cores: &[usize], work: impl Fn() -> T + Sync) -> 
     })
 }
 
-/// Rounds a second of something that keeps a core's execution units busy and needs no memory.
+/// Rounds per second of work that keeps a core's execution units busy and needs no memory.
 fn work() -> f64 {
     let (begin, mut rounds) = (Instant::now(), 0.0);
     let mut state = [1_u64; 8];

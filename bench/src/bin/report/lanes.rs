@@ -1,11 +1,11 @@
-//! The lanes of a run: each is built once, when a scenario first needs it.
+//! The testbeds of a run: each is built once, when a scenario first needs it.
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
 use penstock_bench::peers::{Cores, Lane, Missing, Peer, Size};
 
-/// What a lane is built from.
+/// Specification of a testbed.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Spec {
     pub(crate) peer: Peer,
@@ -13,9 +13,9 @@ pub(crate) struct Spec {
     pub(crate) mtu: u32,
 }
 
-/// Policies of the cluster where nothing else is said.
+/// Default number of policies.
 pub(crate) const POLICIES: usize = 100;
-/// MTU of the pods where nothing else is said.
+/// Default MTU of pods.
 pub(crate) const MTU: u32 = 1500;
 
 impl Spec {
@@ -36,7 +36,7 @@ impl Spec {
         Self { mtu, ..self }
     }
 
-    /// What a report calls the peer.
+    /// The peer's name in reports.
     pub(crate) fn peer_name(&self) -> &'static str {
         match &self.peer {
             Peer::Penstock { enforces: true, .. } => "Penstock",
@@ -52,7 +52,7 @@ impl Spec {
     }
 }
 
-/// The lanes that were built, and why others could not be.
+/// The testbeds that were built, and why others could not be.
 pub(crate) struct Lanes {
     cores: Cores,
     built: BTreeMap<Spec, Result<Lane, String>>,
@@ -65,7 +65,7 @@ impl Lanes {
         Self { cores, built: BTreeMap::new(), descriptions: BTreeMap::new() }
     }
 
-    /// The lane, or in one line why there is none.
+    /// The testbed, or one line that explains why there is none.
     pub(crate) fn get(&mut self, spec: &Spec) -> Result<&mut Lane, String> {
         let number = self.built.len();
         let (cores, descriptions) = (self.cores, &mut self.descriptions);

@@ -1,4 +1,4 @@
-//! Runs scenarios: every case of every scenario in turn, and then all of it again.
+//! Runs scenarios: every case of every scenario once, then all of it again.
 
 use std::time::{Duration, Instant};
 
@@ -13,14 +13,14 @@ use crate::machine::{BUSY, Machine, Prepared};
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{Known, Scenario};
 
-/// How long waiting for the host and measuring again may take together, in all repetitions.
+/// Total time for waiting for the host and measuring again, over all repetitions.
 const AGAIN: Duration = Duration::from_secs(100);
-/// How often a case is measured in one repetition at most.
+/// Maximum attempts for a case in one repetition.
 const ATTEMPTS: u32 = 4;
-/// How long a case waits for whole cores at most, each time.
+/// How long a case waits for undisturbed cores, each time.
 const WAIT: Duration = Duration::from_millis(500);
 
-/// Measures everything, as often as the plan says.
+/// Measures everything as often as planned.
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
     let (mut machine, started) = (Machine::look()?, Instant::now());
     if machine.load > BUSY {
@@ -38,7 +38,7 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
-                // What fails twice is not tried again.
+                // A case that failed twice is not tried again.
                 if into.failed < 2 {
                     let lane = lanes.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
                     let waits = bars::go_by(scenario.name, &case.name);
@@ -57,13 +57,13 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
 }
 
-/// What was measured, and what the host kept from this machine meanwhile.
+/// Figures, and the host's interference meanwhile.
 type Measured = (Vec<Option<f64>>, Kept);
 
-/// Measures, and again if the host took the cores away meanwhile: what it kept least from counts. What decides whether a bar
-/// is reached `waits` for whole cores first, and is measured again if they were not.
+/// Measures, and measures again if the host took the cores away; the least disturbed attempt counts. Cases that decide
+/// a threshold wait (`waits`) for undisturbed cores first, and are measured again if the cores were slow.
 ///
-/// A wait of some milliseconds that is the host's shows in every percentile, and it hits those who use both cores first.
+/// A host delay of some milliseconds shows in every percentile, and hits peers that use both cores first.
 fn least_disturbed(
     plan: &Plan,
     host: &mut Host,
@@ -79,7 +79,7 @@ fn least_disturbed(
         let began = Instant::now();
         let (values, kept) = host.watch(&mut measure)?;
         let took = began.elapsed();
-        // A search sees to it at each of its trials.
+        // A search checks this in each of its trials.
         let is_long = took > 6 * plan.length.max(Duration::from_millis(200));
         let was_alone = if waits { kept.degree() == 0.0 } else { kept.stolen == 0.0 };
         if best.as_ref().is_none_or(|(_, least)| kept.degree() < least.degree()) {
@@ -93,7 +93,7 @@ fn least_disturbed(
     Ok(best.expect("it was measured once"))
 }
 
-/// Takes what a case measured into its result.
+/// Adds a measurement to its case's result.
 fn take(into: &mut CaseResult, measured: Result<Measured>) {
     match measured {
         Ok((values, kept)) => {
@@ -114,7 +114,7 @@ fn take(into: &mut CaseResult, measured: Result<Measured>) {
 fn progress(steps: u64) -> ProgressBar {
     let bar = ProgressBar::new(steps);
     let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {percent}% {eta} left  {msg}");
-    // The template is a constant; were it wrong, the bar would look otherwise.
+    // The template is a constant; if it were invalid, the default style is used.
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
     bar.enable_steady_tick(Duration::from_millis(500));
     bar

@@ -68,7 +68,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Two pods, and a policy on either side of the connection that is measured.
+/// Two pods, and a policy in either direction of the measured connection.
 const SIZE: Size = Size { pods: 2, policies: 2 };
 
 fn measure(lane: &mut Lane, trial: &Trial, case: Case) -> Result<Rates> {

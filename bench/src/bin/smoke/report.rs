@@ -1,18 +1,18 @@
-//! What was measured, as a table and as ratios against their bars.
+//! The results as a table and as ratios against their thresholds.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 
 use penstock_bench::peers::Cores;
 
-/// What one measurement came to, in packets per second.
+/// Result of one measurement, in packets per second.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rates {
     pub(crate) offered: f64,
     pub(crate) received: f64,
 }
 
-/// One configuration, as it is measured.
+/// One measured configuration.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Case {
     Penstock,
@@ -54,9 +54,9 @@ pub(crate) fn introduce(cores: Cores) {
     }
 }
 
-/// From which share on the receiver lost so little that more would have been received had more been sent.
+/// Received share of the offered packets from which the generator is the bottleneck.
 const GENERATOR_BOUND: f64 = 0.97;
-/// From which load on a machine of two cores or more has not both of them for the benchmark.
+/// Load above which a machine of two cores is too busy for the benchmark.
 const BUSY: f64 = 0.7;
 
 /// The load average of the last minute.
@@ -80,7 +80,7 @@ impl Report {
         if output.is_terminal() {
             let end = if done == of { "\r\x1b[K" } else { "" };
             print!("\rrepetition {done} of {of}{end}");
-            // Progress that cannot be shown is no reason to stop.
+            // Errors of the progress display are ignored.
             let _ = output.flush();
         }
     }
@@ -125,7 +125,7 @@ impl Report {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received))))
     }
 
-    /// What part of the packets offered were received, as a median.
+    /// Received share of the offered packets, as a median.
     fn share(&self, case: Case) -> Option<f64> {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received / rates.offered))))
     }

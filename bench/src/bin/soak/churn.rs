@@ -1,4 +1,4 @@
-//! Pods and policies that come and go, and what they must find.
+//! Pods and policies that come and go, with probes that verify policy.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 
 use crate::world::{World, pod, policy};
 
-/// How often a policy is saved.
+/// Interval of policy changes.
 const POLICY: Duration = Duration::from_millis(250);
-/// How long the pod that comes and goes is there, and how long it is not.
+/// How long the churned pod exists, and how long it does not.
 const POD: Duration = Duration::from_millis(1500);
-/// How often policy is put to the test.
+/// Interval of probes.
 const PROBE: Duration = Duration::from_millis(500);
-/// The pod that comes and goes, and the last part of its addresses.
+/// The churned pod, and the last part of its addresses.
 const NAME: &str = "passing";
 const NUMBER: u8 = 77;
 
-/// What comes and goes.
+/// State of the churn.
 pub(crate) struct Churn {
     next_policy: Duration,
     next_pod: Duration,
@@ -27,11 +27,11 @@ pub(crate) struct Churn {
     pub(crate) policies: u32,
     pub(crate) pods: u32,
     pub(crate) probes: u32,
-    /// What was found otherwise than it must be: from when to when, and what.
+    /// Wrong results: from when to when, and what.
     pub(crate) wrong: Vec<(Duration, Duration, String)>,
 }
 
-/// Who asks whom, over what, and what must come of it.
+/// Client, server, protocol and expected result.
 const ASKED: [(&str, &str, Protocol, Outcome); 5] = [
     ("test/pod-0", "test/pod-1", Protocol::Tcp(8080), Outcome::Reached),
     ("test/pod-2", "test/pod-1", Protocol::Tcp(8080), Outcome::Silent),
@@ -55,7 +55,7 @@ impl Churn {
         }
     }
 
-    /// Does what is due.
+    /// Runs the steps that are due.
     pub(crate) fn step(&mut self, world: &mut World) -> Result<()> {
         let now = world.epoch.elapsed();
         if now >= self.next_policy {
@@ -76,7 +76,7 @@ impl Churn {
         Ok(())
     }
 
-    /// The pod comes; or it is asked whether it has a network, and goes.
+    /// Creates the pod, or probes it and removes it.
     fn turn_pod(&mut self, world: &mut World) -> Result<()> {
         let full = format!("test/{NAME}");
         if self.pod_is_there {
@@ -106,7 +106,7 @@ impl Churn {
     ) -> Result<()> {
         let start = world.epoch.elapsed();
         let target = (world.cluster.site(to)? as u32, world.address(to, v6, 0)?.ip());
-        // One that is denied is not worth waiting long for.
+        // A denied probe needs no retries.
         let attempts = if expected == Outcome::Silent { 1 } else { 4 };
         let patience = Patience { attempts, ..Patience::default() };
         let outcome = probe::run_one(from, target, protocol, patience)?;
@@ -118,7 +118,7 @@ impl Churn {
         Ok(())
     }
 
-    /// Leaves the node with the pods that it had.
+    /// Restores the node's original pods.
     pub(crate) fn end(&mut self, world: &mut World) -> Result<()> {
         if self.pod_is_there {
             self.turn_pod(world)?;

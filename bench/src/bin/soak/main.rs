@@ -1,5 +1,5 @@
-//! Hours in minutes: mixed traffic, pods and policies that come and go, restarts of the daemon. What must not grow is
-//! watched, every packet is accounted for, and a verdict stands at the end.
+//! Mixed traffic, pod and policy churn, and daemon restarts. Watches what must not grow, accounts for every packet, and
+//! prints a result at the end.
 
 mod churn;
 mod plot;
@@ -22,23 +22,23 @@ use sample::Sampler;
 use verdict::Verdict;
 use world::World;
 
-/// Mixed traffic, churn and restarts for as long as is asked; a plot and a verdict at the end.
+/// Mixed traffic, churn and restarts for a given time; writes a plot and prints a result.
 #[derive(Parser, Debug)]
 struct Arguments {
-    /// How long, in minutes.
+    /// Duration in minutes.
     #[arg(long, default_value_t = 30.0)]
     minutes: f64,
-    /// How often the daemon is restarted, by a kill and by an update in turn; spread evenly.
+    /// Number of daemon restarts, alternately by a kill and by an update, spread evenly.
     #[arg(long, default_value_t = 5)]
     restarts: u32,
-    /// Where the plot goes.
+    /// File of the plot.
     #[arg(long, default_value = "target/soak.svg")]
     plot: PathBuf,
 }
 
-/// How often it is looked what is due.
+/// Interval at which due steps are run.
 const TICK: Duration = Duration::from_millis(25);
-/// How often a line is printed where there is no terminal.
+/// Interval of progress lines without a terminal.
 const LINE: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
@@ -94,7 +94,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     Ok(verdict.is_good())
 }
 
-/// A bar on a terminal, elsewhere a line now and then.
+/// A progress bar on a terminal, otherwise a line now and then.
 struct Progress {
     bar: Option<ProgressBar>,
     start: Instant,

@@ -1,4 +1,4 @@
-//! Traffic that goes on all the time: numbered datagrams, a connection, and what must never arrive.
+//! Continuous traffic: numbered datagrams, connections, and datagrams that policy denies.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,11 +13,11 @@ use penstock_bench::probe::{Flow, Site};
 
 use crate::world::{ALLOWED, DENIED, World};
 
-/// Between two datagrams of a stream.
+/// Interval between datagrams of a stream.
 const PACE: Duration = Duration::from_millis(1);
-/// A connection that was silent for so long is broken: longer than any restart takes.
+/// A connection that was silent for this long is broken: longer than any restart takes.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long what is on its way may take in the end.
+/// How long packets may be in flight at the end.
 const LAST: Duration = Duration::from_millis(500);
 
 /// Numbered datagrams from one site to another.
@@ -27,7 +27,7 @@ struct Stream {
     receiver: JoinHandle<Vec<u64>>,
 }
 
-/// All that runs.
+/// All running traffic.
 pub(crate) struct Streams {
     streams: Vec<Stream>,
     denied: (JoinHandle<Vec<u32>>, JoinHandle<Vec<u64>>),
@@ -37,16 +37,16 @@ pub(crate) struct Streams {
     ends: [Arc<AtomicBool>; 2],
 }
 
-/// What became of a stream.
+/// Result of a stream.
 pub(crate) struct Fate {
     pub(crate) name: String,
     pub(crate) sent: u64,
     pub(crate) twice: u64,
-    /// When each that did not arrive had been sent, from the run's beginning on.
+    /// When each lost datagram was sent, since the start of the run.
     pub(crate) lost: Vec<Duration>,
 }
 
-/// What became of all.
+/// Result of all traffic.
 pub(crate) struct Outcome {
     pub(crate) fates: Vec<Fate>,
     pub(crate) denied_sent: u64,
@@ -84,7 +84,7 @@ pub(crate) fn start(world: &World) -> Result<Streams> {
     Ok(Streams { streams, denied, flows, latencies, received, ends })
 }
 
-/// Sends until told to end; returns when each was sent, in milliseconds from `epoch` on.
+/// Sends until `ends` is set; returns when each datagram was sent, in milliseconds since `epoch`.
 fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> Result<JoinHandle<Vec<u32>>> {
     let local = SocketAddr::new(from.address(to.is_ipv6()).ok_or_else(|| anyhow!("no address"))?, 0);
     let socket = from.namespace.run(|| UdpSocket::bind(local))?;
@@ -94,7 +94,7 @@ fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> 
         while !ends.load(Ordering::Relaxed) {
             let now = epoch.elapsed();
             let datagram = [(times.len() as u64).to_be_bytes(), (now.as_nanos() as u64).to_be_bytes()].concat();
-            // A refusal that came back for an earlier one is no reason to stop.
+            // An ICMP error for an earlier datagram is reported here; go on.
             if socket.send_to(&datagram, to).is_ok() {
                 times.push(now.as_millis() as u32);
             }
@@ -106,7 +106,7 @@ fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> 
 
 type Measure = (Arc<Mutex<Histogram<u64>>>, Arc<AtomicU64>);
 
-/// Receives until told to end; returns the numbers that arrived.
+/// Receives until `ends` is set; returns the numbers that arrived.
 fn receive(
     world: &World,
     at: &str,
@@ -136,7 +136,7 @@ fn receive(
 }
 
 impl Streams {
-    /// Median and 99th percentile since the last call, in milliseconds; nothing where nothing arrived.
+    /// Median and 99th percentile in milliseconds since the last call; `None` if nothing arrived.
     pub(crate) fn take_latency(&self) -> Option<(f64, f64)> {
         let mut latencies = self.latencies.lock().unwrap_or_else(PoisonError::into_inner);
         let at = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e6;
@@ -145,7 +145,7 @@ impl Streams {
         taken
     }
 
-    /// How many datagrams arrived so far.
+    /// Datagrams received so far.
     pub(crate) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! What it all comes to.
+//! The result of a soak run.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ const WARM_UP: Duration = Duration::from_secs(10);
 /// Fewer samples show no trend.
 const LEAST: usize = 12;
 
-/// One thing that must hold.
+/// One checked condition.
 struct Finding {
     good: bool,
     what: String,
@@ -23,14 +23,14 @@ struct Finding {
 
 pub(crate) struct Verdict(Vec<Finding>);
 
-/// What must not grow: its name, how it is read of a sample, and by which factor and amount it may differ.
+/// A value that must not grow: its name, how to read it from a sample, and the accepted factor and amount.
 type Watched = (&'static str, fn(&Sample) -> Option<f64>, f64, f64);
 
 const WATCHED: [Watched; 4] = [
     ("memory, MiB", |sample| Some(sample.memory_mebibytes), 1.05, 4.0),
     ("descriptors", |sample| Some(sample.descriptors), 1.0, 8.0),
     ("frames under way", |sample| Some(sample.frames_under_way), 1.0, 64.0),
-    // The 99th percentile, which the plot has too, tells more of what else the machine does.
+    // The plot also has the 99th percentile, which depends more on other load of the machine.
     ("median latency, ms", |sample| sample.latency_milliseconds.map(|(p50, _)| p50), 2.0, 1.0),
 ];
 
@@ -97,7 +97,7 @@ impl Verdict {
     }
 }
 
-/// Every datagram arrived once, or was sent while nobody judged, or was lost by a cause that a daemon counted.
+/// Every datagram arrived once, was sent while no daemon ran, or was counted as lost by a daemon.
 fn losses(sampler: &Sampler, outcome: &Outcome, outages: &[Outage], find: &mut impl FnMut(bool, String)) {
     let met = |sent: &&Duration| outages.iter().any(|outage| outage.meets(**sent, **sent));
     let mut unexplained = 0;

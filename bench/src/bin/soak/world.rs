@@ -1,4 +1,4 @@
-//! The node, its pods and its daemon, which is restarted now and then.
+//! The node, its pods and its daemon, which is restarted from time to time.
 
 use std::fmt::Write;
 use std::net::SocketAddr;
@@ -13,18 +13,18 @@ use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::Status;
 
-/// Pods that are there all the time.
+/// Permanent pods.
 const PODS: u8 = 6;
-/// Ports of datagrams that policy allows, and that it denies.
+/// Ports of datagrams that policy allows and denies.
 pub(crate) const ALLOWED: u16 = 7000;
 pub(crate) const DENIED: u16 = 7001;
-/// How long a daemon may take to end.
+/// Timeout for a daemon to end.
 const END: Duration = Duration::from_secs(10);
-/// What was on its way when the daemon was killed is lost with it; after the next start some comes late.
+/// Packets in flight when the daemon is killed are lost; after the next start some arrive late.
 const UNDER_WAY: Duration = Duration::from_millis(10);
 const SETTLE: Duration = Duration::from_millis(250);
 
-/// A time in which nobody judges, from the run's beginning on.
+/// A time without a daemon, since the start of the run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outage {
     pub(crate) from: Duration,
@@ -32,7 +32,7 @@ pub(crate) struct Outage {
 }
 
 impl Outage {
-    /// Whether what happened from `start` to `end` may have met it.
+    /// Whether something that happened from `start` to `end` may overlap it.
     pub(crate) fn meets(&self, start: Duration, end: Duration) -> bool {
         end >= self.from && start <= self.to
     }
@@ -51,7 +51,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// `is_last`: there is no other daemon after this one.
+    /// `is_last`: no other daemon follows this one.
     pub(crate) fn start(is_last: bool) -> Result<Self> {
         let scratch = Scratch::new()?;
         let manifests = scratch.path().join("manifests");
@@ -95,7 +95,7 @@ impl World {
         Ok(Client::new(socket)?.get("/v1/status", &())?)
     }
 
-    /// Ends the daemon, by a kill or as an update does, and starts the next one.
+    /// Ends the daemon, by a kill or by an update, and starts the next one.
     pub(crate) fn restart(&mut self, kill: bool, is_last: bool) -> Result<()> {
         let from = self.epoch.elapsed().saturating_sub(UNDER_WAY);
         self.daemon.signal(if kill { Signal::SIGKILL } else { Signal::SIGTERM })?;
@@ -107,7 +107,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends the daemon for good. What is wrong with how it ended, or with what it left, is returned.
+    /// Ends the last daemon. Returns what was wrong with its exit and what it left behind.
     pub(crate) fn stop(self) -> Result<(Vec<Outage>, Vec<String>)> {
         let (status, log) = self.daemon.stop()?;
         let mut wrong = Vec::new();
@@ -115,7 +115,7 @@ impl World {
             wrong.push(format!("the daemon ended with {status}: {}", log.join("\n")));
         }
         wrong.extend(log.iter().filter(|line| line.contains("panicked") || line.contains("NOT balanced")).cloned());
-        // The kernel takes away some of it a little later.
+        // The kernel removes some objects a little later.
         let deadline = Instant::now() + Duration::from_secs(3);
         let mut after = network_state(self.cluster.node.netlink())?;
         while after != self.before && Instant::now() < deadline {
@@ -129,7 +129,7 @@ impl World {
     }
 }
 
-/// An update of the daemon keeps pods closed; the last one puts the node back.
+/// An update keeps pods closed; the last daemon restores the node.
 fn on_exit(is_last: bool) -> &'static str {
     if is_last { "[fail]\non_exit = \"restore\"\n" } else { "[fail]\non_exit = \"keep\"\n" }
 }
@@ -155,7 +155,7 @@ pub(crate) fn pod(name: &str, number: u8) -> String {
     )
 }
 
-/// `pod-1` lets `pod-0` in, and everyone to a port that changes; `pod-2` sends wherever it likes.
+/// `pod-1` admits `pod-0`, and everyone on a port that changes; `pod-2` may send anywhere.
 pub(crate) fn policy(changing: u16) -> String {
     format!(
         "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: only}}\n\

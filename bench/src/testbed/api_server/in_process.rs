@@ -1,5 +1,5 @@
-//! A small API server inside this process, over HTTP: the four resources with real list and watch semantics, bearer
-//! tokens, the rights of the shipped ClusterRole, and faults on demand.
+//! A small API server inside this process, over HTTP: four resources with real list and watch semantics, bearer tokens,
+//! the rights of the shipped ClusterRole, and fault injection.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -27,12 +27,12 @@ use super::cluster::{Cluster, Event, Place, Refusal};
 use super::faults::{Fault, Faults, Verb};
 use super::{Resource, Who, role};
 
-/// How often a watch has a bookmark: a real server takes a minute.
+/// Interval of bookmarks; a real server sends one a minute.
 const BOOKMARKS: Duration = Duration::from_millis(200);
 
 type Body = BoxBody<Bytes, io::Error>;
 
-/// The server. Dropping it ends it.
+/// The server. Dropping it stops it.
 pub struct InProcess {
     state: Arc<State>,
     address: SocketAddr,
@@ -44,23 +44,23 @@ struct Running {
     thread: JoinHandle<()>,
 }
 
-/// What outlives a restart, as etcd does.
+/// State that survives a restart, as etcd's does.
 struct State {
     cluster: Mutex<Cluster>,
-    /// The cluster's version, for watches to wait for.
+    /// Current resource version; watches wait for it to change.
     version: watch::Sender<u64>,
     tokens: Mutex<HashMap<String, Who>>,
     faults: Faults,
-    /// Whether lists can be streamed.
+    /// Whether streaming lists are supported.
     streams: bool,
-    /// What the shipped role allows.
+    /// Rules of the shipped ClusterRole.
     role: Vec<role::Rule>,
-    /// Requests for lists and watches, to be counted.
+    /// List and watch requests, for counting.
     requests: Mutex<Vec<(Verb, Resource)>>,
 }
 
 impl InProcess {
-    /// Starts it on the loopback of the network namespace that this thread is in.
+    /// Starts it on the loopback of the calling thread's network namespace.
     pub fn start(streams: bool) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let state = Arc::new(State {
@@ -77,34 +77,35 @@ impl InProcess {
         Ok(server)
     }
 
-    /// Where it listens.
+    /// Its URL.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Takes a token for someone; those that he had before are not valid any more.
+    /// Sets an account's token; earlier tokens of the account become invalid.
     pub fn set_token(&self, who: Who, token: &str) {
         let mut tokens = lock(&self.state.tokens);
         tokens.retain(|_, owner| *owner != who);
         tokens.insert(token.to_owned(), who);
     }
 
-    /// The next request of this kind meets a fault.
+    /// Injects a fault into the next request of this kind.
     pub fn plan(&self, verb: Verb, resource: Resource, fault: Fault) {
         self.state.faults.plan(verb, resource, fault);
     }
 
-    /// How many faults have not happened yet.
+    /// Number of faults that are still pending.
     pub fn faults_left(&self) -> usize {
         self.state.faults.left()
     }
 
-    /// How many requests of this kind there have been.
+    /// Number of requests of this kind so far.
     pub fn requests(&self, verb: Verb, resource: Resource) -> usize {
         lock(&self.state.requests).iter().filter(|request| **request == (verb, resource)).count()
     }
 
-    /// Creates an object with its status, as through another server of the same cluster: also while this one is stopped.
+    /// Creates an object, status included, as through another server of the same cluster; also while this one is
+    /// stopped.
     pub fn create_elsewhere(&self, object: &Value) -> Result<()> {
         let place = place_of(object)?;
         let refused = |(_, reason, message): Refusal| anyhow!("{reason}: {message}");
@@ -125,12 +126,12 @@ impl InProcess {
         Ok(())
     }
 
-    /// Forgets the history.
+    /// Discards the history.
     pub fn compact(&self) {
         lock(&self.state.cluster).compact();
     }
 
-    /// Creates or replaces objects with their status, all as one step and without a request each.
+    /// Creates or replaces objects, status included, as one step and without requests.
     pub fn put(&self, objects: impl IntoIterator<Item = Value>) -> Result<()> {
         let mut cluster = lock(&self.state.cluster);
         for object in objects {
@@ -141,16 +142,16 @@ impl InProcess {
         Ok(())
     }
 
-    /// Breaks all connections and takes no new ones.
+    /// Closes all connections and accepts no new ones.
     pub fn stop(&self) {
         if let Some(Running { stop, thread }) = lock(&self.running).take() {
-            // An error means that it has ended already.
+            // An error means that the thread has already ended.
             let _ = stop.send(());
             let _ = thread.join();
         }
     }
 
-    /// Listens again, at the same address of the network namespace that this thread is in.
+    /// Listens again on the same address, in the calling thread's network namespace.
     pub fn resume(&self) -> Result<()> {
         self.run(TcpListener::bind(self.address)?)
     }
@@ -189,18 +190,18 @@ fn place_of(object: &Value) -> Result<Place> {
     Ok((Resource::of(object)?, text("namespace"), text("name")))
 }
 
-/// Serves all connections. Dropped, it breaks them.
+/// Serves all connections until it is dropped, which closes them.
 async fn serve(listener: TcpListener, state: Arc<State>) {
     let listener = tokio::net::TcpListener::from_std(listener).expect("it does not block");
     let mut connections = JoinSet::new();
     loop {
         let Ok((stream, _)) = listener.accept().await else { continue };
-        // Lest small events wait for an acknowledgement.
+        // Disable Nagle's algorithm, so that small events do not wait for an ACK.
         let _ = stream.set_nodelay(true);
         let state = Arc::clone(&state);
         connections.spawn(async move {
             let service = service_fn(move |request| answer(Arc::clone(&state), request));
-            // A client may break off whenever it likes.
+            // A client may disconnect at any time.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
         });
     }
@@ -214,7 +215,7 @@ async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Respons
     Ok(answered.unwrap_or_else(|(code, reason, message)| json_response(code, &status(code, reason, &message))))
 }
 
-/// What a request asks for.
+/// A parsed request.
 struct Asked {
     resource: Resource,
     namespace: Option<String>,
@@ -271,7 +272,7 @@ async fn handle(state: &Arc<State>, asked: Asked, request: Request<Incoming>) ->
     allow(state, &request, verb, asked.resource)?;
     let fault = match verb {
         "list" | "watch" => {
-            // A watch that lists first is a list that goes on.
+            // A watch that starts with a list is a list that continues.
             let is_list = verb == "list" || asked.is("sendInitialEvents");
             let verb = if is_list { Verb::List } else { Verb::Watch };
             lock(&state.requests).push((verb, asked.resource));
@@ -302,7 +303,7 @@ async fn handle(state: &Arc<State>, asked: Asked, request: Request<Incoming>) ->
     Ok(json_response(code, &answer))
 }
 
-/// Refuses whoever is not known, or not allowed.
+/// Rejects unknown accounts and those without the right.
 fn allow(state: &State, request: &Request<Incoming>, verb: &str, resource: Resource) -> Result<(), Refusal> {
     let token = request.headers().get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let token = token.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
@@ -367,12 +368,12 @@ struct Watcher {
     lines: mpsc::Sender<io::Result<Bytes>>,
 }
 
-/// A client that has gone away, or a connection that is to break.
+/// The client disconnected, or a fault closes the connection.
 struct Broken;
 
 impl Watcher {
     async fn run(self, version: Option<u64>, initial: bool, fault: Option<Fault>) {
-        // It ends where the client is gone; otherwise the server ends it in time.
+        // It ends when the client is gone or when its timeout passes.
         let _ = tokio::time::timeout(self.time, self.watch(version, initial, fault)).await;
     }
 
@@ -401,7 +402,7 @@ impl Watcher {
             tokio::select! {
                 _ = versions.changed() => {
                     if fault == Some(Fault::Shuffle) {
-                        // So that there is something to be shuffled.
+                        // Wait, so that there are several events to shuffle.
                         tokio::time::sleep(Duration::from_millis(20)).await;
                     }
                 }
@@ -417,7 +418,7 @@ impl Watcher {
                 let text = line(event).to_string();
                 let half = Bytes::copy_from_slice(&text.as_bytes()[..text.len() / 2]);
                 self.lines.send(Ok(half)).await.map_err(|_| Broken)?;
-                // Lest both be dropped as one.
+                // Pause, so that the client does not read both as one chunk.
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 let _ = self.lines.send(Err(io::Error::other("cut"))).await;
                 return Err(Broken);
@@ -435,7 +436,7 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends all objects as added, as of now; returns the version.
+    /// Sends all current objects as ADDED; returns the version.
     async fn send_all(&self, initial: bool) -> Result<u64, Broken> {
         let page = lock(&self.state.cluster).list(self.resource, None, usize::MAX, None).map_err(|_| Broken)?;
         for mut object in page.items {

@@ -1,5 +1,5 @@
-//! An API server for tests: a real one where `KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`
-//! (the convention of envtest), else a small one inside this process. Both are spoken to by the same calls.
+//! An API server for tests: a real one if `KUBEBUILDER_ASSETS` names a directory with `etcd` and `kube-apiserver` (the
+//! convention of envtest), otherwise a small one inside this process. Both have the same interface.
 
 mod admin;
 mod cluster;
@@ -37,7 +37,7 @@ impl Resource {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies];
 
-    /// Its API group; empty for the core.
+    /// Its API group; empty for the core group.
     pub fn group(self) -> &'static str {
         if self == Self::NetworkPolicies { "networking.k8s.io" } else { "" }
     }
@@ -57,7 +57,7 @@ impl Resource {
         }
     }
 
-    /// Its part of a path.
+    /// Its path segment.
     pub fn path(self) -> &'static str {
         match self {
             Self::Namespaces => "namespaces",
@@ -67,14 +67,14 @@ impl Resource {
         }
     }
 
-    /// The resource that an object is of.
+    /// The resource of an object.
     pub fn of(object: &Value) -> Result<Self> {
         let kind = object["kind"].as_str().unwrap_or_default();
         let found = Self::ALL.into_iter().find(|resource| resource.kind() == kind);
         found.with_context(|| format!("{kind:?} is none of the kinds that are served"))
     }
 
-    /// The path of an object, or of the list that it is in.
+    /// The path of an object or of its list.
     pub fn url(self, namespace: Option<&str>, name: Option<&str>) -> String {
         let root = if self.group().is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}", self.api_version()) };
         let namespace = namespace.map(|name| format!("/namespaces/{name}")).unwrap_or_default();
@@ -83,12 +83,12 @@ impl Resource {
     }
 }
 
-/// Who asks.
+/// An account.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Who {
-    /// Someone with all rights.
+    /// An account with full rights.
     Admin,
-    /// Penstock's account, with the rights of the shipped ClusterRole alone.
+    /// Penstock's service account, with only the rights of the shipped ClusterRole.
     Penstock,
     /// An account without any right.
     Nobody,
@@ -100,7 +100,7 @@ const TOKENS: [(Who, &str, &str); 3] = [
     (Who::Nobody, "token-of-nobody", "nobody,nobody,"),
 ];
 
-/// An API server. Dropping it ends it.
+/// An API server. Dropping it stops it.
 pub struct ApiServer {
     which: Which,
     admin: Admin,
@@ -114,7 +114,7 @@ enum Which {
 }
 
 impl ApiServer {
-    /// Starts the one that `KUBEBUILDER_ASSETS` says, and says which; in a network namespace if one is given.
+    /// Starts the server that `KUBEBUILDER_ASSETS` selects and prints which; in a network namespace if one is given.
     pub fn start(namespace: Option<&Namespace>) -> Result<Self> {
         match std::env::var_os("KUBEBUILDER_ASSETS").filter(|assets| !assets.is_empty()) {
             None => Self::in_process(false, namespace),
@@ -127,7 +127,7 @@ impl ApiServer {
         }
     }
 
-    /// Starts the one in this process; `streams` says whether it streams lists.
+    /// Starts the one in this process; `streams` says whether it supports streaming lists.
     pub fn in_process(streams: bool, namespace: Option<&Namespace>) -> Result<Self> {
         eprintln!("API server: the small one in this process (KUBEBUILDER_ASSETS is not set)");
         let server = match namespace {
@@ -158,7 +158,7 @@ impl ApiServer {
         Ok(server)
     }
 
-    /// Applies the shipped role, and waits until it is in force.
+    /// Applies the shipped role and waits until it is in force.
     fn grant(&self) -> Result<()> {
         for object in role::manifests()? {
             let path = match object["kind"].as_str() {
@@ -169,7 +169,7 @@ impl ApiServer {
             };
             let ready = || self.admin.call(http::Method::POST, path, &object).map(drop);
             match &self.which {
-                // The namespace kube-system comes a moment after the server.
+                // The namespace kube-system appears a moment after the server.
                 Which::Real(real) => real.wait(ready)?,
                 Which::InProcess(_) => ready()?,
             }
@@ -184,12 +184,12 @@ impl ApiServer {
         }
     }
 
-    /// Whether it is a real one.
+    /// Whether it is a real server.
     pub fn is_real(&self) -> bool {
         matches!(self.which, Which::Real(_))
     }
 
-    /// The one in this process, for faults.
+    /// The server in this process, for fault injection; `None` if the server is real.
     pub fn faulty(&self) -> Option<&InProcess> {
         match &self.which {
             Which::InProcess(server) => Some(server),
@@ -197,22 +197,22 @@ impl ApiServer {
         }
     }
 
-    /// A client with all rights.
+    /// A client with full rights.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// The kubeconfig file of someone.
+    /// The kubeconfig file of an account.
     pub fn kubeconfig(&self, who: Who) -> PathBuf {
         kubeconfig(self.scratch.path(), who)
     }
 
-    /// The file from which a kubeconfig takes someone's token.
+    /// The token file that an account's kubeconfig refers to.
     pub fn token_file(&self, who: Who) -> PathBuf {
         token_file(self.scratch.path(), who)
     }
 
-    /// Kills it, its objects stay.
+    /// Kills the server; its objects stay.
     pub fn stop(&self) {
         match &self.which {
             Which::InProcess(server) => server.stop(),
@@ -220,7 +220,7 @@ impl ApiServer {
         }
     }
 
-    /// Starts it again, at the same address, and waits until it is ready.
+    /// Starts it again on the same address and waits until it is ready.
     pub fn resume(&self) -> Result<()> {
         match (&self.which, &self.namespace) {
             (Which::InProcess(server), Some(namespace)) => namespace.run(|| server.resume())?,
@@ -230,7 +230,7 @@ impl ApiServer {
         self.wait_until_ready()
     }
 
-    /// Makes it forget its history, as the compaction of etcd does.
+    /// Discards its history, as etcd's compaction does.
     pub fn compact(&self) -> Result<()> {
         match &self.which {
             Which::InProcess(server) => {

@@ -1,4 +1,4 @@
-//! A real API server: `etcd` and `kube-apiserver` from a folder, as processes of their own.
+//! A real API server: `etcd` and `kube-apiserver` from a directory, as separate processes.
 
 use std::fs::{self, File};
 use std::net::TcpListener;
@@ -13,10 +13,10 @@ use nix::sys::signal::Signal;
 
 use crate::testbed::{Guard, Namespace, Scratch};
 
-/// How long the server may take to start.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(90);
 
-/// The two processes. Dropping ends them.
+/// The two processes. Dropping it ends them.
 pub(super) struct Real {
     assets: PathBuf,
     directory: PathBuf,
@@ -39,12 +39,12 @@ struct Process {
 }
 
 impl Real {
-    /// Starts both, in a network namespace if one is given. `tokens` are lines of a static token file.
+    /// Starts both, in a network namespace if one is given. `tokens` is the content of a static token file.
     pub(super) fn start(assets: &Path, tokens: &str, namespace: Option<&Namespace>) -> Result<Self> {
         let scratch = Scratch::new()?;
         let directory = scratch.path().to_owned();
         let ports = inside(namespace, || -> Result<Ports> {
-            // Taken together, so that they differ.
+            // Allocated together, so that the ports differ.
             let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0"));
             let [etcd, peer, server] = listeners.map(|listener| listener.and_then(|l| l.local_addr()));
             Ok(Ports { etcd: etcd?.port(), peer: peer?.port(), server: server?.port() })
@@ -70,7 +70,7 @@ impl Real {
         self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     }
 
-    /// Starts the API server again and waits until it is ready.
+    /// Restarts the API server and waits until it is ready.
     pub(super) fn resume(&self) -> Result<()> {
         let Ports { etcd, server, .. } = self.ports;
         let file = |name: &str| self.directory.join(name).display().to_string();
@@ -86,7 +86,7 @@ impl Real {
             format!("--service-account-signing-key-file={}", file("accounts.key")),
             format!("--service-account-key-file={}", file("accounts.key")),
             "--service-cluster-ip-range=10.96.0.0/16".to_owned(),
-            // There is no controller that would make accounts for pods.
+            // No controller runs that would create service accounts for pods.
             "--disable-admission-plugins=ServiceAccount".to_owned(),
         ];
         let mut command = self.command("kube-apiserver");
@@ -110,7 +110,7 @@ impl Real {
         Ok(())
     }
 
-    /// Makes etcd forget all history up to now, by its JSON gateway.
+    /// Compacts etcd's history up to now, through its JSON gateway.
     pub(super) fn compact(&self) -> Result<()> {
         let url = |path: &str| format!("http://127.0.0.1:{}/v3/kv/{path}", self.ports.etcd);
         let post = |path: &str, body: String| -> Result<String> {
@@ -130,7 +130,7 @@ impl Real {
         command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &format!("default={peer}")]);
-        // Debian's reads settings from its service's environment.
+        // Debian's etcd reads settings from its service's environment.
         command.env_clear();
         Process::spawn(command, &directory.join("etcd.log"))
     }
@@ -177,7 +177,7 @@ impl Process {
     }
 }
 
-/// A POST over plain HTTP/1.0: the answer's body.
+/// A POST over plain HTTP/1.0; returns the answer's body.
 fn http_post(url: &str, body: &str) -> Result<String> {
     use std::io::{Read, Write};
     let (host, path) = url.trim_start_matches("http://").split_once('/').context("no path")?;

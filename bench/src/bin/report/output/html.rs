@@ -1,4 +1,4 @@
-//! The report as one page of HTML that needs nothing else.
+//! The report as a self-contained HTML page.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;max-width:72em;mar
     .meets{color:#12692f}.short{color:#a3210b;font-weight:600}pre{background:#f3f5f7;padding:1em;overflow:auto}\
     svg{max-width:100%;height:auto}";
 
-/// The whole page; plots are put into it.
+/// The whole page, with the plots embedded.
 pub(crate) fn page(parts: &[Part], plots: &[(&'static str, String)]) -> String {
     let mut text = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>Penstock: benchmark report</title>\
@@ -55,7 +55,7 @@ fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// Text with `code` and **what is important** marked.
+/// Escapes text and renders `code` and **emphasis**.
 fn marked(text: &str) -> String {
     let mut marked = escaped(text);
     for (mark, open, close) in [("**", "<strong>", "</strong>"), ("`", "<code>", "</code>")] {

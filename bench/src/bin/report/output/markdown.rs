@@ -30,7 +30,7 @@ fn table(rows: &[Vec<String>]) -> String {
     for (index, row) in rows.iter().enumerate() {
         for (column, width) in widths.iter().enumerate() {
             let cell = row.get(column).map_or("", String::as_str).replace('|', "\\|");
-            // The first column is words, the others are figures.
+            // The first column is text, the others are figures.
             let _ = if column == 0 { write!(text, "| {cell:width$} ") } else { write!(text, "| {cell:>width$} ") };
         }
         text.push_str("|\n");
@@ -45,7 +45,7 @@ fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// What is said at the end of a run.
+/// The summary printed at the end of a run.
 pub(crate) fn summary(results: &Results) -> String {
     table(&tables::bars(results))
 }

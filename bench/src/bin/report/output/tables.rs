@@ -1,4 +1,4 @@
-//! What the report says, before it is laid out.
+//! Content of the report, independent of its format.
 
 use super::trex;
 use crate::bars::{BARS, Reached, Side};
@@ -9,7 +9,7 @@ use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResul
 pub(crate) enum Part {
     Heading(String),
     Text(String),
-    /// The first row is the heading.
+    /// The first row is the header.
     Table(Vec<Vec<String>>),
     /// The plot of a scenario.
     Plot(&'static str),
@@ -65,7 +65,7 @@ fn introduction(results: &Results) -> String {
     )
 }
 
-/// The rows of what must be reached, under their heading.
+/// Rows of the thresholds, with their header.
 pub(crate) fn bars(results: &Results) -> Vec<Vec<String>> {
     let mut rows = vec![["ratio", "must reach", "measured", ""].map(str::to_owned).to_vec()];
     for bar in BARS {
@@ -87,9 +87,9 @@ fn machine(results: &Results) -> Vec<Vec<String>> {
     rows
 }
 
-/// Beside every case's own metrics.
+/// Shown beside every case's own metrics.
 const STOLEN: Metric = Metric::lower("taken by the host", "%", 1);
-/// What it left of their speed.
+/// Speed that the host left to the cores.
 const SPEED: Metric = Metric::higher("speed of the slower core", "%", 0);
 
 fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
@@ -146,7 +146,7 @@ fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Which of the metrics is plotted, and whether more of it is better.
+/// The plotted metric, and whether higher is better.
 pub(crate) fn plotted(scenario: &ScenarioResult) -> Option<(&Metric, bool)> {
     scenario.metrics.first().map(|metric| (metric, metric.better == Better::Higher))
 }

@@ -1,13 +1,13 @@
-//! What `bench/trex/run.py` wrote: its document's form is in docs/trex.md.
+//! Results of `bench/trex/run.py`; docs/trex.md describes the document's format.
 
 use serde_json::Value;
 
 use super::tables::Part;
 
-/// The form that is understood.
+/// The supported format version.
 const FORMAT: u64 = 1;
 
-/// What the document says, or why it says nothing.
+/// Content of the document, or why there is none.
 pub(crate) fn parts(json: Option<&str>) -> Vec<Part> {
     let Some(json) = json else {
         return vec![Part::Text(
@@ -71,7 +71,7 @@ fn rate(found: &Value, unit: &str) -> String {
     }
 }
 
-/// Average and most of every stream.
+/// Average and maximum of every stream.
 fn latency(points: &Value) -> String {
     let half = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5);
     let streams = half.and_then(|point| point["streams"].as_array()).into_iter().flatten();
@@ -79,7 +79,7 @@ fn latency(points: &Value) -> String {
     told.collect::<Vec<_>>().join("; ")
 }
 
-/// The median run of a profile that has no rate to search for.
+/// The median run of a profile without a rate search.
 fn sustained(runs: &Value) -> String {
     let of = |key: &str| {
         let mut values: Vec<f64> = runs.as_array().into_iter().flatten().filter_map(|run| run[key].as_f64()).collect();

@@ -10,9 +10,9 @@ use super::{Case, Known, Scenario};
 use crate::Plan;
 use crate::results::Metric;
 
-/// Pods that come, and as many that go, each second.
+/// Pods created, and as many deleted, each second.
 const PODS: f64 = 50.0;
-/// Changes in a repetition: so many that the 99th percentile is not the longest of all.
+/// Changes per repetition: enough that the 99th percentile is not the maximum.
 const CHANGES: usize = 150;
 
 const METRICS: &[Metric] =

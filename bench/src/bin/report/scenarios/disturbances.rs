@@ -1,4 +1,4 @@
-//! What traffic notices of policy that changes, and of others' floods.
+//! Effects of policy changes and of floods on other traffic.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +12,9 @@ use super::{Case, Known, Scenario};
 use crate::Plan;
 use crate::results::Metric;
 
-/// Packets a second that are to go on undisturbed.
+/// Packets a second of the measured traffic.
 const RATE: f64 = 100e3;
-/// Probes a second, which also tell how long nothing arrived.
+/// Probes a second, which also measure the longest gap.
 const PROBES: f64 = 10e3;
 
 const METRICS: &[Metric] = &[
@@ -39,7 +39,7 @@ fn steady(length: Duration) -> Trial {
     Trial { probing: Probing::RoundTrip(PROBES), ..Trial::paced(Traffic::SMALLEST, RATE, length) }
 }
 
-/// Changes a policy so many times a second until the trial ends; returns how often.
+/// Changes a policy `a_second` times a second until the trial ends; returns how often.
 fn change(reload: &Reload, size: Size, a_second: f64, ends: &AtomicBool) -> Result<f64> {
     let start = Instant::now();
     let mut changes = 0.0;
@@ -89,7 +89,7 @@ pub(crate) fn swap() -> Scenario {
             let (reload, size) = (lane.reload(), lane.size());
             let text = manifests(size, turn);
             let saved = move |ends: &AtomicBool| {
-                // The traffic is there first.
+                // Let the traffic start first.
                 std::thread::sleep(Duration::from_millis(200));
                 ensure!(!ends.load(Ordering::Relaxed), "the traffic ended before the swap");
                 reload.save(&text)?;
@@ -97,7 +97,7 @@ pub(crate) fn swap() -> Scenario {
             };
             let before = lane.epoch()?;
             let (outcome, changes) = lane.run_beside(&steady(SWAP), saved)?;
-            // A swap that came after the traffic would lose nothing, too.
+            // A swap after the traffic would lose nothing, either.
             if let (Some(before), Some(after)) = (before, lane.epoch()?) {
                 ensure!(after > before, "the new rules were not in force when the traffic ended");
             }
@@ -115,7 +115,7 @@ pub(crate) fn swap() -> Scenario {
     }
 }
 
-/// Long enough for a swap to begin and to end in it.
+/// Long enough to contain a whole swap.
 const SWAP: Duration = Duration::from_secs(6);
 
 pub(crate) fn flood() -> Scenario {
@@ -142,7 +142,7 @@ pub(crate) fn flood() -> Scenario {
 
 /// Packets a second of a flood from outside.
 const FLOOD: f64 = 100e3;
-/// Connections a second that are opened beside it.
+/// Connections opened per second beside it.
 const OPENED: f64 = 200.0;
 
 const SHARES: &[Metric] = &[
@@ -174,7 +174,7 @@ pub(crate) fn ack_flood() -> Scenario {
                 pin(core)?;
                 flood.run(&generator, FLOOD, &ends)
             });
-            // What is opened comes when the pod has all that it may.
+            // Connections are opened once the flood has filled the pod's quota.
             std::thread::sleep(FILLED);
             let during = open();
             ends.store(true, Ordering::Relaxed);
@@ -196,5 +196,5 @@ pub(crate) fn ack_flood() -> Scenario {
     }
 }
 
-/// Twice as long as the flood takes to fill a quota of 16,384.
+/// Twice the time that the flood takes to fill a quota of 16,384.
 const FILLED: Duration = Duration::from_millis(350);

@@ -1,4 +1,4 @@
-//! What a packet costs the worker by stage.
+//! Cost of a packet in the worker, by stage.
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::load::{Outcome, Traffic, Trial};
@@ -8,7 +8,7 @@ use super::{Case, Known, Scenario};
 use crate::Plan;
 use crate::results::Metric;
 
-/// The worker's stages, by the names that `penstock status --json` has.
+/// The worker's stages as named in `penstock status --json`.
 const STAGES: [&str; 7] = ["ring_read", "parse", "connection", "policy", "rewrite", "ring_write", "send"];
 
 const CLOCKS: &[Metric] = &[
@@ -23,7 +23,7 @@ const CLOCKS: &[Metric] = &[
     Metric::higher("received", "k packets/s", 0),
 ];
 
-/// Packets, and clocks by stage, of all turns that were timed so far.
+/// Packets, and clocks by stage, of all poll iterations timed so far.
 fn timed(lane: &Lane) -> Result<(u64, [u64; STAGES.len()])> {
     let status = lane.status()?.context("only Penstock tells what its stages cost")?;
     let packets = status.workers.iter().map(|worker| worker.stages.packets).sum();
@@ -31,7 +31,7 @@ fn timed(lane: &Lane) -> Result<(u64, [u64; STAGES.len()])> {
     Ok((packets, STAGES.map(of)))
 }
 
-/// Clocks of a packet.
+/// Clocks per packet.
 pub(super) struct Clocks {
     each: [f64; STAGES.len()],
 }
@@ -42,13 +42,13 @@ impl Clocks {
         self.each[STAGES.len() - 1]
     }
 
-    /// In all else.
+    /// In everything else.
     pub(super) fn outside(&self) -> f64 {
         self.each[..STAGES.len() - 1].iter().sum()
     }
 }
 
-/// Runs a trial; what a packet cost meanwhile.
+/// Runs a trial and returns the cost per packet.
 pub(super) fn clocks(lane: &mut Lane, trial: &Trial) -> Result<(Clocks, Outcome)> {
     let (packets, before) = lane.with_peer(timed)?;
     let outcome = lane.run(trial)?;

@@ -1,4 +1,4 @@
-//! The ways of receiving and sending: what each setting gives.
+//! Settings of receiving and sending, and the effect of each.
 
 use anyhow::{Result, bail, ensure};
 use penstock_bench::load::{Traffic, Trial};
@@ -20,32 +20,32 @@ const IO: &[Metric] = &[
     Metric::higher("bulk TCP, one stream", "Gb/s", 2),
 ];
 
-/// What is otherwise than by default.
+/// A variant of the default settings.
 #[derive(Clone, Copy)]
 struct Way {
     name: &'static str,
-    /// Settings of the daemon, each as a line that begins with its section.
+    /// Daemon settings, one per line, each prefixed with its section.
     sections: &'static str,
     mtu: u32,
     ends: Ends,
 }
 
-/// How the two ends of the pods' veths are set while it is measured.
+/// Offload settings of the pods' veths.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ends {
-    /// As they are made.
+    /// As created.
     AsMade,
-    /// The pods' stacks cut what they send into segments themselves.
+    /// The pods' stacks segment what they send.
     Cut,
-    /// The pods' stacks join segments that they receive. On a veth they do so only where the other end has no TSO
+    /// The pods' stacks coalesce received segments (GRO). On a veth this requires that the other end has no TSO
     /// (`veth_skb_is_eligible_for_gro` in drivers/net/veth.c).
     Join,
-    /// They do so in a thread of its own.
+    /// The same in a separate NAPI thread.
     JoinInThread,
 }
 
 impl Ends {
-    /// Sets the ends of the first two pods so, or as they were made.
+    /// Applies or reverts these settings on the first two pods.
     fn set(self, lane: &Lane, so: bool) -> Result<()> {
         let node = lane.node().namespace();
         [lane.pod(0)?, lane.pod(1)?].into_iter().try_for_each(|pod| self.set_pod(node, pod, so))
@@ -63,7 +63,7 @@ impl Ends {
                 node.set_offload(pod.interface(), Offload::Tso, !so)?;
                 inside.set_offload("eth0", Offload::Gro, so)
             }
-            // The pods' ends have NAPI only as long as they join.
+            // The pods' ends have NAPI only while GRO is on.
             Self::JoinInThread if so => {
                 Self::Join.set_pod(node, pod, true)?;
                 inside.set_threaded_napi("eth0", true)
@@ -100,7 +100,7 @@ const WAYS: [Way; 14] = [
     Way { ends: Ends::JoinInThread, ..by_settings("the same, threaded NAPI on the pods' side", "") },
 ];
 
-/// What cannot be measured, and why not.
+/// Variants that cannot be measured, and why.
 const MISSING: [(&str, &str); 2] = [
     (
         "busy-polling sockets (SO_PREFER_BUSY_POLL)",

@@ -1,4 +1,4 @@
-//! No-drop rates, and how long packets take below them.
+//! No-drop rates, and latency below them.
 
 use std::time::Duration;
 
@@ -14,12 +14,12 @@ use crate::results::Metric;
 /// Probes a second beside the load.
 const PROBES: f64 = 5000.0;
 
-/// Who is searched for, and compared below.
+/// Peers whose no-drop rate is searched.
 fn peers() -> [Peer; 6] {
     [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch]
 }
 
-/// How often a trial of a search is repeated at most.
+/// Maximum repetitions of a search's trial.
 const AGAIN: usize = 3;
 
 fn search(lane: &mut Lane, plan: &Plan, may_lose: f64, highest: f64) -> Result<f64> {
@@ -28,21 +28,21 @@ fn search(lane: &mut Lane, plan: &Plan, may_lose: f64, highest: f64) -> Result<f
         let mut trial = Trial::paced(Traffic::SMALLEST, rate, length);
         (trial.warm_up, trial.goes_first) = (Duration::from_millis(20), true);
         let mut outcome = lane.run(&trial)?;
-        // What is lost while the host has the cores tells nothing of the rate.
+        // Loss while the host had the cores says nothing about the rate.
         for _ in 0..AGAIN {
             if outcome.stolen.is_zero() || outcome.lost_share() <= may_lose {
                 break;
             }
             outcome = lane.run(&trial)?;
         }
-        // What the generator does not send in time is not offered: such a rate does not count as reached.
+        // Packets that the generator cannot send in time are not offered: such a rate does not count as reached.
         let short_of = 1.0 - outcome.offered_rate() / rate;
         Ok(if short_of > 0.02 { 1.0 } else { outcome.lost_share() })
     };
     Ok(search.run(trial)?.rate)
 }
 
-/// Under which name the no-drop rate of a peer is known to later scenarios.
+/// Key of a peer's no-drop rate for later scenarios.
 fn known_as(peer: &str) -> String {
     format!("no-drop rate of {peer}")
 }
@@ -108,7 +108,7 @@ pub(crate) fn round_trip() -> Scenario {
         [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch].into_iter().map(
             move |peer| {
                 let measure = move |lane: &mut Lane, plan: &Plan, known: &mut Known| {
-                    // The same load for all: what both Penstock and the kernel carry without loss, where that was measured.
+                    // The same load for all: what both Penstock and the kernel carry without loss, if it was measured.
                     let rates =
                         ["Penstock", "kernel routing"].into_iter().filter_map(|peer| known.get(&known_as(peer)));
                     let carried = rates.copied().reduce(f64::min).unwrap_or(FALLBACK);
@@ -136,7 +136,7 @@ pub(crate) fn round_trip() -> Scenario {
     }
 }
 
-/// The load that 100 % stands for where no rate was measured.
+/// The load of 100 % if no rate was measured.
 const FALLBACK: f64 = 300e3;
 
 const FIRST: &[Metric] = &[
@@ -158,7 +158,8 @@ pub(crate) fn first_packet() -> Scenario {
             ensure!(first.arrived > 10, "of {} first packets {} arrived", first.sent, first.arrived);
             let at = |histogram: &hdrhistogram::Histogram<u64>, share| histogram.value_at_quantile(share) as f64 / 1e3;
             let (one_way, before) = (&first.one_way, &established.one_way);
-            // What a first packet takes more than a later one of the same lane: at least the clock's step.
+            // Additional latency of a first packet over a later one on the same testbed; at least the clock's
+            // resolution.
             let added = |share| Some((at(one_way, share) - at(before, share)).max(0.1));
             Ok(vec![
                 added(0.99),

@@ -1,4 +1,4 @@
-//! What is measured.
+//! The measured scenarios.
 
 mod churn;
 mod disturbances;
@@ -17,24 +17,24 @@ use crate::Plan;
 use crate::lanes::Spec;
 use crate::results::{CaseResult, Metric, ScenarioResult};
 
-/// What earlier scenarios found out and later ones go by, such as rates.
+/// Results of earlier scenarios that later ones use, such as rates.
 pub(crate) type Known = BTreeMap<String, f64>;
 
 type Measure = Box<dyn FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>>>;
 
-/// Something that is measured on several lanes.
+/// A measurement on several testbeds.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// What is done, in full sentences.
+    /// What is measured, in full sentences.
     pub(crate) about: &'static str,
-    /// The figures that every case gives, the most telling one first.
+    /// The metrics of every case, the most important one first.
     pub(crate) metrics: &'static [Metric],
-    /// The first is what the others are compared with.
+    /// The first is the reference for the others.
     pub(crate) cases: Vec<Case>,
 }
 
-/// One lane, measured in one way.
+/// One testbed, measured in one way.
 pub(crate) struct Case {
     pub(crate) name: String,
     pub(crate) spec: Spec,
@@ -42,7 +42,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// Named as its peer.
+    /// Named after its peer.
     pub(crate) fn of(
         peer: Peer,
         measure: impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static,

@@ -1,4 +1,4 @@
-//! TCP between two pods, by their kernels' stacks.
+//! TCP between two pods, through their kernels' stacks.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub(crate) fn connections() -> Scenario {
         let (rate, failed) = lane.with_peer(|lane| {
             let (from, to) = (lane.pod(0)?, lane.pod(1)?);
             let address = to.address(false).context("the pod has no IPv4 address")?;
-            // The lowest ports are the bulk transfers'.
+            // The lowest ports are used by the bulk transfers.
             connections_for(from.namespace(), to.namespace(), address, PORTS.start + 10, length)
         })?;
         ensure!(rate > 0.0, "no connection was opened, {failed} failed");
@@ -41,11 +41,11 @@ pub(crate) fn new_udp() -> Scenario {
     opening()
 }
 
-/// The largest MTU of a veth under a native XDP program whose packets are one buffer each: a page less the program's headroom
-/// and what the kernel keeps at its end.
+/// The largest MTU of a veth with native XDP and single-buffer packets: a page less the program's headroom and the
+/// kernel's tailroom.
 pub(super) const LARGEST: u32 = 3506;
 
-/// What arrives of so many streams between the first two pods, in Gb/s. Each port serves one call at a time.
+/// Throughput of this many streams between the first two pods in Gb/s. Each port serves one call at a time.
 pub(super) fn streams(lane: &Lane, port: u16, streams: usize, length: Duration) -> Result<f64> {
     let (from, to) = (lane.pod(0)?, lane.pod(1)?);
     let address = to.address(false).context("the pod has no IPv4 address")?;
@@ -55,9 +55,9 @@ pub(super) fn streams(lane: &Lane, port: u16, streams: usize, length: Duration) 
 
 const BULK: &[Metric] = &[Metric::higher("one stream", "Gb/s", 2), Metric::higher("eight streams", "Gb/s", 2)];
 
-/// Has the pods' stacks cut what they send into packets themselves, or as it is by default.
+/// Makes the pods' stacks segment what they send, or restores the default.
 fn segment_in_stack(lane: &Lane, itself: bool) -> Result<()> {
-    // The end of a veth whose other end has an XDP program is without these offloads for good.
+    // A veth end keeps these offloads off once its peer has had an XDP program.
     if lane.daemon().is_some() {
         return Ok(());
     }

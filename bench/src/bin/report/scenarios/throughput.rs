@@ -1,4 +1,4 @@
-//! Packets a second, flat out.
+//! Throughput in packets a second, flat out.
 
 use anyhow::{Result, ensure};
 use penstock_bench::load::{Lengths, Outcome, Traffic, Trial, of_length};
@@ -30,7 +30,7 @@ fn flat_out(traffic: Traffic) -> impl FnMut(&mut Lane, &Plan, &mut Known) -> Res
     move |lane, plan, _| figures(&lane.run(&Trial::flat_out(traffic, plan.length))?, plan)
 }
 
-/// With the kernel's part on the worker's core, as far as it lets itself be moved.
+/// With the kernel's work on the worker's core, as far as it can be moved.
 fn steered(traffic: Traffic) -> impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static {
     move |lane, plan, _| {
         lane.steer(true)?;
@@ -90,7 +90,7 @@ pub(crate) fn policies() -> Scenario {
     }
 }
 
-/// Who is compared where every peer would be too many.
+/// Peers to compare where all of them would be too many.
 fn few() -> [Peer; 5] {
     [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch]
 }
@@ -120,7 +120,7 @@ pub(crate) fn connections() -> Scenario {
             move |peer| {
                 let traffic = Traffic { connections, ..Traffic::SMALLEST };
                 let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
-                    // Every connection is opened before what is counted.
+                    // Every connection is opened before the counted part.
                     let opening = std::time::Duration::from_secs_f64(f64::from(connections) / 300e3);
                     let mut trial = Trial::flat_out(traffic, plan.length);
                     trial.warm_up = trial.warm_up.max(opening);
@@ -141,7 +141,7 @@ pub(crate) fn connections() -> Scenario {
     }
 }
 
-/// Who is compared where connections are opened.
+/// Peers to compare where connections are opened.
 pub(super) const FEW_MORE: [fn() -> Peer; 6] =
     [Peer::penstock, || Peer::Kernel, || Peer::Nftables, || Peer::Iptables, || Peer::Nfqueue, || Peer::OpenVSwitch];
 
