@@ -1,4 +1,4 @@
-//! The octets of a case's capture: little-endian pcapng, written here so that it is not the writer under test.
+//! The bytes of a case's capture: little-endian pcapng, written here independently of the writer under test.
 
 use crate::packet::Built;
 use crate::script::Link;
@@ -46,12 +46,12 @@ fn interface(link: Link, name: Option<&str>) -> Vec<u8> {
     block(1, &body)
 }
 
-/// The frame as the link layer of the capture has it.
+/// The frame with the capture's link-layer header.
 fn of_link(link: Link, frame: &[u8]) -> Vec<u8> {
     match link {
         Link::Ethernet => frame.to_vec(),
         Link::Raw => frame[14..].to_vec(),
-        // Sent to us, Ethernet, six octets of address.
+        // Sent to us, Ethernet, six address bytes.
         Link::Cooked => [&[0, 0, 0, 1, 0, 6][..], &frame[6..12], &[0, 0], &frame[12..]].concat(),
         Link::Cooked2 => {
             let head = [&frame[12..14], &[0, 0, 0, 0, 0, 2, 0, 1, 0, 6][..], &frame[6..12], &[0, 0]].concat();

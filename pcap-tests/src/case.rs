@@ -1,4 +1,4 @@
-//! The cases of the corpus: where they lie, and how one is replayed.
+//! The cases of the corpus, and how to replay one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,15 +12,15 @@ use crate::capture::pcapng;
 use crate::packet::{Built, build};
 use crate::script::Script;
 
-/// A case of the corpus: `cases/<group>/<name>.case`, beside it `.pcapng` with the capture and `.expected` with the
-/// verdicts.
+/// A case of the corpus: `cases/<group>/<name>.case`, with the capture in `.pcapng` and the verdicts in `.expected`
+/// beside it.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// The `.case` file.
     pub file: PathBuf,
     /// `<group>/<name>`.
     pub name: String,
-    /// What it says.
+    /// Its content.
     pub script: Script,
 }
 
@@ -32,7 +32,7 @@ pub fn root() -> &'static Path {
 /// All cases, by name.
 ///
 /// # Panics
-/// A case cannot be read: the corpus is wrong.
+/// If a case cannot be read.
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for group in entries(&root().join("cases")) {
@@ -50,7 +50,7 @@ pub fn cases() -> Vec<Case> {
 /// The captures of real tools under `real/`, as cases without a description; `make.sh` beside them made them.
 ///
 /// # Panics
-/// The directory cannot be read.
+/// If the directory cannot be read.
 pub fn real() -> Vec<Case> {
     let files =
         entries(&root().join("real")).into_iter().filter(|file| file.extension().is_some_and(|end| end == "pcap"));
@@ -71,7 +71,7 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
 }
 
 impl Case {
-    /// Its packets, built.
+    /// Builds its packets.
     pub fn packets(&self) -> Vec<(u64, Built)> {
         let mut built: Vec<Built> = Vec::new();
         for line in &self.script.packets {
@@ -81,30 +81,30 @@ impl Case {
         self.script.packets.iter().map(|line| line.time).zip(built).collect()
     }
 
-    /// The octets of its capture, built.
+    /// Builds the bytes of its capture.
     pub fn capture(&self) -> Vec<u8> {
         pcapng(self.script.link, &self.packets())
     }
 
-    /// Where its capture is kept.
+    /// File of its capture.
     pub fn capture_file(&self) -> PathBuf {
         self.file.with_extension("pcapng")
     }
 
-    /// Where its expected verdicts are kept.
+    /// File of its expected verdicts.
     pub fn expected_file(&self) -> PathBuf {
         self.file.with_extension("expected")
     }
 
-    /// Where its manifests are.
+    /// Directory of its manifests.
     pub fn manifests(&self) -> PathBuf {
         root().join("clusters").join(&self.script.cluster)
     }
 
-    /// What the command would be given.
+    /// The options that the replay command would be given.
     ///
     /// # Panics
-    /// The timeline cannot be written to `scratch`, or the case's ports are wrong.
+    /// If the timeline cannot be written to `scratch`, or the case's ports are invalid.
     pub fn options(&self, capture: &Path, scratch: &Path) -> Options {
         let timeline = (!self.script.timeline.is_empty()).then(|| {
             let file = scratch.join("timeline.toml");
@@ -130,10 +130,10 @@ impl Case {
         }
     }
 
-    /// Replays its capture; the verdicts' lines, and the report.
+    /// Replays its capture; returns the lines of verdicts and the report.
     ///
     /// # Panics
-    /// The replay is refused.
+    /// If the replay is rejected.
     pub fn replay(&self, capture: &Path, scratch: &Path) -> (Vec<String>, Report) {
         let verdicts = scratch.join("verdicts.jsonl");
         let outputs = Paths { verdicts: Some(verdicts.clone()), ..Paths::default() };

@@ -1,4 +1,4 @@
-//! What the fuzzer does with octets, as functions that tests call too.
+//! The fuzz targets as functions that tests call too.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -17,7 +17,7 @@ use penstock_dataplane::policy::Reach;
 
 use crate::case::root;
 
-/// A node that takes frames on every port, and holds what it does with them to what must always hold.
+/// A node that takes frames on every port and checks invariants of what it does with them.
 pub struct Subject {
     player: Player,
     batch: Batch,
@@ -28,11 +28,11 @@ pub struct Subject {
     frames: u64,
 }
 
-/// The ports that frames are given to: host, uplink and the first pods.
+/// Ports that frames arrive on: host, uplink and the first pods.
 const PORTS: u16 = 8;
 
 impl Default for Subject {
-    /// The node of the cases' cluster.
+    /// A node of the corpus' cluster.
     fn default() -> Self {
         let objects = |directory: &str| -> Vec<Object> {
             let paths = [root().join("clusters").join(directory)];
@@ -54,12 +54,12 @@ impl Default for Subject {
 }
 
 impl Subject {
-    /// How many frames passed so far, and how many were judged.
+    /// Frames passed and frames evaluated so far.
     pub fn passed(&self) -> (u64, u64) {
         (self.player.tally().allowed, self.frames)
     }
 
-    /// Adds a frame to the next batch; judges that when it is full.
+    /// Adds a frame to the next batch, and evaluates the batch when it is full.
     pub fn give(&mut self, frame: &[u8]) {
         let start = self.batch.octets().len();
         self.batch.space().extend_from_slice(frame);
@@ -71,10 +71,10 @@ impl Subject {
         }
     }
 
-    /// Judges what was given, on the port that `choice` says, and lets some time go by.
+    /// Evaluates the batch on the port selected by `choice` and advances the clock.
     ///
     /// # Panics
-    /// Something does not hold that must.
+    /// If an invariant is violated.
     pub fn judge(&mut self, choice: u8) {
         let port = match u16::from(choice) % PORTS {
             0 => HOST,
@@ -104,7 +104,7 @@ impl Subject {
         self.time.0 += u64::from(choice) * 7_000_000;
     }
 
-    /// Changes the policies of one pod, and at the next call back.
+    /// Changes the policies of one pod; the next call reverts it.
     pub fn change(&mut self) {
         let changes = Arc::clone(&self.changes[self.changed]);
         self.changed = 1 - self.changed;
@@ -112,7 +112,7 @@ impl Subject {
     }
 }
 
-/// A forwarded frame is the one that came but for MACs, one hop and checksums.
+/// Checks that a forwarded frame differs from the received one only in MACs, TTL and checksums.
 fn check_forwarded(before: &[u8], after: &[u8]) {
     assert_eq!(before.len(), after.len());
     let (sent, forwarded) = (parse(before).expect("it was judged"), parse(after).expect("it is still a packet"));
@@ -122,7 +122,7 @@ fn check_forwarded(before: &[u8], after: &[u8]) {
     assert_eq!(before[usize::from(sent.layout.end)..], after[usize::from(sent.layout.end)..]);
 }
 
-/// The frames target: octets as a list of frames, each led by its port and its length in two octets.
+/// The frames target: input bytes as a list of frames, each preceded by its port and its length in two bytes.
 pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
     while let [port, high, low, rest @ ..] = octets {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
@@ -139,7 +139,7 @@ pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
     subject.judge(1);
 }
 
-/// The input of the frames target that gives these frames, each to another port.
+/// Encodes these frames as input of the frames target, each on a different port.
 pub fn frames_input(frames: &[Vec<u8>]) -> Vec<u8> {
     let mut octets = Vec::new();
     for (port, frame) in frames.iter().enumerate() {
@@ -151,7 +151,8 @@ pub fn frames_input(frames: &[Vec<u8>]) -> Vec<u8> {
     octets
 }
 
-/// The capture target: octets as a capture file, read to its end or to its damage. How many packets it had.
+/// The capture target: input bytes as a capture file, read to its end or to the first error. Returns the number of
+/// packets.
 pub fn capture(octets: &[u8]) -> usize {
     let (mut interfaces, mut frames, mut packets) = (Vec::new(), Vec::new(), 0);
     let input = Cursor::new(octets.to_vec());

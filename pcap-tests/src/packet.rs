@@ -1,24 +1,24 @@
-//! From a line of a case to a frame.
+//! Builds a frame from a line of a case.
 
 use std::net::IpAddr;
 
 use crate::frame::{Checksum, Ip, crc32c, seal, sum};
 use crate::script::Line;
 
-/// A frame and how it was captured.
+/// A frame and its capture metadata.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Built {
     /// The frame, from its Ethernet header on.
     pub frame: Vec<u8>,
-    /// Its length on the wire: more than the frame's where the capture's snap length cut it.
+    /// Its length on the wire: longer than the frame if the capture's snap length truncated it.
     pub original: usize,
-    /// The interface that it was captured at.
+    /// The interface of the capture.
     pub interface: Option<String>,
 }
 
-/// Builds the frame of a line. `before` are those of the lines before it, for ICMP errors to quote.
+/// Builds the frame of a line. `before` are the frames of earlier lines, which ICMP errors may quote.
 ///
-/// Kinds, and the words that they take:
+/// Kinds and their words:
 /// - `tcp`: `S`, `A`, `F`, `R`, `P`, `U` (flags), `seq=`, `ack=`, `win=`, `scale=` (window scale), `len=` (payload)
 /// - `udp`: `len=`, `udplen=` (the length field)
 /// - `sctp`: the chunk (`init`, `init-ack`, `cookie-echo`, `cookie-ack`, `data`, `shutdown`, `shutdown-ack`,
@@ -29,14 +29,14 @@ pub struct Built {
 /// - `arp`, `solicit`, `advertise`, `ethertype=`: no IP, or neighbour discovery
 /// - `proto=` (another protocol): `len=`
 ///
-/// All that have an IP header: `ttl=`, `id=`, `frag=OFFSET` (with `more`), `option=lsrr|rr|nop|bad`,
+/// With an IP header: `ttl=`, `id=`, `frag=OFFSET` (with `more`), `option=lsrr|rr|nop|bad`,
 /// `ext=hop,routing,segments,dest,dest64,ah,unknown…`, `behind=` (the same, behind the fragment header), `iplen=`, `version=`, `ihl=`, `ipsum=bad`, `sum=bad|partial|zero`.
 ///
-/// All: `vlan=`, `if=` (interface), `cut=` (octets that were sent), `snap=` (octets that were captured), `pad=`,
+/// All kinds: `vlan=`, `if=` (interface), `cut=` (bytes that were sent), `snap=` (bytes that were captured), `pad=`,
 /// `mac=` (which pair of MACs).
 ///
 /// # Panics
-/// The line says what cannot be: the case is wrong.
+/// If the line is invalid.
 pub fn build(line: &Line, before: &[Built]) -> Built {
     let (ethertype, packet) = match line.kind.as_str() {
         "arp" => ([0x08, 0x06], arp(line)),
@@ -209,7 +209,7 @@ fn echo(line: &Line, ip: &Ip, kind: u8, data: &[u8], checksum: Checksum) -> Vec<
     octets
 }
 
-/// ICMP sums without the pseudo-header that ICMPv6 sums with.
+/// ICMP checksums; unlike ICMP, ICMPv6 includes the pseudo-header.
 fn seal_icmp(ip: &Ip, octets: &mut [u8], checksum: Checksum) {
     if ip.src.is_ipv6() {
         seal(ip, octets, 2, checksum);

@@ -1,4 +1,4 @@
-//! A case as it is written: a purpose, a cluster, and packets one a line.
+//! The text format of a case: a purpose, a cluster, and one packet per line.
 //!
 //! ```text
 //! purpose: A datagram and its answer: the answer passes, although nothing else may leave db.
@@ -9,31 +9,31 @@
 //! ```
 //!
 //! A packet is `TIME SOURCE > DESTINATION KIND WORDS…`. Times are seconds after 2026-01-01T00:00:00Z. Ends are names of
-//! `hosts` below or addresses, with a port where the kind has ports (`[fd00::1]:80`). Kinds and words are listed at
+//! `HOSTS` below or addresses, with a port if the kind has ports (`[fd00::1]:80`). Kinds and words are listed at
 //! [`super::packet::build`].
 
 use std::net::{IpAddr, SocketAddr};
 
-/// A case as it is written.
+/// A parsed case.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
-    /// Why it is there: one sentence.
+    /// Purpose of the case, in one sentence.
     pub purpose: String,
     /// Directory of manifests under `clusters/`.
     pub cluster: String,
-    /// Whose pods are local; all, if not given.
+    /// Name of the node whose pods are local; all pods are local if absent.
     pub node: Option<String>,
-    /// Which interface is which port, as the command's `--ports` has it.
+    /// Mapping of interfaces to ports, as for the command's `--ports`.
     pub ports: Vec<String>,
-    /// Whether packets seen twice are counted once.
+    /// Whether duplicate packets are counted once.
     pub dedup: bool,
-    /// Whether objects of the first API, and its annotation, are read.
+    /// Whether objects of the v1beta1 API and its annotation are read.
     pub v1beta1: bool,
-    /// Whether a rule's action holds cluster-wide.
+    /// Whether a rule's action applies cluster-wide.
     pub cluster_wide: bool,
     /// Link layer of the capture.
     pub link: Link,
-    /// Lines of the timeline, TOML.
+    /// Timeline in TOML.
     pub timeline: String,
     /// The packets.
     pub packets: Vec<Line>,
@@ -53,20 +53,20 @@ pub enum Link {
     Raw,
 }
 
-/// A packet as it is written.
+/// A packet of a case.
 #[derive(Clone, Debug)]
 pub struct Line {
-    /// Nanoseconds after the case's beginning.
+    /// Nanoseconds after the start of the case.
     pub time: u64,
-    /// Who sends it, and from which port.
+    /// Source address and port.
     pub src: End,
-    /// For whom it is, and for which port.
+    /// Destination address and port.
     pub dst: End,
-    /// What it is.
+    /// Kind of packet.
     pub kind: String,
-    /// What is particular about it: `word` or `word=value`.
+    /// Modifiers: `word` or `word=value`.
     pub words: Vec<(String, String)>,
-    /// Where it stands, for messages.
+    /// File and line, for messages.
     pub place: String,
 }
 
@@ -79,7 +79,7 @@ pub struct End {
     pub port: u16,
 }
 
-/// What cases call the addresses of the clusters under `clusters/`.
+/// Names of addresses in the clusters under `clusters/`.
 const HOSTS: &[(&str, &str)] = &[
     ("web", "10.0.1.1"),
     ("db", "10.0.1.2"),
@@ -106,10 +106,10 @@ const HOSTS: &[(&str, &str)] = &[
 ];
 
 impl Script {
-    /// Reads a case.
+    /// Parses a case.
     ///
     /// # Errors
-    /// What is wrong, with file and line.
+    /// What is invalid, with file and line.
     pub fn parse(name: &str, text: &str) -> Result<Self, String> {
         let mut script = Self::default();
         for (number, line) in text.lines().enumerate() {
@@ -180,15 +180,15 @@ impl Line {
         Ok(Self { time, src, dst, kind, words, place })
     }
 
-    /// The value of a word, if it is there.
+    /// The value of a word, if present.
     pub fn word(&self, word: &str) -> Option<&str> {
         self.words.iter().find(|(key, _)| key == word).map(|(_, value)| value.as_str())
     }
 
-    /// The number that a word has, if it is there.
+    /// The number of a word, if present.
     ///
     /// # Panics
-    /// It is no number of this size: the case is wrong.
+    /// If it is not a number of this type.
     pub fn number<T: TryFrom<u64>>(&self, word: &str) -> Option<T> {
         let value = self.word(word)?;
         let number = value.strip_prefix("0x").map_or_else(|| value.parse(), |hex| u64::from_str_radix(hex, 16));
@@ -216,7 +216,7 @@ impl End {
     }
 }
 
-/// Decimal seconds in nanoseconds.
+/// Converts decimal seconds to nanoseconds.
 fn nanoseconds(text: &str) -> Option<u64> {
     let (seconds, fraction) = text.split_once('.').unwrap_or((text, "0"));
     let digits = format!("{fraction:0<9}");

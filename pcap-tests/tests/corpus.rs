@@ -1,6 +1,6 @@
-//! Every case of the corpus: the capture is the one that its description makes, and the verdicts are the expected ones.
+//! Every case of the corpus: its capture matches its description, and its verdicts match the expected ones.
 //!
-//! `PENSTOCK_BLESS=1 cargo test -p penstock-pcap-tests` writes captures and expected verdicts anew.
+//! `PENSTOCK_BLESS=1 cargo test -p penstock-pcap-tests` writes captures and expected verdicts again.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ fn is_blessing() -> bool {
     std::env::var_os("PENSTOCK_BLESS").is_some_and(|value| value == "1")
 }
 
-/// The verdicts as they are kept: a line a packet, for people who read a diff.
+/// The verdicts in readable form: one line per packet, aligned for reviewing diffs.
 fn readable(case: &Case, lines: &[String]) -> String {
     let mut text = format!("# {}\n", case.script.purpose);
     let rows: Vec<[String; 8]> = lines.iter().map(|line| row(line)).collect();
@@ -182,7 +182,7 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
     let mut compared = 0;
     for case in cases().into_iter().filter(|case| case.script.link == Link::Ethernet && !case.script.dedup) {
         let packets: Vec<_> = case.packets().into_iter().filter(|(_, packet)| is_ip(&packet.frame)).collect();
-        // Raw IP tells the family by the packet's first octet, which these cases get wrong.
+        // Raw IP captures derive the family from the packet's first byte, which is wrong in these cases.
         if packets.is_empty() || case.name == "ip/bad-lengths" || case.name == "ip/truncated" {
             continue;
         }

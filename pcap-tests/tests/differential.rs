@@ -1,5 +1,5 @@
-//! Every capture of the corpus against an oracle that shares nothing with the pipeline but the objects: policy as the API
-//! words it, a parser that is not ours, and a map of connections.
+//! Every capture of the corpus against an independent oracle that shares only the objects with the pipeline: policy as
+//! the API documents it, another parser, and a map of connections.
 
 mod oracle;
 
@@ -66,7 +66,7 @@ fn changes(case: &Case, step: &Step, world: &World) -> Vec<Change> {
     deleted.chain(applied.into_iter().map(Change::Set)).collect()
 }
 
-/// Applies a step; pods' addresses that have another holder then are forgotten.
+/// Applies a step and forgets pods' addresses that have another owner afterwards.
 fn take(case: &Case, step: &Step, oracle: &mut Oracle) {
     let holders = |world: &World| -> BTreeSet<_> {
         let pods = world.objects.iter().filter_map(|object| match object {
@@ -101,7 +101,7 @@ fn entry(case: &Case, interface: Option<&str>) -> Entry {
 fn the_pipeline_and_the_oracle_agree_on_every_capture() {
     let (mut compared, mut silent, mut differences) = (0, 0, Vec::new());
     for case in cases() {
-        // The oracle sees what was captured: it neither fills up what a snap length cut nor knows packets seen twice.
+        // The oracle sees what was captured: it does not restore truncated packets or recognise duplicates.
         if case.script.dedup || case.name == "ip/snap-length" {
             continue;
         }

@@ -1,8 +1,7 @@
-//! Floods against a small connection table, as captures: whatever nobody has answered makes way, and what both sides hold
-//! stays.
+//! Floods against a small connection table, as captures: unanswered connections are evicted, established ones stay.
 //!
-//! The table holds 4,096 connections, a pod at most 1,024 unless a test says otherwise: a 256th of the defaults, so that a
-//! flood of some thousand packets does here what a million do there.
+//! The table holds 4,096 connections, a pod at most 1,024 unless a test says otherwise. That is a 256th of the
+//! defaults, so some thousand packets have the effect of a million.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,12 +12,12 @@ use penstock_pcap_tests::script::{Line, Script};
 use serde_json::Value;
 
 const ENTRIES: usize = 4096;
-/// Packets of a flood: three times what one pod may have.
+/// Packets of a flood: three times a pod's quota.
 const FLOOD: u32 = 3 * 1024;
-/// Seconds from one packet of a flood to the next: 100,000 packets/s.
+/// Seconds between packets of a flood: 100,000 packets/s.
 const GAP: f64 = 10e-6;
 
-/// A capture in the making. Every packet is known by its number.
+/// Builds a capture. Every packet is identified by its number.
 struct Capture {
     lines: String,
     count: usize,
@@ -35,7 +34,7 @@ impl Capture {
         self.now += seconds;
     }
 
-    /// Adds a packet as the corpus writes it, without its time.
+    /// Adds a packet in the corpus' notation, without its time.
     fn add(&mut self, packet: &str) -> usize {
         self.lines += &format!("{:.6} {packet}\n", self.now);
         self.now += GAP;
@@ -43,7 +42,7 @@ impl Capture {
         self.count - 1
     }
 
-    /// A TCP connection that both sides hold.
+    /// A TCP connection that is established on both sides.
     fn open(&mut self, from: &str, to: &str) -> [usize; 4] {
         [
             self.add(&format!("{from} > {to} tcp S seq=1000")),
@@ -88,12 +87,12 @@ fn passed(verdict: &Value) -> bool {
     verdict["verdict"] == "allow"
 }
 
-/// Whether it passed as part of a connection that was there before it.
+/// Whether it passed as part of an existing connection.
 fn belonged(verdict: &Value) -> bool {
     passed(verdict) && verdict["conn"] == "established"
 }
 
-/// What is flooded with: packets of a source, which stands for `FROM`.
+/// A kind of flood: packets of a source, which is written `FROM`.
 struct Flood {
     name: &'static str,
     packets: &'static [&'static str],
@@ -113,7 +112,7 @@ const FLOODS: [Flood; 5] = [
     },
 ];
 
-/// From ever another address, or from one.
+/// From a different address each, or from one.
 fn source(spoofed: bool, number: u32) -> String {
     match spoofed {
         true => format!("203.0.113.{}:{}", 10 + number % 50, 1024 + number / 50),
@@ -130,7 +129,7 @@ fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_an
             capture.open("203.0.113.200:4000", "open:80");
             capture.open("open:4001", "198.51.100.1:443");
             capture.open("web:4002", "api:8080");
-            // Streams: their openers go on two seconds after they began.
+            // Streams: their openers send again two seconds after the first packet.
             for seconds in [0.0, 3.0, 3.0] {
                 capture.wait(seconds);
                 for (from, to) in [("203.0.113.200:4000", "open:53"), ("web:4002", "db:53")] {
@@ -173,7 +172,7 @@ fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_an
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Pods that all have as many connections as they can get, each held by both sides.
+/// Pods that each have as many established connections as they can get.
 const GREEDY: [&str; 4] = ["web", "open", "far", "guest"];
 
 #[test]

@@ -1,4 +1,4 @@
-//! Random and mutated frames, and mutated captures: nothing panics, and what must always hold does.
+//! Random and mutated frames, and mutated captures: nothing panics, and the invariants hold.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ const fn scaled(count: usize) -> usize {
     if cfg!(debug_assertions) { count / 20 } else { count }
 }
 
-/// A frame of the corpus with something wrong, or one of nothing but chance.
+/// A mutated frame of the corpus, or random bytes.
 fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     let mut frame = corpus[random.random_range(0..corpus.len())].clone();
     match random.random_range(0..12) {
@@ -35,7 +35,7 @@ fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             }
         }
         7..=9 if frame.len() > 34 => {
-            // A field behind the IPv4 header's checksum, so that the packet goes further.
+            // A field behind the IPv4 header checksum, so that the packet gets further.
             let at = random.random_range(34..frame.len());
             frame[at] = random.random();
         }

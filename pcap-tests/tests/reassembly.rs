@@ -1,5 +1,5 @@
-//! Whatever fragments are sent, a receiver that puts together those that passed finds the header that policy judged, even
-//! one that puts overlapping fragments together against RFC 5722.
+//! Whatever fragments are sent, a receiver that reassembles those that passed finds the header that policy evaluated;
+//! even a receiver that accepts overlapping fragments against RFC 5722.
 
 use std::net::IpAddr;
 
@@ -16,30 +16,30 @@ use penstock_pcap_tests::root;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Policy allows this port of `db` to `web`, and no other here.
+/// Policy allows this port from `db` to `web`, and no other.
 const ALLOWED: u16 = 53;
 const DENIED: [u16; 2] = [80, 22];
-/// Datagrams' payloads are of no more bytes.
+/// Maximum payload of a datagram in bytes.
 const LONGEST: usize = 256;
 
-/// A fragment as it is sent.
+/// A fragment to send.
 #[derive(Clone, Debug)]
 struct Sent {
-    /// Number of the first header behind the Fragment header, or the IPv4 protocol.
+    /// Protocol number of the first header behind the fragment header, or the IPv4 protocol.
     next: u8,
     offset: usize,
     more: bool,
     bytes: Vec<u8>,
 }
 
-/// Who wins where two fragments overlap.
+/// Which of two overlapping fragments takes precedence.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Overlap {
     First,
     Last,
 }
 
-/// A receiver that takes any pieces.
+/// A receiver that accepts all fragments.
 struct Receiver {
     overlap: Overlap,
     bytes: [Option<u8>; LONGEST],
@@ -59,7 +59,7 @@ impl Receiver {
         }
     }
 
-    /// Takes a fragment; the datagram, if it is whole now.
+    /// Adds a fragment; returns the datagram if it is complete.
     fn take(&mut self, sent: &Sent) -> Option<(u8, Vec<u8>)> {
         for (place, byte) in (sent.offset..).zip(&sent.bytes) {
             self.bytes[place] = self.set(self.bytes[place], *byte);
@@ -77,7 +77,7 @@ impl Receiver {
     }
 }
 
-/// The destination port that a receiver finds in a datagram; `None` if it finds no UDP header.
+/// The destination port that a receiver finds in a datagram; `None` without a UDP header.
 fn destination(&(mut next, ref datagram): &(u8, Vec<u8>)) -> Option<u16> {
     let mut at = 0;
     while next == 60 {
@@ -92,7 +92,7 @@ fn udp(port: u16) -> Vec<u8> {
     [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &200u16.to_be_bytes(), &[0, 0]].concat()
 }
 
-/// A first fragment: destination options in IPv6, a UDP header, and what follows; now and then without the end of it.
+/// A first fragment: destination options in IPv6, a UDP header, and payload; sometimes truncated.
 fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
     let port = if random.random_ratio(3, 4) { ALLOWED } else { DENIED[0] };
     let mut bytes = Vec::new();
@@ -111,14 +111,14 @@ fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
     Sent { next: if headers > 0 { 60 } else { 17 }, offset: 0, more: true, bytes }
 }
 
-/// A later fragment, which would be a UDP header to a port that is denied wherever one is looked for.
+/// A later fragment that reads as a UDP header to a denied port.
 fn later(random: &mut SmallRng, is_v6: bool, units: usize, more: bool) -> Sent {
     let length = random.random_range(1..6);
     let next = if is_v6 && random.random() { 60 } else { 17 };
     Sent { next, offset: units * 8, more, bytes: udp(DENIED[1]).repeat(length) }
 }
 
-/// Fragments under one identification: pieces that follow one another, some with overlaps, and some that do not belong.
+/// Fragments with one identification: consecutive ones, some overlapping ones, and some unrelated ones.
 fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<Sent> {
     let mut sent = vec![first(random, is_v6)];
     let mut end = sent[0].bytes.len() / 8;

@@ -1,4 +1,4 @@
-//! Capture files of any octets: `make fuzz`.
+//! Fuzzes capture files: `make fuzz`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

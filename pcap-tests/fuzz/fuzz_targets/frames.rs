@@ -1,4 +1,4 @@
-//! Frames of any octets through the pipeline: `make fuzz`.
+//! Fuzzes the pipeline with frames: `make fuzz`.
 #![no_main]
 
 use std::cell::RefCell;
@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use penstock_pcap_tests::fuzz::{Subject, frames};
 
 thread_local! {
-    /// Kept from input to input: making tables takes longer than using them.
+    /// Kept between inputs: building the tables takes longer than using them.
     static SUBJECT: RefCell<Subject> = RefCell::default();
 }
 

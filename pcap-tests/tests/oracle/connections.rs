@@ -1,4 +1,4 @@
-//! What becomes of packets, by a parser that is not ours and a map of connections.
+//! Connection tracking of the oracle: an independent parser and a map of connections.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -8,19 +8,19 @@ use etherparse::{Ipv6ExtensionSlice, NetSlice, SlicedPacket};
 use super::fragments::{Datagrams, Piece};
 use super::policy::{Flow, World};
 
-/// What the oracle says of a packet; `None` where it has no opinion.
+/// The oracle's verdict on a packet; `None` if it has none.
 pub(crate) type Opinion = Option<&'static str>;
 
-/// Where a capture says that a packet entered.
+/// Where a packet entered, according to the capture.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Entry {
-    /// Nothing.
+    /// Not recorded.
     Unknown,
     /// A pod's interface.
     Pod(String),
-    /// The node's own.
+    /// The node's own interface.
     Host,
-    /// From outside.
+    /// An uplink.
     Uplink,
 }
 
@@ -30,14 +30,14 @@ struct Connection {
     allowed: bool,
     answered: bool,
     last: u64,
-    /// What each side of a TCP connection sends next, as far as it was seen; the opener's first.
+    /// Next sequence number of each side of a TCP connection, if seen; the opener's first.
     next: [Option<u32>; 2],
     tags: [Option<u32>; 2],
     ends: u8,
     reset: bool,
-    /// Whether a segment from its middle opened it.
+    /// Whether it was picked up from a segment in mid-stream.
     picked_up: bool,
-    /// A SYN that passed although the connection was live: its side, and the number that acknowledges it.
+    /// A SYN that passed on a live connection: its side, and the number that acknowledges it.
     syn: Option<(usize, u32)>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Oracle {
     datagrams: Datagrams,
 }
 
-/// What of a packet matters.
+/// The relevant fields of a packet.
 struct Seen {
     flow: Flow,
     ttl: u8,
@@ -69,7 +69,7 @@ enum Kind {
 }
 
 impl Oracle {
-    /// Judges a packet seen `now`, in seconds.
+    /// Evaluates a packet seen at `now`, in seconds.
     pub(crate) fn judge(&mut self, now: u64, entry: &Entry, frame: &[u8]) -> Opinion {
         if let Some(opinion) = self.before_workers(entry, frame) {
             return opinion;
@@ -99,7 +99,7 @@ impl Oracle {
         if !own || !routable(src) || !routable(dst) {
             return Some("deny");
         }
-        // A node would unwrap it: IANA's numbers of protocols, and of tunnels' UDP ports with that of Linux for VXLAN.
+        // Tunnels that a node would decapsulate: protocol numbers and UDP ports of IANA, and Linux's VXLAN port.
         let unwrapped = match seen.flow.protocol {
             17 => [1701, 2152, 3386, 4754, 4789, 6080, 6081, 6635, 8472].contains(&seen.flow.dport),
             protocol => [4, 41, 47, 103, 108, 115, 137, 143].contains(&protocol),
@@ -114,14 +114,14 @@ impl Oracle {
         Some(if passes && !spent { "allow" } else { "deny" })
     }
 
-    /// The policy has changed, and these addresses have another holder.
+    /// Removes connections of these addresses, which have another owner.
     pub(crate) fn forget(&mut self, addresses: &[IpAddr]) {
         self.connections.retain(|_, connection| {
             !addresses.iter().any(|gone| [connection.opened.src, connection.opened.dst].contains(gone))
         });
     }
 
-    /// Every connection is judged again: those that are not allowed any more are cut.
+    /// Evaluates every connection again: those that policy no longer allows are revoked.
     pub(crate) fn judge_again(&mut self) {
         for connection in self.connections.values_mut() {
             connection.allowed = self.world.allows(&connection.opened);
@@ -139,7 +139,7 @@ impl Oracle {
         }
     }
 
-    /// What no worker sees.
+    /// Verdict on packets that no worker receives.
     fn before_workers(&self, entry: &Entry, frame: &[u8]) -> Option<Opinion> {
         let kernel = Some(Some("kernel"));
         let ethertype = match frame.get(12..14) {
@@ -169,7 +169,7 @@ impl Oracle {
         (!for_pod && matches!(entry, Entry::Uplink | Entry::Host)).then_some(Some("kernel"))
     }
 
-    /// Whether it passes: later fragments where their first one's connection does, all else by itself.
+    /// Whether it passes: later fragments if the connection of their first one does, all else by itself.
     fn whole_or_piece(&mut self, now: u64, seen: &Seen) -> bool {
         let Some(piece) = &seen.piece else { return self.passes(now, seen) };
         if piece.offset > 0 {
@@ -184,7 +184,7 @@ impl Oracle {
         passes
     }
 
-    /// Whether connection or policy lets it pass.
+    /// Whether its connection or policy allows it.
     fn passes(&mut self, now: u64, seen: &Seen) -> bool {
         match &seen.kind {
             Kind::Wrong => return false,
@@ -199,7 +199,7 @@ impl Oracle {
             _ => {}
         }
         let keys = match seen.kind {
-            // Whoever asks opens, and whoever answers does not: two that ask each other are two connections.
+            // A query opens a connection and a reply does not. Two hosts that query each other have two connections.
             Kind::Ask => vec![seen.flow],
             Kind::Answer => vec![reversed(seen.flow)],
             _ => vec![seen.flow, reversed(seen.flow)],
@@ -214,7 +214,8 @@ impl Oracle {
             }
         }
         let opens = match seen.kind {
-            // RFC 9293: a connection opens with SYN alone; one that was missed may be picked up by what has ACK alone.
+            // RFC 9293: a SYN without ACK opens a connection. One that was missed may be picked up by a segment with
+            // only ACK.
             Kind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10),
             Kind::Answer => false,
             _ => true,
@@ -227,7 +228,8 @@ impl Oracle {
         allowed && opens
     }
 
-    /// Enters a connection in the place of any other between the same ports. Of echoes each side has its own.
+    /// Inserts a connection, replacing any other between the same ports. Echo connections are separate for each
+    /// direction.
     fn enter(&mut self, connection: Connection) -> &mut Connection {
         if !matches!(connection.opened.protocol, 1 | 58) {
             self.connections.remove(&reversed(connection.opened));
@@ -235,12 +237,13 @@ impl Oracle {
         self.connections.entry(connection.opened).insert_entry(connection).into_mut()
     }
 
-    /// What becomes of a SYN on a live connection, and of the SYN-ACK that may answer it; `None` for every other segment.
+    /// Handles a SYN on a live connection and the SYN-ACK that may answer it; `None` for every other segment.
     ///
-    /// Whoever sends the SYN may have forgotten the connection. If its peer has too, the peer answers with a SYN-ACK that
-    /// acknowledges it. If the peer lives, it answers with an ACK (RFC 9293 section 3.10.7.4, RFC 5961 section 4), and the
-    /// connection stays. The kernel keeps the numbers of such a SYN likewise (net/netfilter/nf_conntrack_proto_tcp.c,
-    /// `TCP_CONNTRACK_IGNORE`). A SYN from the answering side asks for a connection in its own direction.
+    /// The sender of the SYN may have lost the connection. If its peer has lost it too, the peer answers with a SYN-ACK
+    /// that acknowledges the SYN. If the peer still has it, it answers with an ACK (RFC 9293 section 3.10.7.4, RFC 5961
+    /// section 4), and the connection stays. The kernel also records the numbers of such a SYN
+    /// (net/netfilter/nf_conntrack_proto_tcp.c, `TCP_CONNTRACK_IGNORE`). A SYN from the answering side opens a
+    /// connection in its own direction.
     fn out_of_sync(&mut self, now: u64, key: &Flow, seen: &Seen) -> Option<bool> {
         let Kind::Tcp { flags, seq, ack, .. } = seen.kind else { return None };
         let found = self.connections.get_mut(key).filter(|found| found.allowed && !found.is_over())?;
@@ -268,7 +271,7 @@ impl Oracle {
         }
     }
 
-    /// The first of these flows that opened a connection, if that is live.
+    /// The first of these flows that opened a live connection.
     fn find(&self, now: u64, keys: &[Flow]) -> Option<Flow> {
         let found = *keys.iter().find(|key| self.connections.contains_key(key))?;
         let connection = &self.connections[&found];
@@ -277,7 +280,7 @@ impl Oracle {
 }
 
 impl Connection {
-    /// One that its policy allows, before its first packet.
+    /// An allowed connection before its first packet.
     fn new(opened: Flow, now: u64, picked_up: bool) -> Self {
         Self {
             opened,
@@ -297,17 +300,17 @@ impl Connection {
         self.reset || self.ends >= 2
     }
 
-    /// Whether only SYNs were seen yet: another one is a new attempt, or crosses the first.
+    /// Whether only SYNs were seen so far: another SYN is a new attempt or crosses the first.
     fn is_opening(&self) -> bool {
         !self.answered && !self.picked_up
     }
 
-    /// In seconds, as the kernel's defaults.
+    /// In seconds; the kernel's defaults.
     fn timeout(&self) -> u64 {
         match (self.opened.protocol, self.answered) {
             (6, _) if self.reset => 10,
             (6, _) if self.ends >= 2 => 120,
-            // As long as what one side has sent may go unacknowledged.
+            // As long as the data of one side may remain unacknowledged.
             (6, false) if self.picked_up => 300,
             (6, false) => 120,
             (6, true) => 432_000,
@@ -319,7 +322,8 @@ impl Connection {
         }
     }
 
-    /// Whether a packet of it passes; `None` if it opens another.
+    /// Updates the connection with a packet; returns whether the packet passes, or `None` if it opens another
+    /// connection.
     fn take(&mut self, now: u64, seen: &Seen) -> Option<bool> {
         let side = usize::from(seen.flow != self.opened);
         if let Kind::Tcp { flags, seq, .. } = seen.kind {
@@ -356,7 +360,7 @@ impl Connection {
                 if matches!(chunk, 1 | 2) {
                     self.tags[side] = Some(initiate);
                 }
-                // What is sent to a side carries the tag that this side asked for.
+                // A packet carries the verification tag that its receiver chose.
                 if self.tags[1 - side].is_some_and(|wanted| wanted != tag) {
                     return Some(false);
                 }
@@ -394,7 +398,7 @@ pub(crate) struct Network<'a> {
     pub(crate) payload: &'a [u8],
 }
 
-/// What etherparse makes of the IP layer of a whole packet; `None` where it, or a look at what it does not judge, finds fault.
+/// The IP layer of a whole packet as parsed by etherparse; `None` if it or an additional check finds an error.
 fn network(frame: &[u8]) -> Option<Network<'_>> {
     let sliced = SlicedPacket::from_ethernet(frame).ok()?;
     match sliced.net? {
@@ -430,7 +434,7 @@ fn network(frame: &[u8]) -> Option<Network<'_>> {
     }
 }
 
-/// IPv4 options fit, and none is a source route.
+/// Whether IPv4 options are well-formed and contain no source route.
 fn options_are_good(mut options: &[u8]) -> bool {
     loop {
         options = match options {
@@ -445,10 +449,10 @@ fn options_are_good(mut options: &[u8]) -> bool {
     }
 }
 
-/// Looks at a frame.
+/// Parses a frame.
 ///
 /// # Errors
-/// The opinion on one that is wrong as it is.
+/// The verdict on an invalid frame.
 fn look(frame: &[u8]) -> Result<Seen, Opinion> {
     const WRONG: Opinion = Some("deny");
     let piece = Piece::of(frame);
@@ -490,7 +494,7 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
             Kind::Sctp { chunk: payload[12], tag: long(4), initiate }
         }
         1 | 58 => match (protocol, payload[0]) {
-            // The other port is the request's number, so that two kinds of question with one identifier differ.
+            // The other port is the query's type, so that two kinds of query with the same identifier differ.
             (1, asked @ (8 | 13 | 42)) | (58, asked @ (128 | 160)) => {
                 (flow.sport, flow.dport) = (word(4), asked.into());
                 Kind::Ask
@@ -512,7 +516,7 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
     Ok(Seen { flow, ttl, kind, piece })
 }
 
-/// The flow of a packet that an error quotes, if enough of it is there.
+/// The flow of the packet quoted by an error, if enough of it is present.
 fn quoted(octets: &[u8], is_v6: bool) -> Option<Flow> {
     let (ethertype, header, protocol) = match is_v6 {
         false => (0x0800, usize::from(octets.first()? & 0xf) * 4, *octets.get(9)?),

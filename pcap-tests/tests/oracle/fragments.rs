@@ -1,4 +1,4 @@
-//! Fragments, read by hand: where the pieces of a datagram lie, and which of them a node lets through.
+//! Fragments, parsed by hand: the position of each fragment, and which of them a node lets through.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,14 +10,14 @@ use super::policy::Flow;
 pub(crate) struct Piece {
     name: Name,
     ttl: u8,
-    /// Number of the first header in the datagram's payload; of no meaning in later fragments.
+    /// Protocol number of the first header in the datagram's payload; meaningless in later fragments.
     first: u8,
     pub(crate) offset: usize,
     more: bool,
     bytes: Vec<u8>,
 }
 
-/// What the fragments of a datagram have in common; the protocol in IPv4 only.
+/// The fields that identify a datagram; the protocol in IPv4 only.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Name {
     src: IpAddr,
@@ -27,7 +27,7 @@ struct Name {
 }
 
 impl Piece {
-    /// The fragment in a frame; `None` if it is none, or if the IP header is wrong.
+    /// The fragment in a frame; `None` if it is not a fragment or the IP header is invalid.
     pub(crate) fn of(frame: &[u8]) -> Option<Self> {
         match frame.get(12..14)? {
             [0x08, 0x00] => Self::of_v4(&frame[14..]),
@@ -50,7 +50,7 @@ impl Piece {
     fn of_v6(packet: &[u8]) -> Option<Self> {
         let address = |at: usize| Some(IpAddr::from(Ipv6Addr::from(*packet.get(at..)?.first_chunk::<16>()?)));
         let packet = packet.get(..40 + usize::from(word(packet, 4)?))?;
-        // What may stand before a fragment header: hop-by-hop, destination options, routing.
+        // Headers allowed before a fragment header: hop-by-hop, destination options, routing.
         let (mut at, mut number) = (40, packet[6]);
         while matches!(number, 0 | 60 | 43) {
             (at, number) = (at + (usize::from(*packet.get(at + 1)?) + 1) * 8, *packet.get(at)?);
@@ -65,8 +65,8 @@ impl Piece {
         (offset > 0 || more).then_some(piece)
     }
 
-    /// The datagram's protocol and, in a first fragment, what is there behind all headers of the IP layer; `None` if no
-    /// sender makes such a fragment, or if its headers are not whole.
+    /// The datagram's protocol and, in a first fragment, the content behind all headers of the IP layer; `None` if the
+    /// fragment is invalid or its headers are incomplete.
     pub(crate) fn network(&self) -> Option<Network<'_>> {
         let Name { src, dst, .. } = self.name;
         let is_odd = self.more && !self.bytes.len().is_multiple_of(8);
@@ -91,12 +91,13 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
 pub(crate) struct Datagrams(HashMap<Name, Vec<(u64, usize, Flow)>>);
 
 impl Datagrams {
-    /// A first fragment passed `now`, in seconds.
+    /// Records a first fragment that passed at `now`, in seconds.
     pub(crate) fn begin(&mut self, now: u64, piece: &Piece, flow: Flow) {
         self.0.entry(piece.name).or_default().push((now, piece.bytes.len(), flow));
     }
 
-    /// The flow of a later fragment: that of the last first one, if it overlaps none of those of the last 30 seconds.
+    /// The flow of a later fragment: that of the most recent first fragment, unless it overlaps a first fragment of the
+    /// last 30 seconds.
     pub(crate) fn flow_of(&self, now: u64, piece: &Piece) -> Option<Flow> {
         let firsts = self.0.get(&piece.name)?.iter().filter(|(at, ..)| now - at <= 30);
         let mut flow = None;

@@ -1,4 +1,4 @@
-//! The Kubernetes API's text, word by word, over the objects: no tables, no classes, no numbers.
+//! NetworkPolicy semantics as the Kubernetes API documentation words them, evaluated directly on the objects.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ pub(crate) struct Flow {
     pub(crate) dport: u16,
 }
 
-/// All objects, as they are at the moment.
+/// All current objects.
 #[derive(Default)]
 pub(crate) struct World {
     pub(crate) objects: Vec<Object>,
@@ -31,7 +31,7 @@ enum Direction {
     Ingress,
 }
 
-/// What one side says.
+/// Verdict for one direction.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     NotLocal,
@@ -91,7 +91,7 @@ impl World {
         self.pod(address).filter(|pod| self.is_local_name(pod.node.as_deref()))
     }
 
-    /// The node that has this address, itself or through a pod in its network.
+    /// The node with this address, or with the pod network that contains it.
     pub(crate) fn node_of(&self, address: IpAddr) -> Option<&str> {
         self.objects.iter().find_map(|object| match object {
             Object::Node(node) if node.addresses.contains(&address) => Some(node.name.as_str()),
@@ -104,7 +104,7 @@ impl World {
         self.node_of(address).is_some_and(|node| self.is_local_name(Some(node)))
     }
 
-    /// Whether the flow may be opened.
+    /// Whether the flow may open a connection.
     pub(crate) fn allows(&self, flow: &Flow) -> bool {
         let (src, dst) = (self.pod(flow.src), self.pod(flow.dst));
         if let (Some(src), Some(dst)) = (src, dst)
