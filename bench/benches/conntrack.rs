@@ -30,12 +30,12 @@ use penstock_dataplane::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, Tcp
 use rustc_hash::FxBuildHasher;
 
 /// Counts allocated bytes.
-struct Counting;
+struct CountingAllocator;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: forwards every call to the system's allocator and only counts.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size(), Relaxed);
         // SAFETY: the caller upholds the same contract.
@@ -49,7 +49,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const BATCH: usize = 64;
 const CONNECTIONS: u32 = 1_000_000;
@@ -69,7 +69,7 @@ fn flow(n: u32) -> Flow {
 }
 
 /// A table or map under test.
-trait Connections: Sync {
+trait ConnectionMap: Sync {
     fn insert(&self, n: u32);
     /// Finds and updates the connections of a batch of packets; returns how many were found.
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize;
@@ -77,7 +77,7 @@ trait Connections: Sync {
     fn toggle(&self, n: u32, now: u64);
 }
 
-impl Connections for ConnTable {
+impl ConnectionMap for ConnTable {
     fn insert(&self, n: u32) {
         enter(self, &flow(n), Timestamp::now().as_millis());
     }
@@ -113,11 +113,12 @@ fn enter(table: &ConnTable, flow: &Flow, now: u64) {
 }
 
 fn table(connections: u32) -> ConnTable {
-    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..patient() }).expect("memory")
+    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..without_expiry() })
+        .expect("memory")
 }
 
 /// Nothing expires during a measurement.
-fn patient() -> Config {
+fn without_expiry() -> Config {
     let day = Duration::from_secs(86_400);
     Config {
         timeouts: Timeouts { udp_timeout: day, udp_timeout_stream: day, ..Timeouts::default() },
@@ -127,14 +128,14 @@ fn patient() -> Config {
 
 /// What a map stores for a connection: the same as an entry without its key.
 #[derive(Default)]
-struct Value {
+struct MapEntry {
     control: AtomicU64,
     last: AtomicU32,
     _epoch: AtomicU32,
     _tracking: [AtomicU64; 2],
 }
 
-impl Value {
+impl MapEntry {
     fn touch(&self, now: u64) -> bool {
         let now = (now >> 9) as u32;
         if self.last.load(Relaxed) != now {
@@ -144,9 +145,9 @@ impl Value {
     }
 }
 
-impl<S: BuildHasher + Clone + Send + Sync> Connections for DashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Clone + Send + Sync> ConnectionMap for DashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        DashMap::insert(self, flow(n).key().0, Value::default());
+        DashMap::insert(self, flow(n).key().0, MapEntry::default());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -155,14 +156,14 @@ impl<S: BuildHasher + Clone + Send + Sync> Connections for DashMap<FlowKey, Valu
 
     fn toggle(&self, n: u32, _: u64) {
         if self.remove(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
-impl<S: BuildHasher + Send + Sync> Connections for papaya::HashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Send + Sync> ConnectionMap for papaya::HashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        self.pin().insert(flow(n).key().0, Value::default());
+        self.pin().insert(flow(n).key().0, MapEntry::default());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -172,14 +173,14 @@ impl<S: BuildHasher + Send + Sync> Connections for papaya::HashMap<FlowKey, Valu
 
     fn toggle(&self, n: u32, _: u64) {
         if self.pin().remove(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
-impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Send + Sync> ConnectionMap for scc::HashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        assert!(self.insert_sync(flow(n).key().0, Value::default()).is_ok());
+        assert!(self.insert_sync(flow(n).key().0, MapEntry::default()).is_ok());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -189,15 +190,15 @@ impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, 
 
     fn toggle(&self, n: u32, _: u64) {
         if self.remove_sync(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
 /// Upper bound of the machine: work in registers only, without shared memory.
-struct Registers;
+struct RegisterLoop;
 
-impl Connections for Registers {
+impl ConnectionMap for RegisterLoop {
     fn insert(&self, _: u32) {}
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -215,15 +216,15 @@ impl Connections for Registers {
 
 /// Upper bound of memory: random reads of as much memory as the table uses, without writers; two cache lines per
 /// packet, prefetched a batch ahead as the table does.
-struct ReadOnly(Vec<[u64; 8]>);
+struct RandomReads(Vec<[u64; 8]>);
 
-impl ReadOnly {
-    fn of(octets: usize) -> Self {
-        Self((0..octets as u64 / 64).map(|n| [n; 8]).collect())
+impl RandomReads {
+    fn of(bytes: usize) -> Self {
+        Self((0..bytes as u64 / 64).map(|n| [n; 8]).collect())
     }
 }
 
-impl Connections for ReadOnly {
+impl ConnectionMap for RandomReads {
     fn insert(&self, _: u32) {}
 
     fn touch(&self, flows: &[Flow; BATCH], _: u64) -> usize {
@@ -291,7 +292,7 @@ impl Random {
 
 /// Workload of one measurement.
 #[derive(Clone, Copy)]
-struct Load {
+struct Workload {
     threads: usize,
     connections: u32,
     /// Packets out of the 64 of a batch that insert or remove a connection instead.
@@ -299,7 +300,7 @@ struct Load {
 }
 
 /// Packets a second of all threads together, in one round.
-fn run(settings: &Settings, connections: &dyn Connections, load: Load) -> f64 {
+fn run(settings: &Settings, connections: &dyn ConnectionMap, load: Workload) -> f64 {
     let (barrier, stop) = (Barrier::new(load.threads + 1), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let work = |thread: usize| {
@@ -341,13 +342,13 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// One of the alternating measurements.
-type Side<'a> = (&'a dyn Connections, Load);
+type Contender<'a> = (&'a dyn ConnectionMap, Workload);
 
 /// Runs the contenders in alternation; returns each one's packets a second, by round.
-fn rounds(settings: &Settings, sides: &[Side<'_>]) -> Vec<Vec<f64>> {
-    let mut results = vec![Vec::new(); sides.len()];
+fn rounds(settings: &Settings, contenders: &[Contender<'_>]) -> Vec<Vec<f64>> {
+    let mut results = vec![Vec::new(); contenders.len()];
     for round in 0..settings.rounds + 1 {
-        for (result, (connections, load)) in results.iter_mut().zip(sides) {
+        for (result, (connections, load)) in results.iter_mut().zip(contenders) {
             let packets = run(settings, *connections, *load);
             // The first round warms up.
             if round > 0 {
@@ -372,14 +373,14 @@ struct Row {
 }
 
 impl Row {
-    /// `measured` must be at least `bound`.
-    fn at_least(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
-        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, true)), detail }
+    /// `measured` must be at least `threshold`.
+    fn at_least(measure: &str, measured: f64, threshold: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((threshold, true)), detail }
     }
 
-    /// `measured` must be at most `bound`.
-    fn at_most(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
-        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, false)), detail }
+    /// `measured` must be at most `threshold`.
+    fn at_most(measure: &str, measured: f64, threshold: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((threshold, false)), detail }
     }
 
     /// Without a threshold.
@@ -388,14 +389,17 @@ impl Row {
     }
 
     fn print(&self) {
-        let (bound, verdict) = match self.must_reach {
-            Some((bound, true)) if self.measured >= bound => (format!("≥ {bound:.2}"), "meets"),
-            Some((bound, true)) => (format!("≥ {bound:.2}"), "falls short"),
-            Some((bound, false)) if self.measured <= bound => (format!("≤ {bound:.2}"), "meets"),
-            Some((bound, false)) => (format!("≤ {bound:.2}"), "falls short"),
+        let (threshold, verdict) = match self.must_reach {
+            Some((threshold, true)) if self.measured >= threshold => (format!("≥ {threshold:.2}"), "meets"),
+            Some((threshold, true)) => (format!("≥ {threshold:.2}"), "falls short"),
+            Some((threshold, false)) if self.measured <= threshold => (format!("≤ {threshold:.2}"), "meets"),
+            Some((threshold, false)) => (format!("≤ {threshold:.2}"), "falls short"),
             None => (String::new(), "for comparison"),
         };
-        println!("| {:<62} | {:>8.2} | {bound:>6} | {:<44} | {verdict} |", self.measure, self.measured, self.detail);
+        println!(
+            "| {:<62} | {:>8.2} | {threshold:>6} | {:<44} | {verdict} |",
+            self.measure, self.measured, self.detail
+        );
     }
 }
 
@@ -410,26 +414,26 @@ fn against(of: &[f64], to: &[f64]) -> String {
 
 /// Read-only and mixed benchmarks with a million connections, and the memory of each contender.
 fn against_maps(settings: &Settings) -> Vec<Row> {
-    let fill = |connections: &dyn Connections| (0..CONNECTIONS).for_each(|n| connections.insert(n));
+    let fill = |connections: &dyn ConnectionMap| (0..CONNECTIONS).for_each(|n| connections.insert(n));
     let ours = table(CONNECTIONS + 2 * CHURN);
     fill(&ours);
     let exact = table(CONNECTIONS);
     let before = ALLOCATED.load(Relaxed);
-    let dashmap = DashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    let dashmap = DashMap::<FlowKey, MapEntry, RandomState>::with_hasher(RandomState::new());
     fill(&dashmap);
-    let dashmap_octets = (ALLOCATED.load(Relaxed) - before) as f64 / f64::from(CONNECTIONS);
-    let dashmap_fx = DashMap::<FlowKey, Value, FxBuildHasher>::with_hasher(FxBuildHasher);
+    let dashmap_bytes = (ALLOCATED.load(Relaxed) - before) as f64 / f64::from(CONNECTIONS);
+    let dashmap_fx = DashMap::<FlowKey, MapEntry, FxBuildHasher>::with_hasher(FxBuildHasher);
     fill(&dashmap_fx);
-    let papaya = papaya::HashMap::<FlowKey, Value, RandomState>::builder().hasher(RandomState::new()).build();
+    let papaya = papaya::HashMap::<FlowKey, MapEntry, RandomState>::builder().hasher(RandomState::new()).build();
     fill(&papaya);
-    let scc = scc::HashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    let scc = scc::HashMap::<FlowKey, MapEntry, RandomState>::with_hasher(RandomState::new());
     fill(&scc);
 
-    let read = Load { threads: 2, connections: CONNECTIONS, churn: 0 };
-    let mixed = Load { churn: BATCH / 9, ..read };
-    let single = Load { threads: 1, ..read };
-    let (registers, memory) = (Registers, ReadOnly::of(ours.memory()));
-    let sides: [Side<'_>; 13] = [
+    let read = Workload { threads: 2, connections: CONNECTIONS, churn: 0 };
+    let mixed = Workload { churn: BATCH / 9, ..read };
+    let single = Workload { threads: 1, ..read };
+    let (registers, memory) = (RegisterLoop, RandomReads::of(ours.memory()));
+    let contenders: [Contender<'_>; 13] = [
         (&ours, read),
         (&dashmap, read),
         (&dashmap_fx, read),
@@ -458,8 +462,8 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         registers_single,
         memory,
         memory_single,
-    ] = rounds(settings, &sides).try_into().expect("one result a side");
-    let octets = exact.memory() as f64 / f64::from(CONNECTIONS);
+    ] = rounds(settings, &contenders).try_into().expect("one result a side");
+    let bytes = exact.memory() as f64 / f64::from(CONNECTIONS);
     vec![
         Row::at_least(
             "find + touch, 2 threads, 1 M: against DashMap",
@@ -494,18 +498,18 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         ),
         Row::at_most(
             "memory per connection against DashMap, 1 M",
-            octets / dashmap_octets,
+            bytes / dashmap_bytes,
             0.6,
-            format!("{octets:.0} against {dashmap_octets:.0} octets"),
+            format!("{bytes:.0} against {dashmap_bytes:.0} bytes"),
         ),
     ]
 }
 
 fn large_against_small(settings: &Settings) -> Row {
     let (large, small) = (table(settings.large), table(SMALL));
-    (0..settings.large).for_each(|n| Connections::insert(&large, n));
-    (0..SMALL).for_each(|n| Connections::insert(&small, n));
-    let load = |connections| Load { threads: 1, connections, churn: 0 };
+    (0..settings.large).for_each(|n| ConnectionMap::insert(&large, n));
+    (0..SMALL).for_each(|n| ConnectionMap::insert(&small, n));
+    let load = |connections| Workload { threads: 1, connections, churn: 0 };
     let results = rounds(settings, &[(&large, load(settings.large)), (&small, load(SMALL))]);
     let name = format!("{} M connections against 64 k, one thread", settings.large >> 20);
     Row::at_least(&name, ratio(&results[0], &results[1]), 0.5, against(&results[0], &results[1]))
@@ -529,7 +533,7 @@ fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histo
 /// A pod floods with SYNs of new connections on one core while another core serves established ones.
 fn flood(settings: &Settings) -> Row {
     const ESTABLISHED: u32 = 500_000;
-    let table = ConnTable::new(&Config { entries: CONNECTIONS as usize, ..patient() }).expect("memory");
+    let table = ConnTable::new(&Config { entries: CONNECTIONS as usize, ..without_expiry() }).expect("memory");
     let now = Timestamp::now().as_millis();
     for n in 0..ESTABLISHED {
         // Four pods, so that none reaches its quota.

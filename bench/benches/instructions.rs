@@ -26,7 +26,7 @@ const RUNS: (u64, u64) = (200, 1200);
 /// The parts, and the number of packets in one repetition of each.
 const PARTS: [(&str, u64); 7] = [
     ("parse", 1),
-    ("checksum of 1,480 octets", 1),
+    ("checksum of 1,480 bytes", 1),
     ("policy lookup", 1),
     ("connection, find and update", 1),
     ("pipeline, established", BATCH as u64),
@@ -127,7 +127,7 @@ fn work(part: &str, times: u64) -> Fallible<()> {
     let bytes = frame(0);
     match part {
         "parse" => repeat(times, || parse(black_box(&bytes))),
-        "checksum of 1,480 octets" => {
+        "checksum of 1,480 bytes" => {
             let payload = [0x5a; 1480];
             repeat(times, || Sum::default().add_bytes(black_box(&payload)).folded());
         }

@@ -74,13 +74,13 @@ fn main() -> Fallible<()> {
         report.summary.reasons
     );
     let verdicts = directory.path().join("verdicts.jsonl");
-    let [loading, plain, told, tcpdump] = best([
+    let [loading, plain, with_verdicts, tcpdump] = best([
         &mut || Ok(run(&options(&empty, None)).map(drop)?),
         &mut || Ok(run(&options(&capture, None)).map(drop)?),
         &mut || Ok(run(&options(&capture, Some(verdicts.clone()))).map(drop)?),
         &mut || tcpdump(&capture),
     ])?;
-    let (plain, told) = (plain.saturating_sub(loading), told.saturating_sub(loading));
+    let (plain, with_verdicts) = (plain.saturating_sub(loading), with_verdicts.saturating_sub(loading));
     let (roomy, tight) = (pipeline(&manifests, 1 << 20)?, pipeline(&manifests, 1 << 18)?);
     let (clock, size) = (clock()?, fs::metadata(&capture)?.len());
     println!(
@@ -90,11 +90,11 @@ fn main() -> Fallible<()> {
     println!("manifests read and compiled in {loading:.0?}, not counted below\n");
     let rate = |time: Duration| PACKETS as f64 / time.as_secs_f64() / 1e6;
     println!("{:<44} {:>12} {:>12}", "", "measured", "bar");
-    row("replay, M packets/s", rate(plain), 3.0, Wanted::AtLeast);
-    row("replay with verdict file, M packets/s", rate(told), 0.7, Wanted::AtLeast);
-    row("replay / tcpdump -r -w /dev/null", rate(plain) / rate(tcpdump), 0.5, Wanted::AtLeast);
-    row("pipeline alone, established, ns/packet", roomy.nanoseconds, 60.0, Wanted::AtMost);
-    row("the same in a table of a quarter the size", tight.nanoseconds, 60.0, Wanted::AtMost);
+    row("replay, M packets/s", rate(plain), 3.0, Bound::AtLeast);
+    row("replay with verdict file, M packets/s", rate(with_verdicts), 0.7, Bound::AtLeast);
+    row("replay / tcpdump -r -w /dev/null", rate(plain) / rate(tcpdump), 0.5, Bound::AtLeast);
+    row("pipeline alone, established, ns/packet", roomy.nanoseconds, 60.0, Bound::AtMost);
+    row("the same in a table of a quarter the size", tight.nanoseconds, 60.0, Bound::AtMost);
     let note = |name, figure: f64| println!("{name:<44} {figure:>12.2}");
     note("pipeline alone, cycles/packet", roomy.nanoseconds * clock);
     note("the same in a table of a quarter the size", tight.nanoseconds * clock);
@@ -105,18 +105,18 @@ fn main() -> Fallible<()> {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Wanted {
+enum Bound {
     AtLeast,
     AtMost,
 }
 
-fn row(name: &str, measured: f64, bar: f64, wanted: Wanted) {
-    let (sign, meets) = match wanted {
-        Wanted::AtLeast => ("≥", measured >= bar),
-        Wanted::AtMost => ("≤", measured <= bar),
+fn row(name: &str, measured: f64, threshold: f64, bound: Bound) {
+    let (sign, meets) = match bound {
+        Bound::AtLeast => ("≥", measured >= threshold),
+        Bound::AtMost => ("≤", measured <= threshold),
     };
     let word = if meets { "meets" } else { "falls short" };
-    println!("{name:<44} {measured:>12.2} {:>12}  {word}", format!("{sign} {bar}"));
+    println!("{name:<44} {measured:>12.2} {:>12}  {word}", format!("{sign} {threshold}"));
 }
 
 /// Best CPU time of each of some works, out of three in alternation.
@@ -254,20 +254,20 @@ fn write_capture(path: &Path, packets: usize) -> io::Result<()> {
 }
 
 /// Buffers into which the kernel would copy received frames.
-struct Ring {
-    octets: Vec<u8>,
+struct RxBuffers {
+    bytes: Vec<u8>,
     first: usize,
     len: usize,
 }
 
-impl Ring {
+impl RxBuffers {
     /// Number of buffers: as many as a port's rings hold.
     const BUFFERS: usize = 4096;
     /// Bytes from buffer to buffer.
     const STRIDE: usize = 2048;
 
     fn new() -> Self {
-        Self { octets: vec![0; Self::BUFFERS * Self::STRIDE], first: 0, len: 0 }
+        Self { bytes: vec![0; Self::BUFFERS * Self::STRIDE], first: 0, len: 0 }
     }
 
     /// Copies a batch of frames into the next buffers.
@@ -280,7 +280,7 @@ impl Ring {
     }
 }
 
-impl Frames for Ring {
+impl Frames for RxBuffers {
     fn len(&self) -> usize {
         self.len
     }
@@ -288,12 +288,12 @@ impl Frames for Ring {
     #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
         let at = (self.first + index) * Self::STRIDE;
-        &mut self.octets[at..at + FRAME]
+        &mut self.bytes[at..at + FRAME]
     }
 }
 
 /// Result for the pipeline alone.
-struct Alone {
+struct PipelineTimes {
     /// Nanoseconds a packet: the median of the rounds.
     nanoseconds: f64,
     /// Nanoseconds for copying a frame in, which are not included.
@@ -328,7 +328,7 @@ fn clock() -> Fallible<f64> {
 }
 
 /// Parse, connection, verdict and rewrite of established connections in a table with room for `entries`.
-fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
+fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
     let read = read_manifests(&[manifests], &manifest::Options::default())?;
     let objects = read.documents.into_iter().map(|document| document.object);
     let cluster = Cluster::new(objects, None, Reach::BothSides)?;
@@ -337,8 +337,8 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
     let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), Mode::Full);
     let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
     let now = Timestamp::from_millis(5_000_000);
-    let mut ring = Ring::new();
-    let mut process = |ingress, ring: &mut Ring| {
+    let mut ring = RxBuffers::new();
+    let mut process = |ingress, ring: &mut RxBuffers| {
         pipeline.process_batch(snapshot, now, ingress, ring, &mut verdicts, &mut ());
         assert!(verdicts[..ring.len].iter().all(|verdict| matches!(verdict, Verdict::Forward(_))));
     };
@@ -380,7 +380,7 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
         both.push((cpu_time()? - copied).as_nanos() as f64 / FLOWS as f64);
     }
     let copying = median(copying);
-    Ok(Alone { nanoseconds: median(both) - copying, copying, batch: FLOWS as f64 / batches.len() as f64 })
+    Ok(PipelineTimes { nanoseconds: median(both) - copying, copying, batch: FLOWS as f64 / batches.len() as f64 })
 }
 
 fn median(mut figures: Vec<f64>) -> f64 {

@@ -8,7 +8,7 @@ use penstock_control::model::{self, Object, Pod};
 use penstock_control::source::manifest::{Options, read_manifests};
 
 use crate::probe::Site;
-use crate::testbed::{Between, Node, Router};
+use crate::testbed::{InterNodeLink, Node, Router};
 
 /// The node and pods of a directory of manifests.
 pub struct Cluster {
@@ -43,7 +43,7 @@ impl Cluster {
 }
 
 /// Nodes joined by a router, and their pods, from manifests.
-pub struct Nodes {
+pub struct MultiNodeCluster {
     /// The router between the nodes.
     pub router: Router,
     /// Names and nodes, wired, in the order of the manifests.
@@ -54,19 +54,19 @@ pub struct Nodes {
 
 /// How nodes and pods are wired.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Layout {
+pub struct NodeLayout {
     /// How one node reaches the pods of another.
-    pub between: Between,
+    pub between: InterNodeLink,
     /// Prefix lengths of the routes to pods, for IPv4 and IPv6.
     pub prefixes: (u8, u8),
     /// Whether the pods of a node are on a bridge; otherwise each has its own route.
     pub bridged: bool,
 }
 
-impl Nodes {
+impl MultiNodeCluster {
     /// Builds every node, and a network namespace for each pod on it that has an address.
-    pub fn build(objects: &[Object], layout: Layout) -> Result<Self> {
-        let Layout { between, prefixes: (v4, v6), bridged } = layout;
+    pub fn build(objects: &[Object], layout: NodeLayout) -> Result<Self> {
+        let NodeLayout { between, prefixes: (v4, v6), bridged } = layout;
         let mut router = Router::new("router")?;
         let (mut nodes, mut networks) = (Vec::new(), Vec::new());
         for described in nodes_in(objects) {

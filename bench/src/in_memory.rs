@@ -65,7 +65,7 @@ pub fn frame(number: usize) -> [u8; 64] {
         .udp(from, to)
         .write(&mut bytes, &[0; 22])
         .expect("a packet can be built");
-    bytes.try_into().expect("it has 64 octets")
+    bytes.try_into().expect("it has 64 bytes")
 }
 
 /// Two pods on ports 0 and 1. One rule in either direction allows all UDP.

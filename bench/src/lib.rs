@@ -6,8 +6,8 @@
 //! results.
 
 pub mod cluster;
+pub mod expectation;
 pub mod in_memory;
-pub mod judge;
 pub mod load;
 pub mod matrix;
 pub mod peers;

@@ -5,9 +5,9 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::{Expectation, Judge};
-use penstock_bench::probe::{self, Outcome, Patience, Probe, Protocol, Servers, Service};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch};
+use penstock_bench::expectation::{Expectation, PolicyOracle};
+use penstock_bench::probe::{self, EchoServers, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
 /// The kubelet's default.
@@ -56,21 +56,21 @@ fn manifests() -> String {
 
 /// Memory of a process in bytes: a field of `/proc/PID/status`.
 fn memory(daemon: &Daemon, field: &str) -> u64 {
-    octets(&format!("/proc/{}/status", daemon.id()), field)
+    bytes(&format!("/proc/{}/status", daemon.id()), field)
 }
 
 /// The kernel's own memory; it includes a descriptor of every UMEM frame for every port.
 fn kernels_own() -> u64 {
-    octets("/proc/meminfo", "VmallocUsed") + octets("/proc/meminfo", "SUnreclaim")
+    bytes("/proc/meminfo", "VmallocUsed") + bytes("/proc/meminfo", "SUnreclaim")
 }
 
-fn octets(file: &str, field: &str) -> u64 {
+fn bytes(file: &str, field: &str) -> u64 {
     let status = std::fs::read_to_string(file).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("the field is there");
     line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
 }
 
-fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
+fn start(cluster: &Cluster, scratch: &ScratchDir) -> (Daemon, Duration) {
     let mut config = DaemonConfig::new("node", &scratch.path().join("manifests"));
     // Everything else is at its default, as on a real node.
     let cores: Vec<usize> = available_cores().iter().take(2).map(|core| core.0).collect();
@@ -91,7 +91,7 @@ fn probe_of(cluster: &Cluster, from: usize, to: usize) -> Probe {
 }
 
 /// Sends one probe for each pair; returns the differences and how many were allowed and denied.
-fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
+fn all_pairs(cluster: &Cluster, oracle: &PolicyOracle) -> (Vec<String>, [usize; 2]) {
     let (mut differences, mut counts) = (Vec::new(), [0, 0]);
     let places: Vec<usize> = (0..cluster.sites.len()).collect();
     for sources in places.chunks(AT_ONCE) {
@@ -101,23 +101,23 @@ fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
         let expected: Vec<Expectation> = (probes.iter())
             .map(|probe| {
                 let source = cluster.sites[probe.from].address(probe.destination.is_ipv6()).unwrap();
-                judge.expect(source, probe)
+                oracle.expect(source, probe)
             })
             .collect();
-        let quick = Patience { timeout: Duration::from_millis(200), attempts: 2 };
+        let quick = RetryPolicy { timeout: Duration::from_millis(200), attempts: 2 };
         let mut outcomes = probe::run(&cluster.sites, &probes, quick).unwrap();
         // On a busy machine a reply may take longer, which is not a denial.
-        let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == Outcome::Silent;
+        let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == ProbeOutcome::Silent;
         let late: Vec<usize> = (0..probes.len()).filter(is_late).collect();
         let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
-        let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+        let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
         for (at, outcome) in late.into_iter().zip(probe::run(&cluster.sites, &again, patience).unwrap()) {
             outcomes[at] = outcome;
         }
         for ((probe, expected), outcome) in probes.iter().zip(expected).zip(outcomes) {
             let allowed = expected == Expectation::Allowed;
             counts[usize::from(!allowed)] += 1;
-            if outcome != if allowed { Outcome::Reached } else { Outcome::Silent } {
+            if outcome != if allowed { ProbeOutcome::Reached } else { ProbeOutcome::Silent } {
                 let (from, to) = (&cluster.sites[probe.from].name, &cluster.sites[probe.to].name);
                 differences
                     .push(format!("{from} to {to} ({}): expected {expected}; observed {outcome}", probe.protocol));
@@ -128,18 +128,18 @@ fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
 }
 
 #[test]
-fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judged_right() {
-    let scratch = Scratch::new().unwrap();
+fn a_node_serves_110_pods_within_400_megabytes_and_every_pair_gets_its_verdict() {
+    let scratch = ScratchDir::new().unwrap();
     let directory = scratch.path().join("manifests");
     std::fs::create_dir(&directory).unwrap();
     std::fs::write(directory.join("all.yaml"), manifests()).unwrap();
     let objects = read_objects(&directory).unwrap();
     let cluster = Cluster::build(&objects).unwrap();
-    let _servers = Servers::start_all(&cluster.sites, &[Service::Tcp(8080), Service::Udp(53)]).unwrap();
+    let _servers = EchoServers::start_all(&cluster.sites, &[EchoService::Tcp(8080), EchoService::Udp(53)]).unwrap();
     let before = kernels_own();
     let (daemon, took) = start(&cluster, &scratch);
     let taken = kernels_own().saturating_sub(before);
-    let (differences, [allowed, denied]) = all_pairs(&cluster, &Judge::new(&objects));
+    let (differences, [allowed, denied]) = all_pairs(&cluster, &PolicyOracle::new(&objects));
     let peak = memory(&daemon, "VmHWM");
     let before = kernels_own();
     let (status, log) = daemon.stop().unwrap();
@@ -158,6 +158,6 @@ fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judg
         differences[..differences.len().min(40)].join("\n")
     );
     assert!(allowed > 3000 && denied > 3000, "{allowed} allowed, {denied} denied");
-    assert!(peak + taken <= MOST_MEMORY, "{peak} octets in memory, and {taken} of the kernel's");
+    assert!(peak + taken <= MOST_MEMORY, "{peak} bytes in memory, and {taken} of the kernel's");
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
 }

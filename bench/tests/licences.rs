@@ -7,7 +7,7 @@ use serde_json::Value;
 use spdx::{Expression, ParseMode};
 
 #[test]
-fn every_dependency_has_a_licence_that_is_allowed() {
+fn every_dependency_has_an_allowed_licence() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
     let deny: toml::Table = std::fs::read_to_string(format!("{root}/deny.toml")).unwrap().parse().unwrap();
     let allowed: BTreeSet<&str> =

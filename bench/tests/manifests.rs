@@ -9,7 +9,7 @@ use http::Method;
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ConfigMap, Container, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
-use penstock_bench::testbed::Scratch;
+use penstock_bench::testbed::ScratchDir;
 use penstock_bench::testbed::api_server::ApiServer;
 use penstock_control::privileges::START;
 use penstock_control::service::config::Config;
@@ -51,7 +51,7 @@ fn typed<T: DeserializeOwned>(object: &Value) -> T {
 }
 
 #[test]
-fn every_field_is_one_that_its_type_has_and_no_kind_is_missing() {
+fn every_field_exists_in_its_type_and_no_kind_is_missing() {
     let mut kinds: Vec<String> = objects()
         .iter()
         .map(|object| {
@@ -74,7 +74,7 @@ fn every_field_is_one_that_its_type_has_and_no_kind_is_missing() {
 }
 
 #[test]
-fn the_role_may_read_four_kinds_and_nothing_else() {
+fn the_role_allows_reading_four_kinds_and_nothing_else() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -94,7 +94,7 @@ fn the_role_may_read_four_kinds_and_nothing_else() {
 }
 
 #[test]
-fn the_container_has_capabilities_one_by_one_and_every_mount_a_volume() {
+fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
     let objects = objects();
     let set: DaemonSet = typed(objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap());
     let spec = set.spec.template.spec.unwrap();
@@ -125,7 +125,7 @@ fn unit() -> String {
 }
 
 #[test]
-fn unit_and_daemonset_grant_what_the_daemon_starts_with_and_nothing_else() {
+fn unit_and_daemonset_grant_exactly_the_startup_capabilities() {
     let unit = unit();
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet=")).unwrap();
     let granted: BTreeSet<String> = line.split(' ').map(|name| name.trim_start_matches("CAP_").to_owned()).collect();
@@ -139,10 +139,10 @@ fn unit_and_daemonset_grant_what_the_daemon_starts_with_and_nothing_else() {
 }
 
 #[test]
-fn systemd_understands_every_line_of_the_unit_and_finds_its_sandbox_tight() {
+fn systemd_analyze_accepts_the_unit_and_rates_its_sandbox_as_tight() {
     // systemd's most exposed own daemons are rated 9.6; a unit with only this one's capabilities 8.
     const MOST_EXPOSED: &str = "40";
-    let scratch = Scratch::new().unwrap();
+    let scratch = ScratchDir::new().unwrap();
     let file = scratch.path().join("penstock.service");
     // The binary is not installed here.
     std::fs::write(&file, unit().replace("/usr/local/bin/penstock", "/bin/true")).unwrap();
@@ -158,14 +158,14 @@ fn systemd_understands_every_line_of_the_unit_and_finds_its_sandbox_tight() {
 }
 
 #[test]
-fn the_configuration_in_the_manifests_is_one_that_the_daemon_takes() {
+fn the_daemon_accepts_the_configuration_in_the_manifests() {
     let path = directory().join("penstock.toml");
     let config = Config::load(&path).unwrap();
     assert_eq!(config.source.location(), Location::ApiServer(Access::InCluster));
 }
 
 #[test]
-fn an_api_server_takes_all_of_them() {
+fn an_api_server_accepts_all_manifests() {
     let server = ApiServer::start(None).unwrap();
     if !server.is_real() {
         // It does not know these kinds; another test checks their fields.

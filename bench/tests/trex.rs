@@ -14,7 +14,7 @@ fn root() -> PathBuf {
 }
 
 #[test]
-fn profiles_load_and_the_runner_keeps_its_promises() {
+fn profiles_load_and_the_runners_tests_pass() {
     let with = match std::env::var_os("TREX_DIR") {
         Some(folder) => format!("with the TRex client in {}", folder.display()),
         None => "with a stand-in for the TRex client: TREX_DIR is not set".to_owned(),
@@ -34,7 +34,7 @@ fn profiles_load_and_the_runner_keeps_its_promises() {
 }
 
 #[test]
-fn configurations_for_trex_name_as_many_ports_as_they_describe() {
+fn trex_configurations_name_as_many_ports_as_they_describe() {
     for name in ["veth.yaml", "nics.yaml"] {
         let text = std::fs::read_to_string(root().join("configs/trex").join(name)).unwrap();
         let document: Value = serde_saphyr::from_str(&text).unwrap();
@@ -53,6 +53,6 @@ fn configurations_for_trex_name_as_many_ports_as_they_describe() {
 }
 
 #[test]
-fn the_configuration_of_the_measured_node_is_one_that_the_daemon_takes() {
+fn the_daemon_accepts_the_measured_nodes_configuration() {
     Config::load(&root().join("configs/trex/penstock.toml")).unwrap();
 }

@@ -9,19 +9,19 @@ use penstock_control::source::manifest;
 use penstock_dataplane::policy::Reach;
 
 use crate::capture::pcapng;
-use crate::packet::{Built, build};
-use crate::script::Script;
+use crate::packet::{BuiltPacket, build};
+use crate::script::CaseScript;
 
 /// A case of the corpus: `cases/<group>/<name>.case`, with the capture in `.pcapng` and the verdicts in `.expected`
 /// beside it.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct CorpusCase {
     /// The `.case` file.
     pub file: PathBuf,
     /// `<group>/<name>`.
     pub name: String,
     /// Its content.
-    pub script: Script,
+    pub script: CaseScript,
 }
 
 /// The directory of this crate.
@@ -33,15 +33,15 @@ pub fn root() -> &'static Path {
 ///
 /// # Panics
 /// If a case cannot be read.
-pub fn cases() -> Vec<Case> {
+pub fn cases() -> Vec<CorpusCase> {
     let mut cases = Vec::new();
     for group in entries(&root().join("cases")) {
         for file in entries(&group).into_iter().filter(|file| file.extension().is_some_and(|end| end == "case")) {
             let name = file.strip_prefix(root().join("cases")).expect("it lies there").with_extension("");
             let name = name.display().to_string();
             let text = fs::read_to_string(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
-            let script = Script::parse(&name, &text).unwrap_or_else(|problem| panic!("{problem}"));
-            cases.push(Case { file, name, script });
+            let script = CaseScript::parse(&name, &text).unwrap_or_else(|problem| panic!("{problem}"));
+            cases.push(CorpusCase { file, name, script });
         }
     }
     cases
@@ -51,14 +51,18 @@ pub fn cases() -> Vec<Case> {
 ///
 /// # Panics
 /// If the directory cannot be read.
-pub fn real() -> Vec<Case> {
+pub fn real() -> Vec<CorpusCase> {
     let files =
         entries(&root().join("real")).into_iter().filter(|file| file.extension().is_some_and(|end| end == "pcap"));
     files
         .map(|file| {
             let name = file.with_extension("").file_name().unwrap_or_default().display().to_string();
             let purpose = format!("{name}: a capture of real tools.");
-            Case { file, name, script: Script { purpose, cluster: "shop".to_owned(), ..Script::default() } }
+            CorpusCase {
+                file,
+                name,
+                script: CaseScript { purpose, cluster: "shop".to_owned(), ..CaseScript::default() },
+            }
         })
         .collect()
 }
@@ -70,10 +74,10 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
     entries
 }
 
-impl Case {
+impl CorpusCase {
     /// Builds its packets.
-    pub fn packets(&self) -> Vec<(u64, Built)> {
-        let mut built: Vec<Built> = Vec::new();
+    pub fn packets(&self) -> Vec<(u64, BuiltPacket)> {
+        let mut built: Vec<BuiltPacket> = Vec::new();
         for line in &self.script.packets {
             let packet = build(line, &built);
             built.push(packet);

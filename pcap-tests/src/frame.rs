@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 /// The Internet checksum (RFC 1071), folded but not inverted.
-pub fn sum(octets: &[u8], start: u32) -> u32 {
-    let words = octets.chunks(2).map(|pair| (u32::from(pair[0]) << 8) | u32::from(*pair.get(1).unwrap_or(&0)));
+pub fn sum(bytes: &[u8], start: u32) -> u32 {
+    let words = bytes.chunks(2).map(|pair| (u32::from(pair[0]) << 8) | u32::from(*pair.get(1).unwrap_or(&0)));
     let mut total = words.fold(start, |total, word| total.wrapping_add(word));
     while total > 0xffff {
         total = (total & 0xffff) + (total >> 16);
@@ -13,15 +13,15 @@ pub fn sum(octets: &[u8], start: u32) -> u32 {
 }
 
 /// CRC-32c as used by SCTP (RFC 9260 appendix A), bit by bit.
-pub fn crc32c(octets: &[u8]) -> u32 {
-    !octets.iter().fold(!0u32, |crc, octet| {
-        (0..8).fold(crc ^ u32::from(*octet), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0u32, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
     })
 }
 
 /// Content of a checksum field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Checksum {
+pub enum ChecksumSpec {
     /// The correct checksum.
     #[default]
     Right,
@@ -35,7 +35,7 @@ pub enum Checksum {
 
 /// The IP layer of a packet, of either version.
 #[derive(Clone, Debug)]
-pub struct Ip {
+pub struct IpSpec {
     /// Source address.
     pub src: IpAddr,
     /// Destination address, of the same family.
@@ -61,10 +61,10 @@ pub struct Ip {
     /// IPv4 header length in words, if not the correct one.
     pub header_words: Option<u8>,
     /// The IPv4 header checksum.
-    pub checksum: Checksum,
+    pub checksum: ChecksumSpec,
 }
 
-impl Ip {
+impl IpSpec {
     /// From `src` to `dst`, unfragmented, without options.
     pub fn new(src: IpAddr, dst: IpAddr, protocol: u8) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Ip {
             length: None,
             version: None,
             header_words: None,
-            checksum: Checksum::Right,
+            checksum: ChecksumSpec::Right,
         }
     }
 
@@ -115,9 +115,9 @@ impl Ip {
         header.extend(dst);
         header.extend(&self.options);
         let checksum = match self.checksum {
-            Checksum::Right | Checksum::Partial => !sum(&header, 0) as u16,
-            Checksum::Bad => !sum(&header, 1) as u16,
-            Checksum::Zero => 0,
+            ChecksumSpec::Right | ChecksumSpec::Partial => !sum(&header, 0) as u16,
+            ChecksumSpec::Bad => !sum(&header, 1) as u16,
+            ChecksumSpec::Zero => 0,
         };
         header[10..12].copy_from_slice(&checksum.to_be_bytes());
         header.extend(payload);
@@ -133,9 +133,9 @@ impl Ip {
         extensions.extend(self.behind.iter().cloned());
         let numbers: Vec<u8> = extensions.iter().map(|extension| extension.0).chain([self.protocol]).collect();
         let mut chain = Vec::new();
-        for (place, (_, octets)) in extensions.iter().enumerate() {
+        for (place, (_, bytes)) in extensions.iter().enumerate() {
             chain.push(numbers[place + 1]);
-            chain.extend(octets);
+            chain.extend(bytes);
         }
         let length = self.length.unwrap_or((chain.len() + payload.len()) as u16);
         let mut packet = vec![self.version.unwrap_or(6) << 4, 0, 0, 0];
@@ -157,19 +157,19 @@ fn v6(address: IpAddr) -> [u8; 16] {
 }
 
 /// Writes a checksum into a transport header and payload.
-pub fn seal(ip: &Ip, octets: &mut [u8], field: usize, checksum: Checksum) {
-    octets[field..field + 2].fill(0);
-    let pseudo = ip.pseudo_header(octets.len());
-    let right = match !sum(octets, pseudo) as u16 {
+pub fn write_checksum(ip: &IpSpec, bytes: &mut [u8], field: usize, checksum: ChecksumSpec) {
+    bytes[field..field + 2].fill(0);
+    let pseudo = ip.pseudo_header(bytes.len());
+    let right = match !sum(bytes, pseudo) as u16 {
         // RFC 768: a sum of zero is sent as all ones, since zero means none.
         0 if ip.protocol == 17 => 0xffff,
         right => right,
     };
     let value = match checksum {
-        Checksum::Right => right,
-        Checksum::Bad => right ^ 0x5555,
-        Checksum::Partial => pseudo as u16,
-        Checksum::Zero => 0,
+        ChecksumSpec::Right => right,
+        ChecksumSpec::Bad => right ^ 0x5555,
+        ChecksumSpec::Partial => pseudo as u16,
+        ChecksumSpec::Zero => 0,
     };
-    octets[field..field + 2].copy_from_slice(&value.to_be_bytes());
+    bytes[field..field + 2].copy_from_slice(&value.to_be_bytes());
 }

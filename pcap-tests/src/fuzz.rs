@@ -18,7 +18,7 @@ use penstock_dataplane::policy::Reach;
 use crate::case::root;
 
 /// A node that takes frames on every port and checks invariants of what it does with them.
-pub struct Subject {
+pub struct FuzzNode {
     player: Player,
     batch: Batch,
     before: Batch,
@@ -31,7 +31,7 @@ pub struct Subject {
 /// Ports that frames arrive on: host, uplink and the first pods.
 const PORTS: u16 = 8;
 
-impl Default for Subject {
+impl Default for FuzzNode {
     /// A node of the corpus' cluster.
     fn default() -> Self {
         let objects = |directory: &str| -> Vec<Object> {
@@ -53,7 +53,7 @@ impl Default for Subject {
     }
 }
 
-impl Subject {
+impl FuzzNode {
     /// Frames passed and frames evaluated so far.
     pub fn passed(&self) -> (u64, u64) {
         (self.player.tally().allowed, self.frames)
@@ -67,7 +67,7 @@ impl Subject {
         let record = Record { time: self.time, interface: InterfaceId(0), captured: length, original: length };
         self.batch.push(self.frames, record, start);
         if self.batch.is_full() {
-            self.judge(0);
+            self.evaluate(0);
         }
     }
 
@@ -75,7 +75,7 @@ impl Subject {
     ///
     /// # Panics
     /// If an invariant is violated.
-    pub fn judge(&mut self, choice: u8) {
+    pub fn evaluate(&mut self, choice: u8) {
         let port = match u16::from(choice) % PORTS {
             0 => HOST,
             1 => UPLINK,
@@ -83,10 +83,10 @@ impl Subject {
         };
         self.before.copy_from(&self.batch);
         let tally = |player: &Player| player.tally().allowed + player.tally().denied.iter().sum::<u64>();
-        let judged = tally(&self.player);
+        let evaluated = tally(&self.player);
         self.player.play(Place::Port(port), self.time, &mut self.batch);
         let count = self.batch.members().len() as u64;
-        assert_eq!(tally(&self.player) - judged, count, "every frame has one verdict");
+        assert_eq!(tally(&self.player) - evaluated, count, "every frame has one verdict");
         for (index, (after, before)) in self.batch.members().iter().zip(self.before.members()).enumerate() {
             let (after, before) = (self.batch.frame(after), self.before.frame(before));
             match self.player.decision(Place::Port(port), index) {
@@ -123,39 +123,39 @@ fn check_forwarded(before: &[u8], after: &[u8]) {
 }
 
 /// The frames target: input bytes as a list of frames, each preceded by its port and its length in two bytes.
-pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
-    while let [port, high, low, rest @ ..] = octets {
+pub fn frames(node: &mut FuzzNode, mut bytes: &[u8]) {
+    while let [port, high, low, rest @ ..] = bytes {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
         let (frame, behind) = rest.split_at(length);
-        subject.give(frame);
+        node.give(frame);
         if port & 0x40 == 0 {
-            subject.judge(port & 0x3f);
+            node.evaluate(port & 0x3f);
         }
         if port & 0x80 != 0 {
-            subject.change();
+            node.change();
         }
-        octets = behind;
+        bytes = behind;
     }
-    subject.judge(1);
+    node.evaluate(1);
 }
 
 /// Encodes these frames as input of the frames target, each on a different port.
 pub fn frames_input(frames: &[Vec<u8>]) -> Vec<u8> {
-    let mut octets = Vec::new();
+    let mut bytes = Vec::new();
     for (port, frame) in frames.iter().enumerate() {
         let length = frame.len().min(usize::from(u16::MAX));
-        octets.push(port as u8 % PORTS as u8);
-        octets.extend((length as u16).to_be_bytes());
-        octets.extend(&frame[..length]);
+        bytes.push(port as u8 % PORTS as u8);
+        bytes.extend((length as u16).to_be_bytes());
+        bytes.extend(&frame[..length]);
     }
-    octets
+    bytes
 }
 
 /// The capture target: input bytes as a capture file, read to its end or to the first error. Returns the number of
 /// packets.
-pub fn capture(octets: &[u8]) -> usize {
+pub fn capture(bytes: &[u8]) -> usize {
     let (mut interfaces, mut frames, mut packets) = (Vec::new(), Vec::new(), 0);
-    let input = Cursor::new(octets.to_vec());
+    let input = Cursor::new(bytes.to_vec());
     let Ok(mut file) = CaptureFile::read(Path::new("fuzz"), input, 0, &mut interfaces) else { return 0 };
     while let Ok(Some(record)) = file.next(&mut frames, &mut interfaces) {
         assert_eq!(frames.len(), record.captured as usize);

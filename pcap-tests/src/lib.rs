@@ -11,4 +11,4 @@ pub mod fuzz;
 pub mod packet;
 pub mod script;
 
-pub use case::{Case, cases, real, root};
+pub use case::{CorpusCase, cases, real, root};

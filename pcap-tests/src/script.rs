@@ -16,7 +16,7 @@ use std::net::{IpAddr, SocketAddr};
 
 /// A parsed case.
 #[derive(Clone, Debug, Default)]
-pub struct Script {
+pub struct CaseScript {
     /// Purpose of the case, in one sentence.
     pub purpose: String,
     /// Directory of manifests under `clusters/`.
@@ -32,16 +32,16 @@ pub struct Script {
     /// Whether a rule's action applies cluster-wide.
     pub cluster_wide: bool,
     /// Link layer of the capture.
-    pub link: Link,
+    pub link: LinkLayer,
     /// Timeline in TOML.
     pub timeline: String,
     /// The packets.
-    pub packets: Vec<Line>,
+    pub packets: Vec<PacketLine>,
 }
 
 /// Link layer of a case's capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Link {
+pub enum LinkLayer {
     /// Ethernet.
     #[default]
     Ethernet,
@@ -55,13 +55,13 @@ pub enum Link {
 
 /// A packet of a case.
 #[derive(Clone, Debug)]
-pub struct Line {
+pub struct PacketLine {
     /// Nanoseconds after the start of the case.
     pub time: u64,
     /// Source address and port.
-    pub src: End,
+    pub src: PacketEnd,
     /// Destination address and port.
-    pub dst: End,
+    pub dst: PacketEnd,
     /// Kind of packet.
     pub kind: String,
     /// Modifiers: `word` or `word=value`.
@@ -72,7 +72,7 @@ pub struct Line {
 
 /// An end of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct End {
+pub struct PacketEnd {
     /// Its address.
     pub address: IpAddr,
     /// Its port; 0 if none is given.
@@ -105,7 +105,7 @@ const HOSTS: &[(&str, &str)] = &[
     ("banned6", "2001:db8::66"),
 ];
 
-impl Script {
+impl CaseScript {
     /// Parses a case.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl Script {
                 Some((key, value)) => {
                     script.header(key, value.trim()).map_err(|problem| format!("{place}: {problem}"))?
                 }
-                None => script.packets.push(Line::parse(line, place)?),
+                None => script.packets.push(PacketLine::parse(line, place)?),
             }
         }
         for (value, what) in [(&script.purpose, "purpose"), (&script.cluster, "cluster")] {
@@ -144,10 +144,10 @@ impl Script {
             "clusterwide" => self.cluster_wide = value == "yes",
             "link" => {
                 self.link = match value {
-                    "ethernet" => Link::Ethernet,
-                    "cooked" => Link::Cooked,
-                    "cooked2" => Link::Cooked2,
-                    "raw" => Link::Raw,
+                    "ethernet" => LinkLayer::Ethernet,
+                    "cooked" => LinkLayer::Cooked,
+                    "cooked2" => LinkLayer::Cooked2,
+                    "raw" => LinkLayer::Raw,
                     other => return Err(format!("{other} is no link layer")),
                 }
             }
@@ -161,16 +161,16 @@ impl Script {
     }
 }
 
-impl Line {
+impl PacketLine {
     fn parse(line: &str, place: String) -> Result<Self, String> {
         let mut words = line.split_whitespace();
         let mut next = |what: &str| words.next().ok_or_else(|| format!("{place}: {what} is missing"));
         let time = nanoseconds(next("time")?).ok_or_else(|| format!("{place}: the time is no number"))?;
-        let src = End::parse(next("source")?).map_err(|problem| format!("{place}: {problem}"))?;
+        let src = PacketEnd::parse(next("source")?).map_err(|problem| format!("{place}: {problem}"))?;
         if next(">")? != ">" {
             return Err(format!("{place}: write SOURCE > DESTINATION"));
         }
-        let dst = End::parse(next("destination")?).map_err(|problem| format!("{place}: {problem}"))?;
+        let dst = PacketEnd::parse(next("destination")?).map_err(|problem| format!("{place}: {problem}"))?;
         let kind = next("kind")?.to_owned();
         let words = words.map(|word| match word.split_once('=') {
             Some((word, value)) => (word.to_owned(), value.to_owned()),
@@ -197,7 +197,7 @@ impl Line {
     }
 }
 
-impl End {
+impl PacketEnd {
     fn parse(text: &str) -> Result<Self, String> {
         if let Ok(end) = text.parse::<SocketAddr>() {
             return Ok(Self { address: end.ip(), port: end.port() });

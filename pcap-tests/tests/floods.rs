@@ -7,25 +7,25 @@ use std::fs;
 use std::path::PathBuf;
 
 use penstock_dataplane::conntrack::Config;
-use penstock_pcap_tests::Case;
-use penstock_pcap_tests::script::{Line, Script};
+use penstock_pcap_tests::CorpusCase;
+use penstock_pcap_tests::script::{CaseScript, PacketLine};
 use serde_json::Value;
 
 const ENTRIES: usize = 4096;
 /// Packets of a flood: three times a pod's quota.
 const FLOOD: u32 = 3 * 1024;
 /// Seconds between packets of a flood: 100,000 packets/s.
-const GAP: f64 = 10e-6;
+const INTERVAL: f64 = 10e-6;
 
 /// Builds a capture. Every packet is identified by its number.
-struct Capture {
+struct CaptureBuilder {
     lines: String,
     count: usize,
     now: f64,
     timeline: String,
 }
 
-impl Capture {
+impl CaptureBuilder {
     fn new() -> Self {
         Self { lines: String::new(), count: 0, now: 0.0, timeline: String::new() }
     }
@@ -37,7 +37,7 @@ impl Capture {
     /// Adds a packet in the corpus' notation, without its time.
     fn add(&mut self, packet: &str) -> usize {
         self.lines += &format!("{:.6} {packet}\n", self.now);
-        self.now += GAP;
+        self.now += INTERVAL;
         self.count += 1;
         self.count - 1
     }
@@ -54,19 +54,19 @@ impl Capture {
 
     /// The verdicts, by packet.
     fn replay(self, connections: Config) -> Vec<Value> {
-        let script = Script {
+        let script = CaseScript {
             cluster: "shop".to_owned(),
             timeline: self.timeline,
-            packets: Script::parse("flood", &format!("purpose: A flood.\ncluster: shop\n{}", self.lines))
+            packets: CaseScript::parse("flood", &format!("purpose: A flood.\ncluster: shop\n{}", self.lines))
                 .unwrap()
                 .packets,
-            ..Script::default()
+            ..CaseScript::default()
         };
         assert_eq!(
-            script.packets.iter().map(|line: &Line| line.time).max(),
+            script.packets.iter().map(|line: &PacketLine| line.time).max(),
             script.packets.last().map(|line| line.time)
         );
-        let case = Case { file: PathBuf::from("flood.case"), name: "flood".to_owned(), script };
+        let case = CorpusCase { file: PathBuf::from("flood.case"), name: "flood".to_owned(), script };
         let scratch = tempfile::tempdir().unwrap();
         let (capture, verdicts) = (scratch.path().join("flood.pcapng"), scratch.path().join("verdicts.jsonl"));
         fs::write(&capture, case.capture()).unwrap();
@@ -121,11 +121,11 @@ fn source(spoofed: bool, number: u32) -> String {
 }
 
 #[test]
-fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_and_new_ones_open() {
+fn an_outside_flood_evicts_no_established_connection_and_blocks_no_new_one() {
     let mut failures = Vec::new();
     for Flood { name, packets } in FLOODS {
         for spoofed in [true, false] {
-            let mut capture = Capture::new();
+            let mut capture = CaptureBuilder::new();
             capture.open("203.0.113.200:4000", "open:80");
             capture.open("open:4001", "198.51.100.1:443");
             capture.open("web:4002", "api:8080");
@@ -176,8 +176,8 @@ fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_an
 const GREEDY: [&str; 4] = ["web", "open", "far", "guest"];
 
 #[test]
-fn however_many_pods_take_all_they_get_others_find_room() {
-    let mut capture = Capture::new();
+fn pods_at_their_limit_leave_room_for_others() {
+    let mut capture = CaptureBuilder::new();
     for number in 0..ENTRIES / 2 {
         for pod in GREEDY {
             capture.open(&format!("{pod}:{}", 10_000 + number), "198.51.100.1:443");
@@ -192,8 +192,8 @@ fn however_many_pods_take_all_they_get_others_find_room() {
 }
 
 #[test]
-fn a_pods_own_new_connections_do_not_evict_what_policy_has_ended() {
-    let mut capture = Capture::new();
+fn a_pods_new_connections_do_not_evict_its_revoked_ones() {
+    let mut capture = CaptureBuilder::new();
     capture.timeline = "[[step]]\nat = \"+5s\"\napply = [\"CLUSTERS/changes/open-closed.yaml\"]\n".to_owned();
     let ended = 4000..4032;
     for port in ended.clone() {
@@ -214,8 +214,8 @@ fn a_pods_own_new_connections_do_not_evict_what_policy_has_ended() {
 }
 
 #[test]
-fn a_stray_segment_takes_no_ports_from_the_connection_that_opens_there() {
-    let mut capture = Capture::new();
+fn a_stray_segment_does_not_block_a_connection_on_its_ports() {
+    let mut capture = CaptureBuilder::new();
     let opened: Vec<_> = (0..200)
         .map(|number| {
             let from = format!("203.0.113.201:{}", 5000 + number);

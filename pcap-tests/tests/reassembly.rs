@@ -11,7 +11,7 @@ use penstock_control::replay::player::{Decision, Player};
 use penstock_control::source::manifest::{Options, read_manifests};
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::policy::Reach;
-use penstock_pcap_tests::frame::Ip;
+use penstock_pcap_tests::frame::IpSpec;
 use penstock_pcap_tests::root;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -24,7 +24,7 @@ const LONGEST: usize = 256;
 
 /// A fragment to send.
 #[derive(Clone, Debug)]
-struct Sent {
+struct SentFragment {
     /// Protocol number of the first header behind the fragment header, or the IPv4 protocol.
     next: u8,
     offset: usize,
@@ -60,7 +60,7 @@ impl Receiver {
     }
 
     /// Adds a fragment; returns the datagram if it is complete.
-    fn take(&mut self, sent: &Sent) -> Option<(u8, Vec<u8>)> {
+    fn take(&mut self, sent: &SentFragment) -> Option<(u8, Vec<u8>)> {
         for (place, byte) in (sent.offset..).zip(&sent.bytes) {
             self.bytes[place] = self.set(self.bytes[place], *byte);
         }
@@ -93,7 +93,7 @@ fn udp(port: u16) -> Vec<u8> {
 }
 
 /// A first fragment: destination options in IPv6, a UDP header, and payload; sometimes truncated.
-fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
+fn first(random: &mut SmallRng, is_v6: bool) -> SentFragment {
     let port = if random.random_ratio(3, 4) { ALLOWED } else { DENIED[0] };
     let mut bytes = Vec::new();
     let headers = if is_v6 { random.random_range(0..3) } else { 0 };
@@ -108,18 +108,18 @@ fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
     if random.random_ratio(1, 8) {
         bytes.truncate(8 * random.random_range(1..=bytes.len() / 8));
     }
-    Sent { next: if headers > 0 { 60 } else { 17 }, offset: 0, more: true, bytes }
+    SentFragment { next: if headers > 0 { 60 } else { 17 }, offset: 0, more: true, bytes }
 }
 
 /// A later fragment that reads as a UDP header to a denied port.
-fn later(random: &mut SmallRng, is_v6: bool, units: usize, more: bool) -> Sent {
+fn later(random: &mut SmallRng, is_v6: bool, units: usize, more: bool) -> SentFragment {
     let length = random.random_range(1..6);
     let next = if is_v6 && random.random() { 60 } else { 17 };
-    Sent { next, offset: units * 8, more, bytes: udp(DENIED[1]).repeat(length) }
+    SentFragment { next, offset: units * 8, more, bytes: udp(DENIED[1]).repeat(length) }
 }
 
 /// Fragments with one identification: consecutive ones, some overlapping ones, and some unrelated ones.
-fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<Sent> {
+fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<SentFragment> {
     let mut sent = vec![first(random, is_v6)];
     let mut end = sent[0].bytes.len() / 8;
     let count = random.random_range(1..5);
@@ -161,7 +161,7 @@ fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
 }
 
 #[test]
-fn what_passes_in_fragments_is_put_together_to_the_header_that_policy_judged() {
+fn fragments_that_pass_reassemble_to_the_header_that_policy_evaluated() {
     let ends: [[IpAddr; 2]; 2] =
         [[[10, 0, 1, 1].into(), [10, 0, 1, 2].into()], ["fd00:1::1".parse().unwrap(), "fd00:1::2".parse().unwrap()]];
     let (mut player, mut random) = (player(), SmallRng::seed_from_u64(0xf4a6));
@@ -172,7 +172,7 @@ fn what_passes_in_fragments_is_put_together_to_the_header_that_policy_judged() {
         let mut receivers = [Overlap::First, Overlap::Last].map(Receiver::new);
         let sent = fragments(&mut random, is_v6);
         for piece in &sent {
-            let mut ip = Ip::new(src, dst, piece.next);
+            let mut ip = IpSpec::new(src, dst, piece.next);
             (ip.id, ip.fragment) = (id, Some((piece.offset as u16, piece.more)));
             let (ethertype, packet) = ip.packet(&piece.bytes);
             let frame = [&[2; 12][..], &ethertype, &packet].concat();

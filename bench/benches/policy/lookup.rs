@@ -8,8 +8,8 @@ use penstock_control::model::{Change, Object, Peer, Peers, Pod, Ports, Requireme
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{PolicySet, PortProtocol};
 
+use super::alternatives::{LinearList, MizarTables};
 use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typical_policy};
-use super::rivals::{LinearList, MizarTables};
 use super::row;
 
 /// Flows per measurement; few enough to stay in the L1 cache together with the looked-up data.
@@ -30,7 +30,7 @@ fn race<const N: usize>(rounds: usize, mut contenders: [&mut dyn FnMut() -> u64;
     best
 }
 
-fn judge_all(set: &PolicySet, flows: &[Flow]) -> u64 {
+fn evaluate_all(set: &PolicySet, flows: &[Flow]) -> u64 {
     flows.iter().map(|flow| u64::from(black_box(set).judge(flow).is_allowed())).sum()
 }
 
@@ -87,17 +87,19 @@ pub(crate) fn run(rounds: usize) -> Vec<bool> {
     let many = set(pods(1_000)
         .chain([the_policy()])
         .chain((0..10_000).map(|number| typical_policy(number, 1 + number % 9, 0))));
-    let [one_ns, many_ns] = race(rounds, [&mut || judge_all(&one, &among_100), &mut || judge_all(&many, &among_100)]);
+    let [one_ns, many_ns] =
+        race(rounds, [&mut || evaluate_all(&one, &among_100), &mut || evaluate_all(&many, &among_100)]);
     results.push(ratio("lookup, 10,000 policies in the cluster against 1", many_ns, one_ns, 1.05));
 
     let few = set(pods(100).chain([the_policy()]));
     let crowd = set(pods(100_000).chain([the_policy()]));
-    let [few_ns, crowd_ns] = race(rounds, [&mut || judge_all(&few, &among_100), &mut || judge_all(&crowd, &among_100)]);
+    let [few_ns, crowd_ns] =
+        race(rounds, [&mut || evaluate_all(&few, &among_100), &mut || evaluate_all(&crowd, &among_100)]);
     results.push(ratio("lookup, 100,000 pods against 100, the same flows", crowd_ns, few_ns, 1.25));
     let all_over: Vec<Flow> = (0..FLOWS)
         .map(|_| flow(address(number.next().unwrap() % 100_000), address(number.next().unwrap() % 100), 80))
         .collect();
-    let [all_over_ns] = race(rounds, [&mut || judge_all(&crowd, &all_over)]);
+    let [all_over_ns] = race(rounds, [&mut || evaluate_all(&crowd, &all_over)]);
     println!("  (from {FLOWS} random ones of the 100,000 pods: {all_over_ns:.1} ns)");
 
     results.extend(rules(rounds));
@@ -138,13 +140,20 @@ fn rules(rounds: usize) -> Vec<bool> {
     };
     let (busy, wide) = (flows(64), flows(1_024));
     for flows in [&busy, &wide] {
-        assert_eq!((judge_all(&one, flows), judge_all(&many, flows)), (FLOWS as u64, FLOWS as u64), "all are allowed");
+        assert_eq!(
+            (evaluate_all(&one, flows), evaluate_all(&many, flows)),
+            (FLOWS as u64, FLOWS as u64),
+            "all are allowed"
+        );
     }
     let [one_ns, many_ns, one_wide_ns, many_wide_ns] = race(
         rounds,
-        [&mut || judge_all(&one, &busy), &mut || judge_all(&many, &busy), &mut || judge_all(&one, &wide), &mut || {
-            judge_all(&many, &wide)
-        }],
+        [
+            &mut || evaluate_all(&one, &busy),
+            &mut || evaluate_all(&many, &busy),
+            &mut || evaluate_all(&one, &wide),
+            &mut || evaluate_all(&many, &wide),
+        ],
     );
     vec![
         ratio("lookup, 1,024 rules on the endpoint against 1, flows of 64 clients", many_ns, one_ns, 1.25),
@@ -192,11 +201,11 @@ fn linear(rounds: usize) -> bool {
             .map(|flow| u64::from(lists[0].permits(flow.src.into(), Some((PortProtocol::Tcp, flow.dst_port)))))
             .sum()
     };
-    let said = judge_all(&set, &flows);
-    assert_eq!((said, said), (list.judge_all(&flows), rendered(&flows)), "all say the same");
+    let said = evaluate_all(&set, &flows);
+    assert_eq!((said, said), (list.evaluate_all(&flows), rendered(&flows)), "all say the same");
     let [ours, packed, theirs] = race(
         rounds.min(50),
-        [&mut || judge_all(&set, &flows), &mut || list.judge_all(&flows), &mut || rendered(&flows)],
+        [&mut || evaluate_all(&set, &flows), &mut || list.evaluate_all(&flows), &mut || rendered(&flows)],
     );
     println!("  (the same list packed into masks for one comparison an entry: {packed:.0} ns, {:.0}x)", packed / ours);
     let times = theirs / ours;
@@ -228,9 +237,9 @@ fn mizar(rounds: usize) -> bool {
         .collect();
     // Policies share blocks here. In Mizar's form an except of one policy also applies to the other policies of the
     // longest prefix, so it denies more.
-    let (ours, theirs) = (judge_all(&set, &flows), mizar.judge_all(&flows));
+    let (ours, theirs) = (evaluate_all(&set, &flows), mizar.evaluate_all(&flows));
     assert!(ours >= theirs && theirs > 0, "{ours} and {theirs} allowed");
-    let [ours, theirs] = race(rounds, [&mut || judge_all(&set, &flows), &mut || mizar.judge_all(&flows)]);
+    let [ours, theirs] = race(rounds, [&mut || evaluate_all(&set, &flows), &mut || mizar.evaluate_all(&flows)]);
     let times = theirs / ours;
     let figure = format!("{times:.1}x ({ours:.1} : {theirs:.1} ns)");
     row("lookup against Mizar's four tables, 64 policies", figure, ">= 2x", times >= 2.0)

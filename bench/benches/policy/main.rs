@@ -3,9 +3,9 @@
 //! Everything runs on one CPU in one process. Compared measurements alternate and the best round of each counts, so
 //! that disturbances by other processes cancel out. Each row ends in `meets` or `falls short`.
 
+mod alternatives;
 mod cluster;
 mod lookup;
-mod rivals;
 mod scale;
 
 use std::process::ExitCode;
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     if let Some(cores) = core_affinity::get_core_ids().filter(|cores| !cores.is_empty()) {
         core_affinity::set_for_current(cores[cores.len() - 1]);
     }
-    let size = if smoke { scale::Size::SMOKE } else { scale::Size::FULL };
+    let size = if smoke { scale::ClusterScale::SMOKE } else { scale::ClusterScale::FULL };
     let rounds = if smoke { 2 } else { 200 };
     // First, while the process has touched no other memory.
     let scale = scale::run(size);

@@ -11,7 +11,7 @@ use super::row;
 
 /// Size of the cluster.
 #[derive(Clone, Copy)]
-pub(crate) struct Size {
+pub(crate) struct ClusterScale {
     pods: usize,
     namespaces: usize,
     policies: usize,
@@ -19,7 +19,7 @@ pub(crate) struct Size {
     changes: usize,
 }
 
-impl Size {
+impl ClusterScale {
     pub(crate) const FULL: Self =
         Self { pods: 100_000, namespaces: 5_000, policies: 10_000, nodes: 400, changes: 2_000 };
     pub(crate) const SMOKE: Self = Self { pods: 1_000, namespaces: 50, policies: 100, nodes: 4, changes: 20 };
@@ -47,7 +47,7 @@ impl Size {
     }
 }
 
-pub(crate) fn run(size: Size) -> Vec<bool> {
+pub(crate) fn run(size: ClusterScale) -> Vec<bool> {
     let mut engine = Engine::new(Settings::for_node("node-0"));
     let start = Instant::now();
     engine.apply(size.objects());
@@ -64,7 +64,7 @@ pub(crate) fn run(size: Size) -> Vec<bool> {
         tables.tables,
         tables.rules,
         tables.identities,
-        engine.policy_set().statistics().octets / 1024,
+        engine.policy_set().statistics().bytes / 1024,
     );
     let mut results = vec![
         row(

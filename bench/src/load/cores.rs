@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_time_and_the_line_of_all_cores_are_left_out() {
+    fn idle_time_and_the_total_line_are_ignored() {
         let then =
             parse("cpu 9 9 9 9 9 9 9 9\ncpu0 1 2 3 400 50 6 7 8 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n").unwrap();
         let now =

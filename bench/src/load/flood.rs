@@ -10,7 +10,7 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::generator::Generator;
-use crate::testbed::{Netlink, Node, Outside, Via};
+use crate::testbed::{Netlink, Node, Outside, RouteVia};
 
 /// Packets built and sent per call.
 const BATCH: usize = 64;
@@ -19,7 +19,7 @@ const LATE: f64 = 0.02;
 
 /// Packet type of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Packets {
+pub enum FloodPackets {
     /// TCP segments with only the ACK flag, as from the middle of a connection.
     Ack,
     /// TCP SYNs.
@@ -32,7 +32,7 @@ pub enum Packets {
 
 /// Source addresses of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Sources {
+pub enum FloodSources {
     /// A different address of 11.0.0.0/8 and port for each packet.
     Spoofed,
     /// This address, with a different port for each packet.
@@ -42,9 +42,9 @@ pub enum Sources {
 /// A flood from a machine outside the node to a pod.
 pub struct Flood {
     /// Packet type.
-    pub packets: Packets,
+    pub packets: FloodPackets,
     /// Source addresses.
-    pub sources: Sources,
+    pub sources: FloodSources,
     /// Destination address and port.
     pub destination: (Ipv4Addr, u16),
     macs: ([u8; 6], [u8; 6]),
@@ -55,8 +55,8 @@ impl Flood {
     /// A flood that `outside` sends through its `eth0`.
     pub fn new(
         (node, outside): (&Node, &Outside),
-        packets: Packets,
-        sources: Sources,
+        packets: FloodPackets,
+        sources: FloodSources,
         destination: (Ipv4Addr, u16),
     ) -> Result<Self> {
         let own = outside.namespace().netlink()?.mac("eth0")?;
@@ -88,11 +88,11 @@ impl Flood {
         let [a, b, c, ..] = random.to_be_bytes();
         let port = 1024 + (random as u16) % (u16::MAX - 1024);
         let source = match self.sources {
-            Sources::Spoofed => Ipv4Addr::new(11, a, b, c),
-            Sources::One(address) => address,
+            FloodSources::Spoofed => Ipv4Addr::new(11, a, b, c),
+            FloodSources::One(address) => address,
         };
         let (protocol, transport) = match self.packets {
-            Packets::Udp => (IpNumber::UDP, 8),
+            FloodPackets::Udp => (IpNumber::UDP, 8),
             _ => (IpNumber::TCP, 20),
         };
         let ip = Ipv4Header::new(transport, 64, protocol, source.octets(), self.destination.0.octets())?;
@@ -101,7 +101,9 @@ impl Flood {
         frame.extend([0x08, 0x00]);
         ip.write(&mut frame)?;
         match self.packets {
-            Packets::Udp => UdpHeader::with_ipv4_checksum(port, self.destination.1, &ip, &[])?.write(&mut frame)?,
+            FloodPackets::Udp => {
+                UdpHeader::with_ipv4_checksum(port, self.destination.1, &ip, &[])?.write(&mut frame)?
+            }
             _ => self.segment(port, &ip)?.write(&mut frame)?,
         }
         Ok(frame)
@@ -110,8 +112,8 @@ impl Flood {
     fn segment(&mut self, port: u16, ip: &Ipv4Header) -> Result<TcpHeader> {
         let mut tcp = TcpHeader::new(port, self.destination.1, self.random.next_u32(), 64_240);
         match self.packets {
-            Packets::Syn => tcp.syn = true,
-            Packets::Rst => tcp.rst = true,
+            FloodPackets::Syn => tcp.syn = true,
+            FloodPackets::Rst => tcp.rst = true,
             _ => (tcp.ack, tcp.acknowledgment_number) = (true, self.random.next_u32()),
         }
         tcp.checksum = tcp.calc_checksum_ipv4(ip, &[])?;
@@ -120,9 +122,9 @@ impl Flood {
 }
 
 /// Gives the node a default route to this machine, so that replies to spoofed addresses leave the node.
-pub fn route_beyond(node: &Node, outside: &Outside) -> Result<()> {
+pub fn route_default_to(node: &Node, outside: &Outside) -> Result<()> {
     let netlink: &Netlink = node.netlink();
     let machine = outside.addresses().iter().copied().find(|address| address.is_ipv4());
     let machine = machine.context("the machine outside has no IPv4 address")?;
-    netlink.add_route("0.0.0.0/0".parse()?, netlink.index(outside.interface())?, Via::Gateway(machine))
+    netlink.add_route("0.0.0.0/0".parse()?, netlink.index(outside.interface())?, RouteVia::Gateway(machine))
 }

@@ -1,7 +1,7 @@
 //! Sends frames of one UDP flow as fast as one core can, bypassing the queueing discipline; and a packet socket for
 //! single frames.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nix::net::if_::if_nametoindex;
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
+
+use crate::testbed::Namespace;
 
 /// Frames per system call.
 const BATCH: usize = 128;
@@ -37,7 +39,7 @@ impl UdpFlow {
             bail!("frames are generated for IPv4 alone, not for {} to {}", self.source, self.destination);
         };
         let Some(payload) = length.checked_sub(HEADERS) else {
-            bail!("a frame of {length} octets has no room for its headers, which are {HEADERS}");
+            bail!("a frame of {length} bytes has no room for its headers, which are {HEADERS}");
         };
         let builder = etherparse::PacketBuilder::ethernet2(self.source_mac, self.gateway_mac)
             .ipv4(source.octets(), destination.octets(), 64)
@@ -146,7 +148,7 @@ fn is_overload(error: io::Error) -> Result<()> {
     }
 }
 
-pub(super) fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
+fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
     let size = size_of_val(&value) as libc::socklen_t;
     // SAFETY: the option's value is an int, and lives through the call.
     let result = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const value).cast(), size) };
@@ -156,7 +158,7 @@ pub(super) fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -
     Ok(())
 }
 
-pub(super) fn link_address(interface: &str) -> Result<SockAddr> {
+fn link_address(interface: &str) -> Result<SockAddr> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
     let mut storage = SockAddrStorage::zeroed();
     // SAFETY: a sockaddr_ll fits into the storage, is plain old data, and its fields are all set here or zero.
@@ -165,4 +167,48 @@ pub(super) fn link_address(interface: &str) -> Result<SockAddr> {
     address.sll_ifindex = index.cast_signed();
     // SAFETY: the storage holds an initialised address of this length.
     Ok(unsafe { SockAddr::new(storage, size_of::<libc::sockaddr_ll>() as libc::socklen_t) })
+}
+
+/// A packet socket that sends single raw frames on an interface and captures all frames received there.
+pub struct PacketSocket {
+    socket: Socket,
+}
+
+impl PacketSocket {
+    /// Opens one on `eth0` of a namespace.
+    pub fn open(namespace: &Namespace) -> Result<Self> {
+        // The protocol number is in network byte order (packet(7)).
+        let every = i32::from((libc::ETH_P_ALL as u16).to_be());
+        let open = || {
+            let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(every)))?;
+            socket.bind(&link_address("eth0")?)?;
+            set_option(&socket, libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, 1)?;
+            set_option(&socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
+            anyhow::Ok(Self { socket })
+        };
+        namespace.run(open).context("cannot open a packet socket")
+    }
+
+    /// Sends one frame.
+    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
+        self.socket.send(frame).map(drop)
+    }
+
+    /// Frames received since the last call and within the next `time`. Frames sent by this host are left out.
+    pub fn received(&self, time: Duration) -> Result<Vec<Vec<u8>>> {
+        let deadline = Instant::now() + time;
+        let mut frames = Vec::new();
+        let mut buffer = vec![0; 4096];
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            match (&self.socket).read(&mut buffer) {
+                Ok(length) => frames.push(buffer[..length].to_vec()),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    return Ok(frames);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
 }

@@ -12,7 +12,7 @@ use crate::testbed::Namespace;
 /// datagram, so that none waits uncounted in a buffer.
 ///
 /// It reads the namespace's counters, so other UDP over IPv4 received there is counted too.
-pub struct Meter {
+pub struct UdpMeter {
     namespace: Namespace,
     first: u16,
     sockets: Vec<UdpSocket>,
@@ -20,14 +20,14 @@ pub struct Meter {
 
 /// Datagrams counted so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Count {
+pub struct DatagramCounts {
     /// Datagrams with a valid checksum.
     pub arrived: u64,
     /// Datagrams with an invalid checksum.
     pub corrupted: u64,
 }
 
-impl Meter {
+impl UdpMeter {
     /// Opens the sockets inside `namespace`.
     pub fn open(namespace: &Namespace, address: IpAddr, ports: Range<u16>) -> Result<Self> {
         let open = || ports.clone().map(|port| bind(SocketAddr::new(address, port))).collect::<Result<Vec<_>>>();
@@ -43,14 +43,14 @@ impl Meter {
     }
 
     /// Reads the counters.
-    pub fn count(&self) -> Result<Count> {
+    pub fn count(&self) -> Result<DatagramCounts> {
         let read = || std::fs::read_to_string("/proc/thread-self/net/snmp");
         let text = self.namespace.run(read)?;
         // Datagrams that the filter rejects or that find a full buffer are counted as InErrors, and so are wrong
         // checksums.
         let [read, errors, corrupted] = ["InDatagrams", "InErrors", "InCsumErrors"].map(|name| udp_v4(&text, name));
         let corrupted = corrupted?;
-        Ok(Count { arrived: read? + errors?.saturating_sub(corrupted), corrupted })
+        Ok(DatagramCounts { arrived: read? + errors?.saturating_sub(corrupted), corrupted })
     }
 }
 

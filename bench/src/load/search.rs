@@ -9,7 +9,7 @@ use anyhow::Result;
 
 /// Parameters of a search.
 #[derive(Clone, Copy, Debug)]
-pub struct Search {
+pub struct RateSearch {
     /// Accepted share of lost packets: 0 for the no-drop rate.
     pub may_lose: f64,
     /// Highest rate to try, in packets a second.
@@ -26,16 +26,16 @@ pub struct Search {
 
 /// Result of a search.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Found {
+pub struct RateSearchResult {
     /// Highest rate that a long trial confirmed, in packets a second; zero if none did.
     pub rate: f64,
     /// Number of trials used.
     pub trials: u32,
 }
 
-impl Search {
+impl RateSearch {
     /// Runs the search. `trial` sends at a rate for a time and returns the share of packets lost.
-    pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<Found> {
+    pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<RateSearchResult> {
         let (mut low, mut high) = (0.0, self.highest);
         let mut rate = high;
         let mut narrows_by = self.short;
@@ -50,7 +50,7 @@ impl Search {
                 confirmed = confirmed.max(at);
             }
             match (confirms, passes) {
-                (true, true) => return Ok(Found { rate: at, trials }),
+                (true, true) => return Ok(RateSearchResult { rate: at, trials }),
                 // A long trial fails where short trials passed: only long trials count from here on.
                 (true, false) => {
                     // A long trial that passed at this rate before no longer counts either.
@@ -70,7 +70,7 @@ impl Search {
                 lower
             };
         }
-        Ok(Found { rate: confirmed, trials: self.trials })
+        Ok(RateSearchResult { rate: confirmed, trials: self.trials })
     }
 }
 
@@ -83,13 +83,13 @@ const LAST_STEP: f64 = 0.5;
 mod tests {
     use super::*;
 
-    fn search(may_lose: f64) -> Search {
+    fn search(may_lose: f64) -> RateSearch {
         let (short, long) = (Duration::from_millis(1), Duration::from_millis(5));
-        Search { may_lose, highest: 1000.0, short, long, width: 0.02, trials: 40 }
+        RateSearch { may_lose, highest: 1000.0, short, long, width: 0.02, trials: 40 }
     }
 
     #[test]
-    fn what_is_found_is_just_below_where_the_loss_begins() {
+    fn search_finds_the_highest_rate_below_the_loss() {
         for capacity in [999.0, 700.0, 333.0, 50.0] {
             for may_lose in [0.0, 0.005] {
                 let loss = |rate: f64, _| Ok(((rate - capacity) / rate).max(0.0));
@@ -101,14 +101,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_lost_at_the_highest_rate_is_confirmed_there() {
+    fn a_lossless_highest_rate_is_confirmed() {
         let found = search(0.0).run(|_, _| Ok(0.0)).unwrap();
         assert_eq!(found.rate, 1000.0);
         assert_eq!(found.trials, 2);
     }
 
     #[test]
-    fn what_only_short_trials_pass_is_not_reported() {
+    fn a_rate_that_only_short_trials_pass_is_not_reported() {
         let loss =
             |rate: f64, length: Duration| Ok(if length > Duration::from_millis(1) && rate > 400.0 { 0.1 } else { 0.0 });
         let found = search(0.0).run(loss).unwrap();
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_long_trial_passed_once_and_then_failed_is_not_reported() {
+    fn a_rate_that_a_later_long_trial_fails_is_not_reported() {
         let (mut above_300, long) = (0, Duration::from_millis(5));
         let loss = |rate: f64, length: Duration| {
             let passes = if rate > 300.0 && rate <= 400.0 && length == long {
@@ -133,14 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn ten_trials_find_a_rate_far_below_the_highest_though_some_fail_for_no_reason_of_its_own() {
+    fn ten_trials_find_a_low_rate_despite_random_failures() {
         for capacity in [600.0, 200.0, 30.0] {
             let mut number = 0;
             let loss = |rate: f64, _| {
                 number += 1;
                 Ok(if rate > capacity || number == 3 { 0.1 } else { 0.0 })
             };
-            let found = Search { trials: 10, ..search(0.0) }.run(loss).unwrap();
+            let found = RateSearch { trials: 10, ..search(0.0) }.run(loss).unwrap();
             assert!(found.rate <= capacity && found.rate > 0.1 * capacity, "{found:?} for {capacity}");
         }
     }

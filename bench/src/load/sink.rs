@@ -11,12 +11,12 @@ use crate::testbed::Namespace;
 /// A bound UDP socket. Counts come from the namespace's counters, so it works without reading the socket.
 ///
 /// Nothing else in the namespace may receive UDP at the same time.
-pub struct Sink {
+pub struct UdpSink {
     namespace: Namespace,
     socket: UdpSocket,
 }
 
-impl Sink {
+impl UdpSink {
     /// Binds one inside `namespace`.
     pub fn open(namespace: &Namespace, address: SocketAddr) -> Result<Self> {
         let socket = namespace

@@ -30,14 +30,14 @@ pub(super) const SLOTS: usize = 120;
 
 /// Frame lengths in bytes, from the Ethernet header to the end of the payload, without the frame check sequence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Lengths {
+pub enum FrameLengths {
     /// All frames of this length.
     Of(usize),
     /// The simple Internet mix: seven frames of 64 bytes to four of 576 and one of 1,500.
     Imix,
 }
 
-impl Lengths {
+impl FrameLengths {
     fn of(self, slot: usize) -> usize {
         const MIX: [usize; 12] = [64, 576, 64, 64, 576, 64, 1500, 64, 576, 64, 64, 576];
         match self {
@@ -59,7 +59,7 @@ impl Lengths {
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
     /// Frame lengths.
-    pub lengths: Lengths,
+    pub lengths: FrameLengths,
     /// Number of connections that rotate, packet by packet.
     pub connections: u32,
     /// Share of packets that open a new connection, from 0 to 1.
@@ -68,12 +68,12 @@ pub struct Traffic {
 
 impl Traffic {
     /// One connection, frames of 64 bytes.
-    pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0 };
+    pub const SMALLEST: Self = Self { lengths: FrameLengths::Of(64), connections: 1, new: 0.0 };
 }
 
 /// Prepared frames; number and time are filled in when one is sent.
-pub(super) struct Frames {
-    pub(super) octets: Vec<Vec<u8>>,
+pub(super) struct FrameTemplates {
+    pub(super) bytes: Vec<Vec<u8>>,
     /// One's complement sum of each frame's checksum without the variable fields.
     sums: Vec<u32>,
     traffic: Traffic,
@@ -84,17 +84,17 @@ pub(super) struct Frames {
     turns: u64,
 }
 
-impl Frames {
+impl FrameTemplates {
     /// Frames from one address to another, with destination ports out of `ports`.
     pub(super) fn new(hop: &UdpFlow, traffic: Traffic, ports: Range<u16>) -> Result<Self> {
         ensure!(traffic.connections > 0, "traffic needs a connection");
         ensure!(traffic.connections <= NEW, "there are {NEW} connections at most that take turns");
         let all = SOURCES * u32::from(ports.end - ports.start);
         ensure!(traffic.new == 0.0 || all > NEW, "new connections need more ports");
-        let octets: Vec<Vec<u8>> =
+        let bytes: Vec<Vec<u8>> =
             (0..SLOTS).map(|slot| template(hop, traffic.lengths.of(slot))).collect::<Result<_>>()?;
-        let sums = octets.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
-        Ok(Self { octets, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
+        let sums = bytes.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
+        Ok(Self { bytes, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
     }
 
     /// Skips this many connections, so that the next new ones were never used.
@@ -117,7 +117,7 @@ impl Frames {
     /// The same for given ports.
     #[inline]
     pub(super) fn stamp_as(&mut self, slot: usize, number: u64, time: u64, source: u16, destination: u16) {
-        let frame = &mut self.octets[slot];
+        let frame = &mut self.bytes[slot];
         frame[UDP..UDP + 2].copy_from_slice(&source.to_be_bytes());
         frame[UDP + 2..UDP + 4].copy_from_slice(&destination.to_be_bytes());
         let stamp = stamp(number, time);
@@ -151,7 +151,7 @@ pub(super) fn connection_ports(connection: u32, ports: &Range<u16>) -> (u16, u16
 }
 
 fn template(hop: &UdpFlow, length: usize) -> Result<Vec<u8>> {
-    ensure!(length >= HEADERS + STAMP, "a frame of {length} octets has no room for number and time");
+    ensure!(length >= HEADERS + STAMP, "a frame of {length} bytes has no room for number and time");
     let mut frame = hop.frame(length)?;
     frame[HEADERS..HEADERS + STAMP].fill(0);
     frame[UDP..UDP + 4].fill(0);
@@ -177,9 +177,9 @@ fn check(number: u64, time: u64) -> u32 {
 pub(super) fn read_stamp(payload: &[u8]) -> Option<(u64, u64)> {
     let number = u64::from_be_bytes(*payload.first_chunk()?);
     let time = u64::from_be_bytes(*payload.get(8..)?.first_chunk()?);
-    let told = u32::from_be_bytes(*payload.get(16..)?.first_chunk()?);
-    let filled = payload[STAMP..].iter().all(|&octet| octet == FILL);
-    (told == check(number, time) && filled).then_some((number, time))
+    let stamped_check = u32::from_be_bytes(*payload.get(16..)?.first_chunk()?);
+    let filled = payload[STAMP..].iter().all(|&byte| byte == FILL);
+    (stamped_check == check(number, time) && filled).then_some((number, time))
 }
 
 /// Fill byte of a payload behind its stamp.
@@ -187,8 +187,8 @@ pub(super) const FILL: u8 = 0x5a;
 
 /// Sum over the pseudo-header, the UDP header and the payload of a template.
 fn pseudo_header_and_udp(frame: &[u8]) -> u32 {
-    let words = |octets: &[u8]| -> u32 {
-        octets.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
+    let words = |bytes: &[u8]| -> u32 {
+        bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
     };
     let length = (frame.len() - UDP) as u32;
     words(&frame[26..34]) + 17 + length + words(&frame[UDP..])
@@ -205,12 +205,12 @@ fn finish(mut sum: u32) -> u16 {
 }
 
 /// Raw TCP SYNs with random source ports and sequence numbers.
-pub(super) struct Syns {
+pub(super) struct RandomSyns {
     frame: Vec<u8>,
     random: SmallRng,
 }
 
-impl Syns {
+impl RandomSyns {
     pub(super) fn new(hop: &UdpFlow) -> Result<Self> {
         let (SocketAddr::V4(source), SocketAddr::V4(destination)) = (hop.source, hop.destination) else {
             anyhow::bail!("SYNs are generated for IPv4 alone");
@@ -234,10 +234,10 @@ impl Syns {
         self.frame[TCP + 4..TCP + 8].copy_from_slice(&number.to_be_bytes());
         self.frame[TCP + 16..TCP + 18].fill(0);
         let addresses: [u8; 8] = *self.frame[26..].first_chunk().unwrap_or(&[0; 8]);
-        let octets = |part: &[u8]| -> u32 {
+        let bytes = |part: &[u8]| -> u32 {
             part.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum()
         };
-        let sum = octets(&addresses) + 6 + 20 + octets(&self.frame[TCP..TCP + 20]);
+        let sum = bytes(&addresses) + 6 + 20 + bytes(&self.frame[TCP..TCP + 20]);
         self.frame[TCP + 16..TCP + 18].copy_from_slice(&finish(sum).to_be_bytes());
         &self.frame
     }
@@ -251,10 +251,10 @@ mod tests {
 
     use super::*;
 
-    fn frames(traffic: Traffic) -> Frames {
+    fn frames(traffic: Traffic) -> FrameTemplates {
         let (source, destination) = ("10.0.0.1:1".parse().unwrap(), "10.0.0.2:9000".parse().unwrap());
         let hop = UdpFlow { source_mac: [2; 6], gateway_mac: [4; 6], source, destination };
-        Frames::new(&hop, traffic, 9000..9060).unwrap()
+        FrameTemplates::new(&hop, traffic, 9000..9060).unwrap()
     }
 
     /// Ports and payload of a frame whose checksum is verified.
@@ -268,23 +268,23 @@ mod tests {
     }
 
     #[test]
-    fn every_frame_has_a_right_checksum_and_says_what_it_is() {
-        for lengths in [Lengths::Of(64), Lengths::Of(1500), Lengths::Of(513), Lengths::Imix] {
+    fn every_frame_has_a_valid_checksum_and_stamp() {
+        for lengths in [FrameLengths::Of(64), FrameLengths::Of(1500), FrameLengths::Of(513), FrameLengths::Imix] {
             let mut frames = frames(Traffic { lengths, connections: 3, new: 0.5 });
             for number in 0..3 * SLOTS as u64 {
                 let slot = number as usize % SLOTS;
                 frames.stamp(slot, number, number * 1_000_003 + (1 << 60));
-                let (_, _, mut payload) = read(&frames.octets[slot]);
+                let (_, _, mut payload) = read(&frames.bytes[slot]);
                 assert_eq!(read_stamp(&payload), Some((number, number * 1_000_003 + (1 << 60))));
                 let at = number as usize % payload.len();
                 payload[at] ^= 0x10;
-                assert_eq!(read_stamp(&payload), None, "octet {at} was changed");
+                assert_eq!(read_stamp(&payload), None, "byte {at} was changed");
             }
         }
     }
 
     #[test]
-    fn connections_take_turns_and_new_ones_are_new() {
+    fn connections_rotate_and_new_ones_are_unused() {
         let mut frames = frames(Traffic { connections: 100_000, new: 0.25, ..Traffic::SMALLEST });
         let (mut seen, mut opened) = (BTreeSet::new(), BTreeSet::new());
         for _ in 0..200_000 {

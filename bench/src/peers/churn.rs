@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::policy::NODE;
-use super::{Lane, Reload, v4};
-use crate::testbed::{Namespace, Netlink, Via};
+use super::{ManifestReloader, PeerTestbed, v4};
+use crate::testbed::{Namespace, Netlink, RouteVia};
 
 /// Number of churned pods that exist at a time.
 const ALIVE: usize = 10;
@@ -26,8 +26,8 @@ const SILENCE: Duration = Duration::from_millis(20);
 ///
 /// Each is a veth whose other end is in a shared namespace, a route and a manifest: the daemon's cost of a pod, not the
 /// machine's cost of running one.
-pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
-    let (node, others) = (lane.node.netlink()?, Namespace::new("churn")?);
+pub fn churn(testbed: &PodChurn, a_second: f64, ends: &AtomicBool) -> Result<u32> {
+    let (node, others) = (testbed.node.netlink()?, Namespace::new("churn")?);
     let mut alive: VecDeque<(u32, String)> = VecDeque::new();
     let (start, mut made) = (Instant::now(), 0_u32);
     while !ends.load(Ordering::Relaxed) {
@@ -35,37 +35,37 @@ pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         }
-        alive.push_back(come(lane, &node, &others, made)?);
+        alive.push_back(come(testbed, &node, &others, made)?);
         made += 1;
         if alive.len() > ALIVE {
-            go(lane, &node, alive.pop_front())?;
+            go(testbed, &node, alive.pop_front())?;
         }
     }
-    alive.into_iter().try_for_each(|pod| go(lane, &node, Some(pod)))?;
+    alive.into_iter().try_for_each(|pod| go(testbed, &node, Some(pod)))?;
     Ok(made)
 }
 
 /// What [`churn`] needs of a testbed.
-pub struct ChurnOf {
+pub struct PodChurn {
     node: Namespace,
-    reload: Reload,
+    reload: ManifestReloader,
 }
 
-impl ChurnOf {
+impl PodChurn {
     /// From this testbed.
-    pub fn new(lane: &Lane) -> Self {
-        Self { node: lane.node().namespace().clone(), reload: lane.reload() }
+    pub fn new(testbed: &PeerTestbed) -> Self {
+        Self { node: testbed.node().namespace().clone(), reload: testbed.reload() }
     }
 }
 
-fn come(lane: &ChurnOf, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
+fn come(testbed: &PodChurn, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
     let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 2, 0).to_bits() + number % 1000);
     let index = node.add_veth(&format!("churn{number}"), &format!("peer{number}"), others, 1500)?;
     let inside = others.netlink()?;
     inside.set_up(inside.index(&format!("peer{number}"))?)?;
-    node.add_route(IpAddr::from(address).into(), index, Via::Link)?;
+    node.add_route(IpAddr::from(address).into(), index, RouteVia::Link)?;
     let file = format!("churn-{number}.yaml");
-    lane.reload.save_as(
+    testbed.reload.save_as(
         &file,
         &format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: churn-{number}, labels: {{ role: churn }} }}\n\
@@ -76,16 +76,16 @@ fn come(lane: &ChurnOf, node: &Netlink, others: &Namespace, number: u32) -> Resu
     Ok((index, file))
 }
 
-fn go(lane: &ChurnOf, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
+fn go(testbed: &PodChurn, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
     let Some((index, file)) = pod else { return Ok(()) };
-    lane.reload.remove(&file)?;
+    testbed.reload.remove(&file)?;
     node.remove(index)
 }
 
 /// Opens and closes a port of the second pod by policy, `changes` times. Returns the time from each save to the first
 /// packet that arrives.
-pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>> {
-    let (from, to, reload) = (lane.pod(0)?, lane.pod(1)?, lane.reload());
+pub fn times_until_in_force(testbed: &PeerTestbed, changes: usize) -> Result<Vec<Duration>> {
+    let (from, to, reload) = (testbed.pod(0)?, testbed.pod(1)?, testbed.reload());
     let there = SocketAddr::new(v4(to)?, PORT);
     let receiver = to.namespace().run(|| UdpSocket::bind(there).context("cannot bind"))?;
     let here = SocketAddr::new(v4(from)?, 0);

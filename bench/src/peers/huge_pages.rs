@@ -5,7 +5,7 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 
 use super::MEMORY;
-use crate::testbed::Guard;
+use crate::testbed::CleanupGuard;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 /// Number of 2 MiB pages in a UMEM.
@@ -15,14 +15,14 @@ const PAGES: usize = MEMORY / 2;
 /// in use are freed when their owner unmaps them.
 pub(super) struct HugePages {
     free: usize,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 impl HugePages {
     /// Reserves as many as a UMEM takes.
     pub(super) fn reserve() -> Result<Self> {
         let before = number(POOL, &fs::read_to_string(POOL)?)?;
-        let guard = Guard::new(move || drop(fs::write(POOL, before.to_string())));
+        let guard = CleanupGuard::new(move || drop(fs::write(POOL, before.to_string())));
         fs::write(POOL, (before + PAGES).to_string()).with_context(|| format!("cannot set {POOL}"))?;
         let free = free()?;
         ensure!(free >= PAGES, "the kernel has no room for {PAGES} huge pages; {free} are free");

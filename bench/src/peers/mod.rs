@@ -22,14 +22,15 @@ use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::Status;
 
 use crate::load::{
-    Flood, Outcome, Packets, Probing, Sink, Sources, Station, Traffic, Trial, go_first, pin, route_beyond,
+    Flood, FloodPackets, FloodSources, Harness, ProbeMode, Traffic, Trial, TrialResult, UdpSink, pin, raise_priority,
+    route_default_to,
 };
-use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, Scratch, Service};
+use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, ScratchDir, ServiceProcess};
 
-pub use churn::{ChurnOf, churn, times_until_in_force};
+pub use churn::{PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
-pub use policy::{NODE, Size, manifests, pod_name};
-pub use tools::{Missing, find};
+pub use policy::{ClusterSize, NODE, manifests, pod_name};
+pub use tools::{MissingTool, find};
 
 /// The core of generator and receiver, and the forwarder's core where it has one of its own.
 #[derive(Clone, Copy, Debug)]
@@ -105,45 +106,45 @@ impl Peer {
 }
 
 /// What a running peer consists of.
-enum Running {
+enum RunningPeer {
     Rules,
     Penstock(Box<Daemon>),
-    Queue { _judge: nfqueue::Judge },
-    Services(Vec<Service>),
+    Queue { _thread: nfqueue::VerdictThread },
+    Services(Vec<ServiceProcess>),
 }
 
 /// A node with pods and a peer that forwards between them.
-pub struct Lane {
+pub struct PeerTestbed {
     peer: Peer,
     /// Dropped before the node.
-    running: Running,
+    running: RunningPeer,
     node: Node,
     outside: Option<Outside>,
-    station: Station,
+    harness: Harness,
     manifests: PathBuf,
     /// The peer's description of itself, such as its version.
     description: String,
-    size: Size,
+    size: ClusterSize,
     cores: Cores,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
-impl Lane {
+impl PeerTestbed {
     /// Builds it and verifies the peer: allowed traffic arrives and is answered, denied traffic does not arrive.
-    pub fn build(label: &str, peer: Peer, size: Size, mtu: u32, cores: Cores) -> Result<Self> {
-        let scratch = Scratch::new()?;
+    pub fn build(label: &str, peer: Peer, size: ClusterSize, mtu: u32, cores: Cores) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
         let node = node(label, size, mtu)?;
         let manifests = policy::write(&scratch, size)?;
         let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
         let gateway = node.netlink().mac(from.interface())?;
-        let station = Station::open(from, to, gateway)?;
+        let harness = Harness::open(from, to, gateway)?;
         let (running, description) =
             start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
-        let mut lane =
-            Self { peer, node, outside: None, station, running, manifests, description, size, cores, scratch };
-        lane.verify().with_context(|| format!("{label} does not do what it should"))?;
-        lane.pause()?;
-        Ok(lane)
+        let mut testbed =
+            Self { peer, node, outside: None, harness, running, manifests, description, size, cores, scratch };
+        testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
+        testbed.pause()?;
+        Ok(testbed)
     }
 
     /// The forwarder.
@@ -160,13 +161,13 @@ impl Lane {
     /// machine and makes it the node's default route.
     pub fn flood_from_outside(
         &mut self,
-        packets: Packets,
-        sources: Sources,
+        packets: FloodPackets,
+        sources: FloodSources,
         to: (Ipv4Addr, u16),
     ) -> Result<(Flood, Namespace)> {
         if self.outside.is_none() {
             let outside = self.node.add_outside("outside")?;
-            route_beyond(&self.node, &outside)?;
+            route_default_to(&self.node, &outside)?;
             self.outside = Some(outside);
         }
         let outside = self.outside.as_ref().context("a machine outside was just added")?;
@@ -181,7 +182,7 @@ impl Lane {
     /// The daemon, if the peer is Penstock.
     pub fn daemon(&self) -> Option<&Daemon> {
         match &self.running {
-            Running::Penstock(daemon) => Some(daemon),
+            RunningPeer::Penstock(daemon) => Some(daemon),
             _ => None,
         }
     }
@@ -192,15 +193,15 @@ impl Lane {
     }
 
     /// Runs a trial between the first two pods.
-    pub fn run(&mut self, trial: &Trial) -> Result<Outcome> {
+    pub fn run(&mut self, trial: &Trial) -> Result<TrialResult> {
         self.resume()?;
-        let (station, core) = (&mut self.station, self.cores.generator);
+        let (harness, core) = (&mut self.harness, self.cores.generator);
         let run = || {
             pin(core)?;
-            if trial.goes_first {
-                go_first()?;
+            if trial.high_priority {
+                raise_priority()?;
             }
-            station.run(trial)
+            harness.run(trial)
         };
         let outcome = std::thread::scope(|scope| scope.spawn(run).join());
         self.pause()?;
@@ -220,7 +221,7 @@ impl Lane {
         &mut self,
         trial: &Trial,
         beside: impl FnOnce(&AtomicBool) -> Result<T> + Send,
-    ) -> Result<(Outcome, T)> {
+    ) -> Result<(TrialResult, T)> {
         let core = self.cores.worker;
         let ends = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -237,8 +238,8 @@ impl Lane {
     }
 
     /// A handle that replaces manifests and makes the peer apply them.
-    pub fn reload(&self) -> Reload {
-        Reload {
+    pub fn reload(&self) -> ManifestReloader {
+        ManifestReloader {
             peer: self.peer.clone(),
             node: self.node.namespace().clone(),
             manifests: self.manifests.clone(),
@@ -247,7 +248,7 @@ impl Lane {
     }
 
     /// Size of the cluster.
-    pub fn size(&self) -> Size {
+    pub fn size(&self) -> ClusterSize {
         self.size
     }
 
@@ -275,9 +276,9 @@ impl Lane {
 
     fn processes(&self) -> Vec<Pid> {
         match &self.running {
-            Running::Penstock(daemon) => vec![daemon.id()],
-            Running::Services(services) => services.iter().map(Service::id).collect(),
-            Running::Rules | Running::Queue { .. } => Vec::new(),
+            RunningPeer::Penstock(daemon) => vec![daemon.id()],
+            RunningPeer::Services(services) => services.iter().map(ServiceProcess::id).collect(),
+            RunningPeer::Rules | RunningPeer::Queue { .. } => Vec::new(),
         }
     }
 
@@ -287,7 +288,7 @@ impl Lane {
 
     fn resume(&self) -> Result<()> {
         self.signal(Signal::SIGCONT)?;
-        if let Running::Services(services) = &self.running {
+        if let RunningPeer::Services(services) = &self.running {
             ensure!(services.iter().all(|service| !service.has_ended()), "it has ended by itself");
         }
         Ok(())
@@ -306,7 +307,7 @@ impl Lane {
     /// enforces policy.
     fn verify(&mut self) -> Result<()> {
         let mut trial = Trial::paced(Traffic::SMALLEST, 1000.0, Duration::from_millis(200));
-        trial.probing = Probing::RoundTrip(200.0);
+        trial.probing = ProbeMode::RoundTrip(200.0);
         let mut answered = 0;
         // Some peers need a moment until their ports are up.
         for _ in 0..10 {
@@ -328,7 +329,7 @@ impl Lane {
     fn denied_arrives(&self) -> Result<bool> {
         let (from, to) = (self.pod(0)?, self.pod(1)?);
         let destination = SocketAddr::new(v4(to)?, policy::DENIED);
-        let sink = Sink::open(to.namespace(), destination)?;
+        let sink = UdpSink::open(to.namespace(), destination)?;
         let sender = from.namespace().run(|| UdpSocket::bind(SocketAddr::new(v4(from)?, 0)).context("cannot bind"))?;
         for _ in 0..3 {
             sender.send_to(b"denied", destination)?;
@@ -338,14 +339,14 @@ impl Lane {
 }
 
 /// Changes manifests during a measurement.
-pub struct Reload {
+pub struct ManifestReloader {
     peer: Peer,
     node: Namespace,
     manifests: PathBuf,
     scratch: PathBuf,
 }
 
-impl Reload {
+impl ManifestReloader {
     /// Replaces the manifests atomically. Penstock watches them; nftables loads a new rendering.
     pub fn save(&self, text: &str) -> Result<()> {
         let new = self.scratch.join("being-saved");
@@ -370,14 +371,14 @@ impl Reload {
     }
 }
 
-impl Drop for Lane {
+impl Drop for PeerTestbed {
     fn drop(&mut self) {
         // A stopped process cannot end.
         let _ = self.signal(Signal::SIGCONT);
     }
 }
 
-fn node(label: &str, size: Size, mtu: u32) -> Result<Node> {
+fn node(label: &str, size: ClusterSize, mtu: u32) -> Result<Node> {
     let mut node = Node::new(label, &[policy::NODE_ADDRESS.into()])?;
     for number in 0..size.pods {
         node.add_pod_with_mtu(&pod_name(number), &[policy::pod_address(number).into()], mtu)?;
@@ -390,12 +391,12 @@ fn start(
     peer: &Peer,
     node: &Node,
     manifests: &Path,
-    scratch: &Scratch,
-    size: Size,
+    scratch: &ScratchDir,
+    size: ClusterSize,
     cores: Cores,
-) -> Result<(Running, String)> {
+) -> Result<(RunningPeer, String)> {
     let namespace = node.namespace();
-    let rules = |description: String| (Running::Rules, description);
+    let rules = |description: String| (RunningPeer::Rules, description);
     match peer {
         Peer::Penstock { enforces, sections } => {
             let mode = if *enforces { "full" } else { "forward" };
@@ -404,31 +405,31 @@ fn start(
             let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;
             pages.map(HugePages::were_taken).transpose()?;
-            Ok((Running::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
+            Ok((RunningPeer::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
         }
         Peer::Kernel => Ok(rules(tools::kernel()?)),
         Peer::Nftables => filters::nftables(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
         Peer::Linear => filters::linear(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
         Peer::Iptables => filters::iptables(namespace, &policy::engine(manifests)?).map(rules),
         Peer::Nfqueue => {
-            let judge = nfqueue::Judge::start(namespace, policy::engine(manifests)?, cores.worker)?;
-            Ok((Running::Queue { _judge: judge }, tools::version("iptables", "--version")?))
+            let thread = nfqueue::VerdictThread::start(namespace, policy::engine(manifests)?, cores.worker)?;
+            Ok((RunningPeer::Queue { _thread: thread }, tools::version("iptables", "--version")?))
         }
         Peer::OpenVSwitch => {
             let (services, description) = openvswitch::start(node, &policy::engine(manifests)?, scratch, cores)?;
-            Ok((Running::Services(services), description))
+            Ok((RunningPeer::Services(services), description))
         }
         Peer::Testpmd => {
             let (service, description) = testpmd::start(node, scratch, cores)?;
-            Ok((Running::Services(vec![service]), description))
+            Ok((RunningPeer::Services(vec![service]), description))
         }
     }
 }
 
 fn daemon_config(
     manifests: &Path,
-    scratch: &Scratch,
-    size: Size,
+    scratch: &ScratchDir,
+    size: ClusterSize,
     mode: &str,
     sections: &str,
     cores: Cores,

@@ -19,13 +19,13 @@ const QUEUE: u16 = 0;
 const WAKE: u16 = 9;
 
 /// The thread that issues verdicts.
-pub(super) struct Judge {
+pub(super) struct VerdictThread {
     node: Namespace,
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Judge {
+impl VerdictThread {
     /// Starts it on this core and adds the iptables rules that queue packets which open a connection.
     pub(super) fn start(node: &Namespace, engine: Engine, core: usize) -> Result<Self> {
         let restore = find("iptables-restore", "iptables")?;
@@ -57,7 +57,7 @@ impl Judge {
     }
 }
 
-impl Drop for Judge {
+impl Drop for VerdictThread {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
         let woken = self.node.run(|| UdpSocket::bind("127.0.0.1:0")?.send_to(b"wake", ("127.0.0.1", WAKE)));
@@ -84,8 +84,8 @@ fn allows(policy: &PolicySet, packet: &[u8]) -> bool {
 fn flow(packet: &[u8]) -> Option<Flow> {
     let header = usize::from(packet.first()? & 0x0f) * 4;
     let address = |at: usize| {
-        let octets: [u8; 4] = *packet.get(at..)?.first_chunk()?;
-        Some(Address::from(IpAddr::V4(Ipv4Addr::from(octets))))
+        let bytes: [u8; 4] = *packet.get(at..)?.first_chunk()?;
+        Some(Address::from(IpAddr::V4(Ipv4Addr::from(bytes))))
     };
     let port = |at: usize| Some(u16::from_be_bytes(*packet.get(at..)?.first_chunk()?));
     let protocol = Protocol(*packet.get(9)?);

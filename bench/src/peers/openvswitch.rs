@@ -14,7 +14,7 @@ use super::Cores;
 use super::filters::{lists, permits, protocol};
 use super::policy::pod_name;
 use super::tools::{find, finish, version};
-use crate::testbed::{Node, Offload, Pod, Scratch, Service};
+use crate::testbed::{Node, Offload, Pod, ScratchDir, ServiceProcess};
 
 /// Startup timeout.
 const START: Duration = Duration::from_secs(10);
@@ -26,7 +26,12 @@ struct Switch<'a> {
     directory: PathBuf,
 }
 
-pub(super) fn start(node: &Node, engine: &Engine, scratch: &Scratch, cores: Cores) -> Result<(Vec<Service>, String)> {
+pub(super) fn start(
+    node: &Node,
+    engine: &Engine,
+    scratch: &ScratchDir,
+    cores: Cores,
+) -> Result<(Vec<ServiceProcess>, String)> {
     let directory = scratch.path().join("ovs");
     std::fs::create_dir(&directory)?;
     let switch = Switch { node, directory };
@@ -73,12 +78,12 @@ impl Switch<'_> {
         finish(command, input).with_context(|| format!("{program} {} failed", arguments.join(" ")))
     }
 
-    fn start(&self, program: &'static str, arguments: &[&str]) -> Result<Service> {
+    fn start(&self, program: &'static str, arguments: &[&str]) -> Result<ServiceProcess> {
         let mut command = self.command(program)?;
         let log = format!("--log-file={}", self.path(&format!("{program}.log")));
         command.args(arguments).args(["--pidfile", "-vconsole:off", &log]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        Service::start(command)
+        ServiceProcess::start(command)
     }
 
     fn configure(&self, arguments: &[&str]) -> Result<String> {
@@ -163,7 +168,7 @@ fn flows(node: &Node, engine: &Engine) -> Result<String> {
 }
 
 fn delivery(node: &Node, pod: &Pod, port: usize) -> Result<String> {
-    let mac = |mac: [u8; 6]| mac.map(|octet| format!("{octet:02x}")).join(":");
+    let mac = |mac: [u8; 6]| mac.map(|byte| format!("{byte:02x}")).join(":");
     let (own, peer) = (mac(node.netlink().mac(pod.interface())?), mac(pod.namespace().netlink()?.mac("eth0")?));
     let address = pod.address(false).context("the pod has no IPv4 address")?;
     Ok(format!(
@@ -175,7 +180,7 @@ fn delivery(node: &Node, pod: &Pod, port: usize) -> Result<String> {
 /// offload, since nothing else completes the checksum.
 pub(super) fn prepare(node: &Node, pod: &Pod) -> Result<()> {
     pod.namespace().set_offload("eth0", Offload::TxChecksum, false)?;
-    let mac = node.netlink().mac(pod.interface())?.map(|octet| format!("{octet:02x}")).join(":");
+    let mac = node.netlink().mac(pod.interface())?.map(|byte| format!("{byte:02x}")).join(":");
     let gateway = node.gateways().v4.to_string();
     let ip = find("ip", "iproute2")?;
     let arguments = ["neighbour", "replace", &gateway, "lladdr", &mac, "dev", "eth0", "nud", "permanent"];
@@ -204,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_of_ports_is_the_union_of_its_masks() {
+    fn a_port_range_equals_the_union_of_its_masks() {
         for (first, last) in [(0, 0), (9000, 9060), (1, 65535), (0, 65535), (80, 80), (65535, 65535)] {
             let of = masked(&PortRange { protocol: PortProtocol::Udp, first, last });
             let number = |text: &str| u32::from_str_radix(text.trim_start_matches("0x"), 16).unwrap();

@@ -9,7 +9,7 @@ use penstock_control::model::Change;
 use penstock_control::source::manifest::{Options, read_manifests};
 
 use crate::load::{PORTS, PROBE_PORT};
-use crate::testbed::Scratch;
+use crate::testbed::ScratchDir;
 
 /// The node's name in the manifests.
 pub const NODE: &str = "bench";
@@ -20,7 +20,7 @@ pub(super) const DENIED: u16 = 9100;
 
 /// Size of the cluster.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Size {
+pub struct ClusterSize {
     /// Pods; every even one sends to the next.
     pub pods: usize,
     /// Policies. All but two each admit one address that sends nothing.
@@ -38,7 +38,7 @@ pub(super) fn pod_address(number: usize) -> Ipv4Addr {
 }
 
 /// The manifests of a cluster. `turn` changes the ports of the policies that admit unused addresses.
-pub fn manifests(size: Size, turn: usize) -> String {
+pub fn manifests(size: ClusterSize, turn: usize) -> String {
     let mut text = format!(
         "apiVersion: v1\nkind: Namespace\nmetadata: {{ name: bench }}\n---\napiVersion: v1\nkind: Node\n\
          metadata: {{ name: {NODE} }}\nstatus: {{ addresses: [{{ type: InternalIP, address: {NODE_ADDRESS} }}] }}\n"
@@ -97,7 +97,7 @@ pub(super) fn policy(number: usize, turn: usize) -> String {
 }
 
 /// Writes the manifests into a directory of their own and returns it.
-pub(super) fn write(scratch: &Scratch, size: Size) -> Result<std::path::PathBuf> {
+pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path::PathBuf> {
     let directory = scratch.path().join("manifests");
     std::fs::create_dir(&directory)?;
     std::fs::write(directory.join("all.yaml"), manifests(size, 0))?;

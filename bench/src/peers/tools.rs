@@ -10,25 +10,25 @@ use crate::testbed::Namespace;
 
 /// A program is not installed.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Missing {
+pub struct MissingTool {
     program: &'static str,
     package: &'static str,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingTool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "there is no {}; install it with: apt-get install {}", self.program, self.package)
     }
 }
 
-impl std::error::Error for Missing {}
+impl std::error::Error for MissingTool {}
 
 /// Finds a program, also in directories that are only in root's PATH.
-pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, Missing> {
+pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, MissingTool> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     let mut places = std::env::split_paths(&path).chain(usual).map(|directory| directory.join(program));
-    places.find(|file| file.is_file()).ok_or(Missing { program, package })
+    places.find(|file| file.is_file()).ok_or(MissingTool { program, package })
 }
 
 /// Runs a program to completion inside a namespace, with `input` on its standard input.

@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
 use super::server::reply_to;
-use super::{Outcome, Probe, Protocol};
+use super::{Probe, ProbeOutcome, Protocol};
 use crate::testbed::Namespace;
 
 /// Bytes of a request's random payload.
@@ -26,17 +26,17 @@ const ECHO_REPLY_V6: u8 = 129;
 pub(super) struct Attempt {
     socket: Socket,
     started: Instant,
-    state: State,
+    state: AttemptState,
     request: Vec<u8>,
     expected: Vec<u8>,
     received: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum AttemptState {
     Connecting,
     Awaiting,
-    Done(Outcome),
+    Done(ProbeOutcome),
 }
 
 impl Attempt {
@@ -62,8 +62,14 @@ impl Attempt {
         }
         let address = SocketAddr::new(probe.destination, port);
         let connected = socket.connect(&address.into());
-        let mut attempt =
-            Self { socket, started: Instant::now(), state: State::Connecting, request, expected, received: Vec::new() };
+        let mut attempt = Self {
+            socket,
+            started: Instant::now(),
+            state: AttemptState::Connecting,
+            request,
+            expected,
+            received: Vec::new(),
+        };
         match connected {
             Ok(()) => attempt.send(),
             Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
@@ -73,36 +79,36 @@ impl Attempt {
     }
 
     /// The result, once there is one.
-    pub(super) fn outcome(&self) -> Option<Outcome> {
+    pub(super) fn outcome(&self) -> Option<ProbeOutcome> {
         match self.state {
-            State::Done(outcome) => Some(outcome),
-            State::Connecting | State::Awaiting => None,
+            AttemptState::Done(outcome) => Some(outcome),
+            AttemptState::Connecting | AttemptState::Awaiting => None,
         }
     }
 
     fn waits_for(&self) -> Option<PollFlags> {
         match self.state {
-            State::Connecting => Some(PollFlags::POLLOUT),
-            State::Awaiting => Some(PollFlags::POLLIN),
-            State::Done(_) => None,
+            AttemptState::Connecting => Some(PollFlags::POLLOUT),
+            AttemptState::Awaiting => Some(PollFlags::POLLIN),
+            AttemptState::Done(_) => None,
         }
     }
 
     fn advance(&mut self) {
         match self.state {
-            State::Connecting => match self.socket.take_error() {
+            AttemptState::Connecting => match self.socket.take_error() {
                 Ok(None) => self.send(),
                 Ok(Some(error)) | Err(error) => self.fail(&error),
             },
-            State::Awaiting => self.receive(),
-            State::Done(_) => {}
+            AttemptState::Awaiting => self.receive(),
+            AttemptState::Done(_) => {}
         }
     }
 
     fn send(&mut self) {
         match (&self.socket).write(&self.request) {
-            Ok(length) if length == self.request.len() => self.state = State::Awaiting,
-            Ok(_) => self.state = State::Done(Outcome::Wrong),
+            Ok(length) if length == self.request.len() => self.state = AttemptState::Awaiting,
+            Ok(_) => self.state = AttemptState::Done(ProbeOutcome::Wrong),
             Err(error) => self.fail(&error),
         }
     }
@@ -110,13 +116,13 @@ impl Attempt {
     fn receive(&mut self) {
         let mut buffer = [0; 512];
         match (&self.socket).read(&mut buffer) {
-            Ok(0) => self.state = State::Done(Outcome::Wrong),
+            Ok(0) => self.state = AttemptState::Done(ProbeOutcome::Wrong),
             Ok(length) => {
                 self.received.extend_from_slice(self.payload_of(&buffer[..length]));
                 if self.received == self.expected {
-                    self.state = State::Done(Outcome::Reached);
+                    self.state = AttemptState::Done(ProbeOutcome::Reached);
                 } else if !self.expected.starts_with(&self.received) {
-                    self.state = State::Done(Outcome::Wrong);
+                    self.state = AttemptState::Done(ProbeOutcome::Wrong);
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -134,10 +140,10 @@ impl Attempt {
     }
 
     fn fail(&mut self, error: &io::Error) {
-        self.state = State::Done(match error.raw_os_error() {
-            Some(libc::ECONNREFUSED) => Outcome::Refused,
-            Some(errno) => Outcome::Failed(errno),
-            None => Outcome::Wrong,
+        self.state = AttemptState::Done(match error.raw_os_error() {
+            Some(libc::ECONNREFUSED) => ProbeOutcome::Refused,
+            Some(errno) => ProbeOutcome::Failed(errno),
+            None => ProbeOutcome::Wrong,
         });
     }
 }
@@ -204,7 +210,7 @@ pub fn time_until_reached(
             attempts.retain(|attempt| attempt.started.elapsed() < OLDEST);
             attempts.push(Attempt::start(&probe)?);
             drive(&mut attempts, Instant::now() + interval)?;
-            let reached = attempts.iter().find(|attempt| attempt.outcome() == Some(Outcome::Reached));
+            let reached = attempts.iter().find(|attempt| attempt.outcome() == Some(ProbeOutcome::Reached));
             if let Some(attempt) = reached {
                 return Ok(Some(attempt.started));
             }

@@ -4,7 +4,7 @@
 //! request arrived unchanged. No reply within the retry policy counts as denied.
 
 mod attempt;
-mod flow;
+mod echo_connection;
 mod server;
 
 use std::fmt;
@@ -16,8 +16,8 @@ use anyhow::{Context, Result};
 use crate::testbed::{Namespace, Node, Outside, Pod};
 use attempt::Attempt;
 pub use attempt::time_until_reached;
-pub use flow::Flow;
-pub use server::{Servers, Service};
+pub use echo_connection::EchoConnection;
+pub use server::{EchoServers, EchoService};
 
 /// An end of a probe: a namespace with its addresses.
 #[derive(Clone)]
@@ -92,7 +92,7 @@ pub struct Probe {
 
 /// Result of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Outcome {
+pub enum ProbeOutcome {
     /// The right server replied with the right payload.
     Reached,
     /// The destination's kernel rejected the packet: it arrived, but nothing listens there.
@@ -105,14 +105,14 @@ pub enum Outcome {
     Failed(i32),
 }
 
-impl Outcome {
+impl ProbeOutcome {
     /// Whether the packet arrived at its destination.
     pub fn arrived(self) -> bool {
         matches!(self, Self::Reached | Self::Refused)
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for ProbeOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Reached => f.write_str("reached"),
@@ -126,14 +126,14 @@ impl fmt::Display for Outcome {
 
 /// How long to wait for a reply, and how often to try again.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct RetryPolicy {
     /// Timeout of each attempt.
     pub timeout: Duration,
     /// Number of attempts while nothing comes back.
     pub attempts: u32,
 }
 
-impl Default for Patience {
+impl Default for RetryPolicy {
     /// Three attempts of 300 ms: a busy machine may delay one packet, but hardly three.
     fn default() -> Self {
         Self { timeout: Duration::from_millis(300), attempts: 3 }
@@ -157,8 +157,8 @@ pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
 /// Sends all probes at once and waits for all; results are in the order of the probes.
 ///
 /// The sites need running [`EchoServers`] whose identity is the site's index.
-pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
-    let mut outcomes = vec![Outcome::Silent; probes.len()];
+pub fn run(sites: &[Site], probes: &[Probe], patience: RetryPolicy) -> Result<Vec<ProbeOutcome>> {
+    let mut outcomes = vec![ProbeOutcome::Silent; probes.len()];
     std::thread::scope(|scope| {
         let sources: Vec<_> = (0..sites.len())
             .map(|from| {
@@ -182,14 +182,14 @@ pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<O
 }
 
 /// Runs one probe from a site.
-pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: Patience) -> Result<Outcome> {
+pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: RetryPolicy) -> Result<ProbeOutcome> {
     let probe = Probe { from: 0, to: to.0 as usize, destination: to.1, protocol };
     let outcomes = from.namespace.run(|| run_here(&[probe], patience))?;
     outcomes.first().copied().context("one probe has one outcome")
 }
 
-fn run_here(probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
-    let mut outcomes = vec![Outcome::Silent; probes.len()];
+fn run_here(probes: &[Probe], patience: RetryPolicy) -> Result<Vec<ProbeOutcome>> {
+    let mut outcomes = vec![ProbeOutcome::Silent; probes.len()];
     let mut open: Vec<usize> = (0..probes.len()).collect();
     for _ in 0..patience.attempts {
         let start = Instant::now();
@@ -197,9 +197,9 @@ fn run_here(probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
             open.iter().map(|&index| Attempt::start(&probes[index])).collect::<std::io::Result<Vec<_>>>()?;
         attempt::drive(&mut attempts, start + patience.timeout)?;
         for (&index, attempt) in open.iter().zip(&attempts) {
-            outcomes[index] = attempt.outcome().unwrap_or(Outcome::Silent);
+            outcomes[index] = attempt.outcome().unwrap_or(ProbeOutcome::Silent);
         }
-        open.retain(|&index| outcomes[index] == Outcome::Silent);
+        open.retain(|&index| outcomes[index] == ProbeOutcome::Silent);
         if open.is_empty() {
             break;
         }

@@ -14,7 +14,7 @@ use super::Site;
 
 /// A service on each of a site's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Service {
+pub enum EchoService {
     /// Echoes a stream: first the server's identity, then the received bytes inverted.
     Tcp(u16),
     /// Echoes datagrams: the server's identity and the request, inverted.
@@ -24,19 +24,19 @@ pub enum Service {
 /// The reply of the server with this identity to a request.
 pub(super) fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
     let mut reply = identity.to_be_bytes().to_vec();
-    reply.extend(request.iter().map(|octet| !octet));
+    reply.extend(request.iter().map(|byte| !byte));
     reply
 }
 
 /// The running servers of one site; they stop when this is dropped.
-pub struct Servers {
+pub struct EchoServers {
     stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Servers {
+impl EchoServers {
     /// Starts the servers; they listen when this returns. `identity` is part of each reply.
-    pub fn start(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+    pub fn start(site: &Site, identity: u32, services: &[EchoService]) -> Result<Self> {
         let sockets = site.namespace.run(|| Sockets::bind(site, identity, services))?;
         let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let stopped = stop.clone();
@@ -45,12 +45,12 @@ impl Servers {
     }
 
     /// Starts servers on every site, each with its index as identity.
-    pub fn start_all(sites: &[Site], services: &[Service]) -> Result<Vec<Self>> {
+    pub fn start_all(sites: &[Site], services: &[EchoService]) -> Result<Vec<Self>> {
         (0u32..).zip(sites).map(|(identity, site)| Self::start(site, identity, services)).collect()
     }
 }
 
-impl Drop for Servers {
+impl Drop for EchoServers {
     fn drop(&mut self) {
         // An eventfd that was written once cannot be full, and a panicked thread has already printed its message.
         let _ = self.stop.write(1);
@@ -66,7 +66,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn bind(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+    fn bind(site: &Site, identity: u32, services: &[EchoService]) -> Result<Self> {
         let mut sockets = Self { identity, listeners: Vec::new(), datagrams: Vec::new(), streams: Vec::new() };
         for &address in &site.addresses {
             for service in services {
@@ -78,14 +78,14 @@ impl Sockets {
         Ok(sockets)
     }
 
-    fn open(&mut self, service: &Service, address: std::net::IpAddr) -> io::Result<()> {
+    fn open(&mut self, service: &EchoService, address: std::net::IpAddr) -> io::Result<()> {
         match *service {
-            Service::Tcp(port) => {
+            EchoService::Tcp(port) => {
                 let listener = TcpListener::bind(SocketAddr::new(address, port))?;
                 listener.set_nonblocking(true)?;
                 self.listeners.push(listener);
             }
-            Service::Udp(port) => {
+            EchoService::Udp(port) => {
                 let socket = UdpSocket::bind(SocketAddr::new(address, port))?;
                 socket.set_nonblocking(true)?;
                 self.datagrams.push(socket);
@@ -137,7 +137,7 @@ fn echo(stream: &mut TcpStream) -> bool {
     match stream.read(&mut buffer) {
         Ok(0) => false,
         Ok(length) => {
-            buffer[..length].iter_mut().for_each(|octet| *octet = !*octet);
+            buffer[..length].iter_mut().for_each(|byte| *byte = !*byte);
             stream.write_all(&buffer[..length]).is_ok()
         }
         Err(error) => error.kind() == ErrorKind::WouldBlock,

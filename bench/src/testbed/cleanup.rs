@@ -23,11 +23,11 @@ static HANDLER: Once = Once::new();
 ///
 /// On a signal the tasks of all guards run in reverse order of registration, on a separate thread.
 #[must_use = "dropping a guard runs its task at once"]
-pub struct Guard {
+pub struct CleanupGuard {
     id: u64,
 }
 
-impl Guard {
+impl CleanupGuard {
     /// Registers `task`. It may run on another thread and must not wait for a thread that makes guards.
     pub fn new(task: impl FnOnce() + Send + 'static) -> Self {
         HANDLER.call_once(handle_signals);
@@ -47,7 +47,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for CleanupGuard {
     fn drop(&mut self) {
         let task = pending().tasks.remove(&self.id);
         if let Some(task) = task {

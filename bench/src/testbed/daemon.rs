@@ -12,10 +12,10 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 use super::namespace::Namespace;
 use super::process::{END, Process};
-use super::scratch::Scratch;
+use super::scratch::ScratchDir;
 
 /// Log line of a daemon that is ready.
 const READY: &str = "ready: ";
@@ -112,8 +112,8 @@ pub struct Daemon {
     process: Arc<Process>,
     log: Arc<Log>,
     config: PathBuf,
-    _guard: Guard,
-    _scratch: Scratch,
+    _guard: CleanupGuard,
+    _scratch: ScratchDir,
 }
 
 impl Daemon {
@@ -144,7 +144,7 @@ impl Daemon {
         privileges: Privileges,
         environment: &[(String, String)],
     ) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let config = scratch.path().join("penstock.toml");
         std::fs::write(&config, toml)?;
         let binary = penstock_binary()?;
@@ -168,7 +168,7 @@ impl Daemon {
         log.collect(child.stdout.take());
         log.collect(child.stderr.take());
         let process = Arc::new(Process::new(child));
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let process = process.clone();
             move || process.end()
         });

@@ -18,13 +18,13 @@ mod process;
 mod router;
 mod scratch;
 
-pub use cleanup::Guard;
+pub use cleanup::CleanupGuard;
 pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
-pub use netlink::{Netlink, Via, network_state};
+pub use netlink::{Netlink, RouteVia, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
-pub use process::Service;
-pub use router::{Between, Router};
-pub use scratch::Scratch;
+pub use process::ServiceProcess;
+pub use router::{InterNodeLink, Router};
+pub use scratch::ScratchDir;

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 use super::netlink::Netlink;
 
 /// Directory in which namespaces are bound, as `ip netns` does.
@@ -40,7 +40,7 @@ pub struct Namespace {
 struct Inner {
     name: String,
     file: Arc<File>,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 /// Inodes of all namespaces made by this process.
@@ -55,7 +55,7 @@ impl Namespace {
         let name = format!("{PREFIX}-{}-{}-{label}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
         let path = Path::new(DIRECTORY).join(&name);
         fs::create_dir_all(DIRECTORY).with_context(|| format!("cannot make {DIRECTORY}"))?;
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let path = path.clone();
             move || remove(&path)
         });

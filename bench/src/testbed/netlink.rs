@@ -32,7 +32,7 @@ pub struct Netlink {
 
 /// Next hop of a route.
 #[derive(Clone, Copy, Debug)]
-pub enum Via {
+pub enum RouteVia {
     /// On-link.
     Link,
     /// Through a gateway on the link.
@@ -167,7 +167,7 @@ impl Netlink {
     }
 
     /// Adds a route to `destination` out of an interface.
-    pub fn add_route(&self, destination: IpNet, index: u32, via: Via) -> Result<()> {
+    pub fn add_route(&self, destination: IpNet, index: u32, via: RouteVia) -> Result<()> {
         let message = route(destination, index, via)?;
         self.wait(self.handle.route().add(message).execute())
             .with_context(|| format!("cannot add the route to {destination} by interface {index} ({via:?})"))
@@ -236,17 +236,17 @@ impl Netlink {
     }
 }
 
-fn route(destination: IpNet, index: u32, via: Via) -> Result<RouteMessage> {
+fn route(destination: IpNet, index: u32, via: RouteVia) -> Result<RouteMessage> {
     let mut builder = RouteMessageBuilder::<IpAddr>::new()
         .destination_prefix(destination.network(), destination.prefix_len())?
         .output_interface(index);
     match via {
-        Via::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
-        Via::Link => {}
-        Via::Gateway(gateway) | Via::GatewayAs { gateway, .. } => builder = builder.gateway(gateway)?,
+        RouteVia::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
+        RouteVia::Link => {}
+        RouteVia::Gateway(gateway) | RouteVia::GatewayAs { gateway, .. } => builder = builder.gateway(gateway)?,
     }
     let mut message = builder.build();
-    if let Via::GatewayAs { source, .. } = via {
+    if let RouteVia::GatewayAs { source, .. } = via {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
     }
     Ok(message)

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::namespace::Namespace;
-use super::netlink::{Netlink, Via};
+use super::netlink::{Netlink, RouteVia};
 
 /// MTU of pods' veths, unless another is asked for.
 pub(super) const MTU: u32 = 1500;
@@ -151,7 +151,7 @@ impl Node {
         inside.set_up(eth0)?;
         for &address in addresses {
             inside.add_address(eth0, on_bridge(address)?)?;
-            inside.add_route(every(address), eth0, Via::Gateway(self.gateways.for_family_of(address)))?;
+            inside.add_route(every(address), eth0, RouteVia::Gateway(self.gateways.for_family_of(address)))?;
         }
         self.pods.push(Pod { name: name.into(), namespace, addresses: addresses.to_vec(), interface, index });
         self.pods.last().context("a pod was just added")
@@ -179,14 +179,14 @@ impl Node {
         let eth0 = inside.index("eth0")?;
         inside.set_up(eth0)?;
         for &address in &pod.addresses {
-            self.netlink.add_route(host_net(address), pod.index, Via::Link)?;
+            self.netlink.add_route(host_net(address), pod.index, RouteVia::Link)?;
             inside.add_address(eth0, host_net(address))?;
         }
         for address in [false, true].into_iter().filter_map(|v6| pod.address(v6)) {
             let gateway = self.gateways.for_family_of(address);
             self.netlink.add_address(pod.index, host_net(gateway))?;
-            inside.add_route(host_net(gateway), eth0, Via::Link)?;
-            inside.add_route(every(address), eth0, Via::Gateway(gateway))?;
+            inside.add_route(host_net(gateway), eth0, RouteVia::Link)?;
+            inside.add_route(every(address), eth0, RouteVia::Gateway(gateway))?;
         }
         Ok(())
     }
@@ -260,7 +260,7 @@ impl Outside {
         for (gateway, machine) in networks {
             netlink.add_address(index, gateway)?;
             inside.add_address(eth0, IpNet::new(machine, gateway.prefix_len())?)?;
-            inside.add_route(every(machine), eth0, Via::Gateway(gateway.addr()))?;
+            inside.add_route(every(machine), eth0, RouteVia::Gateway(gateway.addr()))?;
         }
         settle_pair(netlink, index, &namespace)?;
         let addresses = networks.iter().map(|(_, machine)| *machine).collect();

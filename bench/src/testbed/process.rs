@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 
 /// Timeout for ending after a signal.
 pub(super) const END: Duration = Duration::from_secs(10);
@@ -62,12 +62,12 @@ impl Process {
 }
 
 /// A program that runs beside a test or a benchmark. Dropping it sends SIGTERM and waits.
-pub struct Service {
+pub struct ServiceProcess {
     process: Arc<Process>,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-impl Service {
+impl ServiceProcess {
     /// Starts it. It is killed when the calling thread ends.
     pub fn start(mut command: Command) -> Result<Self> {
         let prepare = || nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from);
@@ -78,7 +78,7 @@ impl Service {
         let name = command.get_program().to_owned();
         let child = command.spawn().with_context(|| format!("cannot start {}", name.display()))?;
         let process = Arc::new(Process::new(child));
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let process = process.clone();
             move || process.end()
         });

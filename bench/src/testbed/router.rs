@@ -6,19 +6,19 @@ use anyhow::{Context, Result, bail};
 use ipnet::IpNet;
 
 use super::namespace::Namespace;
-use super::netlink::{Netlink, Via};
+use super::netlink::{Netlink, RouteVia};
 use super::node::{self, Gateways, MTU, Node, Outside, every, forwarding, settle_pair};
 
 /// How a node reaches the pods of another node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Between {
+pub enum InterNodeLink {
     /// Through routes on the router, as with a CNI plugin that announces them.
     Routes,
     /// Through a VXLAN tunnel; the router only knows the nodes.
     Vxlan,
 }
 
-impl Between {
+impl InterNodeLink {
     /// The interface on which packets for a node's pods arrive: its uplink.
     pub fn uplink(self) -> &'static str {
         match self {
@@ -89,7 +89,7 @@ impl Router {
             let network = network_of(address)?;
             self.netlink.add_address(index, IpNet::new(gateway_in(address), network.prefix_len())?)?;
             inside.add_address(link, IpNet::new(address, network.prefix_len())?)?;
-            inside.add_route(every(address), link, Via::Gateway(gateway_in(address)))?;
+            inside.add_route(every(address), link, RouteVia::Gateway(gateway_in(address)))?;
         }
         settle_pair(&self.netlink, index, node.namespace())?;
         self.links.push(index);
@@ -98,10 +98,10 @@ impl Router {
 
     /// Lets every node reach the pods of the others; `networks` are those of each node's pods, in the order of
     /// addition.
-    pub fn join(&self, nodes: &[&Node], networks: &[Vec<IpNet>], between: Between) -> Result<()> {
+    pub fn join(&self, nodes: &[&Node], networks: &[Vec<IpNet>], between: InterNodeLink) -> Result<()> {
         match between {
-            Between::Routes => self.join_by_routes(nodes, networks),
-            Between::Vxlan => join_by_tunnel(nodes, networks),
+            InterNodeLink::Routes => self.join_by_routes(nodes, networks),
+            InterNodeLink::Vxlan => join_by_tunnel(nodes, networks),
         }
     }
 
@@ -109,10 +109,10 @@ impl Router {
         for (number, (to, networks)) in nodes.iter().zip(networks).enumerate() {
             for &network in networks {
                 let address = of_family(to.addresses(), network)?;
-                self.netlink.add_route(network, self.links[number], Via::Gateway(address))?;
+                self.netlink.add_route(network, self.links[number], RouteVia::Gateway(address))?;
                 for from in nodes.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, node)| node) {
                     let gateway = gateway_in(of_family(from.addresses(), network)?);
-                    from.netlink().add_route(network, from.netlink().index(LINK)?, Via::Gateway(gateway))?;
+                    from.netlink().add_route(network, from.netlink().index(LINK)?, RouteVia::Gateway(gateway))?;
                 }
             }
         }
@@ -131,7 +131,7 @@ fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
     for (number, here, there) in [(1, one, other), (2, other, one)] {
         let netlink = here.netlink();
         let ends = (v4_of(here)?, v4_of(there)?);
-        let index = netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, ends, Between::Vxlan.mtu())?;
+        let index = netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, ends, InterNodeLink::Vxlan.mtu())?;
         let on_it = |number: u8| -> [IpAddr; 2] {
             [Ipv4Addr::new(100, 64, 0, number).into(), Ipv6Addr::new(0xfd00, 0x64, 0, 0, 0, 0, 0, number.into()).into()]
         };
@@ -142,7 +142,7 @@ fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
         for &network in theirs {
             let gateway = of_family(&on_it(3 - number), network)?;
             let source = of_family(here.addresses(), network)?;
-            netlink.add_route(network, index, Via::GatewayAs { gateway, source })?;
+            netlink.add_route(network, index, RouteVia::GatewayAs { gateway, source })?;
         }
     }
     nodes.iter().try_for_each(|node| node::settle(node.netlink(), node.netlink().index(TUNNEL)?))

@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 
 /// A temporary directory of this process.
-pub struct Scratch {
+pub struct ScratchDir {
     path: PathBuf,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-impl Scratch {
+impl ScratchDir {
     /// Makes an empty directory.
     pub fn new() -> Result<Self> {
         let path = tempfile::Builder::new().prefix("penstock-").tempdir()?.keep();
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let path = path.clone();
             // Errors are ignored: what remains is in the temporary directory.
             move || drop(fs::remove_dir_all(path))

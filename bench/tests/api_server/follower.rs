@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::api_server::{ApiServer, Resource, Who};
+use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_control::engine::{Engine, Settings};
 use penstock_control::model::{Change, Object, ObjectRef};
 use penstock_control::source::api_server::{Access, ApiServer as Source, Timing};
@@ -15,7 +15,7 @@ use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
 
 /// Timeout of every step, a server's start and the longest retry backoff included.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Timing of a real node, but with a shorter timeout for a silent server.
 pub(crate) const TIMING: Timing = Timing {
@@ -40,9 +40,9 @@ impl Follower {
     pub(crate) fn start(server: &ApiServer) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let health = Arc::new(SourceHealth::default());
-        let access = Access::Kubeconfig { path: server.kubeconfig(Who::Penstock), context: None };
+        let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, Source::open(&access, TIMING, Arc::clone(&health))).await
+            tokio::time::timeout(TIMEOUT, Source::open(&access, TIMING, Arc::clone(&health))).await
         });
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
         assert!(health.is_synced(), "nothing is told of a half-read state");
@@ -59,7 +59,7 @@ impl Follower {
     /// Takes batches until exactly the server's current objects are known; returns the number of batches.
     pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
         let before = self.batches;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let mut wanted = objects_of(server);
         while self.objects != wanted {
             assert!(
@@ -68,10 +68,10 @@ impl Follower {
                 self.differences(&wanted),
                 Kind::ALL.map(|kind| self.health(kind))
             );
-            let told = self.batches;
+            let logged = self.batches;
             self.listen_once(Duration::from_millis(200));
             // A real server creates objects of its own at any time.
-            if self.batches == told {
+            if self.batches == logged {
                 wanted = objects_of(server);
             }
         }
@@ -99,7 +99,7 @@ impl Follower {
 
     /// Waits until the health of the pods' watch satisfies a condition.
     pub(crate) fn until(&mut self, what: &str, holds: impl Fn(&KindHealth) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !holds(&self.health(Kind::Pod)) {
             assert!(Instant::now() < deadline, "never {what}: {:?}", self.health(Kind::Pod));
             self.listen(Duration::from_millis(10));

@@ -14,7 +14,7 @@ const DB: &str = "10.1.0.2";
 const JOB: &str = "10.1.0.3";
 
 #[test]
-fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into_the_tables() {
+fn the_shipped_role_suffices_to_follow_policies_into_the_tables() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -46,7 +46,7 @@ fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into
 }
 
 #[test]
-fn what_changes_nothing_for_policy_is_not_told() {
+fn changes_without_effect_on_policy_are_not_reported() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -63,7 +63,7 @@ fn what_changes_nothing_for_policy_is_not_told() {
 }
 
 #[test]
-fn a_server_that_is_killed_and_started_again_is_followed_on_and_meanwhile_nothing_is_lost() {
+fn after_a_server_restart_following_resumes_without_loss() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -84,7 +84,7 @@ fn a_server_that_is_killed_and_started_again_is_followed_on_and_meanwhile_nothin
 }
 
 #[test]
-fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() {
+fn after_a_compaction_everything_is_relisted_and_deleted_objects_are_removed() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -107,7 +107,7 @@ fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() 
 }
 
 #[test]
-fn two_thousand_pods_at_once_are_followed_in_few_batches() {
+fn two_thousand_simultaneous_pods_arrive_in_few_batches() {
     let server = ApiServer::start(None).unwrap();
     server.admin().create(&namespace("many")).unwrap();
     let mut follower = Follower::start(&server);

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use penstock_bench::load::Generator;
 
-use crate::fixture::{World, pods};
+use crate::fixture::{Fixture, pods};
 use crate::forger::Forger;
 use crate::restarts::thread_named;
 
 /// A process in its own session that spins on one core until it is dropped.
-struct Computing(Child);
+struct BusyProcess(Child);
 
-impl Computing {
+impl BusyProcess {
     fn on(core: &str) -> Self {
         let mut command = Command::new("setsid");
         command.args(["taskset", "-c", core, "sh", "-c", "while :; do :; done"]).stdout(Stdio::null());
@@ -25,7 +25,7 @@ impl Computing {
     }
 }
 
-impl Drop for Computing {
+impl Drop for BusyProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -39,15 +39,15 @@ fn times(schedstat: &str) -> (Duration, Duration) {
 }
 
 #[test]
-fn a_worker_of_real_time_priority_does_not_wait_for_a_process_that_computes_on_its_core() {
-    let world = World::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
-    let (daemon, worker) = (world.daemon.id(), thread_named(world.daemon.id(), "worker-0"));
+fn a_realtime_worker_does_not_wait_for_a_busy_process_on_its_core() {
+    let fixture = Fixture::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
+    let (daemon, worker) = (fixture.daemon.id(), thread_named(fixture.daemon.id(), "worker-0"));
     let status = std::fs::read_to_string(format!("/proc/{daemon}/task/{worker}/status")).unwrap();
     let core = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
-    let computing = Computing::on(core);
-    let address = |name: &str| world.site(name).address(false).unwrap();
-    let frame = Forger::of(&world, "test/pod-0").udp((address("test/pod-0"), 1000), (address("test/pod-1"), 9), b"");
-    let generator = world.site("test/pod-0").namespace.run(|| Generator::open("eth0")).unwrap();
+    let computing = BusyProcess::on(core);
+    let address = |name: &str| fixture.site(name).address(false).unwrap();
+    let frame = Forger::of(&fixture, "test/pod-0").udp((address("test/pod-0"), 1000), (address("test/pod-1"), 9), b"");
+    let generator = fixture.site("test/pod-0").namespace.run(|| Generator::open("eth0")).unwrap();
     let of_worker = || times(&format!("/proc/{daemon}/task/{worker}/schedstat"));
     let (before, computed) = (of_worker(), computing.times());
     let sent = generator.send(&frame, 200_000, Duration::from_micros(500)).unwrap();

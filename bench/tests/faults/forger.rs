@@ -5,41 +5,41 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
-use penstock_bench::load::Wire;
+use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::Outside;
 use penstock_control::service::admin::types::Port;
 
-use crate::fixture::World;
+use crate::fixture::Fixture;
 
 /// The broadcast MAC address.
 pub(crate) const BROADCAST: [u8; 6] = [0xff; 6];
 
 /// A raw socket on a pod's interface.
 pub(crate) struct Forger {
-    wire: Wire,
+    wire: PacketSocket,
     pub(crate) mac: [u8; 6],
     pub(crate) gateway: [u8; 6],
     pub(crate) sent: u64,
 }
 
 impl Forger {
-    pub(crate) fn of(world: &World, pod: &str) -> Self {
-        let namespace = &world.site(pod).namespace;
-        let host_side = world.cluster.node.pod(pod).unwrap().interface();
+    pub(crate) fn of(fixture: &Fixture, pod: &str) -> Self {
+        let namespace = &fixture.site(pod).namespace;
+        let host_side = fixture.cluster.node.pod(pod).unwrap().interface();
         Self {
-            wire: Wire::open(namespace).unwrap(),
+            wire: PacketSocket::open(namespace).unwrap(),
             mac: namespace.netlink().unwrap().mac("eth0").unwrap(),
-            gateway: world.cluster.node.netlink().mac(host_side).unwrap(),
+            gateway: fixture.cluster.node.netlink().mac(host_side).unwrap(),
             sent: 0,
         }
     }
 
     /// A raw socket on an outside machine's interface.
-    pub(crate) fn outside(world: &World, outside: &Outside) -> Self {
+    pub(crate) fn outside(fixture: &Fixture, outside: &Outside) -> Self {
         Self {
-            wire: Wire::open(outside.namespace()).unwrap(),
+            wire: PacketSocket::open(outside.namespace()).unwrap(),
             mac: outside.namespace().netlink().unwrap().mac("eth0").unwrap(),
-            gateway: world.cluster.node.netlink().mac(outside.interface()).unwrap(),
+            gateway: fixture.cluster.node.netlink().mac(outside.interface()).unwrap(),
             sent: 0,
         }
     }
@@ -81,23 +81,23 @@ impl Forger {
 }
 
 /// The daemon's current count of a drop reason on a port or pod.
-pub(crate) fn count(world: &World, pod: &str, cause: &str) -> u64 {
-    let statistics = world.statistics();
+pub(crate) fn count(fixture: &Fixture, pod: &str, cause: &str) -> u64 {
+    let statistics = fixture.statistics();
     let line = statistics.iter().find(|line| line.contains(pod)).unwrap_or_else(|| panic!("{statistics:#?}"));
     let mut words = line.split([' ', ',']).skip_while(|word| *word != cause).skip(1);
     words.next().map_or(0, |count| count.parse().unwrap())
 }
 
 /// The same, after waiting until it reaches `expected` or a timeout passes.
-pub(crate) fn count_to(world: &World, pod: &str, cause: &str, expected: u64) -> u64 {
-    sum_to(world, pod, &[cause], expected)
+pub(crate) fn count_to(fixture: &Fixture, pod: &str, cause: &str, expected: u64) -> u64 {
+    sum_to(fixture, pod, &[cause], expected)
 }
 
 /// The sum of several reasons.
-pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -> u64 {
+pub(crate) fn sum_to(fixture: &Fixture, pod: &str, causes: &[&str], expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let counted = causes.iter().map(|cause| count(world, pod, cause)).sum();
+        let counted = causes.iter().map(|cause| count(fixture, pod, cause)).sum();
         if counted >= expected || Instant::now() > deadline {
             return counted;
         }

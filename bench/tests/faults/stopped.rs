@@ -6,9 +6,9 @@ use std::ptr::null_mut;
 use nix::unistd::Pid;
 
 /// A thread that is stopped until this is dropped, or until the test ends.
-pub(crate) struct Stopped(Pid);
+pub(crate) struct StoppedThread(Pid);
 
-impl Stopped {
+impl StoppedThread {
     pub(crate) fn new(thread: Pid) -> Self {
         for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
             request_of(request, thread).unwrap();
@@ -21,7 +21,7 @@ impl Stopped {
     }
 }
 
-impl Drop for Stopped {
+impl Drop for StoppedThread {
     fn drop(&mut self) {
         // The thread may have ended with its process.
         let _ = request_of(libc::PTRACE_DETACH, self.0);

@@ -4,42 +4,42 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use penstock_bench::cluster::{Layout, Nodes, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::cluster::{MultiNodeCluster, NodeLayout, read_objects};
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{Protocol, Servers, Service, Site};
-use penstock_bench::testbed::{Between, Daemon, DaemonConfig, Node, Outside, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, InterNodeLink, Node, Outside, ScratchDir};
 
 /// Services on every site.
-pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
+pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
 /// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
 /// How nodes are wired, and which interfaces are uplinks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Form {
-    pub(crate) layout: Layout,
+pub(crate) struct Wiring {
+    pub(crate) layout: NodeLayout,
     /// Whether the interface towards the other node is an uplink; otherwise the kernel routes packets received there.
     pub(crate) uplink: bool,
 }
 
-impl Form {
+impl Wiring {
     /// Routes to a pod network on each node.
     pub(crate) fn routed(uplink: bool) -> Self {
-        Self { layout: Layout { between: Between::Routes, prefixes: (24, 64), bridged: false }, uplink }
+        Self { layout: NodeLayout { between: InterNodeLink::Routes, prefixes: (24, 64), bridged: false }, uplink }
     }
 
     /// The same with the pods of each node on a bridge.
     pub(crate) fn bridged() -> Self {
         let Self { layout, uplink } = Self::routed(true);
-        Self { layout: Layout { bridged: true, ..layout }, uplink }
+        Self { layout: NodeLayout { bridged: true, ..layout }, uplink }
     }
 
     /// A tunnel between the nodes, which is their uplink.
     pub(crate) fn tunnelled() -> Self {
         let Self { layout, uplink } = Self::routed(true);
-        Self { layout: Layout { between: Between::Vxlan, ..layout }, uplink }
+        Self { layout: NodeLayout { between: InterNodeLink::Vxlan, ..layout }, uplink }
     }
 
     /// Configuration of a node's daemon; each worker has its own core as long as there are enough.
@@ -58,41 +58,46 @@ impl Form {
 }
 
 /// Nodes with pods, each under a running daemon.
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) daemons: Vec<Daemon>,
-    pub(crate) nodes: Nodes,
+    pub(crate) nodes: MultiNodeCluster,
     /// Nodes and pods, then the machine beyond the router.
     pub(crate) sites: Vec<Site>,
     configs: Vec<DaemonConfig>,
     manifests: PathBuf,
-    scratch: Scratch,
+    scratch: ScratchDir,
     _beyond: Outside,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
+impl Fixture {
     /// With these manifests in one file, `all.yaml`.
-    pub(crate) fn start(yaml: &str, form: Form, services: &[Service]) -> Self {
-        Self::start_with(yaml, form, services, |_| {})
+    pub(crate) fn start(yaml: &str, wiring: Wiring, services: &[EchoService]) -> Self {
+        Self::start_with(yaml, wiring, services, |_| {})
     }
 
     /// The same with further configuration.
-    pub(crate) fn start_with(yaml: &str, form: Form, services: &[Service], more: fn(&mut DaemonConfig)) -> Self {
-        let scratch = Scratch::new().unwrap();
+    pub(crate) fn start_with(
+        yaml: &str,
+        wiring: Wiring,
+        services: &[EchoService],
+        more: fn(&mut DaemonConfig),
+    ) -> Self {
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
-        let nodes = Nodes::build(&read_objects(&manifests).unwrap(), form.layout).unwrap();
+        let nodes = MultiNodeCluster::build(&read_objects(&manifests).unwrap(), wiring.layout).unwrap();
         let beyond = nodes.router.add_outside("beyond").unwrap();
         let mut sites = nodes.sites.clone();
-        if form.layout.between == Between::Routes {
+        if wiring.layout.between == InterNodeLink::Routes {
             // With a tunnel, only the nodes have routes to pods.
             sites.push(Site::from(&beyond));
         }
-        let servers = Servers::start_all(&sites, services).unwrap();
+        let servers = EchoServers::start_all(&sites, services).unwrap();
         let configs: Vec<DaemonConfig> = (nodes.nodes.iter().enumerate())
             .map(|(number, (name, _))| {
-                let mut config = form.config(number, name, &manifests);
+                let mut config = wiring.config(number, name, &manifests);
                 more(&mut config);
                 config
             })
@@ -125,8 +130,8 @@ impl World {
 
     /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
-        let judge = Judge::new(&read_objects(&self.manifests).unwrap());
-        Matrix::between(&self.sites, &judge, &PROTOCOLS).unwrap()
+        let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
+        Matrix::between(&self.sites, &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {

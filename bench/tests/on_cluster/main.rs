@@ -4,7 +4,7 @@
 mod away;
 mod churn;
 mod enforced;
+mod fixture;
 mod killed;
 mod scale;
 mod stream;
-mod world;

@@ -4,11 +4,11 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::api_server::{ApiServer, Who};
+use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Daemon, Node, Privileges};
 use serde_json::{Value, json};
 
-use crate::world::{configuration, namespace, pod};
+use crate::fixture::{configuration, namespace, pod};
 
 const PODS: usize = 100_000;
 const NAMESPACES: usize = 200;
@@ -102,14 +102,14 @@ fn p99(before: &str, after: &str, name: &str) -> Duration {
 
 #[test]
 #[ignore = "a minute of a machine that is quiet: make test-long"]
-fn a_thousand_events_a_second_among_a_hundred_thousand_pods_are_followed() {
+fn a_thousand_events_a_second_among_100000_pods_are_followed() {
     let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
     let server = ApiServer::in_process(true, Some(node.namespace())).unwrap();
-    let fake = server.faulty().expect("it is the one in this process");
+    let fake = server.fake().expect("it is the one in this process");
     fake.put(cluster()).unwrap();
     fake.compact();
     let started = Instant::now();
-    let toml = configuration(&server.kubeconfig(Who::Penstock), "off", "");
+    let toml = configuration(&server.kubeconfig(Account::Penstock), "off", "");
     let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
     daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(120)).unwrap();
     println!("{PODS} pods and {POLICIES} policies read and in force after {:.1?}", started.elapsed());

@@ -5,13 +5,13 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use etherparse::PacketBuilder;
-use penstock_bench::load::Wire;
-use penstock_bench::probe::{Outcome, Protocol};
+use penstock_bench::load::PacketSocket;
+use penstock_bench::probe::{ProbeOutcome, Protocol};
 use penstock_bench::testbed::Namespace;
 use socket2::{Domain, Socket, Type};
 
 use crate::fixture;
-use crate::service::{Backend, OWN, Scene, WEB, address, run, service};
+use crate::service::{BackendPath, OWN, ServiceFixture, WEB, address, run, service};
 
 /// A pod of this node according to the API, with the label that `pod-1` admits, but without an interface.
 const GHOST: [&str; 2] = ["10.244.1.99", "fd00:10:244:1::99"];
@@ -37,9 +37,9 @@ fn framed(to: [u8; 6], packet: &[u8]) -> Vec<u8> {
 }
 
 /// VXLAN (RFC 7348), network 9, from the machine outside to the node.
-fn wrapped(scene: &Scene, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
+fn wrapped(service: &ServiceFixture, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
     let inner = [&[8, 0, 0, 0, 0, 0, 9, 0][..], &framed(TUNNEL_MAC, packet)].concat();
-    let [from, node] = [scene.outside.addresses()[0], address("198.51.100.1")];
+    let [from, node] = [service.outside.addresses()[0], address("198.51.100.1")];
     let (IpAddr::V4(from), IpAddr::V4(node)) = (from, node) else { panic!("IPv4 comes first") };
     let mut frame = Vec::new();
     let builder = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 9], to).ipv4(from.octets(), node.octets(), 64);
@@ -57,15 +57,15 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
 }
 
 /// Packets dropped for their source address, by any program or worker.
-fn spoofed(scene: &Scene) -> u64 {
+fn spoofed(service: &ServiceFixture) -> u64 {
     let count = |port: &penstock_control::service::admin::types::Port| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
-    scene.world.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()
+    service.fixture.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()
 }
 
-fn scene(by_uplink: bool) -> Scene {
-    Scene::with(Backend::Here, |cluster, config| {
+fn service(by_uplink: bool) -> ServiceFixture {
+    ServiceFixture::with(BackendPath::Here, |cluster, config| {
         let ghost = fixture::pod("ghost", GHOST[0], GHOST[1]).replace("app: ghost", "app: pod-0");
         std::fs::write(config.manifests.join("ghost.yaml"), ghost.trim_start_matches("---\n")).unwrap();
         if by_uplink {
@@ -79,34 +79,34 @@ fn scene(by_uplink: bool) -> Scene {
 }
 
 #[test]
-fn a_packet_in_a_local_pods_name_that_did_not_come_from_the_workers_is_dropped_and_counted() {
+fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_counted() {
     for by_uplink in [false, true] {
-        let mut scene = scene(by_uplink);
-        let node = scene.world.cluster.node.namespace().clone();
+        let mut service = service(by_uplink);
+        let node = service.fixture.cluster.node.namespace().clone();
         let to_node = node.netlink().unwrap().mac("eth1").unwrap();
-        let wire = Wire::open(scene.outside.namespace()).unwrap();
+        let wire = PacketSocket::open(service.outside.namespace()).unwrap();
         for restarted in [false, true] {
             if restarted {
-                scene.restart();
+                service.restart();
             }
-            let before = spoofed(&scene);
+            let before = spoofed(&service);
             let mut sent = 0;
             let mut sockets = Vec::new();
             for v6 in [false, true] {
-                let victim = scene.world.site("test/pod-1").address(v6).unwrap();
+                let victim = service.fixture.site("test/pod-1").address(v6).unwrap();
                 let here = SocketAddr::new(victim, OWN);
-                let socket = scene.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
-                for name in [scene.world.site("test/pod-0").address(v6).unwrap(), address(GHOST[usize::from(v6)])] {
+                let socket = service.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
+                for name in [service.fixture.site("test/pod-0").address(v6).unwrap(), address(GHOST[usize::from(v6)])] {
                     let packet = packet(name, victim);
                     wire.send(&framed(to_node, &packet)).unwrap();
-                    wire.send(&wrapped(&scene, to_node, &packet)).unwrap();
+                    wire.send(&wrapped(&service, to_node, &packet)).unwrap();
                     send_from_a_process(&node, victim, &packet);
                     sent += 3;
                 }
                 sockets.push(socket);
             }
             let deadline = Instant::now() + Duration::from_secs(10);
-            while spoofed(&scene) < before + sent && Instant::now() < deadline {
+            while spoofed(&service) < before + sent && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
             let what = format!("by uplink: {by_uplink}, restarted: {restarted}");
@@ -114,26 +114,31 @@ fn a_packet_in_a_local_pods_name_that_did_not_come_from_the_workers_is_dropped_a
                 socket.set_nonblocking(true).unwrap();
                 let mut bytes = [0; 64];
                 let got = socket.recv_from(&mut bytes).map(|(_, from)| from);
-                assert!(got.is_err(), "{what}: from {got:?}\n{}", scene.told());
+                assert!(got.is_err(), "{what}: from {got:?}\n{}", service.logs());
             }
-            assert_eq!(spoofed(&scene) - before, sent, "{what}\n{}", scene.told());
+            assert_eq!(spoofed(&service) - before, sent, "{what}\n{}", service.logs());
             for (v6, protocol) in [(false, Protocol::Tcp(WEB)), (true, Protocol::Udp(WEB))] {
-                let outcome = scene.probe("test/pod-0", v6, protocol);
-                assert_eq!(outcome, Outcome::Reached, "what the node translated passes, {what}\n{}", scene.told());
+                let outcome = service.probe("test/pod-0", v6, protocol);
+                assert_eq!(
+                    outcome,
+                    ProbeOutcome::Reached,
+                    "what the node translated passes, {what}\n{}",
+                    service.logs()
+                );
             }
         }
     }
 }
 
 #[test]
-fn nobody_outside_answers_in_the_name_of_a_services_backend() {
+fn outside_hosts_cannot_answer_for_a_service_backend() {
     for by_uplink in [false, true] {
-        let scene = scene(by_uplink);
-        let to_node = scene.world.cluster.node.netlink().mac("eth1").unwrap();
-        let wire = Wire::open(scene.outside.namespace()).unwrap();
+        let service = service(by_uplink);
+        let to_node = service.fixture.cluster.node.netlink().mac("eth1").unwrap();
+        let wire = PacketSocket::open(service.outside.namespace()).unwrap();
         for v6 in [false, true] {
-            let (client, backend) = (scene.world.site("test/pod-0"), scene.backend.address(v6).unwrap());
-            let server = scene.backend.namespace.run(|| UdpSocket::bind(SocketAddr::new(backend, OWN))).unwrap();
+            let (client, backend) = (service.fixture.site("test/pod-0"), service.backend.address(v6).unwrap());
+            let server = service.backend.namespace.run(|| UdpSocket::bind(SocketAddr::new(backend, OWN))).unwrap();
             let own = SocketAddr::new(client.address(v6).unwrap(), 1234);
             let asking = client.namespace.run(|| UdpSocket::bind(own)).unwrap();
             for socket in [&server, &asking] {
@@ -144,23 +149,23 @@ fn nobody_outside_answers_in_the_name_of_a_services_backend() {
                 asking.send_to(b"question", SocketAddr::new(service(v6), OWN)).unwrap();
                 server.recv_from(&mut bytes).ok()
             });
-            let (_, from) = asked.unwrap_or_else(|| panic!("{}", scene.told()));
-            let before = spoofed(&scene);
+            let (_, from) = asked.unwrap_or_else(|| panic!("{}", service.logs()));
+            let before = spoofed(&service);
             let mut forged = packet(backend, own.ip());
             // Swapping the ports leaves the checksum valid; IPv4 works without it.
             let udp = if v6 { 40 } else { 20 };
             forged[udp..udp + 4].copy_from_slice(&[OWN.to_be_bytes(), 1234_u16.to_be_bytes()].concat());
             wire.send(&framed(to_node, &forged)).unwrap();
             let deadline = Instant::now() + Duration::from_secs(10);
-            while spoofed(&scene) == before && Instant::now() < deadline {
+            while spoofed(&service) == before && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            assert!(spoofed(&scene) > before, "by uplink: {by_uplink}, v6: {v6}\n{}", scene.told());
+            assert!(spoofed(&service) > before, "by uplink: {by_uplink}, v6: {v6}\n{}", service.logs());
             let answered = (0..10).find_map(|_| {
                 server.send_to(b"answer", from).unwrap();
                 asking.recv_from(&mut bytes).ok()
             });
-            let (length, answers) = answered.unwrap_or_else(|| panic!("{}", scene.told()));
+            let (length, answers) = answered.unwrap_or_else(|| panic!("{}", service.logs()));
             assert_eq!((&bytes[..length], answers.ip()), (&b"answer"[..], service(v6)), "the backend itself");
         }
     }

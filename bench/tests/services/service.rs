@@ -6,11 +6,11 @@ use std::process::Stdio;
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::Cluster;
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::DaemonConfig;
 use penstock_bench::testbed::{Namespace, Outside};
 
-use crate::fixture::{SERVICES, World, pods, policy};
+use crate::fixture::{Fixture, SERVICES, pods, policy};
 
 /// The Service's addresses; no interface has them.
 pub(crate) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
@@ -66,7 +66,7 @@ pub(crate) fn run(namespace: &Namespace, tool: &str, arguments: &[&str], input: 
 
 /// Location of a Service's backend, and the path of its replies.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Backend {
+pub(crate) enum BackendPath {
     /// A pod of the same node.
     Here,
     /// A machine elsewhere; the kernel routes its packets.
@@ -75,31 +75,31 @@ pub(crate) enum Backend {
     ByUplink,
 }
 
-pub(crate) const BACKENDS: [Backend; 3] = [Backend::Here, Backend::Elsewhere, Backend::ByUplink];
+pub(crate) const BACKENDS: [BackendPath; 3] = [BackendPath::Here, BackendPath::Elsewhere, BackendPath::ByUplink];
 
 /// A node with three pods and a Service whose backend is the last site.
-pub(crate) struct Scene {
-    pub(crate) world: World,
+pub(crate) struct ServiceFixture {
+    pub(crate) fixture: Fixture,
     pub(crate) backend: Site,
     pub(crate) outside: Outside,
-    _servers: Option<probe::Servers>,
+    _servers: Option<probe::EchoServers>,
 }
 
-impl Scene {
-    pub(crate) fn new(backend: Backend) -> Self {
+impl ServiceFixture {
+    pub(crate) fn new(backend: BackendPath) -> Self {
         Self::with(backend, |_, _| {})
     }
 
-    pub(crate) fn with(backend: Backend, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+    pub(crate) fn with(backend: BackendPath, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let (mut outside, mut found) = (None, None);
-        let world = World::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
+        let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
             let machine = cluster.node.add_outside("outside").unwrap();
-            if let Backend::ByUplink = backend {
+            if let BackendPath::ByUplink = backend {
                 config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
             }
             let site = match backend {
-                Backend::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
-                Backend::Elsewhere | Backend::ByUplink => Site::from(&machine),
+                BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
+                BackendPath::Elsewhere | BackendPath::ByUplink => Site::from(&machine),
             };
             translate(cluster.node.namespace(), &site);
             (outside, found) = (Some(machine), Some(site));
@@ -107,29 +107,29 @@ impl Scene {
         });
         let backend_site = found.unwrap();
         let servers = match backend {
-            Backend::Here => None,
-            _ => Some(probe::Servers::start(&backend_site, IDENTITY_ELSEWHERE, &SERVICES).unwrap()),
+            BackendPath::Here => None,
+            _ => Some(probe::EchoServers::start(&backend_site, IDENTITY_ELSEWHERE, &SERVICES).unwrap()),
         };
-        Self { world, backend: backend_site, outside: outside.unwrap(), _servers: servers }
+        Self { fixture, backend: backend_site, outside: outside.unwrap(), _servers: servers }
     }
 
     /// Result of a probe of the Service from a pod.
-    pub(crate) fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> Outcome {
-        let identity = self.world.cluster.site(&self.backend.name).map_or(IDENTITY_ELSEWHERE, |index| index as u32);
-        let patience = Patience { attempts: 4, ..Patience::default() };
-        probe::run_one(self.world.site(pod), (identity, service(v6)), protocol, patience).unwrap()
+    pub(crate) fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> ProbeOutcome {
+        let identity = self.fixture.cluster.site(&self.backend.name).map_or(IDENTITY_ELSEWHERE, |index| index as u32);
+        let patience = RetryPolicy { attempts: 4, ..RetryPolicy::default() };
+        probe::run_one(self.fixture.site(pod), (identity, service(v6)), protocol, patience).unwrap()
     }
 
     /// The daemon's log and statistics.
-    pub(crate) fn told(&self) -> String {
-        [self.world.daemon.log().lines(), self.world.statistics()].concat().join("\n")
+    pub(crate) fn logs(&self) -> String {
+        [self.fixture.daemon.log().lines(), self.fixture.statistics()].concat().join("\n")
     }
 
     /// Kills the daemon and starts the next one.
     pub(crate) fn restart(&mut self) {
-        self.world.daemon.signal(Signal::SIGKILL).unwrap();
-        self.world.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
-        self.world.restart();
+        self.fixture.daemon.signal(Signal::SIGKILL).unwrap();
+        self.fixture.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
+        self.fixture.restart();
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use etherparse::{IpNumber, PacketBuilder};
 use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
 use crate::service::{OWN, address, run};
 
@@ -26,21 +26,21 @@ fn tunnel(node: &Namespace, name: &str, port: u16) {
     run(node, "ip", &["link", "set", name, "up"], "");
 }
 
-fn world(settings: &str) -> (World, Outside) {
+fn fixture(settings: &str) -> (Fixture, Outside) {
     let yaml = pods(3) + &policy("served", "pod-1", INGRESS) + &policy("shut", "pod-2", "  policyTypes: [Egress]\n");
     let mut outside = None;
-    let world = World::of(&yaml, |cluster, config: &mut DaemonConfig| {
+    let fixture = Fixture::of(&yaml, |cluster, config: &mut DaemonConfig| {
         std::fs::write(config.manifests.join("other.yaml"), OTHER_NODE).unwrap();
         config.sections += settings;
         outside = Some(cluster.node.add_outside("outside").unwrap());
         tunnel(cluster.node.namespace(), "flannel.1", 8472);
     });
-    (world, outside.unwrap())
+    (fixture, outside.unwrap())
 }
 
 /// A datagram to `pod-1` from elsewhere, in VXLAN network 1.
-fn vxlan(world: &World, v6: bool) -> Vec<u8> {
-    let to = world.site("test/pod-1").address(v6).unwrap();
+fn vxlan(fixture: &Fixture, v6: bool) -> Vec<u8> {
+    let to = fixture.site("test/pod-1").address(v6).unwrap();
     let mut inner = Vec::new();
     let ethernet = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 9], TUNNEL_MAC);
     match (address(ELSEWHERE[usize::from(v6)]), to) {
@@ -55,11 +55,11 @@ fn vxlan(world: &World, v6: bool) -> Vec<u8> {
 }
 
 /// Sockets that receive on `pod-1`'s port.
-struct Ears(Vec<UdpSocket>);
+struct ReceiverSockets(Vec<UdpSocket>);
 
-impl Ears {
-    fn open(world: &World) -> Self {
-        let site = world.site("test/pod-1");
+impl ReceiverSockets {
+    fn open(fixture: &Fixture) -> Self {
+        let site = fixture.site("test/pod-1");
         let open = |v6| {
             let socket =
                 site.namespace.run(|| UdpSocket::bind(SocketAddr::new(site.address(v6).unwrap(), OWN))).unwrap();
@@ -104,10 +104,10 @@ fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
-    let (world, _outside) = world("");
-    let ears = Ears::open(&world);
-    let mut forger = Forger::of(&world, "test/pod-2");
+fn tunnel_packets_from_a_pod_that_the_node_would_decapsulate_are_dropped_and_counted() {
+    let (fixture, _outside) = fixture("");
+    let sockets = ReceiverSockets::open(&fixture);
+    let mut forger = Forger::of(&fixture, "test/pod-2");
     let nodes = [
         ["172.18.0.2", "fd00:172:18::2"],
         // The pods' gateway, the node's address on another interface, that network's broadcast address and anycast
@@ -118,74 +118,74 @@ fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
         ["172.18.0.3", "fd00:172:18::3"],
     ];
     for (v6, node) in nodes.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
-        let (own, node) = (world.site("test/pod-2").address(v6).unwrap(), address(node));
+        let (own, node) = (fixture.site("test/pod-2").address(v6).unwrap(), address(node));
         for port in [8472, 4789, 6081] {
-            forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&world, v6)));
+            forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&fixture, v6)));
         }
         for protocol in [4, 41, 47, 108, 115, 137] {
             forger.send(&of_protocol(&forger, own, node, protocol));
         }
-        let datagram = forger.udp((own, 5000), (node, 8472), &vxlan(&world, v6));
+        let datagram = forger.udp((own, 5000), (node, 8472), &vxlan(&fixture, v6));
         let hidden = if v6 { behind_an_option(datagram) } else { first_fragment(datagram) };
         forger.send(&hidden);
     }
-    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
-    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
-    assert_eq!(ears.heard(), 0, "nothing comes out of the tunnel");
+    let counted = count_to(&fixture, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", fixture.statistics().join("\n"));
+    assert_eq!(sockets.heard(), 0, "nothing comes out of the tunnel");
 }
 
 #[test]
-fn a_tunnels_port_that_the_settings_name_counts_too() {
-    let (world, _outside) = world("[encapsulation]\nports = [7777]\n");
-    let mut forger = Forger::of(&world, "test/pod-2");
+fn a_configured_tunnel_port_is_dropped_too() {
+    let (fixture, _outside) = fixture("[encapsulation]\nports = [7777]\n");
+    let mut forger = Forger::of(&fixture, "test/pod-2");
     for v6 in [false, true] {
-        let own = world.site("test/pod-2").address(v6).unwrap();
-        let node = world.site("node").address(v6).unwrap();
+        let own = fixture.site("test/pod-2").address(v6).unwrap();
+        let node = fixture.site("node").address(v6).unwrap();
         forger.send(&forger.udp((own, 5000), (node, 7777), b"wrapped"));
     }
-    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
-    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
+    let counted = count_to(&fixture, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", fixture.statistics().join("\n"));
 }
 
 #[test]
-fn a_port_of_a_tunnel_counts_as_soon_as_its_interface_is_there() {
-    let (world, _outside) = world("");
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let own = world.site("test/pod-2").address(false).unwrap();
-    tunnel(world.cluster.node.namespace(), "later", 5555);
+fn a_tunnel_port_is_dropped_as_soon_as_its_interface_exists() {
+    let (fixture, _outside) = fixture("");
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let own = fixture.site("test/pod-2").address(false).unwrap();
+    tunnel(fixture.cluster.node.namespace(), "later", 5555);
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 5555), &vxlan(&world, false)));
-        if crate::forger::count(&world, "test/pod-2", "encapsulation") > 0 {
+        forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 5555), &vxlan(&fixture, false)));
+        if crate::forger::count(&fixture, "test/pod-2", "encapsulation") > 0 {
             break;
         }
-        assert!(Instant::now() < deadline, "{}", world.daemon.log().lines().join("\n"));
+        assert!(Instant::now() < deadline, "{}", fixture.daemon.log().lines().join("\n"));
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 #[test]
-fn a_tunnel_to_the_node_passes_where_the_setting_says_so() {
-    let (world, _outside) = world("[encapsulation]\nfrom_pods = \"allow\"\n");
-    let ears = Ears::open(&world);
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let own = world.site("test/pod-2").address(false).unwrap();
+fn a_tunnel_to_the_node_passes_if_configured() {
+    let (fixture, _outside) = fixture("[encapsulation]\nfrom_pods = \"allow\"\n");
+    let sockets = ReceiverSockets::open(&fixture);
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let own = fixture.site("test/pod-2").address(false).unwrap();
     // The ends of the tunnel have IPv4 addresses only.
     for inside_v6 in [false, true] {
         let deadline = Instant::now() + Duration::from_secs(10);
-        while ears.heard() == 0 {
-            forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&world, inside_v6)));
+        while sockets.heard() == 0 {
+            forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&fixture, inside_v6)));
             std::thread::sleep(Duration::from_millis(20));
-            assert!(Instant::now() < deadline, "{}", world.statistics().join("\n"));
+            assert!(Instant::now() < deadline, "{}", fixture.statistics().join("\n"));
         }
     }
-    assert_eq!(crate::forger::count(&world, "test/pod-2", "encapsulation"), 0);
+    assert_eq!(crate::forger::count(&fixture, "test/pod-2", "encapsulation"), 0);
 }
 
 #[test]
-fn a_tunnel_that_ends_in_a_pod_is_the_pods_own_matter() {
-    let (world, _outside) = world("");
-    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-2"));
+fn a_tunnel_that_ends_in_a_pod_is_not_restricted() {
+    let (fixture, _outside) = fixture("");
+    let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"));
     for v6 in [false, true] {
         let there = SocketAddr::new(to.address(v6).unwrap(), 8472);
         let server = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
@@ -196,6 +196,6 @@ fn a_tunnel_that_ends_in_a_pod_is_the_pods_own_matter() {
             client.send_to(b"to a pod", there).unwrap();
             server.recv(&mut [0; 16]).is_ok()
         });
-        assert!(heard, "v6: {v6}\n{}", world.statistics().join("\n"));
+        assert!(heard, "v6: {v6}\n{}", fixture.statistics().join("\n"));
     }
 }

@@ -3,22 +3,22 @@
 use std::time::Duration;
 
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, Scratch, network_state};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, ScratchDir, network_state};
 
 use crate::fixture::{pod, pods};
 
 /// A node whose daemon is not yet started.
-struct Prepared {
+struct UnstartedNode {
     cluster: Cluster,
     config: DaemonConfig,
     privileges: Privileges,
-    scratch: Scratch,
+    scratch: ScratchDir,
     outside: Option<Outside>,
 }
 
-impl Prepared {
+impl UnstartedNode {
     fn new() -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), pods(2)).unwrap();
@@ -33,9 +33,9 @@ impl Prepared {
 }
 
 /// Name, the error to introduce, and what the line must contain.
-type Case = (&'static str, fn(&mut Prepared), &'static [&'static str]);
+type BadInput = (&'static str, fn(&mut UnstartedNode), &'static [&'static str]);
 
-const CASES: &[Case] = &[
+const CASES: &[BadInput] = &[
     ("no privileges", |node| node.privileges = Privileges::None, &["CAP_NET_ADMIN", "root"]),
     ("an unknown key", |node| node.config.keys = "nonsense = 1\n".into(), &["penstock.toml:2", "nonsense"]),
     (
@@ -90,9 +90,9 @@ const CASES: &[Case] = &[
 ];
 
 #[test]
-fn each_ends_with_code_2_and_one_line_and_leaves_nothing() {
+fn bad_input_ends_with_code_2_and_one_line_and_leaves_nothing() {
     for (what, break_it, named) in CASES {
-        let mut node = Prepared::new();
+        let mut node = UnstartedNode::new();
         break_it(&mut node);
         let before = network_state(node.cluster.node.netlink()).unwrap();
         let namespace = node.cluster.node.namespace();

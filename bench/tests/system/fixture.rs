@@ -9,33 +9,33 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{Protocol, Servers, Service, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir};
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::{Port, Status};
 
 /// Services on every site.
-pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
+pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
 /// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
 /// A node with pods and a running daemon.
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) cluster: Cluster,
     pub(crate) manifests: PathBuf,
-    pub(crate) scratch: Scratch,
+    pub(crate) scratch: ScratchDir,
     config: DaemonConfig,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
+impl Fixture {
     /// The cluster of `configs/demo`.
     pub(crate) fn demo() -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
         Self::start(scratch, manifests, |_, _| {})
@@ -43,19 +43,19 @@ impl World {
 
     /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.
     pub(crate) fn of(yaml: &str, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
         Self::start(scratch, manifests, more)
     }
 
-    fn start(scratch: Scratch, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+    fn start(scratch: ScratchDir, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(scratch.path().join("admin.sock"));
         more(&mut cluster, &mut config);
-        let servers = Servers::start_all(&cluster.sites, &SERVICES).unwrap();
+        let servers = EchoServers::start_all(&cluster.sites, &SERVICES).unwrap();
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
         Self { daemon, cluster, manifests, scratch, config, _servers: servers }
     }
@@ -83,8 +83,8 @@ impl World {
 
     /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
-        let judge = Judge::new(&read_objects(&self.manifests).unwrap());
-        Matrix::measure(&self.cluster, &judge, &PROTOCOLS).unwrap()
+        let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
+        Matrix::measure(&self.cluster, &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {

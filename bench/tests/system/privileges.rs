@@ -8,20 +8,20 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch, network_state};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
 use penstock_control::privileges::{KEPT, START};
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::{Flows, FlowsQuery};
 
-use crate::fixture::{World, pod, pods, policy};
+use crate::fixture::{Fixture, pod, pods, policy};
 
 /// Timeout until a change of the manifests is in force.
 const IN_FORCE: Duration = Duration::from_secs(10);
 
 /// Capability sets of a thread as the kernel names them, and its no_new_privs flag.
 #[derive(PartialEq, Eq, Debug)]
-struct Rights {
+struct ThreadCapabilities {
     permitted: u64,
     effective: u64,
     inheritable: u64,
@@ -30,7 +30,7 @@ struct Rights {
     no_new: bool,
 }
 
-impl Rights {
+impl ThreadCapabilities {
     fn of(process: Pid, thread: &str) -> Self {
         let status = fs::read_to_string(format!("/proc/{process}/task/{thread}/status")).unwrap();
         let field = |name: &str| {
@@ -76,7 +76,7 @@ fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let threads = threads(process);
     for (number, name) in &threads {
         let kept = if *number == process.to_string() { mask(&KEPT) } else { 0 };
-        assert_eq!(Rights::of(process, number), Rights::only(kept, bounding), "thread {name}");
+        assert_eq!(ThreadCapabilities::of(process, number), ThreadCapabilities::only(kept, bounding), "thread {name}");
     }
     for wanted in expected {
         assert!(threads.iter().any(|(_, name)| name.starts_with(wanted)), "no thread {wanted} among {threads:?}");
@@ -84,17 +84,17 @@ fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
 }
 
 #[test]
-fn once_it_is_ready_one_thread_has_what_is_kept_and_no_other_has_anything() {
-    let files = Scratch::new().unwrap();
+fn once_ready_only_the_control_thread_has_capabilities() {
+    let files = ScratchDir::new().unwrap();
     let socket = files.path().join("admin.sock");
-    let world = World::of(&pods(2), |_, config| {
+    let fixture = Fixture::of(&pods(2), |_, config| {
         config.sections.push_str("\n[verdict_log]\noutput = \"stdout\"\n");
         config.admin = Some(socket.clone());
     });
     // These requests start a helper thread.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
     let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
-    assert_only_what_is_kept(&world.daemon, mask(&KEPT), &expected);
+    assert_only_what_is_kept(&fixture.daemon, mask(&KEPT), &expected);
 }
 
 /// A daemon with only what the systemd unit and the DaemonSet grant.
@@ -104,9 +104,9 @@ fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
 }
 
 #[test]
-fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pods_that_come_later() {
+fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_pods() {
     for mode in ["closed", "open"] {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         fs::create_dir(&manifests).unwrap();
         let all = manifests.join("all.yaml");
@@ -128,12 +128,12 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         scratch.save(&all, &(yaml.clone() + &closed)).unwrap();
         daemon.log().wait_for_after(seen, "pods=2", IN_FORCE).unwrap();
         let from = Site::from(cluster.node.pod("test/pod-0").unwrap());
-        let probe = || probe::run_one(&from, (0, addresses[0]), Protocol::Icmp, Patience::default()).unwrap();
-        assert_eq!(probe(), Outcome::Silent, "fail.mode = {mode}");
+        let probe = || probe::run_one(&from, (0, addresses[0]), Protocol::Icmp, RetryPolicy::default()).unwrap();
+        assert_eq!(probe(), ProbeOutcome::Silent, "fail.mode = {mode}");
         let seen = daemon.log().len();
         scratch.save(&all, &yaml).unwrap();
         daemon.log().wait_for_after(seen, "published: ", IN_FORCE).unwrap();
-        assert_eq!(probe(), Outcome::Reached, "fail.mode = {mode}");
+        assert_eq!(probe(), ProbeOutcome::Reached, "fail.mode = {mode}");
         assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
 
         daemon.signal(Signal::SIGTERM).unwrap();
@@ -153,12 +153,12 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
 }
 
 #[test]
-fn the_admin_socket_is_its_owners_alone() {
+fn only_the_owner_can_use_the_admin_socket() {
     // Below a directory that everybody may enter, so that the socket's own mode denies access.
-    let scratch = Scratch::new().unwrap();
+    let scratch = ScratchDir::new().unwrap();
     fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let socket = scratch.path().join("admin.sock");
-    let world = World::of(&pods(1), |_, config| config.admin = Some(socket.clone()));
+    let fixture = Fixture::of(&pods(1), |_, config| config.admin = Some(socket.clone()));
     assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     UnixStream::connect(&socket).unwrap();
     let refused = std::thread::spawn(move || {
@@ -169,5 +169,5 @@ fn the_admin_socket_is_its_owners_alone() {
         UnixStream::connect(&socket).unwrap_err().kind()
     });
     assert_eq!(refused.join().unwrap(), std::io::ErrorKind::PermissionDenied);
-    drop(world);
+    drop(fixture);
 }

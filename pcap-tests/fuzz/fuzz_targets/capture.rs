@@ -4,6 +4,6 @@
 use libfuzzer_sys::fuzz_target;
 use penstock_pcap_tests::fuzz::capture;
 
-fuzz_target!(|octets: &[u8]| {
-    capture(octets);
+fuzz_target!(|bytes: &[u8]| {
+    capture(bytes);
 });

@@ -4,11 +4,11 @@
 use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
-use penstock_pcap_tests::fuzz::{Subject, frames};
+use penstock_pcap_tests::fuzz::{FuzzNode, frames};
 
 thread_local! {
     /// Kept between inputs: building the tables takes longer than using them.
-    static SUBJECT: RefCell<Subject> = RefCell::default();
+    static NODE: RefCell<FuzzNode> = RefCell::default();
 }
 
-fuzz_target!(|octets: &[u8]| SUBJECT.with_borrow_mut(|subject| frames(subject, octets)));
+fuzz_target!(|bytes: &[u8]| NODE.with_borrow_mut(|node| frames(node, bytes)));

@@ -1,9 +1,8 @@
 //! `make demo`: a node with pods in network namespaces, the real daemon and real packets. Compares expected with
 //! observed results and changes a policy while a connection is open.
 
-mod keep;
 mod live;
-mod screen;
+mod terminal;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,16 +12,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{self, Legend, Matrix};
-use penstock_bench::probe::{Protocol, Servers, Service};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol};
+use penstock_bench::testbed::{CleanupGuard, Daemon, DaemonConfig, Inventory, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
-use screen::{bad, good, heading, step};
+use terminal::{bad, good, heading, step};
 
 /// Services on every site.
-const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
+const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
 /// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
@@ -34,7 +33,7 @@ fn main() -> ExitCode {
     };
     // Made first, so it runs last: on Ctrl-C it compares after everything else is undone.
     let outcome = Arc::new(Mutex::new(None));
-    let last = Guard::new({
+    let last = CleanupGuard::new({
         let outcome = outcome.clone();
         move || *outcome.lock().expect("nobody panics with it") = Some(report_leftovers(&before))
     });
@@ -77,11 +76,11 @@ fn report_leftovers(before: &Inventory) -> bool {
 }
 
 fn run() -> Result<()> {
-    let scratch = Scratch::new()?;
+    let scratch = ScratchDir::new()?;
     let manifests = scratch.copy_in(&manifests()?, "manifests")?;
     let admin = scratch.path().join("admin.sock");
     let objects = read_objects(&manifests)?;
-    let judge = Judge::new(&objects);
+    let oracle = PolicyOracle::new(&objects);
 
     heading("Penstock demo: NetworkPolicy enforced in userspace, on a node made of network namespaces");
     let cluster = step("Building the node and its pods", || {
@@ -90,7 +89,7 @@ fn run() -> Result<()> {
         Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
     })?;
     let _servers = step("Starting servers on every pod and on the node", || {
-        let servers = Servers::start_all(&cluster.sites, &SERVICES)?;
+        let servers = EchoServers::start_all(&cluster.sites, &SERVICES)?;
         Ok((servers, "TCP 8080, TCP 9090, UDP 53".to_owned()))
     })?;
     let daemon = step("Starting the daemon", || {
@@ -105,7 +104,7 @@ fn run() -> Result<()> {
         let command = format!("penstock run --config {}, {workers}", daemon.config().display());
         Ok((daemon, command))
     })?;
-    let result = show(&cluster, &judge, &scratch, &manifests);
+    let result = show(&cluster, &oracle, &scratch, &manifests);
     if let Err(error) = &result {
         println!("\n{}", bad(&format!("demo: {error:#}")));
         println!("The daemon's last lines, with its statistics:");
@@ -114,7 +113,7 @@ fn run() -> Result<()> {
         daemon.log().lines().iter().rev().take(30).rev().for_each(|line| println!("  {line}"));
     }
     if std::env::var_os("KEEP").is_some_and(|keep| !keep.is_empty() && keep != "0") {
-        keep::until_told(&cluster, &daemon, &manifests, &admin)?;
+        terminal::wait_for_enter(&cluster, &daemon, &manifests, &admin)?;
     }
     step("Ending the daemon", || {
         let (status, _) = daemon.stop()?;
@@ -126,9 +125,9 @@ fn run() -> Result<()> {
     result.context("the demo failed; its reason stands above")
 }
 
-fn show(cluster: &Cluster, judge: &Judge, scratch: &Scratch, manifests: &Path) -> Result<()> {
+fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifests: &Path) -> Result<()> {
     let matrix = step("Sending real packets between all of them", || {
-        let matrix = Matrix::measure(cluster, judge, &PROTOCOLS)?;
+        let matrix = Matrix::measure(cluster, oracle, &PROTOCOLS)?;
         let probes = matrix.entries().len();
         Ok((matrix, format!("{probes} probes")))
     })?;

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use penstock_bench::load::{CoreTimes, go_first, pin};
+use penstock_bench::load::{CoreTimes, pin, raise_priority};
 use penstock_bench::peers::Cores;
 
 /// Duration of a speed measurement.
@@ -29,14 +29,14 @@ pub(crate) struct Host {
 
 /// Interference of the host during a measurement.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) struct Kept {
+pub(crate) struct HostInterference {
     /// Stolen time of the cores, in percent.
     pub(crate) stolen: f64,
     /// Speed of the slower core in percent of its full speed, before or after: the lower of both.
     pub(crate) speed: f64,
 }
 
-impl Kept {
+impl HostInterference {
     /// Degree of interference; 0 if it is negligible.
     pub(crate) fn degree(&self) -> f64 {
         let slow = if self.speed < 100.0 * WHOLE { 100.0 - self.speed } else { 0.0 };
@@ -77,11 +77,11 @@ impl Host {
     }
 
     /// Runs `work` and measures the host's interference meanwhile.
-    pub(crate) fn watch<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(T, Kept)> {
+    pub(crate) fn watch<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<(T, HostInterference)> {
         let (before, cores, began) = (self.speed()?, CoreTimes::read()?, Instant::now());
         let value = work()?;
         let stolen = 100.0 * CoreTimes::read()?.stolen_share(&cores, began.elapsed());
-        Ok((value, Kept { stolen, speed: before.min(self.speed()?) }))
+        Ok((value, HostInterference { stolen, speed: before.min(self.speed()?) }))
     }
 }
 
@@ -89,7 +89,7 @@ impl Host {
 pub(crate) fn on_each<T: Send>(cores: &[usize], work: impl Fn() -> T + Sync) -> Result<Vec<T>> {
     let on = |core| -> Result<T> {
         pin(core)?;
-        go_first()?;
+        raise_priority()?;
         Ok(work())
     };
     thread::scope(|scope| {
@@ -118,19 +118,57 @@ fn work() -> f64 {
     }
 }
 
+/// Shortest interval between two clock reads that counts as a gap.
+const GAP: Duration = Duration::from_millis(1);
+/// How long the threads spin.
+const SPIN: Duration = Duration::from_secs(1);
+
+/// Scheduling gaps of one thread.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct SchedulingGaps {
+    count: u32,
+    longest: Duration,
+}
+
+/// Reads the clock in a loop.
+fn spin() -> SchedulingGaps {
+    let mut gaps = SchedulingGaps::default();
+    let begin = Instant::now();
+    let mut last = begin;
+    while last - begin < SPIN {
+        let now = Instant::now();
+        let gap = now - last;
+        gaps.count += u32::from(gap >= GAP);
+        (gaps.longest, last) = (gaps.longest.max(gap), now);
+    }
+    gaps
+}
+
+/// Runs a thread on each of these cores at the same time; returns a sentence for each.
+pub(crate) fn scheduling_gaps(cores: &[usize]) -> Result<String> {
+    let sentences = cores.iter().zip(on_each(cores, spin)?).map(|(core, gaps)| {
+        format!(
+            "core {core}: {} of 1 ms or more in a second, the longest {:.1} ms",
+            gaps.count,
+            gaps.longest.as_secs_f64() * 1e3
+        )
+    });
+    Ok(sentences.collect::<Vec<_>>().join("; "))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_time_and_more_than_a_little_speed() {
+    fn interference_is_stolen_time_or_a_significant_slowdown() {
         for (stolen, speed, degree) in [(0.0, 100.0, 0.0), (0.0, 86.0, 0.0), (0.0, 52.0, 48.0), (2.0, 60.0, 42.0)] {
-            assert_eq!(Kept { stolen, speed }.degree(), degree);
+            assert_eq!(HostInterference { stolen, speed }.degree(), degree);
         }
     }
 
     #[test]
-    fn the_slower_core_is_compared_with_the_fastest_look_of_either() {
+    fn the_slower_core_is_compared_with_the_fastest_measurement() {
         let mut host = Host { cores: [0, 1], fastest: 0.0 };
         for (looked, share) in [([10.0, 8.0], 80.0), ([20.0, 5.0], 25.0), ([10.0, 10.0], 50.0)] {
             assert_eq!(host.share_of_fastest(&looked), share, "{looked:?}");
@@ -138,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn the_known_work_is_done_on_both_cores() {
+    fn the_calibrated_work_runs_on_both_cores() {
         let cores = Cores::first_two().unwrap();
         let done = on_each(&[cores.generator, cores.worker], || (nix::sched::sched_getcpu().unwrap(), work())).unwrap();
         assert_eq!([done[0].0, done[1].0], [cores.generator, cores.worker]);

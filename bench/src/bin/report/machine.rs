@@ -6,9 +6,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use penstock_bench::peers::{CONNECTIONS, Cores};
-use penstock_bench::testbed::Guard;
+use penstock_bench::testbed::CleanupGuard;
 
-use crate::gaps;
+use crate::host::scheduling_gaps;
 
 /// The machine as described in the report.
 #[derive(Clone, Debug)]
@@ -54,9 +54,9 @@ impl Machine {
 
     /// Adds the scheduling gaps of threads that only spin: on one core, and on both at once.
     pub(crate) fn look_for_gaps(&mut self, cores: Cores) -> Result<()> {
-        let alone = [gaps::on(&[cores.generator])?, gaps::on(&[cores.worker])?].join("; ");
+        let alone = [scheduling_gaps(&[cores.generator])?, scheduling_gaps(&[cores.worker])?].join("; ");
         self.facts.push(("Gaps of a thread that only spins, alone".to_owned(), alone));
-        let both = gaps::on(&[cores.generator, cores.worker])?;
+        let both = scheduling_gaps(&[cores.generator, cores.worker])?;
         self.facts.push(("The same, both cores at once".to_owned(), both));
         Ok(())
     }
@@ -79,11 +79,11 @@ fn first_line(command: &mut Command) -> String {
 }
 
 /// Machine settings that a run needs. They are restored when this is dropped, and on a signal.
-pub(crate) struct Prepared {
-    _guards: Vec<Guard>,
+pub(crate) struct MachineSettings {
+    _guards: Vec<CleanupGuard>,
 }
 
-impl Prepared {
+impl MachineSettings {
     /// Gives the kernel's connection tracking the same capacity as the other peers.
     pub(crate) fn new() -> Result<Self> {
         let mut guards = Vec::new();
@@ -100,18 +100,18 @@ impl Prepared {
 }
 
 /// Sets a value; `None` if there is no such setting or no need.
-fn set(path: &Path, value: &str) -> Result<Option<Guard>> {
+fn set(path: &Path, value: &str) -> Result<Option<CleanupGuard>> {
     let Ok(before) = fs::read_to_string(path) else { return Ok(None) };
     if before.trim() == value {
         return Ok(None);
     }
     fs::write(path, value).with_context(|| format!("cannot set {}", path.display()))?;
     let path = path.to_owned();
-    Ok(Some(Guard::new(move || drop(fs::write(path, before)))))
+    Ok(Some(CleanupGuard::new(move || drop(fs::write(path, before)))))
 }
 
 /// Raises a numeric value to at least this; `None` if there is no such setting or no need.
-fn raise(path: &Path, value: usize) -> Result<Option<Guard>> {
+fn raise(path: &Path, value: usize) -> Result<Option<CleanupGuard>> {
     match fs::read_to_string(path) {
         Ok(before) if before.trim().parse::<usize>().is_ok_and(|before| before >= value) => Ok(None),
         _ => set(path, &value.to_string()),

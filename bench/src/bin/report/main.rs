@@ -3,15 +3,14 @@
 //! Every figure is the median of repetitions that alternate between cases. `scenarios` defines what is measured,
 //! [`penstock_bench::peers`] what forwards, `thresholds` what must be met; `output` writes the report.
 
-mod bars;
-mod gaps;
 mod host;
-mod lanes;
 mod machine;
 mod output;
 mod results;
 mod run;
 mod scenarios;
+mod testbeds;
+mod thresholds;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

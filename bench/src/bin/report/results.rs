@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_are_the_middle_of_odd_and_even_lists() {
+    fn medians_of_odd_and_even_lists() {
         for (values, expected) in [
             (vec![5.0], Some(5.0)),
             (vec![3.0, 1.0, 2.0], Some(2.0)),

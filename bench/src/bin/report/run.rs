@@ -6,12 +6,12 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Plan;
-use crate::bars;
-use crate::host::{Host, Kept};
-use crate::lanes::Lanes;
-use crate::machine::{BUSY, Machine, Prepared};
+use crate::host::{Host, HostInterference};
+use crate::machine::{BUSY, Machine, MachineSettings};
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{Known, Scenario};
+use crate::testbeds::PeerTestbeds;
+use crate::thresholds;
 
 /// Total time for waiting for the host and measuring again, over all repetitions.
 const AGAIN: Duration = Duration::from_secs(100);
@@ -26,9 +26,9 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     if machine.load > BUSY {
         println!("This machine is busy (load average {:.1}): figures are not to be relied on.", machine.load);
     }
-    let _prepared = Prepared::new()?;
+    let _prepared = MachineSettings::new()?;
     machine.look_for_gaps(plan.cores)?;
-    let (mut lanes, mut host) = (Lanes::new(plan.cores), Host::new(plan.cores)?);
+    let (mut testbeds, mut host) = (PeerTestbeds::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
     let (mut known, mut again) = (Known::default(), Duration::ZERO);
     let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
@@ -40,10 +40,12 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
                 // A case that failed twice is not tried again.
                 if into.failed < 2 {
-                    let lane = lanes.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
-                    let waits = bars::go_by(scenario.name, &case.name);
-                    let measured = lane.and_then(|lane| {
-                        least_disturbed(plan, &mut host, &mut again, waits, || (case.measure)(lane, plan, &mut known))
+                    let testbed = testbeds.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
+                    let waits = thresholds::uses_case(scenario.name, &case.name);
+                    let measured = testbed.and_then(|testbed| {
+                        least_disturbed(plan, &mut host, &mut again, waits, || {
+                            (case.measure)(testbed, plan, &mut known)
+                        })
                     });
                     take(into, measured);
                 }
@@ -52,13 +54,13 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         }
     }
     bar.finish_and_clear();
-    let peers = std::mem::take(&mut lanes.descriptions);
-    drop(lanes);
+    let peers = std::mem::take(&mut testbeds.descriptions);
+    drop(testbeds);
     Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
 }
 
 /// Figures, and the host's interference meanwhile.
-type Measured = (Vec<Option<f64>>, Kept);
+type Measured = (Vec<Option<f64>>, HostInterference);
 
 /// Measures, and measures again if the host took the cores away; the least disturbed attempt counts. Cases that decide
 /// a threshold wait (`waits`) for undisturbed cores first, and are measured again if the cores were slow.
@@ -82,7 +84,7 @@ fn least_disturbed(
         // A search checks this in each of its trials.
         let is_long = took > 6 * plan.length.max(Duration::from_millis(200));
         let was_alone = if waits { kept.degree() == 0.0 } else { kept.stolen == 0.0 };
-        if best.as_ref().is_none_or(|(_, least)| kept.degree() < least.degree()) {
+        if best.as_ref().is_none_or(|(_, at_least)| kept.degree() < at_least.degree()) {
             best = Some((values, kept));
         }
         if was_alone || attempt == ATTEMPTS || *again < took || is_long {

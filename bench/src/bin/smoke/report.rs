@@ -14,14 +14,14 @@ pub(crate) struct Rates {
 
 /// One measured configuration.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Case {
+pub(crate) enum SmokeCase {
     Penstock,
     Forward,
     Kernel { steered: bool },
     Nftables { steered: bool },
 }
 
-impl Case {
+impl SmokeCase {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Penstock => "(a) Penstock: policy and connections",
@@ -40,7 +40,7 @@ impl Case {
 }
 
 pub(crate) fn introduce(cores: Cores) {
-    println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 octets");
+    println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 bytes");
     println!("  generator (AF_PACKET past the queueing discipline) on core {},", cores.generator);
     println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP sockets", cores.worker);
     println!("  kernel cases: as a node has it, all on the sender's core; and with RPS on the sender's veth, which");
@@ -67,11 +67,11 @@ fn load() -> Option<f64> {
 /// All measurements.
 #[derive(Default)]
 pub(crate) struct Report {
-    measured: BTreeMap<Case, Vec<Rates>>,
+    measured: BTreeMap<SmokeCase, Vec<Rates>>,
 }
 
 impl Report {
-    pub(crate) fn add(&mut self, case: Case, rates: Rates) {
+    pub(crate) fn add(&mut self, case: SmokeCase, rates: Rates) {
         self.measured.entry(case).or_default().push(rates);
     }
 
@@ -101,32 +101,32 @@ impl Report {
         }
         println!();
         for (steered, with) in [(false, ""), (true, ", RPS")] {
-            self.ratio(&format!("(a)/(d)  kernel doing the same{with}"), Case::Nftables { steered }, 1.75);
-            self.ratio(&format!("(a)/(c)  kernel doing less{with}"), Case::Kernel { steered }, 1.3);
+            self.ratio(&format!("(a)/(d)  kernel doing the same{with}"), SmokeCase::Nftables { steered }, 1.75);
+            self.ratio(&format!("(a)/(c)  kernel doing less{with}"), SmokeCase::Kernel { steered }, 1.3);
         }
-        self.ratio("(a)/(b)  of what raw forwarding reaches", Case::Forward, 0.9);
-        if let Some(share) = self.share(Case::Penstock).filter(|share| *share > GENERATOR_BOUND) {
+        self.ratio("(a)/(b)  of what raw forwarding reaches", SmokeCase::Forward, 0.9);
+        if let Some(share) = self.share(SmokeCase::Penstock).filter(|share| *share > GENERATOR_BOUND) {
             println!("\n(a) received {:.1} % of what was offered: the generator is its limit.", share * 100.0);
         }
     }
 
-    fn ratio(&self, what: &str, of: Case, bar: f64) {
-        match self.median(Case::Penstock).zip(self.median(of)) {
+    fn ratio(&self, what: &str, of: SmokeCase, threshold: f64) {
+        match self.median(SmokeCase::Penstock).zip(self.median(of)) {
             Some((penstock, of)) => {
                 let ratio = penstock / of;
-                let verdict = if ratio >= bar { "meets" } else { "falls short" };
-                println!("{what:46} {ratio:>13.2} {:>19} {verdict:>13}", format!("bar {bar:.2}"));
+                let verdict = if ratio >= threshold { "meets" } else { "falls short" };
+                println!("{what:46} {ratio:>13.2} {:>19} {verdict:>13}", format!("bar {threshold:.2}"));
             }
             None => println!("{what:46} {:>13}", "not measured"),
         }
     }
 
-    fn median(&self, case: Case) -> Option<f64> {
+    fn median(&self, case: SmokeCase) -> Option<f64> {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received))))
     }
 
     /// Received share of the offered packets, as a median.
-    fn share(&self, case: Case) -> Option<f64> {
+    fn share(&self, case: SmokeCase) -> Option<f64> {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received / rates.offered))))
     }
 }
@@ -152,20 +152,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_are_the_middle_of_odd_and_even_lists() {
+    fn medians_of_odd_and_even_lists() {
         for (values, expected) in [(vec![5.0], 5.0), (vec![3.0, 1.0, 2.0], 2.0), (vec![4.0, 1.0, 2.0, 3.0], 2.5)] {
             assert_eq!(median(&sorted(values.into_iter())), expected);
         }
     }
 
     #[test]
-    fn the_median_of_what_was_received_counts() {
+    fn the_median_received_rate_counts() {
         let mut report = Report::default();
         for (offered, received) in [(10.0, 4.0), (20.0, 9.0), (10.0, 5.0)] {
-            report.add(Case::Penstock, Rates { offered, received });
+            report.add(SmokeCase::Penstock, Rates { offered, received });
         }
-        assert_eq!(report.median(Case::Penstock), Some(5.0));
-        assert_eq!(report.share(Case::Penstock), Some(0.45));
-        assert_eq!(report.median(Case::Forward), None);
+        assert_eq!(report.median(SmokeCase::Penstock), Some(5.0));
+        assert_eq!(report.share(SmokeCase::Penstock), Some(0.45));
+        assert_eq!(report.median(SmokeCase::Forward), None);
     }
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 
+use crate::fixture::Outage;
 use crate::sample::{Sample, Sampler};
-use crate::world::Outage;
 
 const SIZE: (u32, u32) = (1000, 900);
 /// Times without a daemon.

@@ -7,8 +7,8 @@ use anyhow::{Context, Result, bail};
 use nix::unistd::Pid;
 use penstock_control::service::admin::types::Status;
 
+use crate::fixture::Fixture;
 use crate::streams::Streams;
-use crate::world::World;
 
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout for the traffic to drain at the end.
@@ -47,7 +47,7 @@ const MEANT: [&str; 5] = ["ingress_denied", "egress_denied", "no_connection", "m
 const COUNTED_TWICE: &str = "fill_ring_empty";
 
 impl Sampler {
-    pub(crate) fn new(world: &World) -> Result<Self> {
+    pub(crate) fn new(fixture: &Fixture) -> Result<Self> {
         let now = Instant::now();
         let mut sampler = Self {
             samples: Vec::new(),
@@ -57,7 +57,7 @@ impl Sampler {
             began: now,
             last: now,
         };
-        sampler.begin_life(world)?;
+        sampler.begin_life(fixture)?;
         Ok(sampler)
     }
 
@@ -66,23 +66,23 @@ impl Sampler {
     }
 
     /// A new daemon is in force.
-    pub(crate) fn begin_life(&mut self, world: &World) -> Result<()> {
+    pub(crate) fn begin_life(&mut self, fixture: &Fixture) -> Result<()> {
         self.losses.push(BTreeMap::new());
-        self.at_first = losses(&world.status()?);
+        self.at_first = losses(&fixture.status()?);
         self.began = Instant::now();
         Ok(())
     }
 
-    pub(crate) fn take(&mut self, world: &World, streams: &Streams) -> Result<()> {
-        let status = world.status()?;
+    pub(crate) fn take(&mut self, fixture: &Fixture, streams: &Streams) -> Result<()> {
+        let status = fixture.status()?;
         let frames = status.frames;
         self.note_losses(&status);
         self.samples.push(Sample {
-            at: world.epoch.elapsed(),
+            at: fixture.epoch.elapsed(),
             life: self.losses.len() - 1,
             age: self.began.elapsed(),
-            memory_mebibytes: memory(world.daemon.id())?,
-            descriptors: std::fs::read_dir(format!("/proc/{}/fd", world.daemon.id()))?.count() as f64,
+            memory_mebibytes: memory(fixture.daemon.id())?,
+            descriptors: std::fs::read_dir(format!("/proc/{}/fd", fixture.daemon.id()))?.count() as f64,
             frames_under_way: f64::from(frames.total) - f64::from(frames.free) - f64::from(frames.fill),
             latency_milliseconds: streams.take_latency(),
             received: streams.received(),
@@ -103,10 +103,10 @@ impl Sampler {
     }
 
     /// The frame account when no packet is in flight.
-    pub(crate) fn take_at_rest(&mut self, world: &World) -> Result<()> {
+    pub(crate) fn take_at_rest(&mut self, fixture: &Fixture) -> Result<()> {
         let deadline = Instant::now() + REST;
         loop {
-            let status = world.status()?;
+            let status = fixture.status()?;
             let frames = status.frames;
             self.note_losses(&status);
             self.frames_missing = i64::from(frames.total) - i64::from(frames.free) - i64::from(frames.fill);

@@ -2,9 +2,9 @@
 //! convention of envtest), otherwise a small one inside this process. Both have the same interface.
 
 mod admin;
-mod cluster;
 mod faults;
 mod in_process;
+mod object_store;
 mod real;
 mod role;
 
@@ -15,10 +15,10 @@ use serde_json::Value;
 
 pub use admin::Admin;
 pub use faults::{Fault, Verb};
-pub use in_process::InProcess;
+pub use in_process::FakeServer;
 
-use super::{Namespace, Scratch};
-use real::Real;
+use super::{Namespace, ScratchDir};
+use real::RealServer;
 
 /// The resources that Penstock reads.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -85,7 +85,7 @@ impl Resource {
 
 /// An account.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Who {
+pub enum Account {
     /// An account with full rights.
     Admin,
     /// Penstock's service account, with only the rights of the shipped ClusterRole.
@@ -94,23 +94,27 @@ pub enum Who {
     Nobody,
 }
 
-const TOKENS: [(Who, &str, &str); 3] = [
-    (Who::Admin, "token-of-admin", "admin,admin,system:masters"),
-    (Who::Penstock, "token-of-penstock", "system:serviceaccount:kube-system:penstock,penstock,system:serviceaccounts"),
-    (Who::Nobody, "token-of-nobody", "nobody,nobody,"),
+const TOKENS: [(Account, &str, &str); 3] = [
+    (Account::Admin, "token-of-admin", "admin,admin,system:masters"),
+    (
+        Account::Penstock,
+        "token-of-penstock",
+        "system:serviceaccount:kube-system:penstock,penstock,system:serviceaccounts",
+    ),
+    (Account::Nobody, "token-of-nobody", "nobody,nobody,"),
 ];
 
 /// An API server. Dropping it stops it.
 pub struct ApiServer {
-    which: Which,
+    server: ServerKind,
     admin: Admin,
     namespace: Option<Namespace>,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
-enum Which {
-    InProcess(InProcess),
-    Real(Real),
+enum ServerKind {
+    FakeServer(FakeServer),
+    RealServer(RealServer),
 }
 
 impl ApiServer {
@@ -122,7 +126,7 @@ impl ApiServer {
                 let assets = PathBuf::from(assets);
                 eprintln!("API server: the real one, {}", assets.join("kube-apiserver").display());
                 let tokens = TOKENS.map(|(_, token, user)| format!("{token},{user}\n")).concat();
-                Self::finish(Which::Real(Real::start(&assets, &tokens, namespace)?), namespace)
+                Self::finish(ServerKind::RealServer(RealServer::start(&assets, &tokens, namespace)?), namespace)
             }
         }
     }
@@ -131,28 +135,28 @@ impl ApiServer {
     pub fn in_process(streams: bool, namespace: Option<&Namespace>) -> Result<Self> {
         eprintln!("API server: the small one in this process (KUBEBUILDER_ASSETS is not set)");
         let server = match namespace {
-            Some(namespace) => namespace.run(|| InProcess::start(streams))?,
-            None => InProcess::start(streams)?,
+            Some(namespace) => namespace.run(|| FakeServer::start(streams))?,
+            None => FakeServer::start(streams)?,
         };
-        TOKENS.iter().for_each(|(who, token, _)| server.set_token(*who, token));
-        Self::finish(Which::InProcess(server), namespace)
+        TOKENS.iter().for_each(|(account, token, _)| server.set_token(*account, token));
+        Self::finish(ServerKind::FakeServer(server), namespace)
     }
 
-    fn finish(which: Which, namespace: Option<&Namespace>) -> Result<Self> {
-        let scratch = Scratch::new()?;
-        let url = match &which {
-            Which::InProcess(server) => server.url(),
-            Which::Real(server) => server.url(),
+    fn finish(server: ServerKind, namespace: Option<&Namespace>) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let url = match &server {
+            ServerKind::FakeServer(server) => server.url(),
+            ServerKind::RealServer(server) => server.url(),
         };
-        for (who, token, _) in TOKENS {
-            let token_file = token_file(scratch.path(), who);
+        for (account, token, _) in TOKENS {
+            let token_file = token_file(scratch.path(), account);
             std::fs::write(&token_file, token)?;
-            std::fs::write(kubeconfig(scratch.path(), who), kubeconfig_text(&url, &token_file))?;
+            std::fs::write(kubeconfig(scratch.path(), account), kubeconfig_text(&url, &token_file))?;
         }
-        let admin = Admin::new(&kubeconfig(scratch.path(), Who::Admin), namespace)?;
-        let server = Self { which, admin, namespace: namespace.cloned(), scratch };
+        let admin = Admin::new(&kubeconfig(scratch.path(), Account::Admin), namespace)?;
+        let server = Self { server, admin, namespace: namespace.cloned(), scratch };
         server.wait_until_ready()?;
-        if let Which::Real(_) = server.which {
+        if let ServerKind::RealServer(_) = server.server {
             server.grant()?;
         }
         Ok(server)
@@ -168,32 +172,32 @@ impl ApiServer {
                 other => bail!("the shipped rights hold a {other:?}"),
             };
             let ready = || self.admin.call(http::Method::POST, path, &object).map(drop);
-            match &self.which {
+            match &self.server {
                 // The namespace kube-system appears a moment after the server.
-                Which::Real(real) => real.wait(ready)?,
-                Which::InProcess(_) => ready()?,
+                ServerKind::RealServer(real) => real.wait(ready)?,
+                ServerKind::FakeServer(_) => ready()?,
             }
         }
         Ok(())
     }
 
     fn wait_until_ready(&self) -> Result<()> {
-        match &self.which {
-            Which::InProcess(_) => Ok(()),
-            Which::Real(real) => real.wait(|| self.admin.list(Resource::NetworkPolicies).map(drop)),
+        match &self.server {
+            ServerKind::FakeServer(_) => Ok(()),
+            ServerKind::RealServer(real) => real.wait(|| self.admin.list(Resource::NetworkPolicies).map(drop)),
         }
     }
 
     /// Whether it is a real server.
     pub fn is_real(&self) -> bool {
-        matches!(self.which, Which::Real(_))
+        matches!(self.server, ServerKind::RealServer(_))
     }
 
     /// The server in this process, for fault injection; `None` if the server is real.
-    pub fn faulty(&self) -> Option<&InProcess> {
-        match &self.which {
-            Which::InProcess(server) => Some(server),
-            Which::Real(_) => None,
+    pub fn fake(&self) -> Option<&FakeServer> {
+        match &self.server {
+            ServerKind::FakeServer(server) => Some(server),
+            ServerKind::RealServer(_) => None,
         }
     }
 
@@ -203,51 +207,51 @@ impl ApiServer {
     }
 
     /// The kubeconfig file of an account.
-    pub fn kubeconfig(&self, who: Who) -> PathBuf {
-        kubeconfig(self.scratch.path(), who)
+    pub fn kubeconfig(&self, account: Account) -> PathBuf {
+        kubeconfig(self.scratch.path(), account)
     }
 
     /// The token file that an account's kubeconfig refers to.
-    pub fn token_file(&self, who: Who) -> PathBuf {
-        token_file(self.scratch.path(), who)
+    pub fn token_file(&self, account: Account) -> PathBuf {
+        token_file(self.scratch.path(), account)
     }
 
     /// Kills the server; its objects stay.
     pub fn stop(&self) {
-        match &self.which {
-            Which::InProcess(server) => server.stop(),
-            Which::Real(real) => real.stop(),
+        match &self.server {
+            ServerKind::FakeServer(server) => server.stop(),
+            ServerKind::RealServer(real) => real.stop(),
         }
     }
 
     /// Starts it again on the same address and waits until it is ready.
     pub fn resume(&self) -> Result<()> {
-        match (&self.which, &self.namespace) {
-            (Which::InProcess(server), Some(namespace)) => namespace.run(|| server.resume())?,
-            (Which::InProcess(server), None) => server.resume()?,
-            (Which::Real(real), _) => real.resume()?,
+        match (&self.server, &self.namespace) {
+            (ServerKind::FakeServer(server), Some(namespace)) => namespace.run(|| server.resume())?,
+            (ServerKind::FakeServer(server), None) => server.resume()?,
+            (ServerKind::RealServer(real), _) => real.resume()?,
         }
         self.wait_until_ready()
     }
 
     /// Discards its history, as etcd's compaction does.
     pub fn compact(&self) -> Result<()> {
-        match &self.which {
-            Which::InProcess(server) => {
+        match &self.server {
+            ServerKind::FakeServer(server) => {
                 server.compact();
                 Ok(())
             }
-            Which::Real(real) => real.compact(),
+            ServerKind::RealServer(real) => real.compact(),
         }
     }
 }
 
-fn kubeconfig(directory: &Path, who: Who) -> PathBuf {
-    directory.join(format!("{who:?}.kubeconfig"))
+fn kubeconfig(directory: &Path, account: Account) -> PathBuf {
+    directory.join(format!("{account:?}.kubeconfig"))
 }
 
-fn token_file(directory: &Path, who: Who) -> PathBuf {
-    directory.join(format!("{who:?}.token"))
+fn token_file(directory: &Path, account: Account) -> PathBuf {
+    directory.join(format!("{account:?}.token"))
 }
 
 fn kubeconfig_text(url: &str, token_file: &Path) -> String {

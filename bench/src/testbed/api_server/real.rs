@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
-use crate::testbed::{Guard, Namespace, Scratch};
+use crate::testbed::{CleanupGuard, Namespace, ScratchDir};
 
 /// Startup timeout.
 const START: Duration = Duration::from_secs(90);
 
 /// The two processes. Dropping it ends them.
-pub(super) struct Real {
+pub(super) struct RealServer {
     assets: PathBuf,
     directory: PathBuf,
     namespace: Option<Namespace>,
     ports: Ports,
-    etcd: Process,
-    server: Mutex<Option<Process>>,
-    _scratch: Scratch,
+    etcd: ServerProcess,
+    server: Mutex<Option<ServerProcess>>,
+    _scratch: ScratchDir,
 }
 
 #[derive(Clone, Copy)]
@@ -34,14 +34,14 @@ struct Ports {
     server: u16,
 }
 
-struct Process {
-    _guard: Guard,
+struct ServerProcess {
+    _guard: CleanupGuard,
 }
 
-impl Real {
+impl RealServer {
     /// Starts both, in a network namespace if one is given. `tokens` is the content of a static token file.
     pub(super) fn start(assets: &Path, tokens: &str, namespace: Option<&Namespace>) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let directory = scratch.path().to_owned();
         let ports = inside(namespace, || -> Result<Ports> {
             // Allocated together, so that the ports differ.
@@ -91,7 +91,7 @@ impl Real {
         ];
         let mut command = self.command("kube-apiserver");
         command.args(arguments);
-        let process = Process::spawn(command, &self.directory.join("kube-apiserver.log"))?;
+        let process = ServerProcess::spawn(command, &self.directory.join("kube-apiserver.log"))?;
         *self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(process);
         Ok(())
     }
@@ -123,7 +123,12 @@ impl Real {
         post("compaction", format!(r#"{{"revision":"{revision}","physical":true}}"#)).map(drop)
     }
 
-    fn spawn_etcd(assets: &Path, directory: &Path, namespace: Option<&Namespace>, ports: Ports) -> Result<Process> {
+    fn spawn_etcd(
+        assets: &Path,
+        directory: &Path,
+        namespace: Option<&Namespace>,
+        ports: Ports,
+    ) -> Result<ServerProcess> {
         let (client, peer) = (format!("http://127.0.0.1:{}", ports.etcd), format!("http://127.0.0.1:{}", ports.peer));
         let mut command = command(assets, "etcd", namespace);
         command.arg("--data-dir").arg(directory.join("etcd"));
@@ -132,7 +137,7 @@ impl Real {
         command.args(["--initial-cluster", &format!("default={peer}")]);
         // Debian's etcd reads settings from its service's environment.
         command.env_clear();
-        Process::spawn(command, &directory.join("etcd.log"))
+        ServerProcess::spawn(command, &directory.join("etcd.log"))
     }
 
     fn command(&self, program: &str) -> Command {
@@ -140,7 +145,7 @@ impl Real {
     }
 }
 
-impl Drop for Real {
+impl Drop for RealServer {
     fn drop(&mut self) {
         self.stop();
         let _ = &self.etcd;
@@ -159,7 +164,7 @@ fn inside<T: Send>(namespace: Option<&Namespace>, work: impl FnOnce() -> T + Sen
     }
 }
 
-impl Process {
+impl ServerProcess {
     fn spawn(mut command: Command, log: &Path) -> Result<Self> {
         let log = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
@@ -173,7 +178,7 @@ impl Process {
             let _ = child.kill();
             let _ = child.wait();
         };
-        Ok(Self { _guard: Guard::new(end) })
+        Ok(Self { _guard: CleanupGuard::new(end) })
     }
 }
 

@@ -2,19 +2,19 @@
 
 use std::fmt::Write;
 
-use super::tables::{self, Part};
+use super::tables::{self, ReportPart};
 use crate::results::Results;
 
 /// The whole page.
-pub(crate) fn page(parts: &[Part]) -> String {
+pub(crate) fn page(parts: &[ReportPart]) -> String {
     let mut text = "# Penstock: benchmark report\n".to_owned();
     for part in parts {
         // Writing to a string does not fail.
         let _ = match part {
-            Part::Heading(heading) => writeln!(text, "\n## {heading}"),
-            Part::Text(paragraph) => writeln!(text, "\n{paragraph}"),
-            Part::Table(rows) => write!(text, "\n{}", table(rows)),
-            Part::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
+            ReportPart::Heading(heading) => writeln!(text, "\n## {heading}"),
+            ReportPart::Text(paragraph) => writeln!(text, "\n{paragraph}"),
+            ReportPart::Table(rows) => write!(text, "\n{}", table(rows)),
+            ReportPart::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
         };
     }
     text
@@ -47,5 +47,5 @@ fn table(rows: &[Vec<String>]) -> String {
 
 /// The summary printed at the end of a run.
 pub(crate) fn summary(results: &Results) -> String {
-    table(&tables::bars(results))
+    table(&tables::thresholds(results))
 }

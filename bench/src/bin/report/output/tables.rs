@@ -1,12 +1,11 @@
 //! Content of the report, independent of its format.
 
-use super::trex;
-use crate::bars::{BARS, Reached, Side};
 use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
+use crate::thresholds::{Bound, THRESHOLDS, ThresholdResult};
 
 /// A part of the report.
 #[derive(Clone, Debug)]
-pub(crate) enum Part {
+pub(crate) enum ReportPart {
     Heading(String),
     Text(String),
     /// The first row is the header.
@@ -15,25 +14,26 @@ pub(crate) enum Part {
     Plot(&'static str),
 }
 
-/// The whole report.
-pub(crate) fn document(results: &Results, trex: Option<&str>) -> Vec<Part> {
-    let mut parts = vec![Part::Text(introduction(results)), Part::Heading("What must be reached".to_owned())];
-    parts.push(Part::Table(bars(results)));
-    parts.push(Part::Heading("The machine".to_owned()));
-    parts.push(Part::Table(machine(results)));
+/// The whole report; `trex` are the parts with the results of TRex.
+pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPart> {
+    let mut parts =
+        vec![ReportPart::Text(introduction(results)), ReportPart::Heading("What must be reached".to_owned())];
+    parts.push(ReportPart::Table(thresholds(results)));
+    parts.push(ReportPart::Heading("The machine".to_owned()));
+    parts.push(ReportPart::Table(machine(results)));
     for scenario in &results.scenarios {
-        parts.push(Part::Heading(scenario.title.to_owned()));
-        parts.push(Part::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
-        parts.push(Part::Table(cases(scenario)));
+        parts.push(ReportPart::Heading(scenario.title.to_owned()));
+        parts.push(ReportPart::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
+        parts.push(ReportPart::Table(cases(scenario)));
         let failures = scenario.cases.iter().filter_map(|case| Some((case, case.failure.as_ref()?)));
         parts.extend(failures.map(|(case, why)| {
             let what = if case.samples.is_empty() { "Not measured" } else { "Failed in some repetitions" };
-            Part::Text(format!("{what}: {}: {why}.", case.name))
+            ReportPart::Text(format!("{what}: {}: {why}.", case.name))
         }));
-        parts.push(Part::Plot(scenario.name));
+        parts.push(ReportPart::Plot(scenario.name));
     }
-    parts.push(Part::Heading("TRex".to_owned()));
-    parts.extend(trex::parts(trex));
+    parts.push(ReportPart::Heading("TRex".to_owned()));
+    parts.extend(trex);
     parts
 }
 
@@ -66,16 +66,16 @@ fn introduction(results: &Results) -> String {
 }
 
 /// Rows of the thresholds, with their header.
-pub(crate) fn bars(results: &Results) -> Vec<Vec<String>> {
+pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
     let mut rows = vec![["ratio", "must reach", "measured", ""].map(str::to_owned).to_vec()];
-    for bar in BARS {
-        let sign = if bar.side == Side::AtLeast { "≥" } else { "≤" };
-        let (measured, verdict) = match bar.reached(results) {
-            Reached::Measured(value, true) => (number(value, 2), "meets".to_owned()),
-            Reached::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
-            Reached::Not(why) => ("–".to_owned(), format!("not measured: {why}")),
+    for threshold in THRESHOLDS {
+        let sign = if threshold.bound == Bound::AtLeast { "≥" } else { "≤" };
+        let (measured, verdict) = match threshold.evaluate(results) {
+            ThresholdResult::Measured(value, true) => (number(value, 2), "meets".to_owned()),
+            ThresholdResult::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
+            ThresholdResult::NotMeasured(why) => ("–".to_owned(), format!("not measured: {why}")),
         };
-        rows.push(vec![bar.what.to_owned(), format!("{sign} {}", short(bar.bar)), measured, verdict]);
+        rows.push(vec![threshold.what.to_owned(), format!("{sign} {}", short(threshold.threshold)), measured, verdict]);
     }
     rows
 }
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thousands_are_set_apart() {
+    fn thousands_are_separated() {
         for (value, digits, expected) in
             [(0.5, 2, "0.50"), (999.0, 0, "999"), (1000.0, 0, "1,000"), (-1234567.0, 1, "-1,234,567.0")]
         {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::probe::{Servers, Service, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
+use penstock_bench::probe::{EchoServers, EchoService, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
 use penstock_control::service::admin::client::Client;
 use penstock_control::service::admin::types::Status;
 
@@ -38,22 +38,22 @@ impl Outage {
     }
 }
 
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) cluster: Cluster,
     pub(crate) daemon: Daemon,
     pub(crate) epoch: Instant,
     pub(crate) outages: Vec<Outage>,
-    scratch: Scratch,
+    scratch: ScratchDir,
     manifests: PathBuf,
     config: DaemonConfig,
     before: Vec<String>,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
+impl Fixture {
     /// `is_last`: no other daemon follows this one.
     pub(crate) fn start(is_last: bool) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests)?;
         std::fs::write(manifests.join("all.yaml"), objects())?;
@@ -65,8 +65,8 @@ impl World {
         config.conntrack =
             format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = \"0s\"\n", scratch.path().display());
         config.sections += on_exit(is_last);
-        let services = [Service::Tcp(8080), Service::Udp(53)];
-        let servers = Servers::start_all(&cluster.sites, &services)?;
+        let services = [EchoService::Tcp(8080), EchoService::Udp(53)];
+        let servers = EchoServers::start_all(&cluster.sites, &services)?;
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
         let (epoch, outages) = (Instant::now(), Vec::new());
         Ok(Self { cluster, daemon, epoch, outages, scratch, manifests, config, before, _servers: servers })

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::Resource;
 
 /// Path of an object: resource, namespace (empty for cluster-scoped objects) and name.
-pub(super) type Place = (Resource, String, String);
+pub(super) type ObjectPath = (Resource, String, String);
 
 /// One change, as reported by a watch.
 #[derive(Clone, Debug)]
@@ -21,9 +21,9 @@ pub(super) struct Event {
 
 /// All objects and their history.
 #[derive(Debug)]
-pub(super) struct Cluster {
+pub(super) struct ObjectStore {
     version: u64,
-    objects: BTreeMap<Place, Value>,
+    objects: BTreeMap<ObjectPath, Value>,
     history: Vec<Event>,
     /// Changes up to this version are compacted.
     compacted: u64,
@@ -40,9 +40,9 @@ pub(super) struct Page {
 }
 
 /// An API error: status code, reason and message.
-pub(super) type Refusal = (u16, &'static str, String);
+pub(super) type ApiError = (u16, &'static str, String);
 
-impl Cluster {
+impl ObjectStore {
     pub(super) fn new() -> Self {
         // Version 0 has a special meaning in the API.
         Self { version: 100, objects: BTreeMap::new(), history: Vec::new(), compacted: 0, rest: HashMap::new() }
@@ -52,12 +52,12 @@ impl Cluster {
         self.version
     }
 
-    pub(super) fn get(&self, place: &Place) -> Result<Value, Refusal> {
+    pub(super) fn get(&self, place: &ObjectPath) -> Result<Value, ApiError> {
         self.objects.get(place).cloned().ok_or_else(|| not_found(place))
     }
 
     /// Creates an object without its status, as for every resource that has a status subresource.
-    pub(super) fn create(&mut self, place: Place, mut object: Value) -> Result<Value, Refusal> {
+    pub(super) fn create(&mut self, place: ObjectPath, mut object: Value) -> Result<Value, ApiError> {
         if self.objects.contains_key(&place) {
             return Err((409, "AlreadyExists", format!("{} {} already exists", place.0.path(), place.2)));
         }
@@ -74,7 +74,12 @@ impl Cluster {
     }
 
     /// Replaces an object without its status, or only its status.
-    pub(super) fn replace(&mut self, place: Place, mut object: Value, status_alone: bool) -> Result<Value, Refusal> {
+    pub(super) fn replace(
+        &mut self,
+        place: ObjectPath,
+        mut object: Value,
+        status_alone: bool,
+    ) -> Result<Value, ApiError> {
         let mut old = self.get(&place)?;
         if let Some(version) = object["metadata"]["resourceVersion"].as_str()
             && Some(version) != old["metadata"]["resourceVersion"].as_str()
@@ -99,19 +104,19 @@ impl Cluster {
         Ok(self.put(place, "MODIFIED", new))
     }
 
-    pub(super) fn delete(&mut self, place: &Place) -> Result<Value, Refusal> {
+    pub(super) fn delete(&mut self, place: &ObjectPath) -> Result<Value, ApiError> {
         let mut object = self.objects.remove(place).ok_or_else(|| not_found(place))?;
         self.note(place.0, "DELETED", &mut object);
         Ok(object)
     }
 
     /// Creates or replaces an object, status included.
-    pub(super) fn set(&mut self, place: Place, object: Value) {
+    pub(super) fn set(&mut self, place: ObjectPath, object: Value) {
         let kind = if self.objects.contains_key(&place) { "MODIFIED" } else { "ADDED" };
         self.put(place, kind, object);
     }
 
-    fn put(&mut self, place: Place, kind: &'static str, mut object: Value) -> Value {
+    fn put(&mut self, place: ObjectPath, kind: &'static str, mut object: Value) -> Value {
         self.note(place.0, kind, &mut object);
         self.objects.insert(place, object.clone());
         object
@@ -121,9 +126,9 @@ impl Cluster {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         // Watch events carry kind and version in each object; in lists only the list does.
-        let mut told = object.clone();
-        (told["apiVersion"], told["kind"]) = (json!(resource.api_version()), json!(resource.kind()));
-        self.history.push(Event { version: self.version, resource, kind, object: told });
+        let mut event_object = object.clone();
+        (event_object["apiVersion"], event_object["kind"]) = (json!(resource.api_version()), json!(resource.kind()));
+        self.history.push(Event { version: self.version, resource, kind, object: event_object });
     }
 
     /// The first page of a list, or the page of a continue token.
@@ -133,13 +138,13 @@ impl Cluster {
         namespace: Option<&str>,
         limit: usize,
         token: Option<&str>,
-    ) -> Result<Page, Refusal> {
+    ) -> Result<Page, ApiError> {
         let (version, mut items) = match token {
             Some(token) => self.rest.remove(token).ok_or_else(|| {
                 (410, "Expired", "The provided continue parameter is too old to display a consistent list".to_owned())
             })?,
             None => {
-                let wanted = |place: &Place| place.0 == resource && namespace.is_none_or(|name| place.1 == name);
+                let wanted = |place: &ObjectPath| place.0 == resource && namespace.is_none_or(|name| place.1 == name);
                 let items = self.objects.iter().filter(|(place, _)| wanted(place));
                 (self.version, items.map(|(_, object)| object.clone()).collect())
             }
@@ -154,7 +159,7 @@ impl Cluster {
     }
 
     /// Changes of a resource after a version, and the version up to which they reach.
-    pub(super) fn since(&self, resource: Resource, version: u64) -> Result<(Vec<Event>, u64), Refusal> {
+    pub(super) fn since(&self, resource: Resource, version: u64) -> Result<(Vec<Event>, u64), ApiError> {
         if version < self.compacted {
             return Err((410, "Expired", format!("too old resource version: {version} ({})", self.compacted)));
         }
@@ -171,6 +176,6 @@ impl Cluster {
     }
 }
 
-fn not_found(place: &Place) -> Refusal {
+fn not_found(place: &ObjectPath) -> ApiError {
     (404, "NotFound", format!("{} \"{}\" not found", place.0.path(), place.2))
 }

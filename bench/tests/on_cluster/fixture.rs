@@ -5,29 +5,29 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use penstock_bench::testbed::api_server::{ApiServer, Who};
-use penstock_bench::testbed::{Daemon, Node, Privileges, Scratch};
+use penstock_bench::testbed::api_server::{Account, ApiServer};
+use penstock_bench::testbed::{Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) node: Node,
     pub(crate) server: ApiServer,
     toml: String,
     /// Directory of the connection table, which outlasts a daemon.
-    _scratch: Scratch,
+    _scratch: ScratchDir,
 }
 
-impl World {
+impl Fixture {
     /// A cluster with only the namespace `test`; `sections` are further ones of the configuration.
     pub(crate) fn start(sections: &str) -> Self {
         let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
         let server = ApiServer::start(Some(node.namespace())).unwrap();
         server.admin().create(&namespace("test")).unwrap();
         server.admin().create(&node_object()).unwrap();
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let mapping = scratch.path().join("conntrack").display().to_string();
-        let toml = configuration(&server.kubeconfig(Who::Penstock), &mapping, sections);
+        let toml = configuration(&server.kubeconfig(Account::Penstock), &mapping, sections);
         let daemon = launch(&node, &toml);
         Self { daemon, node, server, toml, _scratch: scratch }
     }

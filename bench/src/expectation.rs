@@ -35,11 +35,11 @@ impl fmt::Display for Expectation {
 }
 
 /// Evaluates the policies of a set of objects with the control plane's engine, from scratch and for all pods.
-pub struct Judge {
+pub struct PolicyOracle {
     engine: Engine,
 }
 
-impl Judge {
+impl PolicyOracle {
     /// Loads all objects at once.
     pub fn new(objects: &[Object]) -> Self {
         let mut engine = Engine::new(Settings::for_all_pods());

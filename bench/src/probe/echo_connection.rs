@@ -17,7 +17,7 @@ use crate::testbed::Namespace;
 const INTERVAL: Duration = Duration::from_micros(200);
 
 /// A TCP connection that exchanges eight bytes with an echo server several thousand times a second.
-pub struct Flow {
+pub struct EchoConnection {
     exchanges: Arc<AtomicU64>,
     /// Duration of the slowest exchange in nanoseconds.
     slowest: Arc<AtomicU64>,
@@ -26,7 +26,7 @@ pub struct Flow {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Flow {
+impl EchoConnection {
     /// Connects from `namespace` to the server with this identity and starts the exchanges. Without a reply for
     /// `silence` the connection counts as blocked.
     pub fn open(
@@ -84,7 +84,7 @@ impl Flow {
     }
 }
 
-impl Drop for Flow {
+impl Drop for EchoConnection {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);
@@ -112,7 +112,7 @@ fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, slowest: &AtomicU64, s
         if stream.write_all(&request).and_then(|()| stream.read_exact(&mut reply)).is_err() {
             return Some(sent);
         }
-        if reply != request.map(|octet| !octet) {
+        if reply != request.map(|byte| !byte) {
             return Some(sent);
         }
         exchanges.fetch_add(1, Ordering::Relaxed);
