@@ -462,7 +462,7 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         registers_single,
         memory,
         memory_single,
-    ] = rounds(settings, &contenders).try_into().expect("one result a side");
+    ] = rounds(settings, &contenders).try_into().expect("one result per contender");
     let bytes = exact.memory() as f64 / f64::from(CONNECTIONS);
     vec![
         Row::at_least(

@@ -148,7 +148,7 @@ fn systemd_analyze_accepts_the_unit_and_rates_its_sandbox_as_tight() {
     std::fs::write(&file, unit().replace("/usr/local/bin/penstock", "/bin/true")).unwrap();
     let analyze = |arguments: &[&str]| Command::new("systemd-analyze").args(arguments).arg(&file).output();
     let Ok(verified) = analyze(&["verify"]) else {
-        eprintln!("the unit was not looked at: systemd-analyze is not there");
+        eprintln!("the unit was not checked: systemd-analyze is not installed");
         return;
     };
     let said = String::from_utf8_lossy(&verified.stderr);

@@ -115,7 +115,7 @@ impl FuzzNode {
 /// Checks that a forwarded frame differs from the received one only in MACs, TTL and checksums.
 fn check_forwarded(before: &[u8], after: &[u8]) {
     assert_eq!(before.len(), after.len());
-    let (sent, forwarded) = (parse(before).expect("it was judged"), parse(after).expect("it is still a packet"));
+    let (sent, forwarded) = (parse(before).expect("it was evaluated"), parse(after).expect("it is still a packet"));
     assert_eq!((sent.flow, sent.layout), (forwarded.flow, forwarded.layout));
     assert!(forwarded.ttl == sent.ttl || forwarded.ttl + 1 == sent.ttl);
     assert_eq!(before[12..14], after[12..14]);

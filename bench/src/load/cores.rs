@@ -53,7 +53,7 @@ fn parse(text: &str) -> Result<CoreTimes> {
         Ok(CoreTime { busy: hundredths(user + nice + system + irq + softirq), stolen: hundredths(*steal) })
     };
     let times: Result<Vec<CoreTime>> = text.lines().filter(is_core).map(time).collect();
-    times.map(CoreTimes).context("cannot tell how busy the cores are")
+    times.map(CoreTimes).context("cannot read the cores' busy time")
 }
 
 #[cfg(test)]

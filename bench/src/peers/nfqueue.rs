@@ -29,8 +29,7 @@ impl VerdictThread {
     /// Starts it on this core and adds the iptables rules that queue packets which open a connection.
     pub(super) fn start(node: &Namespace, engine: Engine, core: usize) -> Result<Self> {
         let restore = find("iptables-restore", "iptables")?;
-        let mut queue =
-            node.run(open).context("the kernel has no queues of packets for processes (nfnetlink_queue)")?;
+        let mut queue = node.run(open).context("the kernel lacks NFQUEUE (nfnetlink_queue)")?;
         let rules = format!(
             "*filter\n:FORWARD ACCEPT [0:0]\n-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT\n\
              -A FORWARD -j NFQUEUE --queue-num {QUEUE}\n\

@@ -17,7 +17,7 @@ pub struct MissingTool {
 
 impl fmt::Display for MissingTool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "there is no {}; install it with: apt-get install {}", self.program, self.package)
+        write!(f, "{} is not installed; install it with: apt-get install {}", self.program, self.package)
     }
 }
 

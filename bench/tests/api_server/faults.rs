@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use penstock_bench::testbed::api_server::{Account, ApiServer, Fault, FakeServer, Resource, Verb};
+use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Fault, Resource, Verb};
 use penstock_control::source::Kind;
 
 use crate::follower::Follower;

@@ -45,7 +45,7 @@ impl Follower {
             tokio::time::timeout(TIMEOUT, Source::open(&access, TIMING, Arc::clone(&health))).await
         });
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
-        assert!(health.is_synced(), "nothing is told of a half-read state");
+        assert!(health.is_synced(), "nothing is reported from a partial list");
         let mut engine = Engine::new(Settings::for_node("here"));
         engine.apply(objects.iter().cloned().map(Change::Set));
         let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();

@@ -53,7 +53,7 @@ fn a_realtime_worker_does_not_wait_for_a_busy_process_on_its_core() {
     let sent = generator.send(&frame, 200_000, Duration::from_micros(500)).unwrap();
     let (after, computed) = (of_worker(), computing.times().0 - computed.0);
     let (ran, waited) = (after.0 - before.0, after.1 - before.1);
-    println!("{sent} packets: the worker ran {ran:?} and waited {waited:?}; the other ran {computed:?}");
+    println!("{sent} packets: the worker ran {ran:?} and waited {waited:?}; the other process ran {computed:?}");
     assert!(sent >= 200_000 && ran > Duration::from_millis(50) && computed > Duration::from_millis(50));
     // Another test's worker may be on the core too, at the same priority.
     assert!(waited < ran / 2, "it waited {waited:?} to run {ran:?}");

@@ -117,9 +117,13 @@ fn send_mutated(frames: u64) {
     let mut random = SmallRng::seed_from_u64(seed);
     let yaml = pods(3) + &policy("closed", "pod-1", "  ingress: [{ports: [{port: 53, protocol: UDP}]}]\n");
     let fixture = Fixture::of(&yaml, |_, _| {});
-    let flow =
-        EchoConnection::open(&fixture.site("test/pod-0").namespace, fixture.target("node", false), 8080, Duration::from_secs(5))
-            .unwrap();
+    let flow = EchoConnection::open(
+        &fixture.site("test/pod-0").namespace,
+        fixture.target("node", false),
+        8080,
+        Duration::from_secs(5),
+    )
+    .unwrap();
     let forger = Forger::of(&fixture, "test/pod-2");
     let good = good_frames(&fixture, &forger);
     let generator = fixture.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
@@ -143,7 +147,7 @@ fn send_mutated(frames: u64) {
     println!("{sent} sent, {seen} seen; {:?}; {:?}; {:?}", port.xdp, port.drops, port.kernel_drops);
     // A little more than was sent: the pod's stack answers what reaches it.
     assert!((sent..sent + sent / 50 + 100).contains(&seen), "{seen} of {sent} seen by the program");
-    assert_eq!(after.redirected, after.received + after.kernel, "each is received, or lost by cause");
+    assert_eq!(after.redirected, after.received + after.kernel, "each is received, or dropped with a reason");
     assert!(after.dropped > before.dropped && after.dropped <= after.received, "{:?}", port.drops);
     for cause in ["spoofed_source", "truncated", "malformed", "ingress_denied", "header_checksum"] {
         assert!(port.drops.get(cause).copied().unwrap_or(0) > 0, "no {cause} among {:?}", port.drops);

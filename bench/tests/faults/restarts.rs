@@ -35,7 +35,7 @@ fn no_packet_reaches_a_pod_between_a_kill_and_the_next_start() {
         for port in [ALLOWED, NODE] {
             let times = || arrived[&port].iter().map(|&(_, sent)| sent);
             assert!(times().any(|sent| sent < dead), "before");
-            assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "nobody judges: none passes");
+            assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "without a daemon none passes");
             let first = times().filter(|&sent| sent > starts).min().expect("after");
             println!("in force {:?} after the start (v6: {v6})", first - starts);
         }
@@ -78,7 +78,7 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
     for port in [ALLOWED, NODE] {
         let times = || arrived[&port].iter().map(|&(_, sent)| sent);
         assert!(times().any(|sent| sent < ended - took), "before");
-        assert_eq!(times().filter(|&sent| sent > ended && sent < starts).count(), 0, "nobody judges: none passes");
+        assert_eq!(times().filter(|&sent| sent > ended && sent < starts).count(), 0, "without a daemon none passes");
         assert!(times().any(|sent| sent > starts), "after");
     }
 }
@@ -163,7 +163,7 @@ fn fail_open() -> Duration {
         let arrived = sniffer.stop();
         assert!(sent.iter().all(|&count| count > 0), "the streams ran: {sent:?}");
         let mut denied = arrived[&DENIED].iter().map(|&(_, sent)| sent);
-        assert!(denied.all(|sent| sent > killed && sent < ready), "judged before and after");
+        assert!(denied.all(|sent| sent > killed && sent < ready), "evaluated before and after");
         for port in [ALLOWED, DENIED] {
             let first = arrived[&port].iter().map(|&(_, sent)| sent).find(|&sent| sent > killed).unwrap();
             println!("passes {:?} after the kill; the process took {:?} to go", first - killed, gone - killed);

@@ -74,7 +74,7 @@ fn an_empty_fill_ring_drops_by_reason_and_other_ports_lose_nothing() {
     let logged = received + lost;
     assert!(
         (sent..sent + 8).contains(&logged),
-        "{logged}: each is received, or lost by cause: {:?}",
+        "{logged}: each is received, or dropped with a reason: {:?}",
         after.kernel_drops
     );
     assert!(after.kernel_drops.contains_key("fill_ring_empty"), "{:?}", after.kernel_drops);
@@ -117,7 +117,7 @@ fn a_full_tx_ring_drops_by_reason_and_other_ports_lose_nothing() {
     assert_eq!(missing(&arrived[&ALLOWED], numbers), [0; 0], "another pod's datagrams");
     for name in ["test/pod-0", "test/pod-1"] {
         let drops = fixture.port(name).drops;
-        assert_eq!(drops.get("tx_ring_full"), None, "it is not the loss of {name}: {drops:?}");
+        assert_eq!(drops.get("tx_ring_full"), None, "not a drop of {name}: {drops:?}");
     }
     assert_at_rest(&fixture);
 }

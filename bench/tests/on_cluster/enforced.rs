@@ -28,7 +28,7 @@ fn pods_and_policies_created_through_the_api_are_enforced() {
         ("policy deleted", stream.time_until_passing(|| admin.delete(&policy("db", "nobody")).unwrap())),
     ];
     for (what, time) in times {
-        println!("{what}: from the API call to the first packet judged by it: {:.1} ms", time.as_secs_f64() * 1e3);
+        println!("{what}: from the API call to the first packet evaluated by it: {:.1} ms", time.as_secs_f64() * 1e3);
         assert!(time < SOON, "{what}: {time:?}");
     }
 }

@@ -36,7 +36,7 @@ fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
     std::thread::sleep(Duration::from_millis(50));
     let arrived = allowed.count();
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(allowed.count(), arrived, "while nobody judges, nothing passes");
+    assert_eq!(allowed.count(), arrived, "without a daemon nothing passes");
 
     let began = Instant::now();
     fixture.restart();

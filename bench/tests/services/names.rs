@@ -37,9 +37,9 @@ fn framed(to: [u8; 6], packet: &[u8]) -> Vec<u8> {
 }
 
 /// VXLAN (RFC 7348), network 9, from the machine outside to the node.
-fn wrapped(service: &ServiceFixture, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
+fn wrapped(setup: &ServiceFixture, to: [u8; 6], packet: &[u8]) -> Vec<u8> {
     let inner = [&[8, 0, 0, 0, 0, 0, 9, 0][..], &framed(TUNNEL_MAC, packet)].concat();
-    let [from, node] = [service.outside.addresses()[0], address("198.51.100.1")];
+    let [from, node] = [setup.outside.addresses()[0], address("198.51.100.1")];
     let (IpAddr::V4(from), IpAddr::V4(node)) = (from, node) else { panic!("IPv4 comes first") };
     let mut frame = Vec::new();
     let builder = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 9], to).ipv4(from.octets(), node.octets(), 64);
@@ -57,14 +57,14 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
 }
 
 /// Packets dropped for their source address, by any program or worker.
-fn spoofed(service: &ServiceFixture) -> u64 {
+fn spoofed(setup: &ServiceFixture) -> u64 {
     let count = |port: &penstock_control::service::admin::types::Port| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
-    service.fixture.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()
+    setup.fixture.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()
 }
 
-fn service(by_uplink: bool) -> ServiceFixture {
+fn setup(by_uplink: bool) -> ServiceFixture {
     ServiceFixture::with(BackendPath::Here, |cluster, config| {
         let ghost = fixture::pod("ghost", GHOST[0], GHOST[1]).replace("app: ghost", "app: pod-0");
         std::fs::write(config.manifests.join("ghost.yaml"), ghost.trim_start_matches("---\n")).unwrap();
@@ -81,32 +81,32 @@ fn service(by_uplink: bool) -> ServiceFixture {
 #[test]
 fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_counted() {
     for by_uplink in [false, true] {
-        let mut service = service(by_uplink);
-        let node = service.fixture.cluster.node.namespace().clone();
+        let mut setup = setup(by_uplink);
+        let node = setup.fixture.cluster.node.namespace().clone();
         let to_node = node.netlink().unwrap().mac("eth1").unwrap();
-        let wire = PacketSocket::open(service.outside.namespace()).unwrap();
+        let wire = PacketSocket::open(setup.outside.namespace()).unwrap();
         for restarted in [false, true] {
             if restarted {
-                service.restart();
+                setup.restart();
             }
-            let before = spoofed(&service);
+            let before = spoofed(&setup);
             let mut sent = 0;
             let mut sockets = Vec::new();
             for v6 in [false, true] {
-                let victim = service.fixture.site("test/pod-1").address(v6).unwrap();
+                let victim = setup.fixture.site("test/pod-1").address(v6).unwrap();
                 let here = SocketAddr::new(victim, OWN);
-                let socket = service.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
-                for name in [service.fixture.site("test/pod-0").address(v6).unwrap(), address(GHOST[usize::from(v6)])] {
+                let socket = setup.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
+                for name in [setup.fixture.site("test/pod-0").address(v6).unwrap(), address(GHOST[usize::from(v6)])] {
                     let packet = packet(name, victim);
                     wire.send(&framed(to_node, &packet)).unwrap();
-                    wire.send(&wrapped(&service, to_node, &packet)).unwrap();
+                    wire.send(&wrapped(&setup, to_node, &packet)).unwrap();
                     send_from_a_process(&node, victim, &packet);
                     sent += 3;
                 }
                 sockets.push(socket);
             }
             let deadline = Instant::now() + Duration::from_secs(10);
-            while spoofed(&service) < before + sent && Instant::now() < deadline {
+            while spoofed(&setup) < before + sent && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
             let what = format!("by uplink: {by_uplink}, restarted: {restarted}");
@@ -114,17 +114,12 @@ fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_co
                 socket.set_nonblocking(true).unwrap();
                 let mut bytes = [0; 64];
                 let got = socket.recv_from(&mut bytes).map(|(_, from)| from);
-                assert!(got.is_err(), "{what}: from {got:?}\n{}", service.logs());
+                assert!(got.is_err(), "{what}: from {got:?}\n{}", setup.logs());
             }
-            assert_eq!(spoofed(&service) - before, sent, "{what}\n{}", service.logs());
+            assert_eq!(spoofed(&setup) - before, sent, "{what}\n{}", setup.logs());
             for (v6, protocol) in [(false, Protocol::Tcp(WEB)), (true, Protocol::Udp(WEB))] {
-                let outcome = service.probe("test/pod-0", v6, protocol);
-                assert_eq!(
-                    outcome,
-                    ProbeOutcome::Reached,
-                    "what the node translated passes, {what}\n{}",
-                    service.logs()
-                );
+                let outcome = setup.probe("test/pod-0", v6, protocol);
+                assert_eq!(outcome, ProbeOutcome::Reached, "what the node translated passes, {what}\n{}", setup.logs());
             }
         }
     }
@@ -133,12 +128,12 @@ fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_co
 #[test]
 fn outside_hosts_cannot_answer_for_a_service_backend() {
     for by_uplink in [false, true] {
-        let service = service(by_uplink);
-        let to_node = service.fixture.cluster.node.netlink().mac("eth1").unwrap();
-        let wire = PacketSocket::open(service.outside.namespace()).unwrap();
+        let setup = setup(by_uplink);
+        let to_node = setup.fixture.cluster.node.netlink().mac("eth1").unwrap();
+        let wire = PacketSocket::open(setup.outside.namespace()).unwrap();
         for v6 in [false, true] {
-            let (client, backend) = (service.fixture.site("test/pod-0"), service.backend.address(v6).unwrap());
-            let server = service.backend.namespace.run(|| UdpSocket::bind(SocketAddr::new(backend, OWN))).unwrap();
+            let (client, backend) = (setup.fixture.site("test/pod-0"), setup.backend.address(v6).unwrap());
+            let server = setup.backend.namespace.run(|| UdpSocket::bind(SocketAddr::new(backend, OWN))).unwrap();
             let own = SocketAddr::new(client.address(v6).unwrap(), 1234);
             let asking = client.namespace.run(|| UdpSocket::bind(own)).unwrap();
             for socket in [&server, &asking] {
@@ -149,23 +144,23 @@ fn outside_hosts_cannot_answer_for_a_service_backend() {
                 asking.send_to(b"question", SocketAddr::new(service(v6), OWN)).unwrap();
                 server.recv_from(&mut bytes).ok()
             });
-            let (_, from) = asked.unwrap_or_else(|| panic!("{}", service.logs()));
-            let before = spoofed(&service);
+            let (_, from) = asked.unwrap_or_else(|| panic!("{}", setup.logs()));
+            let before = spoofed(&setup);
             let mut forged = packet(backend, own.ip());
             // Swapping the ports leaves the checksum valid; IPv4 works without it.
             let udp = if v6 { 40 } else { 20 };
             forged[udp..udp + 4].copy_from_slice(&[OWN.to_be_bytes(), 1234_u16.to_be_bytes()].concat());
             wire.send(&framed(to_node, &forged)).unwrap();
             let deadline = Instant::now() + Duration::from_secs(10);
-            while spoofed(&service) == before && Instant::now() < deadline {
+            while spoofed(&setup) == before && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            assert!(spoofed(&service) > before, "by uplink: {by_uplink}, v6: {v6}\n{}", service.logs());
+            assert!(spoofed(&setup) > before, "by uplink: {by_uplink}, v6: {v6}\n{}", setup.logs());
             let answered = (0..10).find_map(|_| {
                 server.send_to(b"answer", from).unwrap();
                 asking.recv_from(&mut bytes).ok()
             });
-            let (length, answers) = answered.unwrap_or_else(|| panic!("{}", service.logs()));
+            let (length, answers) = answered.unwrap_or_else(|| panic!("{}", setup.logs()));
             assert_eq!((&bytes[..length], answers.ip()), (&b"answer"[..], service(v6)), "the backend itself");
         }
     }

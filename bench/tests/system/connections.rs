@@ -229,7 +229,7 @@ fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize)
         // The stack sets DF on what it believes to fit, and reports the error at a later call.
         match sender.send(&vec![1; length]) {
             Err(error) => break error,
-            Ok(_) if Instant::now() > deadline => panic!("{} is not told (IPv6: {v6})", from.name),
+            Ok(_) if Instant::now() > deadline => panic!("{} gets no error (IPv6: {v6})", from.name),
             Ok(_) => std::thread::sleep(Duration::from_millis(2)),
         }
     };

@@ -353,7 +353,7 @@ fn the_verdict_log_names_pods_and_rules_and_counts_lines_beyond_its_budget() {
             let denied = lines.iter().filter(|line| line["outcome"] == "ingress_denied").count();
             (denied >= 2 && lines.iter().any(|line| line["outcome"] == "opened")).then_some(lines)
         },
-        "both outcomes are told",
+        "both outcomes are logged",
     );
     let opened = logged.iter().find(|line| line["outcome"] == "opened" && line["dst"]["port"] == 8080).unwrap();
     assert_eq!((&opened["src"]["name"], &opened["dst"]["name"]), (&"test/pod-0".into(), &"test/pod-1".into()));
@@ -366,7 +366,7 @@ fn the_verdict_log_names_pods_and_rules_and_counts_lines_beyond_its_budget() {
     let dropped = open.status().drops["ingress_denied"];
     let suppressed = || open.metrics()["penstock_verdict_log_suppressed_total{outcome=\"ingress_denied\"}"] as u64;
     let written = || lines().iter().filter(|line| line["outcome"] == "ingress_denied").count() as u64;
-    wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is told or counted");
+    wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is logged or counted");
     // The budget of a second may begin between any two attempts.
     assert!(dropped == 15 && suppressed() > 0, "{dropped} dropped, {} suppressed", suppressed());
     let counted: u64 = lines().iter().filter_map(|line| line["suppressed"]["ingress_denied"].as_u64()).sum();

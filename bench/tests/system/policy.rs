@@ -43,8 +43,8 @@ fn an_edit_revokes_an_open_connection_and_allows_the_new_port() {
         flow.wait_for(100, LIMIT).unwrap();
         let saved = Instant::now();
         fixture.save("all.yaml", &(pods(2) + &only_port(9090)));
-        let cut = flow.wait_until_blocked(LIMIT).expect("the connection is cut");
-        println!("cut {:?} after the save", cut.saturating_duration_since(saved));
+        let cut = flow.wait_until_blocked(LIMIT).expect("the connection is revoked");
+        println!("revoked {:?} after the save", cut.saturating_duration_since(saved));
         fixture.assert_as_expected(&fixture.matrix());
 
         let saved = Instant::now();

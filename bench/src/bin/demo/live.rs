@@ -57,7 +57,7 @@ pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &ScratchDir, mani
         written.and(opened).map(|opened| (saved, cut, opened))
     })?;
     println!("  {FILE} is saved: \"{OLD}\" becomes \"{NEW}\"");
-    let cut = cut.context("the open connection is not cut")?;
+    let cut = cut.context("the open connection is not revoked")?;
     ensure!(cut >= saved, "the connection was blocked before the policy was edited");
     println!("    {} from save to the first byte that is not answered", time(saved, cut));
     let opened = opened.with_context(|| format!("port {NEW_PORT} does not open"))?;

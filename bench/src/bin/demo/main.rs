@@ -35,11 +35,11 @@ fn main() -> ExitCode {
     let outcome = Arc::new(Mutex::new(None));
     let last = CleanupGuard::new({
         let outcome = outcome.clone();
-        move || *outcome.lock().expect("nobody panics with it") = Some(report_leftovers(&before))
+        move || *outcome.lock().expect("no thread panics while holding it") = Some(report_leftovers(&before))
     });
     let result = run();
     drop(last);
-    let clean = outcome.lock().expect("nobody panics with it").unwrap_or(false);
+    let clean = outcome.lock().expect("no thread panics while holding it").unwrap_or(false);
     match result {
         Ok(()) if clean => {
             println!("{}", good("The demo passed: everything observed is as expected."));
@@ -69,7 +69,7 @@ fn report_leftovers(before: &Inventory) -> bool {
             false
         }
         Err(error) => {
-            eprintln!("{}", bad(&format!("cannot tell what is left behind: {error:#}")));
+            eprintln!("{}", bad(&format!("cannot determine what is left behind: {error:#}")));
             false
         }
     }
@@ -122,7 +122,7 @@ fn run() -> Result<()> {
         }
         Ok(((), "SIGTERM, exit code 0".to_owned()))
     })?;
-    result.context("the demo failed; its reason stands above")
+    result.context("the demo failed; see the reason above")
 }
 
 fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifests: &Path) -> Result<()> {

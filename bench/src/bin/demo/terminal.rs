@@ -54,7 +54,7 @@ pub(crate) fn milliseconds(time: Duration) -> String {
 
 /// Prints how to enter the pods and waits for Enter. Ctrl-C and SIGTERM end the process and undo everything.
 pub(crate) fn wait_for_enter(cluster: &Cluster, daemon: &Daemon, manifests: &Path, admin: &Path) -> Result<()> {
-    heading("The node stays up (KEEP=1)");
+    heading("The node keeps running (KEEP=1)");
     for site in &cluster.sites {
         let addresses: Vec<String> = site.addresses.iter().map(ToString::to_string).collect();
         println!("  {:12} nsenter --net={} bash", site.name, site.namespace.path().display());

@@ -9,7 +9,7 @@ use crate::Plan;
 use crate::host::{Host, HostInterference};
 use crate::machine::{BUSY, Machine, MachineSettings};
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
-use crate::scenarios::{Known, Scenario};
+use crate::scenarios::{KnownRates, Scenario};
 use crate::testbeds::PeerTestbeds;
 use crate::thresholds;
 
@@ -24,13 +24,13 @@ const WAIT: Duration = Duration::from_millis(500);
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
     let (mut machine, started) = (Machine::look()?, Instant::now());
     if machine.load > BUSY {
-        println!("This machine is busy (load average {:.1}): figures are not to be relied on.", machine.load);
+        println!("This machine is busy (load average {:.1}): the figures are unreliable.", machine.load);
     }
     let _prepared = MachineSettings::new()?;
     machine.look_for_gaps(plan.cores)?;
     let (mut testbeds, mut host) = (PeerTestbeds::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
-    let (mut known, mut again) = (Known::default(), Duration::ZERO);
+    let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);
     let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
     let bar = progress(steps as u64 * u64::from(plan.repetitions));
     for repetition in 1..=plan.repetitions {

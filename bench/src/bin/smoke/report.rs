@@ -50,7 +50,7 @@ pub(crate) fn introduce(cores: Cores) {
     );
     println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
     if let Some(load) = load().filter(|load| *load > BUSY) {
-        println!("  This machine is busy (load average {load:.1}): the figures below are not to be relied on.\n");
+        println!("  This machine is busy (load average {load:.1}): the figures below are unreliable.\n");
     }
 }
 

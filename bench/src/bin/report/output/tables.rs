@@ -16,8 +16,7 @@ pub(crate) enum ReportPart {
 
 /// The whole report; `trex` are the parts with the results of TRex.
 pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPart> {
-    let mut parts =
-        vec![ReportPart::Text(introduction(results)), ReportPart::Heading("What must be reached".to_owned())];
+    let mut parts = vec![ReportPart::Text(introduction(results)), ReportPart::Heading("Thresholds".to_owned())];
     parts.push(ReportPart::Table(thresholds(results)));
     parts.push(ReportPart::Heading("The machine".to_owned()));
     parts.push(ReportPart::Table(machine(results)));
@@ -41,22 +40,21 @@ fn introduction(results: &Results) -> String {
     let plan = &results.plan;
     let busy = match results.machine.load {
         load if load > crate::machine::BUSY => {
-            format!(
-                " **The machine was busy when it began (load average {load:.1}): figures are not to be relied on.**"
-            )
+            format!(" **The machine was busy when it began (load average {load:.1}): the figures are unreliable.**")
         }
         _ => String::new(),
     };
     format!(
-        "Everything here was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, every case \
-         in turn with all others. Figures are medians, with the lowest and the highest behind them; ratios are to the \
+        "Everything was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, alternating \
+         between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
-         Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer was \
-         given the same policies by `penstock render` and seen to let an allowed packet and its answer pass and, if it \
-         enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do. What a virtual machine's host gives to others of \
-         the cores' time is told with every case, and so is the speed that the slower core had before or after, of the fastest \
-         seen: one that shares its execution units with another machine's does about half as much. What the host came upon was \
-         measured again while there was time for that; what a bar goes by also waited for whole cores, half a second at most.{busy}",
+         Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
+         the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \
+         if it enforces policy, dropped a denied packet. No NIC is involved: the figures compare peers and do not predict \
+         the throughput of a NIC. The share of the cores' time that a hypervisor took away is shown for every case, and so \
+         is the speed of the slower core relative to the highest speed seen: a core that shares its execution units with \
+         another machine runs at about half speed. Disturbed measurements were repeated while there was time; cases with a \
+         threshold also waited for undisturbed cores, half a second at most.{busy}",
         (results.took.as_secs_f64() / 60.0).max(1.0),
         plan.repetitions,
         plan.length.as_secs_f64(),
@@ -67,7 +65,7 @@ fn introduction(results: &Results) -> String {
 
 /// Rows of the thresholds, with their header.
 pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
-    let mut rows = vec![["ratio", "must reach", "measured", ""].map(str::to_owned).to_vec()];
+    let mut rows = vec![["ratio", "threshold", "measured", ""].map(str::to_owned).to_vec()];
     for threshold in THRESHOLDS {
         let sign = if threshold.bound == Bound::AtLeast { "≥" } else { "≤" };
         let (measured, verdict) = match threshold.evaluate(results) {

@@ -25,7 +25,7 @@ const CLOCKS: &[Metric] = &[
 
 /// Packets, and clocks by stage, of all poll iterations timed so far.
 fn timed(testbed: &PeerTestbed) -> Result<(u64, [u64; STAGES.len()])> {
-    let status = testbed.status()?.context("only Penstock tells what its stages cost")?;
+    let status = testbed.status()?.context("only Penstock reports the cost of its stages")?;
     let packets = status.workers.iter().map(|worker| worker.stages.packets).sum();
     let of = |stage: &str| status.workers.iter().filter_map(|worker| worker.stages.clocks.get(stage)).sum();
     Ok((packets, STAGES.map(of)))
@@ -54,7 +54,7 @@ pub(super) fn clocks(testbed: &mut PeerTestbed, trial: &Trial) -> Result<(Packet
     let outcome = testbed.run(trial)?;
     let (packets_after, after) = testbed.with_peer(timed)?;
     let packets = packets_after - packets;
-    ensure!(packets > 0, "no turn of the worker was timed");
+    ensure!(packets > 0, "no poll iteration of the worker was timed");
     let mut each = [0.0; STAGES.len()];
     for (each, (after, before)) in each.iter_mut().zip(after.into_iter().zip(before)) {
         *each = (after - before) as f64 / packets as f64;
