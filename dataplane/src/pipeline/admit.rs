@@ -1,10 +1,10 @@
-//! First stage: a frame becomes a packet, or is refused for what it is.
+//! First stage: parses a frame and rejects invalid packets.
 
 use crate::Cause;
 use crate::forward::{Forwarding, Port, PortKind};
 use crate::packet::{Address, Packet, Scope, parse_into};
 
-/// Parses a frame received on `port` and checks that it may come from there and be routed at all.
+/// Parses a frame received on `port` and checks its source address and whether it may be routed.
 #[inline(always)]
 pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     parse_into(frame, packet)?;
@@ -13,7 +13,7 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
         PortKind::Pod => port.addresses.contains(&src),
         // A pod without a port has sent nothing that the node's stack could send back.
         PortKind::Host => !forwarding.is_portless_pod(src),
-        // From outside, nothing honest carries an address of this node or of its pods.
+        // Packets from outside never have a source address of this node or of its pods.
         PortKind::Uplink => !forwarding.is_local_pod(src) && !forwarding.is_node(src),
     };
     if !own_source {
@@ -25,7 +25,7 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
 }
 
-/// Whether a router may carry a packet between these two.
+/// Whether a router may forward a packet between these addresses.
 #[inline(never)]
 fn routable(src: Address, dst: Address) -> Result<(), Cause> {
     match (src.scope(), dst.scope()) {

@@ -1,4 +1,4 @@
-//! Second stage: the packet's connection lets it pass, or else the policy opens one.
+//! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
 
 use super::dispatch::Route;
 use super::{Observer, Occasion};
@@ -8,7 +8,7 @@ use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
 use crate::{Cause, Snapshot};
 
-/// The stage for one batch, with the packet that is on its way through it.
+/// The stage for one batch, with the current packet.
 pub(super) struct Tracker<'a, O> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
@@ -16,12 +16,12 @@ pub(super) struct Tracker<'a, O> {
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
-    /// Set when this packet's connection was cut by being judged again: the sequence number that the packet's destination
-    /// expects, if it is TCP's.
+    /// Set if this packet's evaluation revoked its connection: the sequence number that the packet's destination
+    /// expects, for TCP.
     pub(super) cut_at: Option<u32>,
-    /// Whether what is tracked came from the node's own stack.
+    /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
-    /// Which way this packet leaves, if it may; set anew for each.
+    /// The path of this packet if it may pass; set for each packet.
     pub(super) route: Route,
 }
 
@@ -44,7 +44,7 @@ impl<O: Observer> Tracker<'_, O> {
         Ok(())
     }
 
-    /// A later fragment belongs to the connection of its first one, which has the ports.
+    /// A later fragment belongs to the connection of its first fragment, which has the ports.
     #[cold]
     #[inline(never)]
     fn later_fragment(&mut self, packet: &Packet) -> Result<(), Cause> {
@@ -72,8 +72,9 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// A packet that opens a connection where another one has ended, or was cut. Policy is asked first: were the old one
-    /// forgotten for a packet that is then denied, the next packet of its other side could bring it back.
+    /// A packet that opens a connection in place of one that has ended or was revoked. Policy is evaluated first: if
+    /// the old one were removed for a packet that is then denied, the next packet of its other side could bring it
+    /// back.
     #[cold]
     #[inline(never)]
     fn open_in_place(&mut self, old: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
@@ -84,7 +85,7 @@ impl<O: Observer> Tracker<'_, O> {
         self.enter(packet, hashed)
     }
 
-    /// A SYN on a live connection from the side that did not open it.
+    /// A SYN on a live connection from the answering side.
     #[cold]
     #[inline(never)]
     fn ask_in_reverse(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
@@ -95,7 +96,7 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// A SYN-ACK with which both ends begin anew what the table still holds as a live connection.
+    /// A SYN-ACK by which both ends restart a connection that is still live in the table.
     #[cold]
     #[inline(never)]
     fn restart(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
@@ -104,14 +105,14 @@ impl<O: Observer> Tracker<'_, O> {
         if restarted { Ok(()) } else { Err(Cause::InvalidState) }
     }
 
-    /// A connection that came through the node's own stack goes through it in both directions, for it was translated there:
-    /// what came from a pod goes to the stack, what came from the stack to the pod.
+    /// A connection that came through the node's own stack uses it in both directions, since it was translated there:
+    /// packets from a pod go to the stack, packets from the stack to the pod.
     #[inline(always)]
     fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> Route {
         match (self.from_host, connection.via_host()) {
             (false, true) => Route::ViaHost,
             (true, false) => {
-                // The pod now reaches this end by another's address, from the same port.
+                // The pod now reaches this end through another address, from the same port.
                 if packet.transport.may_open() && self.is_pod(packet.flow.src) {
                     connection.set_via_host();
                 }
@@ -121,9 +122,9 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// Whether a connection that this packet enters is to cross the node's own stack: the node has translated it, since a
-    /// pod's packets come from there only then. Of one between two pods that is picked up from its middle that is not known.
-    /// The stack carries it in either case.
+    /// Whether a connection opened by this packet must traverse the node's own stack: the node has translated it, since
+    /// packets of a pod only come from the stack in that case. For a connection between two pods that is picked up in
+    /// mid-stream this is unknown. The stack forwards it in either case.
     fn enters_via_host(&self, packet: &Packet) -> bool {
         let Flow { src, dst, .. } = packet.flow;
         let known = packet.transport.may_open();
@@ -134,27 +135,27 @@ impl<O: Observer> Tracker<'_, O> {
         self.snapshot.forwarding.pod_port(address).is_some()
     }
 
-    /// A packet of a connection that is to be judged again.
+    /// A packet of a connection that must be evaluated again.
     #[cold]
     #[inline(never)]
     fn follow_again<'c>(&mut self, mut connection: Conn<'c>, packet: &Packet, hashed: &Hashed) -> Conn<'c> {
         if self.judge_again(&mut connection) == Judged::Cut
             && let Transport::Tcp(segment) = packet.transport
         {
-            // After a restart the segment's own number is the best that is known.
+            // After a restart the segment's own number is the best known.
             self.cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
         connection
     }
 
-    /// A packet that belongs to no connection: its flow is judged, and a connection opened if it may be.
+    /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         self.judge(&packet.flow, Occasion::Opened)?;
         self.enter(packet, hashed)
     }
 
-    /// Enters the connection that an allowed packet opens.
+    /// Inserts the connection that an allowed packet opens.
     fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<(), Cause> {
         let via_host = self.enters_via_host(packet);
         self.route = if via_host && !self.from_host { Route::ViaHost } else { Route::Direct };
@@ -174,7 +175,7 @@ impl<O: Observer> Tracker<'_, O> {
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(()),
                     Update::Cut => Err(Cause::ConnectionCut),
-                    // Ended again within the same instant: the sender will try again.
+                    // It ended again immediately: the sender will retry.
                     _ => Err(Cause::InvalidState),
                 }
             }
@@ -184,8 +185,8 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes. Routers send such, and the
-    /// packet's destination; a pod is no router, and has nothing to say of other pods' connections.
+    /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
+    /// packet's destination; a pod is no router, so it may not send errors about other pods' connections.
     #[inline(never)]
     fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<(), Cause> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
@@ -197,22 +198,23 @@ impl<O: Observer> Tracker<'_, O> {
         if !connection.is_of_epoch(self.snapshot.epoch) {
             self.judge_again(&mut connection);
         }
-        // The node translates what is quoted back to what its receiver knows.
+        // The node translates the quoted packet back for its receiver.
         self.route = if connection.via_host() && !self.from_host { Route::ViaHost } else { Route::Direct };
         if connection.is_cut() { Err(Cause::ConnectionCut) } else { Ok(()) }
     }
 
-    /// A connection last judged under an older epoch: judged again in its original direction, it stays or is cut.
+    /// A connection last evaluated under an older epoch: it is evaluated again in its original direction, and kept or
+    /// revoked.
     ///
-    /// A cut connection keeps its entry. Were it forgotten, a packet of its answering side would be judged as if
-    /// that side had opened it, and might bring back what policy has ended.
+    /// A revoked connection keeps its entry. If it were removed, a packet of its answering side would be evaluated as
+    /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
     fn judge_again(&mut self, connection: &mut Conn<'_>) -> Judged {
         let allowed = self.judge(&connection.original_flow(), Occasion::JudgedAgain).is_ok();
         connection.set_judged(self.snapshot.epoch, allowed)
     }
 
-    /// Asks the policy, in the direction in which the connection is opened.
+    /// Evaluates policy in the direction in which the connection is opened.
     fn judge(&mut self, flow: &Flow, occasion: Occasion) -> Result<(), Cause> {
         self.observer.asked();
         let judgement = self.snapshot.policy.judge(flow);
@@ -227,14 +229,13 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// Whether one end is a pod here of which the policy does not know yet. Its side must not pass for another
-    /// node's.
+    /// Whether one end is a pod of this node that policy does not know yet. It must not be treated as another node's.
     fn is_unready(&self, flow: &Flow, judgement: &Judgement) -> bool {
         (judgement.egress == Side::NotLocal && self.is_pod(flow.src))
             || (judgement.ingress == Side::NotLocal && self.is_pod(flow.dst))
     }
 
-    /// Whose quota a connection counts against: the local pod that opens it, else the local pod that it is for.
+    /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
     fn owner(&self, flow: &Flow) -> OwnerId {
         let forwarding = &self.snapshot.forwarding;
         let port = forwarding.pod_port(flow.src).or_else(|| forwarding.pod_port(flow.dst));
