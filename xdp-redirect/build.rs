@@ -32,17 +32,18 @@ fn compile(clang: &str, skeleton: &str, defines: &[&str]) {
     if let Err(error) = built {
         fail(&format!("cannot compile {SOURCE}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
-    // The generated file holds inner attributes only a module file may have, hence the include by path in program.rs.
+    // The generated file has inner attributes, which only a module file may contain, hence the include by path in
+    // program.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
 }
 
-/// Debian keeps `asm/` below a directory named after the host's architecture, where clang's BPF target does not look.
+/// Debian keeps `asm/` in a directory named after the host architecture, which clang's BPF target does not search.
 fn multiarch_headers() -> Vec<String> {
     let arch = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo sets CARGO_CFG_TARGET_ARCH");
     vec!["-idirafter".to_owned(), format!("/usr/include/{arch}-linux-gnu")]
 }
 
-/// Ends the build with one line that says what to do.
+/// Ends the build with a one-line message.
 fn fail(message: &str) -> ! {
     println!("cargo:warning=penstock-xdp-redirect: {message}");
     eprintln!("penstock-xdp-redirect: {message}");

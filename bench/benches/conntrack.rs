@@ -1,15 +1,15 @@
-//! The connection table against the concurrent maps that one could take instead.
+//! The connection table against concurrent maps.
 //!
-//! `cargo bench -p penstock-bench --bench conntrack`, or `make bench-conntrack`. It prints what was measured beside
-//! what must be reached. All sides of a ratio take turns in one run, pinned to the same cores, and the ratio is the
-//! median of the rounds' ratios.
+//! `cargo bench -p penstock-bench --bench conntrack`, or `make bench-conntrack`. It prints each figure beside its
+//! threshold. The contenders of a ratio alternate in one run, pinned to the same cores, and the ratio is the median of
+//! the rounds' ratios.
 //!
-//! The maps keep what an entry of the table keeps, in the same number of octets, and are touched in the same way: the
-//! time is written when it has changed. They hash with their own default, which is keyed as ours is: a node hashes what
-//! strangers send it. Beside it the same map with FxHash is shown, which is fast and has no key.
+//! The maps store what an entry of the table stores, in the same number of bytes, and update it in the same way: the
+//! time is written when it has changed. They use their default hash, which is keyed like ours, since a node hashes
+//! untrusted input. The same map with FxHash, which is fast and not keyed, is shown for comparison.
 //!
-//! Environment: `ROUNDS` (11), `ROUND_MS` (200), `FLOOD_SECONDS` (60), `CLOCK` (`wall`; `cpu` counts each thread's own
-//! processor time, for a machine that others use at the same time: it does not see waiting), `LARGE` (16777216).
+//! Environment: `ROUNDS` (11), `ROUND_MS` (200), `FLOOD_SECONDS` (60), `CLOCK` (`wall`, or `cpu`: each thread's CPU
+//! time, for a machine with other load; it does not count waiting), `LARGE` (16777216).
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::hash_map::RandomState;
@@ -29,16 +29,16 @@ use penstock_dataplane::conntrack::{
 use penstock_dataplane::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
 use rustc_hash::FxBuildHasher;
 
-/// Counts what the maps allocate.
-struct Counting;
+/// Counts allocated bytes.
+struct CountingAllocator;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: hands everything on to the system's allocator and only counts.
-unsafe impl GlobalAlloc for Counting {
+// SAFETY: forwards every call to the system's allocator and only counts.
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size(), Relaxed);
-        // SAFETY: the caller keeps the contract, which is the same.
+        // SAFETY: the caller upholds the same contract.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
@@ -49,15 +49,15 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const BATCH: usize = 64;
 const CONNECTIONS: u32 = 1_000_000;
 const SMALL: u32 = 65_536;
-/// Connections that come and go in the mixed measure, for each thread.
+/// Connections that come and go in the mixed benchmark, per thread.
 const CHURN: u32 = 65_536;
 
-/// The flow of number `n`, from its client.
+/// The flow of number `n`, in its client's direction.
 fn flow(n: u32) -> Flow {
     Flow {
         src: Address::from_v4_octets((0x0a00_0000 | (n >> 14)).to_be_bytes()),
@@ -68,16 +68,16 @@ fn flow(n: u32) -> Flow {
     }
 }
 
-/// A table or map under measurement.
-trait Connections: Sync {
+/// A table or map under test.
+trait ConnectionMap: Sync {
     fn insert(&self, n: u32);
-    /// Finds the connections of a batch of packets and touches them; how many were found.
+    /// Finds and updates the connections of a batch of packets; returns how many were found.
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize;
-    /// Removes the connection if it is there, enters it if not.
+    /// Removes the connection if present, inserts it otherwise.
     fn toggle(&self, n: u32, now: u64);
 }
 
-impl Connections for ConnTable {
+impl ConnectionMap for ConnTable {
     fn insert(&self, n: u32) {
         enter(self, &flow(n), Timestamp::now().as_millis());
     }
@@ -106,18 +106,19 @@ impl Connections for ConnTable {
 fn enter(table: &ConnTable, flow: &Flow, now: u64) {
     let hashed = table.prepare(flow);
     let now = Timestamp::from_millis(now);
-    // Many owners, so that no share but the table's size bounds how many there are.
+    // Many owners, so that only the table's size limits the number of connections.
     let owner = OwnerId(flow.src_port);
     let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
     assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
 }
 
 fn table(connections: u32) -> ConnTable {
-    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..patient() }).expect("memory")
+    ConnTable::new(&Config { entries: connections as usize, quota: Some(u32::MAX), ..without_expiry() })
+        .expect("memory")
 }
 
-/// Nothing expires while measurements take turns.
-fn patient() -> Config {
+/// Nothing expires during a measurement.
+fn without_expiry() -> Config {
     let day = Duration::from_secs(86_400);
     Config {
         timeouts: Timeouts { udp_timeout: day, udp_timeout_stream: day, ..Timeouts::default() },
@@ -125,16 +126,16 @@ fn patient() -> Config {
     }
 }
 
-/// What a map keeps of a connection: what an entry does besides its key.
+/// What a map stores for a connection: the same as an entry without its key.
 #[derive(Default)]
-struct Value {
+struct MapEntry {
     control: AtomicU64,
     last: AtomicU32,
     _epoch: AtomicU32,
     _tracking: [AtomicU64; 2],
 }
 
-impl Value {
+impl MapEntry {
     fn touch(&self, now: u64) -> bool {
         let now = (now >> 9) as u32;
         if self.last.load(Relaxed) != now {
@@ -144,9 +145,9 @@ impl Value {
     }
 }
 
-impl<S: BuildHasher + Clone + Send + Sync> Connections for DashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Clone + Send + Sync> ConnectionMap for DashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        DashMap::insert(self, flow(n).key().0, Value::default());
+        DashMap::insert(self, flow(n).key().0, MapEntry::default());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -155,14 +156,14 @@ impl<S: BuildHasher + Clone + Send + Sync> Connections for DashMap<FlowKey, Valu
 
     fn toggle(&self, n: u32, _: u64) {
         if self.remove(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
-impl<S: BuildHasher + Send + Sync> Connections for papaya::HashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Send + Sync> ConnectionMap for papaya::HashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        self.pin().insert(flow(n).key().0, Value::default());
+        self.pin().insert(flow(n).key().0, MapEntry::default());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -172,14 +173,14 @@ impl<S: BuildHasher + Send + Sync> Connections for papaya::HashMap<FlowKey, Valu
 
     fn toggle(&self, n: u32, _: u64) {
         if self.pin().remove(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
-impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, S> {
+impl<S: BuildHasher + Send + Sync> ConnectionMap for scc::HashMap<FlowKey, MapEntry, S> {
     fn insert(&self, n: u32) {
-        assert!(self.insert_sync(flow(n).key().0, Value::default()).is_ok());
+        assert!(self.insert_sync(flow(n).key().0, MapEntry::default()).is_ok());
     }
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -189,15 +190,15 @@ impl<S: BuildHasher + Send + Sync> Connections for scc::HashMap<FlowKey, Value, 
 
     fn toggle(&self, n: u32, _: u64) {
         if self.remove_sync(&flow(n).key().0).is_none() {
-            Connections::insert(self, n);
+            ConnectionMap::insert(self, n);
         }
     }
 }
 
-/// The machine's own ceiling: what a packet takes in registers alone, with nothing to share.
-struct Registers;
+/// Upper bound of the machine: work in registers only, without shared memory.
+struct RegisterLoop;
 
-impl Connections for Registers {
+impl ConnectionMap for RegisterLoop {
     fn insert(&self, _: u32) {}
 
     fn touch(&self, flows: &[Flow; BATCH], now: u64) -> usize {
@@ -213,17 +214,17 @@ impl Connections for Registers {
     fn toggle(&self, _: u32, _: u64) {}
 }
 
-/// The memory's own ceiling: reads, at random, of as much memory as the table takes and nobody writes: two cache lines a
-/// packet, asked for a batch ahead as the table does.
-struct ReadOnly(Vec<[u64; 8]>);
+/// Upper bound of memory: random reads of as much memory as the table uses, without writers; two cache lines per
+/// packet, prefetched a batch ahead as the table does.
+struct RandomReads(Vec<[u64; 8]>);
 
-impl ReadOnly {
-    fn of(octets: usize) -> Self {
-        Self((0..octets as u64 / 64).map(|n| [n; 8]).collect())
+impl RandomReads {
+    fn of(bytes: usize) -> Self {
+        Self((0..bytes as u64 / 64).map(|n| [n; 8]).collect())
     }
 }
 
-impl Connections for ReadOnly {
+impl ConnectionMap for RandomReads {
     fn insert(&self, _: u32) {}
 
     fn touch(&self, flows: &[Flow; BATCH], _: u64) -> usize {
@@ -263,7 +264,7 @@ impl Settings {
         }
     }
 
-    /// Seconds on the clock that is set.
+    /// Seconds on the selected clock.
     fn now(&self) -> f64 {
         let clock = if self.cpu_clock { ClockId::CLOCK_THREAD_CPUTIME_ID } else { ClockId::CLOCK_MONOTONIC };
         let now = clock_gettime(clock).expect("Linux has these clocks");
@@ -289,17 +290,17 @@ impl Random {
     }
 }
 
-/// A workload of one measure.
+/// Workload of one measurement.
 #[derive(Clone, Copy)]
-struct Load {
+struct Workload {
     threads: usize,
     connections: u32,
-    /// Of the 64 packets of a batch, how many enter or remove a connection instead.
+    /// Packets out of the 64 of a batch that insert or remove a connection instead.
     churn: usize,
 }
 
-/// Packets a second, all threads together, in one round.
-fn run(settings: &Settings, connections: &dyn Connections, load: Load) -> f64 {
+/// Packets a second of all threads together, in one round.
+fn run(settings: &Settings, connections: &dyn ConnectionMap, load: Workload) -> f64 {
     let (barrier, stop) = (Barrier::new(load.threads + 1), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let work = |thread: usize| {
@@ -310,7 +311,7 @@ fn run(settings: &Settings, connections: &dyn Connections, load: Load) -> f64 {
             let begun = settings.now();
             let mut now = Timestamp::now().as_millis();
             while !stop.load(Relaxed) {
-                // As a worker: the clock once in a while, not for every packet.
+                // Like a worker: read the clock occasionally, not for every packet.
                 if packets.is_multiple_of(BATCH as u64 * 16) {
                     now = Timestamp::now().as_millis();
                 }
@@ -340,14 +341,14 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// One measurement among those that take turns.
-type Side<'a> = (&'a dyn Connections, Load);
+/// One of the alternating measurements.
+type Contender<'a> = (&'a dyn ConnectionMap, Workload);
 
-/// Rounds in which the sides take turns: each one's packets a second, by round.
-fn rounds(settings: &Settings, sides: &[Side<'_>]) -> Vec<Vec<f64>> {
-    let mut results = vec![Vec::new(); sides.len()];
+/// Runs the contenders in alternation; returns each one's packets a second, by round.
+fn rounds(settings: &Settings, contenders: &[Contender<'_>]) -> Vec<Vec<f64>> {
+    let mut results = vec![Vec::new(); contenders.len()];
     for round in 0..settings.rounds + 1 {
-        for (result, (connections, load)) in results.iter_mut().zip(sides) {
+        for (result, (connections, load)) in results.iter_mut().zip(contenders) {
             let packets = run(settings, *connections, *load);
             // The first round warms up.
             if round > 0 {
@@ -358,12 +359,12 @@ fn rounds(settings: &Settings, sides: &[Side<'_>]) -> Vec<Vec<f64>> {
     results
 }
 
-/// The median over rounds of the first side's rate over the other's.
+/// Median over the rounds of the first contender's rate divided by the other's.
 fn ratio(of: &[f64], to: &[f64]) -> f64 {
     median(of.iter().zip(to).map(|(of, to)| of / to).collect())
 }
 
-/// A line of the table that is printed.
+/// A line of the printed table.
 struct Row {
     measure: String,
     measured: f64,
@@ -372,34 +373,37 @@ struct Row {
 }
 
 impl Row {
-    /// `measured` must be at least `bound`.
-    fn at_least(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
-        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, true)), detail }
+    /// `measured` must be at least `threshold`.
+    fn at_least(measure: &str, measured: f64, threshold: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((threshold, true)), detail }
     }
 
-    /// `measured` must be at most `bound`.
-    fn at_most(measure: &str, measured: f64, bound: f64, detail: String) -> Self {
-        Self { measure: measure.to_owned(), measured, must_reach: Some((bound, false)), detail }
+    /// `measured` must be at most `threshold`.
+    fn at_most(measure: &str, measured: f64, threshold: f64, detail: String) -> Self {
+        Self { measure: measure.to_owned(), measured, must_reach: Some((threshold, false)), detail }
     }
 
-    /// For comparison only.
+    /// Without a threshold.
     fn beside(measure: &str, measured: f64, detail: String) -> Self {
         Self { measure: measure.to_owned(), measured, must_reach: None, detail }
     }
 
     fn print(&self) {
-        let (bound, verdict) = match self.must_reach {
-            Some((bound, true)) if self.measured >= bound => (format!("≥ {bound:.2}"), "meets"),
-            Some((bound, true)) => (format!("≥ {bound:.2}"), "falls short"),
-            Some((bound, false)) if self.measured <= bound => (format!("≤ {bound:.2}"), "meets"),
-            Some((bound, false)) => (format!("≤ {bound:.2}"), "falls short"),
+        let (threshold, verdict) = match self.must_reach {
+            Some((threshold, true)) if self.measured >= threshold => (format!("≥ {threshold:.2}"), "meets"),
+            Some((threshold, true)) => (format!("≥ {threshold:.2}"), "falls short"),
+            Some((threshold, false)) if self.measured <= threshold => (format!("≤ {threshold:.2}"), "meets"),
+            Some((threshold, false)) => (format!("≤ {threshold:.2}"), "falls short"),
             None => (String::new(), "for comparison"),
         };
-        println!("| {:<62} | {:>8.2} | {bound:>6} | {:<44} | {verdict} |", self.measure, self.measured, self.detail);
+        println!(
+            "| {:<62} | {:>8.2} | {threshold:>6} | {:<44} | {verdict} |",
+            self.measure, self.measured, self.detail
+        );
     }
 }
 
-/// Millions a second.
+/// Millions per second.
 fn millions(rates: &[f64]) -> String {
     format!("{:.1} M/s", median(rates.to_vec()) / 1e6)
 }
@@ -408,28 +412,28 @@ fn against(of: &[f64], to: &[f64]) -> String {
     format!("{} against {}", millions(of), millions(to))
 }
 
-/// Read-only and mixed measures with a million connections, and what each takes in memory.
+/// Read-only and mixed benchmarks with a million connections, and the memory of each contender.
 fn against_maps(settings: &Settings) -> Vec<Row> {
-    let fill = |connections: &dyn Connections| (0..CONNECTIONS).for_each(|n| connections.insert(n));
+    let fill = |connections: &dyn ConnectionMap| (0..CONNECTIONS).for_each(|n| connections.insert(n));
     let ours = table(CONNECTIONS + 2 * CHURN);
     fill(&ours);
     let exact = table(CONNECTIONS);
     let before = ALLOCATED.load(Relaxed);
-    let dashmap = DashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    let dashmap = DashMap::<FlowKey, MapEntry, RandomState>::with_hasher(RandomState::new());
     fill(&dashmap);
-    let dashmap_octets = (ALLOCATED.load(Relaxed) - before) as f64 / f64::from(CONNECTIONS);
-    let dashmap_fx = DashMap::<FlowKey, Value, FxBuildHasher>::with_hasher(FxBuildHasher);
+    let dashmap_bytes = (ALLOCATED.load(Relaxed) - before) as f64 / f64::from(CONNECTIONS);
+    let dashmap_fx = DashMap::<FlowKey, MapEntry, FxBuildHasher>::with_hasher(FxBuildHasher);
     fill(&dashmap_fx);
-    let papaya = papaya::HashMap::<FlowKey, Value, RandomState>::builder().hasher(RandomState::new()).build();
+    let papaya = papaya::HashMap::<FlowKey, MapEntry, RandomState>::builder().hasher(RandomState::new()).build();
     fill(&papaya);
-    let scc = scc::HashMap::<FlowKey, Value, RandomState>::with_hasher(RandomState::new());
+    let scc = scc::HashMap::<FlowKey, MapEntry, RandomState>::with_hasher(RandomState::new());
     fill(&scc);
 
-    let read = Load { threads: 2, connections: CONNECTIONS, churn: 0 };
-    let mixed = Load { churn: BATCH / 9, ..read };
-    let single = Load { threads: 1, ..read };
-    let (registers, memory) = (Registers, ReadOnly::of(ours.memory()));
-    let sides: [Side<'_>; 13] = [
+    let read = Workload { threads: 2, connections: CONNECTIONS, churn: 0 };
+    let mixed = Workload { churn: BATCH / 9, ..read };
+    let single = Workload { threads: 1, ..read };
+    let (registers, memory) = (RegisterLoop, RandomReads::of(ours.memory()));
+    let contenders: [Contender<'_>; 13] = [
         (&ours, read),
         (&dashmap, read),
         (&dashmap_fx, read),
@@ -458,8 +462,8 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         registers_single,
         memory,
         memory_single,
-    ] = rounds(settings, &sides).try_into().expect("one result a side");
-    let octets = exact.memory() as f64 / f64::from(CONNECTIONS);
+    ] = rounds(settings, &contenders).try_into().expect("one result per contender");
+    let bytes = exact.memory() as f64 / f64::from(CONNECTIONS);
     vec![
         Row::at_least(
             "find + touch, 2 threads, 1 M: against DashMap",
@@ -494,24 +498,24 @@ fn against_maps(settings: &Settings) -> Vec<Row> {
         ),
         Row::at_most(
             "memory per connection against DashMap, 1 M",
-            octets / dashmap_octets,
+            bytes / dashmap_bytes,
             0.6,
-            format!("{octets:.0} against {dashmap_octets:.0} octets"),
+            format!("{bytes:.0} against {dashmap_bytes:.0} bytes"),
         ),
     ]
 }
 
 fn large_against_small(settings: &Settings) -> Row {
     let (large, small) = (table(settings.large), table(SMALL));
-    (0..settings.large).for_each(|n| Connections::insert(&large, n));
-    (0..SMALL).for_each(|n| Connections::insert(&small, n));
-    let load = |connections| Load { threads: 1, connections, churn: 0 };
+    (0..settings.large).for_each(|n| ConnectionMap::insert(&large, n));
+    (0..SMALL).for_each(|n| ConnectionMap::insert(&small, n));
+    let load = |connections| Workload { threads: 1, connections, churn: 0 };
     let results = rounds(settings, &[(&large, load(settings.large)), (&small, load(SMALL))]);
     let name = format!("{} M connections against 64 k, one thread", settings.large >> 20);
     Row::at_least(&name, ratio(&results[0], &results[1]), 0.5, against(&results[0], &results[1]))
 }
 
-/// Nanoseconds a packet of batches of established connections, while `running` lasts.
+/// Nanoseconds a packet in batches of established connections, while `running` is set.
 fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histogram<u64> {
     let mut histogram = Histogram::new(3).expect("three digits");
     let mut random = Random(0xdead_beef_cafe_f00d);
@@ -526,16 +530,16 @@ fn latencies(table: &ConnTable, connections: u32, running: &AtomicBool) -> Histo
     histogram
 }
 
-/// A pod floods with SYNs of ever new connections on one core while another core serves established ones.
+/// A pod floods with SYNs of new connections on one core while another core serves established ones.
 fn flood(settings: &Settings) -> Row {
     const ESTABLISHED: u32 = 500_000;
-    let table = ConnTable::new(&Config { entries: CONNECTIONS as usize, ..patient() }).expect("memory");
+    let table = ConnTable::new(&Config { entries: CONNECTIONS as usize, ..without_expiry() }).expect("memory");
     let now = Timestamp::now().as_millis();
     for n in 0..ESTABLISHED {
-        // Four pods, so that none is at its quota.
+        // Four pods, so that none reaches its quota.
         let (request, owner) = (flow(n), OwnerId(1 + (n % 4) as u16));
         let hashed = table.prepare(&request);
-        // Both sides are heard, and the opening one again seconds later: it is kept whatever comes.
+        // Both sides have sent, and the opener again seconds later: such a connection is not evicted.
         let at = Timestamp::from_millis(now - 3000);
         let new =
             NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now: at };
@@ -573,7 +577,7 @@ fn flood(settings: &Settings) -> Row {
     Row::at_most(&name, p99(&flooded) / p99(&idle), 1.5, detail)
 }
 
-/// Takes SYNs of new connections through the table as a worker does, and sweeps now and then; how many.
+/// Inserts SYNs of new connections as a worker does, and sweeps from time to time; returns how many.
 fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
     let syn = Transport::Tcp(TcpSegment { seq: 1, window: 1000, flags: TcpFlags::SYN, ..TcpSegment::default() });
     let (mut sent, mut cursor) = (0u64, SweepCursor::default());
@@ -591,7 +595,7 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
         for hashed in &hashed {
             if table.find(hashed, now).is_none() {
                 let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
-                // Entered, or refused because the pod is at its quota: both are the flood's business.
+                // Inserted, or rejected because the pod is at its quota: both are expected.
                 let _ = black_box(table.insert(&new).is_ok());
             }
         }

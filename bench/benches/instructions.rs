@@ -1,8 +1,8 @@
-//! Instructions of the packet path's parts, counted by callgrind: what must not drift, whatever else the machine does.
+//! Instructions per packet of the packet path's parts, counted by callgrind; independent of the machine's load.
 //!
-//! `make bench-check` compares with `bench/baselines/instructions.txt` and fails where a part takes more than 3 % more.
-//! `PENSTOCK_BLESS=1 make bench-check` writes the baseline anew. A count is the difference of two runs of the same part
-//! that differ in how often they do it, so that what is done once is not in it.
+//! `make bench-check` compares with `bench/baselines/instructions.txt` and fails if a part takes more than 3 % more.
+//! `PENSTOCK_BLESS=1 make bench-check` writes a new baseline. A count is the difference of two runs with different
+//! numbers of repetitions, so that setup is not counted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,21 +19,21 @@ use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// The most that a part may take more than its baseline.
+/// Accepted increase over the baseline.
 const MARGIN: f64 = 0.03;
-/// How often each part is done in the two runs.
+/// Repetitions in the two runs.
 const RUNS: (u64, u64) = (200, 1200);
-/// The parts, and how many packets one time of each is.
+/// The parts, and the number of packets in one repetition of each.
 const PARTS: [(&str, u64); 7] = [
     ("parse", 1),
-    ("checksum of 1,480 octets", 1),
+    ("checksum of 1,480 bytes", 1),
     ("policy lookup", 1),
     ("connection, find and update", 1),
     ("pipeline, established", BATCH as u64),
     ("pipeline, established, timed", BATCH as u64),
     ("pipeline, forward only", BATCH as u64),
 ];
-/// Flows of what has connections.
+/// Number of flows in the connection table.
 const FLOWS: usize = 1024;
 const NOW: Timestamp = Timestamp::from_millis(5_000_000);
 
@@ -105,7 +105,7 @@ fn baseline(counted: &BTreeMap<&str, f64>) -> String {
     text
 }
 
-/// Instructions of a process that does a part so many times.
+/// Instructions of a process that repeats a part so many times.
 fn count(part: &str, times: u64) -> Fallible<u64> {
     let program: PathBuf = std::env::current_exe()?;
     let output = Command::new("valgrind")
@@ -122,12 +122,12 @@ fn count(part: &str, times: u64) -> Fallible<u64> {
     Ok(collected.ok_or("callgrind says no count")?.parse()?)
 }
 
-/// Does a part so many times: this is what callgrind runs.
+/// Repeats a part so many times: the code that callgrind runs.
 fn work(part: &str, times: u64) -> Fallible<()> {
     let bytes = frame(0);
     match part {
         "parse" => repeat(times, || parse(black_box(&bytes))),
-        "checksum of 1,480 octets" => {
+        "checksum of 1,480 bytes" => {
             let payload = [0x5a; 1480];
             repeat(times, || Sum::default().add_bytes(black_box(&payload)).folded());
         }

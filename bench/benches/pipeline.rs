@@ -1,7 +1,7 @@
 //! Nanoseconds a packet of the whole pipeline and of its parts, in memory: no socket, no system call.
 //!
-//! `cargo bench -p penstock-bench --bench pipeline`. Packets of 64 octets in full batches: a time is that of a batch of
-//! 64 (of one packet for `parse` and `judge`), as the thread had the core, so that others' load tells little.
+//! `cargo bench -p penstock-bench --bench pipeline`. Packets of 64 bytes in full batches: a time is that of a batch of
+//! 64 (of one packet for `parse` and `judge`), in thread CPU time, so that other load has little effect.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
 use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
 
-/// How long this thread had a core for so many rounds of work.
+/// CPU time of this thread for so many repetitions of `work`.
 fn on_core<T>(times: u64, mut work: impl FnMut() -> T) -> Duration {
     let now = || {
         let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux kernel has the clock");

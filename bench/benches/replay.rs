@@ -1,14 +1,14 @@
-//! How fast a capture is replayed, against the bars that the project set itself and against tcpdump on the same file.
+//! Replay speed of a capture, against thresholds and against tcpdump on the same file.
 //!
-//! `cargo bench -p penstock-bench --bench replay`. A capture of a million packets of ten thousand TCP connections between
-//! two hundred pods under a thousand policies, on one core; best of three, replay and tcpdump in turn. The capture is
-//! made anew each time, with a fixed seed. All times are those that the work had the core, system calls included, so
-//! that others' load tells little.
+//! `cargo bench -p penstock-bench --bench replay`. The capture has a million packets of ten thousand TCP connections
+//! between two hundred pods under a thousand policies; it runs on one core, best of three, replay and tcpdump in
+//! alternation. The capture is generated each time with a fixed seed. All times are CPU time, system calls included, so
+//! that other load has little effect.
 //!
-//! The pipeline alone is timed as a worker sees it: 64 Ki established connections in turn, in batches from each pod's
-//! port, of frames that have just been copied into a ring of 4,096 buffers of 2 KiB, with a table of the default size and
-//! with one of a quarter of it, of which more stays in the caches. What the copying takes is measured
-//! in turn with it and subtracted.
+//! The pipeline alone is timed as in a worker: 64 Ki established connections in rotation, in batches from each pod's
+//! port, with frames just copied into a ring of 4,096 buffers of 2 KiB; with a table of the default size and with one
+//! of a quarter of it, which stays in the caches to a larger part. The cost of copying is measured in alternation and
+//! subtracted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -39,13 +39,13 @@ const PACKETS: usize = 1_000_000;
 const CONNECTIONS: usize = 10_000;
 const POLICIES: usize = 1000;
 const PODS: usize = 200;
-/// Flows of the pipeline alone.
+/// Flows when the pipeline is timed alone.
 const FLOWS: usize = 64 << 10;
-/// How often each of them has a packet while it is timed.
+/// Packets of each flow while it is timed.
 const ROUNDS: usize = 40;
-/// Octets of a frame of the pipeline alone: the smallest that Ethernet has.
+/// Bytes of a frame when the pipeline is timed alone: the Ethernet minimum.
 const FRAME: usize = 60;
-/// Payload of a data segment in octets.
+/// Payload of a data segment in bytes.
 const PAYLOAD: usize = 64;
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
@@ -74,13 +74,13 @@ fn main() -> Fallible<()> {
         report.summary.reasons
     );
     let verdicts = directory.path().join("verdicts.jsonl");
-    let [loading, plain, told, tcpdump] = best([
+    let [loading, plain, with_verdicts, tcpdump] = best([
         &mut || Ok(run(&options(&empty, None)).map(drop)?),
         &mut || Ok(run(&options(&capture, None)).map(drop)?),
         &mut || Ok(run(&options(&capture, Some(verdicts.clone()))).map(drop)?),
         &mut || tcpdump(&capture),
     ])?;
-    let (plain, told) = (plain.saturating_sub(loading), told.saturating_sub(loading));
+    let (plain, with_verdicts) = (plain.saturating_sub(loading), with_verdicts.saturating_sub(loading));
     let (roomy, tight) = (pipeline(&manifests, 1 << 20)?, pipeline(&manifests, 1 << 18)?);
     let (clock, size) = (clock()?, fs::metadata(&capture)?.len());
     println!(
@@ -90,11 +90,11 @@ fn main() -> Fallible<()> {
     println!("manifests read and compiled in {loading:.0?}, not counted below\n");
     let rate = |time: Duration| PACKETS as f64 / time.as_secs_f64() / 1e6;
     println!("{:<44} {:>12} {:>12}", "", "measured", "bar");
-    row("replay, M packets/s", rate(plain), 3.0, Wanted::AtLeast);
-    row("replay with verdict file, M packets/s", rate(told), 0.7, Wanted::AtLeast);
-    row("replay / tcpdump -r -w /dev/null", rate(plain) / rate(tcpdump), 0.5, Wanted::AtLeast);
-    row("pipeline alone, established, ns/packet", roomy.nanoseconds, 60.0, Wanted::AtMost);
-    row("the same in a table of a quarter the size", tight.nanoseconds, 60.0, Wanted::AtMost);
+    row("replay, M packets/s", rate(plain), 3.0, Bound::AtLeast);
+    row("replay with verdict file, M packets/s", rate(with_verdicts), 0.7, Bound::AtLeast);
+    row("replay / tcpdump -r -w /dev/null", rate(plain) / rate(tcpdump), 0.5, Bound::AtLeast);
+    row("pipeline alone, established, ns/packet", roomy.nanoseconds, 60.0, Bound::AtMost);
+    row("the same in a table of a quarter the size", tight.nanoseconds, 60.0, Bound::AtMost);
     let note = |name, figure: f64| println!("{name:<44} {figure:>12.2}");
     note("pipeline alone, cycles/packet", roomy.nanoseconds * clock);
     note("the same in a table of a quarter the size", tight.nanoseconds * clock);
@@ -105,21 +105,21 @@ fn main() -> Fallible<()> {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Wanted {
+enum Bound {
     AtLeast,
     AtMost,
 }
 
-fn row(name: &str, measured: f64, bar: f64, wanted: Wanted) {
-    let (sign, meets) = match wanted {
-        Wanted::AtLeast => ("≥", measured >= bar),
-        Wanted::AtMost => ("≤", measured <= bar),
+fn row(name: &str, measured: f64, threshold: f64, bound: Bound) {
+    let (sign, meets) = match bound {
+        Bound::AtLeast => ("≥", measured >= threshold),
+        Bound::AtMost => ("≤", measured <= threshold),
     };
     let word = if meets { "meets" } else { "falls short" };
-    println!("{name:<44} {measured:>12.2} {:>12}  {word}", format!("{sign} {bar}"));
+    println!("{name:<44} {measured:>12.2} {:>12}  {word}", format!("{sign} {threshold}"));
 }
 
-/// How long each of some works takes at best, of three times in turn.
+/// Best CPU time of each of some works, out of three in alternation.
 fn best<const N: usize>(mut works: [&mut dyn FnMut() -> Fallible<()>; N]) -> Fallible<[Duration; N]> {
     let mut best = [Duration::MAX; N];
     for _ in 0..3 {
@@ -144,8 +144,8 @@ fn pod_address(pod: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, (pod / 200) as u8, (pod % 200 + 1) as u8)
 }
 
-/// Pods in one namespace, each with a label of its own and one of ten that it shares; policies that each let one of the
-/// ten in at one port of one pod.
+/// Pods in one namespace, each with a unique label and one of ten shared ones; policies that each admit one of the ten
+/// on one port of one pod.
 fn cluster() -> String {
     let mut text = String::from("apiVersion: v1\nkind: Namespace\nmetadata: { name: bench }\n");
     for pod in 0..PODS {
@@ -172,17 +172,17 @@ fn cluster() -> String {
     text
 }
 
-/// A connection of the capture and where its two ends are.
+/// A connection of the capture and its state.
 #[derive(Clone, Copy)]
 struct Connection {
     ends: [(Ipv4Addr, u16); 2],
-    /// What each end sends next.
+    /// Next sequence number of each end.
     next: [u32; 2],
-    /// Steps of the handshake that are done.
+    /// Completed steps of the handshake.
     step: u8,
 }
 
-/// A client of the policy's team, and the policy's pod and port.
+/// A client with the label that the policy admits, and the policy's pod and port.
 fn connection(number: usize) -> Connection {
     let policy = number % POLICIES;
     let (server, team) = (policy % PODS, policy / PODS);
@@ -217,8 +217,8 @@ impl Connection {
     }
 }
 
-/// Ten microseconds from packet to packet. Each connection begins with a handshake; then one of all connections sends
-/// one to eight segments in one direction, and so on.
+/// Ten microseconds between packets. Each connection begins with a handshake; then a random connection sends one to
+/// eight segments in one direction, and so on.
 fn write_capture(path: &Path, packets: usize) -> io::Result<()> {
     let mut random = SmallRng::seed_from_u64(7);
     let mut connections: Vec<Connection> = (0..CONNECTIONS).map(connection).collect();
@@ -253,24 +253,24 @@ fn write_capture(path: &Path, packets: usize) -> io::Result<()> {
     file.flush()
 }
 
-/// The buffers that a kernel copies received frames into.
-struct Ring {
-    octets: Vec<u8>,
+/// Buffers into which the kernel would copy received frames.
+struct RxBuffers {
+    bytes: Vec<u8>,
     first: usize,
     len: usize,
 }
 
-impl Ring {
-    /// Buffers, as many as a port's rings have room for.
+impl RxBuffers {
+    /// Number of buffers: as many as a port's rings hold.
     const BUFFERS: usize = 4096;
-    /// Octets from buffer to buffer.
+    /// Bytes from buffer to buffer.
     const STRIDE: usize = 2048;
 
     fn new() -> Self {
-        Self { octets: vec![0; Self::BUFFERS * Self::STRIDE], first: 0, len: 0 }
+        Self { bytes: vec![0; Self::BUFFERS * Self::STRIDE], first: 0, len: 0 }
     }
 
-    /// Takes a batch of frames into the buffers that come next.
+    /// Copies a batch of frames into the next buffers.
     fn receive(&mut self, frames: &[[u8; FRAME]]) {
         self.first = if self.first + self.len + BATCH <= Self::BUFFERS { self.first + self.len } else { 0 };
         self.len = frames.len();
@@ -280,7 +280,7 @@ impl Ring {
     }
 }
 
-impl Frames for Ring {
+impl Frames for RxBuffers {
     fn len(&self) -> usize {
         self.len
     }
@@ -288,35 +288,35 @@ impl Frames for Ring {
     #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
         let at = (self.first + index) * Self::STRIDE;
-        &mut self.octets[at..at + FRAME]
+        &mut self.bytes[at..at + FRAME]
     }
 }
 
-/// What the pipeline alone came to.
-struct Alone {
+/// Result for the pipeline alone.
+struct PipelineTimes {
     /// Nanoseconds a packet: the median of the rounds.
     nanoseconds: f64,
-    /// What copying the frames in took, which is not in it.
+    /// Nanoseconds for copying a frame in, which are not included.
     copying: f64,
-    /// Packets in a batch, on average.
+    /// Average packets in a batch.
     batch: f64,
 }
 
-/// How long this thread has had a core.
+/// CPU time of this thread.
 fn cpu_time() -> Fallible<Duration> {
     let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID)?;
     Ok(Duration::new(time.tv_sec() as u64, time.tv_nsec() as u32))
 }
 
-/// How long this process' children had one that have ended.
+/// CPU time of this process' ended children.
 fn cpu_time_of_children() -> Fallible<Duration> {
     let usage = getrusage(UsageWho::RUSAGE_CHILDREN)?;
     let micros = |time: TimeVal| (time.tv_sec() * 1_000_000 + time.tv_usec()) as u64;
     Ok(Duration::from_micros(micros(usage.user_time()) + micros(usage.system_time())))
 }
 
-/// The core's clock in GHz as it is now: multiplications that wait for each other take three cycles each on every
-/// x86-64 and most aarch64 cores of the last ten years.
+/// Current core clock in GHz: dependent multiplications take three cycles each on every x86-64 and most aarch64 cores
+/// of the last ten years.
 fn clock() -> Fallible<f64> {
     const TIMES: u32 = 30_000_000;
     let (started, mut number) = (cpu_time()?, black_box(3u64));
@@ -327,8 +327,8 @@ fn clock() -> Fallible<f64> {
     Ok(3.0 * f64::from(TIMES) / (cpu_time()? - started).as_nanos() as f64)
 }
 
-/// Parse, connection, verdict and rewrite, of established connections in a table with room for `entries`.
-fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
+/// Parse, connection, verdict and rewrite of established connections in a table with room for `entries`.
+fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
     let read = read_manifests(&[manifests], &manifest::Options::default())?;
     let objects = read.documents.into_iter().map(|document| document.object);
     let cluster = Cluster::new(objects, None, Reach::BothSides)?;
@@ -337,8 +337,8 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
     let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), Mode::Full);
     let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
     let now = Timestamp::from_millis(5_000_000);
-    let mut ring = Ring::new();
-    let mut process = |ingress, ring: &mut Ring| {
+    let mut ring = RxBuffers::new();
+    let mut process = |ingress, ring: &mut RxBuffers| {
         pipeline.process_batch(snapshot, now, ingress, ring, &mut verdicts, &mut ());
         assert!(verdicts[..ring.len].iter().all(|verdict| matches!(verdict, Verdict::Forward(_))));
     };
@@ -348,7 +348,7 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
         connection.ends[0].1 = 20_000 + (number / POLICIES) as u16;
         for (place, from) in [0, 1, 0, 0].into_iter().enumerate() {
             let mut frame = connection.segment(from);
-            // What is acknowledged again carries no data.
+            // A repeated acknowledgement carries no data.
             connection.step = connection.step.min(2);
             frame.resize(FRAME, 0);
             let frame = *frame.first_chunk::<FRAME>().ok_or("a segment without data is short")?;
@@ -380,7 +380,7 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<Alone> {
         both.push((cpu_time()? - copied).as_nanos() as f64 / FLOWS as f64);
     }
     let copying = median(copying);
-    Ok(Alone { nanoseconds: median(both) - copying, copying, batch: FLOWS as f64 / batches.len() as f64 })
+    Ok(PipelineTimes { nanoseconds: median(both) - copying, copying, batch: FLOWS as f64 / batches.len() as f64 })
 }
 
 fn median(mut figures: Vec<f64>) -> f64 {

@@ -1,4 +1,4 @@
-//! Clusters built from their manifests: of one node, or of several.
+//! Builds clusters from manifests: one node, or several.
 
 use std::path::Path;
 
@@ -8,20 +8,20 @@ use penstock_policy::model::{self, Object, Pod};
 use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::probe::Site;
-use crate::testbed::{Between, Node, Router};
+use crate::testbed::{InterNodeLink, Node, Router};
 
-/// A node and its pods as the manifests of a directory have them.
+/// The node and pods of a directory of manifests.
 pub struct Cluster {
     /// The node, wired.
     pub node: Node,
     /// The node's name.
     pub name: String,
-    /// Where probes start and end: the node first, then its pods, in the manifests' order.
+    /// Ends of probes: the node first, then its pods, in the order of the manifests.
     pub sites: Vec<Site>,
 }
 
 impl Cluster {
-    /// Builds the one node that there is, and a network namespace for each pod on it that has an address.
+    /// Builds the only node of the manifests, and a network namespace for each of its pods that has an address.
     pub fn build(objects: &[Object]) -> Result<Self> {
         let mut nodes = nodes_in(objects);
         let (Some(described), None) = (nodes.next(), nodes.next()) else {
@@ -42,31 +42,31 @@ impl Cluster {
     }
 }
 
-/// Nodes that a router joins, and their pods, as the manifests have them.
-pub struct Nodes {
-    /// What joins them.
+/// Nodes joined by a router, and their pods, from manifests.
+pub struct MultiNodeCluster {
+    /// The router between the nodes.
     pub router: Router,
-    /// The nodes' names and the nodes, wired, in the manifests' order.
+    /// Names and nodes, wired, in the order of the manifests.
     pub nodes: Vec<(String, Node)>,
-    /// Where probes start and end: the nodes first, then the pods of one after the other.
+    /// Ends of probes: the nodes first, then the pods, node by node.
     pub sites: Vec<Site>,
 }
 
 /// How nodes and pods are wired.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Layout {
+pub struct NodeLayout {
     /// How one node reaches the pods of another.
-    pub between: Between,
-    /// Lengths of the prefixes to which routes lead, for IPv4 and IPv6.
+    pub between: InterNodeLink,
+    /// Prefix lengths of the routes to pods, for IPv4 and IPv6.
     pub prefixes: (u8, u8),
-    /// Whether the pods of a node are on a bridge; else each has a route of its own.
+    /// Whether the pods of a node are on a bridge; otherwise each has its own route.
     pub bridged: bool,
 }
 
-impl Nodes {
+impl MultiNodeCluster {
     /// Builds every node, and a network namespace for each pod on it that has an address.
-    pub fn build(objects: &[Object], layout: Layout) -> Result<Self> {
-        let Layout { between, prefixes: (v4, v6), bridged } = layout;
+    pub fn build(objects: &[Object], layout: NodeLayout) -> Result<Self> {
+        let NodeLayout { between, prefixes: (v4, v6), bridged } = layout;
         let mut router = Router::new("router")?;
         let (mut nodes, mut networks) = (Vec::new(), Vec::new());
         for described in nodes_in(objects) {
@@ -110,7 +110,7 @@ fn pods_on<'a>(objects: &'a [Object], node: &str) -> impl Iterator<Item = &'a Po
     })
 }
 
-/// All objects of a directory of manifests.
+/// Reads all objects of a directory of manifests.
 pub fn read_objects(directory: &Path) -> Result<Vec<Object>> {
     let manifests = read_manifests(&[directory], &Options::default())?;
     Ok(manifests.documents.into_iter().map(|document| document.object).collect())

@@ -1,4 +1,4 @@
-//! What the pipeline is measured on in memory: frames between two pods, and a snapshot that knows them.
+//! Fixture for in-memory benchmarks of the pipeline: frames between two pods and a snapshot that knows them.
 
 use std::net::Ipv4Addr;
 use std::num::NonZeroU32;
@@ -17,7 +17,7 @@ use penstock_dataplane::{Epoch, Snapshot};
 const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
 const SERVER: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
 
-/// Frames that are put back as they were after each batch, so that a TTL never runs out.
+/// Frames that are restored when they are read, so that their TTL never runs out.
 pub struct Batch {
     frames: Vec<[u8; 64]>,
     header: [u8; 4],
@@ -25,19 +25,19 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Frames of so many flows in turn; at least a batch of them.
+    /// Frames of this many flows in rotation; at least one batch.
     pub fn of(flows: usize) -> Self {
         let frames = (0..flows.max(BATCH)).map(|number| frame(number % flows)).collect();
         let header = *frame(0)[22..].first_chunk().expect("a frame has a header");
         Self { frames, header, first: 0 }
     }
 
-    /// How many frames there are in all.
+    /// Number of frames in total.
     pub fn count(&self) -> usize {
         self.frames.len()
     }
 
-    /// Goes on to the next frames.
+    /// Advances to the next batch.
     pub fn turn(&mut self) {
         self.first = (self.first + BATCH) % self.frames.len();
     }
@@ -50,13 +50,13 @@ impl Frames for Batch {
 
     fn bytes(&mut self, index: usize) -> &mut [u8] {
         let frame = &mut self.frames[self.first + index];
-        // TTL, protocol and header checksum, which are the same in all of them.
+        // TTL, protocol and header checksum are the same in all frames.
         frame[22..26].copy_from_slice(&self.header);
         frame
     }
 }
 
-/// A UDP packet of 64 octets: each number has ports of its own.
+/// A UDP packet of 64 bytes; each number has different ports.
 pub fn frame(number: usize) -> [u8; 64] {
     let (from, to) = (1024 + (number & 0x7fff) as u16, 1 + (number >> 15) as u16);
     let mut bytes = Vec::new();
@@ -65,10 +65,10 @@ pub fn frame(number: usize) -> [u8; 64] {
         .udp(from, to)
         .write(&mut bytes, &[0; 22])
         .expect("a packet can be built");
-    bytes.try_into().expect("it has 64 octets")
+    bytes.try_into().expect("it has 64 bytes")
 }
 
-/// Two pods at ports 0 and 1, whose one rule on either side lets all UDP pass.
+/// Two pods on ports 0 and 1. One rule in either direction allows all UDP.
 pub fn snapshot() -> Snapshot {
     let mut forwarding = Forwarding::default();
     let mut update = PolicySet::default().update();

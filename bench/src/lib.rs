@@ -1,13 +1,13 @@
-//! What the demo, the system tests and the benchmarks share.
+//! Shared by the demo, the system tests and the benchmarks.
 //!
-//! [`testbed`] builds nodes and pods out of network namespaces, [`probe`] sends real traffic between them,
-//! [`load`] a lot of it; [`peers`] forward it, Penstock
-//! among them;
-//! [`cluster`] builds what manifests describe, [`judge`] knows what their policies allow, and [`matrix`] compares.
+//! [`testbed`] builds nodes and pods out of network namespaces. [`probe`] sends single exchanges between them, [`load`]
+//! sends traffic at rate. [`peers`] are the forwarders that are compared, Penstock among them. [`cluster`] builds what
+//! manifests describe, [`expectation`] evaluates their policies, and [`matrix`] compares expected with observed
+//! results.
 
 pub mod cluster;
+pub mod expectation;
 pub mod in_memory;
-pub mod judge;
 pub mod load;
 pub mod matrix;
 pub mod peers;

@@ -1,4 +1,4 @@
-//! Expected against observed: which pairs of sites may talk, and which do.
+//! Reachability matrix: which pairs of sites may communicate, and which do.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -7,26 +7,26 @@ use anyhow::{Context, Result};
 use owo_colors::{OwoColorize, Stream, Style};
 
 use crate::cluster::Cluster;
-use crate::judge::{Expectation, Judge};
-use crate::probe::{self, Outcome, Patience, Probe, Protocol, Site};
+use crate::expectation::{Expectation, PolicyOracle};
+use crate::probe::{self, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-/// One probe, what should come of it, and what came of it.
+/// A probe with its expected and its observed result.
 #[derive(Clone, Debug)]
-pub struct Entry {
-    /// What was sent.
+pub struct MatrixEntry {
+    /// The probe.
     pub probe: Probe,
-    /// What the policies say.
+    /// The result that the policies imply.
     pub expected: Expectation,
-    /// What the packets did.
-    pub outcome: Outcome,
+    /// The result of the packets.
+    pub outcome: ProbeOutcome,
 }
 
-impl Entry {
-    /// Whether observed is as expected: an allowed probe is answered by the right server, a denied one by nobody.
+impl MatrixEntry {
+    /// Whether the results agree: an allowed probe is answered by the right server, a denied one is not answered.
     pub fn agrees(&self) -> bool {
         match self.expected {
-            Expectation::Allowed => self.outcome == Outcome::Reached,
-            Expectation::Denied { .. } => self.outcome == Outcome::Silent,
+            Expectation::Allowed => self.outcome == ProbeOutcome::Reached,
+            Expectation::Denied { .. } => self.outcome == ProbeOutcome::Silent,
         }
     }
 }
@@ -35,20 +35,20 @@ impl Entry {
 pub struct Matrix {
     sites: Vec<String>,
     protocols: Vec<Protocol>,
-    entries: Vec<Entry>,
+    entries: Vec<MatrixEntry>,
 }
 
 impl Matrix {
-    /// Sends a probe for each, and judges each. The cluster's servers must be running.
-    pub fn measure(cluster: &Cluster, judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
-        Self::between(&cluster.sites, judge, protocols)
+    /// Sends all probes and compares each with its expected result. The cluster's servers must be running.
+    pub fn measure(cluster: &Cluster, oracle: &PolicyOracle, protocols: &[Protocol]) -> Result<Self> {
+        Self::between(&cluster.sites, oracle, protocols)
     }
 
-    /// The same between any sites whose servers have their site's index as identity.
-    pub fn between(sites: &[Site], judge: &Judge, protocols: &[Protocol]) -> Result<Self> {
+    /// The same between any sites whose servers use the site's index as identity.
+    pub fn between(sites: &[Site], oracle: &PolicyOracle, protocols: &[Protocol]) -> Result<Self> {
         let probes = probe::all_pairs(sites, protocols);
-        let outcomes = probe::run(sites, &probes, Patience::default())?;
-        let mut entries: Vec<Entry> = probes
+        let outcomes = probe::run(sites, &probes, RetryPolicy::default())?;
+        let mut entries: Vec<MatrixEntry> = probes
             .into_iter()
             .zip(outcomes)
             .map(|(probe, outcome)| {
@@ -56,24 +56,24 @@ impl Matrix {
                 let source = from.address(probe.destination.is_ipv6());
                 let source =
                     source.with_context(|| format!("{} lacks the family of {}", from.name, probe.destination))?;
-                Ok(Entry { probe, expected: judge.expect(source, &probe), outcome })
+                Ok(MatrixEntry { probe, expected: oracle.expect(source, &probe), outcome })
             })
             .collect::<Result<_>>()?;
-        ask_again(sites, &mut entries)?;
+        retry_unanswered(sites, &mut entries)?;
         let sites = sites.iter().map(|site| site.name.clone()).collect();
         Ok(Self { sites, protocols: protocols.to_vec(), entries })
     }
 
-    /// All of them.
-    pub fn entries(&self) -> &[Entry] {
+    /// All probes.
+    pub fn entries(&self) -> &[MatrixEntry] {
         &self.entries
     }
 
-    /// A line for each probe of which observed is not as expected.
+    /// One line for each probe whose observed result differs from the expected one.
     pub fn differences(&self) -> Vec<String> {
         let differing = self.entries.iter().filter(|entry| !entry.agrees());
         differing
-            .map(|Entry { probe, expected, outcome }| {
+            .map(|MatrixEntry { probe, expected, outcome }| {
                 let (from, to) = (&self.sites[probe.from], &self.sites[probe.to]);
                 let Probe { protocol, destination, .. } = probe;
                 format!("{from} to {to} ({protocol}, {destination}): expected {expected}; observed {outcome}")
@@ -82,7 +82,7 @@ impl Matrix {
     }
 
     /// A grid of one family: a row for each source, a column for each destination, a mark for each protocol. Denied
-    /// cells name the reason by its number in the legend.
+    /// cells refer to the reason by its number in the legend.
     pub fn grid(&self, v6: bool, legend: &mut Legend) -> Vec<String> {
         let cells: Vec<Vec<Cell>> = (0..self.sites.len())
             .map(|from| (0..self.sites.len()).map(|to| self.cell(from, to, v6, legend)).collect())
@@ -95,7 +95,7 @@ impl Matrix {
         for (site, row) in self.sites.iter().zip(&cells) {
             let mut line = format!("  {site:label$}  ");
             for cell in row {
-                let _ = write!(line, "{}{:pad$}", cell.painted(), "", pad = width - cell.width());
+                let _ = write!(line, "{}{:pad$}", cell.styled(), "", pad = width - cell.width());
             }
             lines.push(line.trim_end().to_owned());
         }
@@ -117,7 +117,7 @@ impl Matrix {
 
     fn cell(&self, from: usize, to: usize, v6: bool, legend: &mut Legend) -> Cell {
         let mut cell = Cell::default();
-        let here = |entry: &&Entry| {
+        let here = |entry: &&MatrixEntry| {
             entry.probe.from == from && entry.probe.to == to && entry.probe.destination.is_ipv6() == v6
         };
         for entry in self.entries.iter().filter(here) {
@@ -132,7 +132,7 @@ impl Matrix {
         cell
     }
 
-    /// For each family and protocol: how many probes were to arrive, and how many did.
+    /// For each family and protocol: how many probes should arrive, and how many did.
     pub fn summary(&self) -> Vec<String> {
         let mut lines = vec![format!(
             "  {:18} {:>8} {:>18} {:>18} {:>13}",
@@ -140,12 +140,12 @@ impl Matrix {
         )];
         for v6 in [false, true] {
             for &protocol in &self.protocols {
-                let entries: Vec<&Entry> = self
+                let entries: Vec<&MatrixEntry> = self
                     .entries
                     .iter()
                     .filter(|entry| entry.probe.destination.is_ipv6() == v6 && entry.probe.protocol == protocol)
                     .collect();
-                let count = |test: fn(&&&Entry) -> bool| entries.iter().filter(test).count();
+                let count = |test: fn(&&&MatrixEntry) -> bool| entries.iter().filter(test).count();
                 let differences = count(|entry| !entry.agrees());
                 let line = format!(
                     "  {:18} {:>8} {:>18} {:>18} {differences:>13}",
@@ -162,19 +162,20 @@ impl Matrix {
     }
 }
 
-/// Asks once more, with more patience, where an answer was expected and none came: on a machine that is busy with
-/// something else a packet may take a second, which is no denial.
-fn ask_again(sites: &[Site], entries: &mut [Entry]) -> Result<()> {
-    let late = |entry: &&mut Entry| entry.expected == Expectation::Allowed && entry.outcome == Outcome::Silent;
-    let mut late: Vec<&mut Entry> = entries.iter_mut().filter(late).collect();
+/// Repeats probes that should have been answered and were not, with a longer timeout: on a busy machine a packet may
+/// take a second, which is not a denial.
+fn retry_unanswered(sites: &[Site], entries: &mut [MatrixEntry]) -> Result<()> {
+    let late =
+        |entry: &&mut MatrixEntry| entry.expected == Expectation::Allowed && entry.outcome == ProbeOutcome::Silent;
+    let mut late: Vec<&mut MatrixEntry> = entries.iter_mut().filter(late).collect();
     let probes: Vec<Probe> = late.iter().map(|entry| entry.probe).collect();
-    let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+    let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
     let outcomes = probe::run(sites, &probes, patience)?;
     late.iter_mut().zip(outcomes).for_each(|(entry, outcome)| entry.outcome = outcome);
     Ok(())
 }
 
-/// The reasons for which cells are denied, numbered in the order in which they came up.
+/// The reasons why cells are denied, numbered in order of appearance.
 #[derive(Default)]
 pub struct Legend {
     reasons: Vec<String>,
@@ -189,16 +190,16 @@ impl Legend {
         }) + 1
     }
 
-    /// Number and reason, a line each.
+    /// One line for each: number and reason.
     pub fn lines(&self) -> Vec<String> {
         self.reasons.iter().enumerate().map(|(index, reason)| format!("  {:>2}  {reason}", index + 1)).collect()
     }
 }
 
-/// What the marks of a grid mean, in order.
+/// Explains the marks of a grid.
 pub fn key(protocols: &[Protocol]) -> Vec<String> {
     let order = protocols.iter().map(Protocol::to_string).collect::<Vec<_>>().join(", ");
-    let mark = |mark: Mark| mark.painted();
+    let mark = |mark: Mark| mark.styled();
     vec![
         format!("  the marks of a cell are, in order: {order}"),
         format!("  {} reached, as expected     {} denied, as expected", mark(Mark::Reached), mark(Mark::Denied)),
@@ -219,7 +220,7 @@ enum Mark {
 }
 
 impl Mark {
-    fn of(entry: &Entry) -> Self {
+    fn of(entry: &MatrixEntry) -> Self {
         match (&entry.expected, entry.agrees()) {
             (Expectation::Allowed, true) => Self::Reached,
             (Expectation::Allowed, false) => Self::WronglyDenied,
@@ -228,7 +229,7 @@ impl Mark {
         }
     }
 
-    fn painted(self) -> String {
+    fn styled(self) -> String {
         let (mark, style) = match self {
             Self::Reached => ("●", Style::new().green()),
             Self::Denied => ("·", Style::new().yellow()),
@@ -239,7 +240,7 @@ impl Mark {
     }
 }
 
-/// One pair of sites, one family. Empty for a site and itself.
+/// One pair of sites in one family. Empty on the diagonal.
 #[derive(Default)]
 struct Cell {
     marks: Vec<Mark>,
@@ -252,16 +253,16 @@ impl Cell {
         if numbers.is_empty() { String::new() } else { format!(" {}", numbers.join(",")) }
     }
 
-    /// In columns of the terminal.
+    /// Width in terminal columns.
     fn width(&self) -> usize {
         self.marks.len().max(1) + self.reasons().len()
     }
 
-    fn painted(&self) -> String {
+    fn styled(&self) -> String {
         if self.marks.is_empty() {
             return "-".if_supports_color(Stream::Stdout, |dash| dash.dimmed()).to_string();
         }
-        let marks: String = self.marks.iter().map(|mark| mark.painted()).collect();
+        let marks: String = self.marks.iter().map(|mark| mark.styled()).collect();
         let reasons = self.reasons();
         format!("{marks}{}", reasons.if_supports_color(Stream::Stdout, |reasons| reasons.dimmed()))
     }

@@ -1,25 +1,25 @@
-//! A node with as many pods as a kubelet takes by default, and two workers. By itself, since it counts memory that is the
-//! kernel's and not of one process.
+//! A node with a kubelet's default number of pods, and two workers. In a test program of its own, since it measures
+//! kernel memory, which is not per process.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::{Expectation, Judge};
-use penstock_bench::probe::{self, Outcome, Patience, Probe, Protocol, Servers, Service};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch};
+use penstock_bench::expectation::{Expectation, PolicyOracle};
+use penstock_bench::probe::{self, EchoServers, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
 /// The kubelet's default.
 const PODS: usize = 110;
-/// Of so many pods each is labelled by its place.
+/// Pods are labelled by their index modulo this.
 const GROUPS: usize = 5;
-/// All that the process has in memory, the UMEM included, and what the kernel keeps for its sockets.
+/// Limit for the process' resident memory, UMEM included, and the kernel's memory for its sockets, in bytes.
 const MOST_MEMORY: u64 = 400_000_000;
-/// Sources that send at the same time: each probe is a socket or two.
+/// Sources that send at the same time: each probe uses a socket or two.
 const AT_ONCE: usize = 10;
 
-/// Group 0 lets in group 1 alone, group 2 sends to group 3 alone, group 4 answers TCP alone.
+/// Group 0 admits only group 1, group 2 sends only to group 3, group 4 admits only TCP.
 fn manifests() -> String {
     let mut yaml = String::from(
         "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n---\n\
@@ -54,25 +54,25 @@ fn manifests() -> String {
     yaml
 }
 
-/// What a process has in memory, in octets: a field of `/proc/PID/status`.
+/// Memory of a process in bytes: a field of `/proc/PID/status`.
 fn memory(daemon: &Daemon, field: &str) -> u64 {
-    octets(&format!("/proc/{}/status", daemon.id()), field)
+    bytes(&format!("/proc/{}/status", daemon.id()), field)
 }
 
-/// What the kernel has for itself: among it a description of every frame of the UMEM for every port.
+/// The kernel's own memory; it includes a descriptor of every UMEM frame for every port.
 fn kernels_own() -> u64 {
-    octets("/proc/meminfo", "VmallocUsed") + octets("/proc/meminfo", "SUnreclaim")
+    bytes("/proc/meminfo", "VmallocUsed") + bytes("/proc/meminfo", "SUnreclaim")
 }
 
-fn octets(file: &str, field: &str) -> u64 {
+fn bytes(file: &str, field: &str) -> u64 {
     let status = std::fs::read_to_string(file).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("the field is there");
     line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
 }
 
-fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
+fn start(cluster: &Cluster, scratch: &ScratchDir) -> (Daemon, Duration) {
     let mut config = DaemonConfig::new("node", &scratch.path().join("manifests"));
-    // Everything else is at its default, so that what is measured is what a node has.
+    // Everything else is at its default, as on a real node.
     let cores: Vec<usize> = available_cores().iter().take(2).map(|core| core.0).collect();
     config.sections = format!("[workers]\ncores = {cores:?}\n");
     config.conntrack = format!("mapping = \"{}/run/conntrack\"\n", scratch.path().display());
@@ -83,15 +83,15 @@ fn start(cluster: &Cluster, scratch: &Scratch) -> (Daemon, Duration) {
     (daemon, began.elapsed())
 }
 
-/// A pair's one probe: families and protocols take turns.
+/// The probe of a pair: families and protocols rotate.
 fn probe_of(cluster: &Cluster, from: usize, to: usize) -> Probe {
     let protocol = [Protocol::Tcp(8080), Protocol::Udp(53), Protocol::Icmp][(from + 2 * to) % 3];
     let destination = cluster.sites[to].address((from + to) % 2 == 1).unwrap();
     Probe { from, to, destination, protocol }
 }
 
-/// Sends one probe for each pair and tells what differs, with how many were allowed and denied.
-fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
+/// Sends one probe for each pair; returns the differences and how many were allowed and denied.
+fn all_pairs(cluster: &Cluster, oracle: &PolicyOracle) -> (Vec<String>, [usize; 2]) {
     let (mut differences, mut counts) = (Vec::new(), [0, 0]);
     let places: Vec<usize> = (0..cluster.sites.len()).collect();
     for sources in places.chunks(AT_ONCE) {
@@ -101,23 +101,23 @@ fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
         let expected: Vec<Expectation> = (probes.iter())
             .map(|probe| {
                 let source = cluster.sites[probe.from].address(probe.destination.is_ipv6()).unwrap();
-                judge.expect(source, probe)
+                oracle.expect(source, probe)
             })
             .collect();
-        let quick = Patience { timeout: Duration::from_millis(200), attempts: 2 };
+        let quick = RetryPolicy { timeout: Duration::from_millis(200), attempts: 2 };
         let mut outcomes = probe::run(&cluster.sites, &probes, quick).unwrap();
-        // On a machine that is busy an answer may take longer, which is no denial.
-        let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == Outcome::Silent;
+        // On a busy machine a reply may take longer, which is not a denial.
+        let is_late = |&at: &usize| expected[at] == Expectation::Allowed && outcomes[at] == ProbeOutcome::Silent;
         let late: Vec<usize> = (0..probes.len()).filter(is_late).collect();
         let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
-        let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
+        let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
         for (at, outcome) in late.into_iter().zip(probe::run(&cluster.sites, &again, patience).unwrap()) {
             outcomes[at] = outcome;
         }
         for ((probe, expected), outcome) in probes.iter().zip(expected).zip(outcomes) {
             let allowed = expected == Expectation::Allowed;
             counts[usize::from(!allowed)] += 1;
-            if outcome != if allowed { Outcome::Reached } else { Outcome::Silent } {
+            if outcome != if allowed { ProbeOutcome::Reached } else { ProbeOutcome::Silent } {
                 let (from, to) = (&cluster.sites[probe.from].name, &cluster.sites[probe.to].name);
                 differences
                     .push(format!("{from} to {to} ({}): expected {expected}; observed {outcome}", probe.protocol));
@@ -128,22 +128,22 @@ fn all_pairs(cluster: &Cluster, judge: &Judge) -> (Vec<String>, [usize; 2]) {
 }
 
 #[test]
-fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judged_right() {
-    let scratch = Scratch::new().unwrap();
+fn a_node_serves_110_pods_within_400_megabytes_and_every_pair_gets_its_verdict() {
+    let scratch = ScratchDir::new().unwrap();
     let directory = scratch.path().join("manifests");
     std::fs::create_dir(&directory).unwrap();
     std::fs::write(directory.join("all.yaml"), manifests()).unwrap();
     let objects = read_objects(&directory).unwrap();
     let cluster = Cluster::build(&objects).unwrap();
-    let _servers = Servers::start_all(&cluster.sites, &[Service::Tcp(8080), Service::Udp(53)]).unwrap();
+    let _servers = EchoServers::start_all(&cluster.sites, &[EchoService::Tcp(8080), EchoService::Udp(53)]).unwrap();
     let before = kernels_own();
     let (daemon, took) = start(&cluster, &scratch);
     let taken = kernels_own().saturating_sub(before);
-    let (differences, [allowed, denied]) = all_pairs(&cluster, &Judge::new(&objects));
+    let (differences, [allowed, denied]) = all_pairs(&cluster, &PolicyOracle::new(&objects));
     let peak = memory(&daemon, "VmHWM");
     let before = kernels_own();
     let (status, log) = daemon.stop().unwrap();
-    // What else runs takes and gives back memory, too: the lesser of the two has less of it.
+    // Other processes allocate and free memory too: the smaller difference contains less of it.
     let taken = taken.min(before.saturating_sub(kernels_own()));
     println!(
         "{PODS} pods, two workers: ready after {took:.2?}; {} MB in memory at most, and {} MB of the kernel's own for its \
@@ -158,6 +158,6 @@ fn a_hundred_and_ten_pods_are_served_within_400_megabytes_and_every_pair_is_judg
         differences[..differences.len().min(40)].join("\n")
     );
     assert!(allowed > 3000 && denied > 3000, "{allowed} allowed, {denied} denied");
-    assert!(peak + taken <= MOST_MEMORY, "{peak} octets in memory, and {taken} of the kernel's");
+    assert!(peak + taken <= MOST_MEMORY, "{peak} bytes in memory, and {taken} of the kernel's");
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! Every dependency may be used under a licence that `deny.toml` allows, and comes from the registry.
+//! Every dependency has a licence that `deny.toml` allows and comes from the registry.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -7,13 +7,13 @@ use serde_json::Value;
 use spdx::{Expression, ParseMode};
 
 #[test]
-fn every_dependency_has_a_licence_that_is_allowed() {
+fn every_dependency_has_an_allowed_licence() {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
     let deny: toml::Table = std::fs::read_to_string(format!("{root}/deny.toml")).unwrap().parse().unwrap();
     let allowed: BTreeSet<&str> =
         deny["licenses"]["allow"].as_array().unwrap().iter().map(|licence| licence.as_str().unwrap()).collect();
 
-    // Of this platform alone: what the build has fetched is then all that is asked for, and no network is needed.
+    // This platform only: its dependencies are already fetched by the build, so no network is needed.
     let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--locked", "--offline", "--filter-platform", &platform])

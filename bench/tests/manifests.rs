@@ -1,13 +1,12 @@
-//! The manifests that are shipped for a cluster: each field is one that its type has, no right is more than is needed,
-//! and the configuration in them is one that `penstock run` takes. A real API server is asked too, where
-//! `KUBEBUILDER_ASSETS` names its folder.
+//! The shipped manifests: each field exists in its type, no right is unnecessary, and `penstock run` accepts their
+//! configuration. A real API server validates them too if `KUBEBUILDER_ASSETS` names its directory.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use penstock_agent::config::Config;
-use penstock_bench::testbed::Scratch;
+use penstock_bench::testbed::ScratchDir;
 use penstock_bench::testbed::api_server::ApiServer;
 use penstock_privileges::START;
 use penstock_sources::Location;
@@ -24,7 +23,7 @@ fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes")
 }
 
-/// All objects as they are applied: what `kubectl kustomize` makes of them, or the files as they are without it.
+/// All objects: the output of `kubectl kustomize`, or the files themselves without it.
 fn objects() -> Vec<Value> {
     let rendered = Command::new("kubectl").arg("kustomize").arg(directory()).output();
     let text = match rendered {
@@ -42,18 +41,18 @@ fn objects() -> Vec<Value> {
     text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect()
 }
 
-/// An object as its type, which must know every field of it.
+/// Deserializes an object into its type and fails on unknown fields.
 fn typed<T: DeserializeOwned>(object: &Value) -> T {
     let mut unknown = Vec::new();
     let read = serde_ignored::deserialize(object.clone(), |path| unknown.push(path.to_string()));
-    // The types take them for known, and have no field for them.
+    // The types have no fields for apiVersion and kind.
     unknown.retain(|path| !matches!(path.as_str(), "apiVersion" | "kind"));
     assert!(unknown.is_empty(), "{} has no such fields: {unknown:?}", object["kind"]);
     read.unwrap_or_else(|error| panic!("{}: {error}", object["kind"]))
 }
 
 #[test]
-fn every_field_is_one_that_its_type_has_and_no_kind_is_missing() {
+fn every_field_exists_in_its_type_and_no_kind_is_missing() {
     let mut kinds: Vec<String> = objects()
         .iter()
         .map(|object| {
@@ -70,13 +69,13 @@ fn every_field_is_one_that_its_type_has_and_no_kind_is_missing() {
         })
         .collect();
     kinds.sort();
-    // The map is made of the configuration file, by kustomize.
+    // kustomize generates the ConfigMap from the configuration file.
     kinds.retain(|kind| kind != "ConfigMap");
     assert_eq!(kinds, ["ClusterRole", "ClusterRoleBinding", "DaemonSet", "ServiceAccount"]);
 }
 
 #[test]
-fn the_role_may_read_four_kinds_and_nothing_else() {
+fn the_role_allows_reading_four_kinds_and_nothing_else() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -96,7 +95,7 @@ fn the_role_may_read_four_kinds_and_nothing_else() {
 }
 
 #[test]
-fn the_container_has_capabilities_one_by_one_and_every_mount_a_volume() {
+fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
     let objects = objects();
     let set: DaemonSet = typed(objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap());
     let spec = set.spec.template.spec.unwrap();
@@ -116,7 +115,7 @@ fn the_container_has_capabilities_one_by_one_and_every_mount_a_volume() {
     assert!(liveness_probe.is_some() && readiness_probe.is_some() && resources.is_some());
 }
 
-/// The capabilities that the daemon starts with, by their names without `CAP_`.
+/// The capabilities that the daemon starts with, without the prefix `CAP_`.
 fn start_capabilities() -> BTreeSet<String> {
     START.iter().map(|capability| capability.to_string().trim_start_matches("CAP_").to_owned()).collect()
 }
@@ -127,7 +126,7 @@ fn unit() -> String {
 }
 
 #[test]
-fn unit_and_daemonset_grant_what_the_daemon_starts_with_and_nothing_else() {
+fn unit_and_daemonset_grant_exactly_the_startup_capabilities() {
     let unit = unit();
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet=")).unwrap();
     let granted: BTreeSet<String> = line.split(' ').map(|name| name.trim_start_matches("CAP_").to_owned()).collect();
@@ -141,16 +140,16 @@ fn unit_and_daemonset_grant_what_the_daemon_starts_with_and_nothing_else() {
 }
 
 #[test]
-fn systemd_understands_every_line_of_the_unit_and_finds_its_sandbox_tight() {
-    // The most exposed of systemd's own daemons are rated 9.6, one with this one's capabilities alone 8.
+fn systemd_analyze_accepts_the_unit_and_rates_its_sandbox_as_tight() {
+    // systemd's most exposed own daemons are rated 9.6; a unit with only this one's capabilities 8.
     const MOST_EXPOSED: &str = "40";
-    let scratch = Scratch::new().unwrap();
+    let scratch = ScratchDir::new().unwrap();
     let file = scratch.path().join("penstock.service");
     // The binary is not installed here.
     std::fs::write(&file, unit().replace("/usr/local/bin/penstock", "/bin/true")).unwrap();
     let analyze = |arguments: &[&str]| Command::new("systemd-analyze").args(arguments).arg(&file).output();
     let Ok(verified) = analyze(&["verify"]) else {
-        eprintln!("the unit was not looked at: systemd-analyze is not there");
+        eprintln!("the unit was not checked: systemd-analyze is not installed");
         return;
     };
     let said = String::from_utf8_lossy(&verified.stderr);
@@ -160,17 +159,17 @@ fn systemd_understands_every_line_of_the_unit_and_finds_its_sandbox_tight() {
 }
 
 #[test]
-fn the_configuration_in_the_manifests_is_one_that_the_daemon_takes() {
+fn the_daemon_accepts_the_configuration_in_the_manifests() {
     let path = directory().join("penstock.toml");
     let config = Config::load(&path).unwrap();
     assert_eq!(config.source.location(), Location::ApiServer(Access::InCluster));
 }
 
 #[test]
-fn an_api_server_takes_all_of_them() {
+fn an_api_server_accepts_all_manifests() {
     let server = ApiServer::start(None).unwrap();
     if !server.is_real() {
-        // It knows none of these kinds; that their fields are right is another test's matter.
+        // It does not know these kinds; another test checks their fields.
         return;
     }
     for object in objects() {
@@ -178,7 +177,7 @@ fn an_api_server_takes_all_of_them() {
             "ServiceAccount" => "/api/v1/namespaces/kube-system/serviceaccounts",
             "ConfigMap" => "/api/v1/namespaces/kube-system/configmaps",
             "DaemonSet" => "/apis/apps/v1/namespaces/kube-system/daemonsets",
-            // Both are in force already, from when the server was started.
+            // Both were applied when the server started.
             "ClusterRole" | "ClusterRoleBinding" => continue,
             other => panic!("a {other} is not expected here"),
         };

@@ -1,4 +1,4 @@
-//! The testbed itself, on plain kernel forwarding.
+//! Tests of the testbed itself, on plain kernel forwarding.
 
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
-use penstock_bench::load::{Generator, Sink, UdpFlow, transfer};
-use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, Servers, Service, Site};
+use penstock_bench::load::{Generator, UdpFlow, UdpSink, transfer};
+use penstock_bench::probe::{
+    self, EchoConnection, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site,
+};
 use penstock_bench::testbed::{DIRECTORY, Inventory, Namespace, Node, network_state};
 
 fn addresses(v4: &str, v6: &str) -> [IpAddr; 2] {
@@ -26,7 +28,7 @@ fn node_with_pods(label: &str, pods: u8) -> Node {
     node
 }
 
-const SERVICES: [Service; 2] = [Service::Tcp(80), Service::Udp(53)];
+const SERVICES: [EchoService; 2] = [EchoService::Tcp(80), EchoService::Udp(53)];
 
 #[test]
 fn kernel_forwarding_lets_every_site_reach_every_other_over_both_families() {
@@ -34,53 +36,53 @@ fn kernel_forwarding_lets_every_site_reach_every_other_over_both_families() {
     let outside = node.add_outside("outside").unwrap();
     let mut sites: Vec<Site> = vec![(&node).into(), (&outside).into()];
     sites.extend(node.pods().iter().map(Site::from));
-    let _servers = Servers::start_all(&sites, &SERVICES).unwrap();
+    let _servers = EchoServers::start_all(&sites, &SERVICES).unwrap();
     let probes = probe::all_pairs(&sites, &[Protocol::Tcp(80), Protocol::Udp(53), Protocol::Icmp]);
     assert_eq!(probes.len(), 7 * 6 * 2 * 3);
-    let outcomes = probe::run(&sites, &probes, Patience::default()).unwrap();
+    let outcomes = probe::run(&sites, &probes, RetryPolicy::default()).unwrap();
     for (probe, outcome) in probes.iter().zip(&outcomes) {
-        assert_eq!(*outcome, Outcome::Reached, "{probe:?}");
+        assert_eq!(*outcome, ProbeOutcome::Reached, "{probe:?}");
     }
 }
 
 #[test]
-fn closed_ports_are_told_from_silence() {
+fn closed_ports_differ_from_silence() {
     let node = node_with_pods("closed", 2);
     let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
-    let _server = Servers::start(&sites[1], 1, &SERVICES).unwrap();
-    // Nobody has the last address: the node's route to its pods' network does not exist, and says so at once.
+    let _server = EchoServers::start(&sites[1], 1, &SERVICES).unwrap();
+    // The last address is unused and the node has no route to its network: it reports an error immediately.
     let silent: IpAddr = "10.244.1.77".parse().unwrap();
     node.namespace().set_sysctl("net/ipv4/icmp_ratemask", "8").unwrap();
     for (destination, protocol, expected) in [
-        (sites[1].addresses[0], Protocol::Tcp(81), Outcome::Refused),
-        (sites[1].addresses[1], Protocol::Tcp(81), Outcome::Refused),
-        (sites[1].addresses[0], Protocol::Udp(54), Outcome::Refused),
-        (sites[1].addresses[1], Protocol::Udp(54), Outcome::Refused),
-        (sites[1].addresses[0], Protocol::Tcp(80), Outcome::Reached),
-        (silent, Protocol::Tcp(80), Outcome::Failed(libc::ENETUNREACH)),
+        (sites[1].addresses[0], Protocol::Tcp(81), ProbeOutcome::Refused),
+        (sites[1].addresses[1], Protocol::Tcp(81), ProbeOutcome::Refused),
+        (sites[1].addresses[0], Protocol::Udp(54), ProbeOutcome::Refused),
+        (sites[1].addresses[1], Protocol::Udp(54), ProbeOutcome::Refused),
+        (sites[1].addresses[0], Protocol::Tcp(80), ProbeOutcome::Reached),
+        (silent, Protocol::Tcp(80), ProbeOutcome::Failed(libc::ENETUNREACH)),
     ] {
-        let outcome = probe::run_one(&sites[0], (1, destination), protocol, Patience::default()).unwrap();
+        let outcome = probe::run_one(&sites[0], (1, destination), protocol, RetryPolicy::default()).unwrap();
         assert_eq!(outcome, expected, "{protocol} to {destination}");
     }
 }
 
 #[test]
-fn silence_and_the_wrong_server_are_seen() {
+fn silence_and_a_wrong_server_are_detected() {
     let mut node = node_with_pods("silence", 2);
     let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
-    let _server = Servers::start(&sites[1], 1, &SERVICES).unwrap();
+    let _server = EchoServers::start(&sites[1], 1, &SERVICES).unwrap();
     let destination = sites[1].addresses[0];
     for protocol in [Protocol::Tcp(80), Protocol::Udp(53)] {
-        let outcome = probe::run_one(&sites[0], (2, destination), protocol, Patience::default()).unwrap();
-        assert_eq!(outcome, Outcome::Wrong, "{protocol} of another identity");
+        let outcome = probe::run_one(&sites[0], (2, destination), protocol, RetryPolicy::default()).unwrap();
+        assert_eq!(outcome, ProbeOutcome::Wrong, "{protocol} of another identity");
     }
-    let flow = Flow::open(&sites[0].namespace, (1, destination), 80, Duration::from_millis(300)).unwrap();
+    let flow = EchoConnection::open(&sites[0].namespace, (1, destination), 80, Duration::from_millis(300)).unwrap();
     flow.wait_for(10, Duration::from_secs(2)).unwrap();
     let index = node.pods()[1].interface_index();
     node.netlink().set_down(index).unwrap();
     flow.wait_until_blocked(Duration::from_secs(30)).expect("a link that is down blocks");
     for protocol in [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Icmp] {
-        let quick = Patience { timeout: Duration::from_millis(50), attempts: 2 };
+        let quick = RetryPolicy { timeout: Duration::from_millis(50), attempts: 2 };
         let outcome = probe::run_one(&sites[0], (1, destination), protocol, quick).unwrap();
         assert!(!outcome.arrived(), "{protocol}: {outcome}");
     }
@@ -89,10 +91,10 @@ fn silence_and_the_wrong_server_are_seen() {
 }
 
 #[test]
-fn what_others_mount_or_pin_meanwhile_is_not_taken_for_left_behind_and_what_is_ones_own_is() {
+fn the_inventory_reports_own_leftovers_and_ignores_other_processes() {
     let own = Namespace::new("pins").unwrap();
     let looked = own.clone();
-    // On a thread of its own: what it mounts is seen by no other.
+    // On a separate thread: no other thread sees what it mounts.
     let looking = std::thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
@@ -106,7 +108,7 @@ fn what_others_mount_or_pin_meanwhile_is_not_taken_for_left_behind_and_what_is_o
             lines.retain(|line| line.contains("pinned"));
             lines
         };
-        // The kernel puts two objects of its own into it, where it is built so.
+        // Depending on its configuration, the kernel puts two objects of its own there.
         mount(Some("bpf"), root, Some("bpf"), MsFlags::empty(), None::<&str>).unwrap();
         fs::create_dir_all(root.join("penstock/1")).unwrap();
         assert_eq!(differs(), [""; 0]);
@@ -122,7 +124,7 @@ fn what_others_mount_or_pin_meanwhile_is_not_taken_for_left_behind_and_what_is_o
 }
 
 #[test]
-fn namespaces_go_when_they_are_dropped_and_when_their_holder_panics() {
+fn namespaces_are_removed_on_drop_and_on_panic() {
     let name = {
         let namespace = Namespace::new("dropped").unwrap();
         assert!(namespace.path().exists());
@@ -142,22 +144,22 @@ fn namespaces_go_when_they_are_dropped_and_when_their_holder_panics() {
 }
 
 #[test]
-fn what_a_dead_process_left_is_swept() {
+fn leftovers_of_a_dead_process_are_removed() {
     let mut child = std::process::Command::new("true").spawn().unwrap();
     child.wait().unwrap();
     let left = std::path::Path::new(DIRECTORY).join(format!("pen-{}-0-left", child.id()));
     std::fs::create_dir_all(DIRECTORY).unwrap();
     std::fs::write(&left, "").unwrap();
-    // The sweep is at a process's first namespace, and this process may have made it: another one does it.
+    // The sweep runs at a process' first namespace, which may already exist here: so another process does it.
     let test = std::env::current_exe().unwrap();
-    let name = "namespaces_go_when_they_are_dropped_and_when_their_holder_panics";
+    let name = "namespaces_are_removed_on_drop_and_on_panic";
     let status = std::process::Command::new(test).args(["--exact", name]).output().unwrap().status;
     assert!(status.success());
     assert!(!left.exists());
 }
 
 #[test]
-fn pods_added_and_removed_leave_the_node_as_it_was() {
+fn adding_and_removing_pods_leaves_the_node_unchanged() {
     let mut node = node_with_pods("addremove", 1);
     let before = network_state(node.netlink()).unwrap();
     node.add_pod("test/more", &addresses("10.244.1.90", "fd00:10:244:1::90")).unwrap();
@@ -173,12 +175,12 @@ fn bulk_transfers_are_counted_and_generated_frames_arrive() {
     let (from, to) = (&node.pods()[0], &node.pods()[1]);
     for v6 in [false, true] {
         let address = to.address(v6).unwrap();
-        let receipt = transfer(from.namespace(), to.namespace(), address, 20_000_000).unwrap();
-        assert!(receipt.octets >= 20_000_000 && receipt.segments > 300, "{receipt:?}");
-        assert!(receipt.gigabits_per_second() > 0.1, "{receipt:?}");
+        let report = transfer(from.namespace(), to.namespace(), address, 20_000_000).unwrap();
+        assert!(report.bytes >= 20_000_000 && report.segments > 300, "{report:?}");
+        assert!(report.gigabits_per_second() > 0.1, "{report:?}");
     }
     let destination = SocketAddr::new(to.address(false).unwrap(), 7000);
-    let sink = Sink::open(to.namespace(), destination).unwrap();
+    let sink = UdpSink::open(to.namespace(), destination).unwrap();
     let flow = UdpFlow {
         source_mac: from.namespace().netlink().unwrap().mac("eth0").unwrap(),
         gateway_mac: node.netlink().mac(from.interface()).unwrap(),

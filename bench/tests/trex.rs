@@ -1,6 +1,6 @@
-//! The TRex profiles and their runner (`bench/trex`): Python's own tests, and the configurations that go with them.
+//! The TRex profiles and their runner (`bench/trex`): their Python tests, and the configurations for them.
 //!
-//! With `TREX_DIR` in the environment the profiles are loaded by TRex's own library, else by a stand-in for it.
+//! With `TREX_DIR` in the environment TRex's own library loads the profiles, otherwise a stand-in.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,7 @@ fn root() -> PathBuf {
 }
 
 #[test]
-fn profiles_load_and_the_runner_keeps_its_promises() {
+fn profiles_load_and_the_runners_tests_pass() {
     let with = match std::env::var_os("TREX_DIR") {
         Some(folder) => format!("with the TRex client in {}", folder.display()),
         None => "with a stand-in for the TRex client: TREX_DIR is not set".to_owned(),
@@ -35,7 +35,7 @@ fn profiles_load_and_the_runner_keeps_its_promises() {
 }
 
 #[test]
-fn configurations_for_trex_name_as_many_ports_as_they_describe() {
+fn trex_configurations_name_as_many_ports_as_they_describe() {
     for name in ["veth.yaml", "nics.yaml"] {
         let text = std::fs::read_to_string(root().join("configs/trex").join(name)).unwrap();
         let document: Value = serde_saphyr::from_str(&text).unwrap();
@@ -54,6 +54,6 @@ fn configurations_for_trex_name_as_many_ports_as_they_describe() {
 }
 
 #[test]
-fn the_configuration_of_the_measured_node_is_one_that_the_daemon_takes() {
+fn the_daemon_accepts_the_measured_nodes_configuration() {
     Config::load(&root().join("configs/trex/penstock.toml")).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Why a packet was dropped: a closed set, the same for counters, logs and replay.
+//! Drop reasons: a closed set, shared by counters, logs and replay.
 
 macro_rules! causes {
     ($($(#[doc = $doc:literal])+ $variant:ident = $name:literal,)+) => {
@@ -9,9 +9,9 @@ macro_rules! causes {
         pub enum Cause { $($(#[doc = $doc])+ $variant,)+ }
 
         impl Cause {
-            /// Every cause, in the order of its number.
+            /// All reasons, in the order of their numbers.
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];
-            /// How many causes there are.
+            /// Number of reasons.
             pub const COUNT: usize = Self::ALL.len();
 
             /// Its name in counters, logs and JSON.
@@ -23,67 +23,67 @@ macro_rules! causes {
 }
 
 causes! {
-    /// Shorter than its own headers say.
+    /// Shorter than its headers indicate.
     Truncated = "truncated",
-    /// A header field that cannot be: version, header length, total length, source address.
+    /// Invalid header field: version, header length, total length or source address.
     Malformed = "malformed",
-    /// Neither IPv4 nor IPv6: the XDP program leaves these to the kernel, so a worker should see none.
+    /// Neither IPv4 nor IPv6; the XDP program passes these to the kernel, so a worker should not receive them.
     NotIp = "not_ip",
-    /// Has a VLAN tag: the XDP program drops these on pods' ports, so a worker should see none. The kernel would take a
-    /// tag of VLAN 0 for none.
+    /// VLAN-tagged; the XDP program drops these on pods' ports, so a worker should not receive them. The kernel would
+    /// treat VLAN 0 as untagged.
     VlanTag = "vlan_tag",
-    /// More IPv6 extension headers than are followed, or one that is not known.
+    /// Too many IPv6 extension headers, or an unknown one.
     ExtensionHeaders = "extension_headers",
-    /// Asks for a route of its sender's choosing (IPv4 source route, IPv6 routing header with segments left).
+    /// Source-routed (IPv4 source route option, or IPv6 routing header with segments left).
     SourceRoute = "source_route",
-    /// An ICMP redirect: would change routes behind the policy's back.
+    /// An ICMP redirect, which would change routes independently of policy.
     Redirect = "redirect",
-    /// Neighbour discovery that the XDP program did not take for such: behind extension headers, or not from
-    /// the link (hop limit below 255).
+    /// Neighbour discovery that the XDP program did not recognise: behind extension headers, or not from the link (hop
+    /// limit below 255).
     NeighbourDiscovery = "neighbour_discovery",
     /// The IPv4 header checksum is wrong.
     HeaderChecksum = "header_checksum",
     /// The source address is not the pod's own.
     SpoofedSource = "spoofed_source",
-    /// A pod's, and a node would unwrap it and route what is inside, which nobody has judged: a tunnel's packet to a node's
-    /// address.
+    /// A tunnel packet from a pod to a node's address: the node would decapsulate and route content that policy has not
+    /// seen.
     Encapsulation = "encapsulation",
-    /// The destination is multicast or broadcast: neither is routed between pods.
+    /// The destination is multicast or broadcast, which is not routed between pods.
     Multicast = "multicast",
-    /// Source or destination is link-local or loopback: never routed.
+    /// Source or destination is link-local or loopback, which is never routed.
     NotRoutable = "not_routable",
     /// TTL or hop limit would reach zero.
     TtlExpired = "ttl_expired",
-    /// Longer than the MTU of the port that it must leave by.
+    /// Longer than the MTU of its egress port.
     TooBig = "too_big",
-    /// The egress policy of the source does not allow it.
+    /// Denied by the egress policy of the source.
     EgressDenied = "egress_denied",
-    /// The same, and the destination is a Service's address. Rules for pods do not mean it, since it stands for several
-    /// pods and which one is not decided yet; an ipBlock rule may.
+    /// The same, and the destination is a Service's address. Rules that select pods do not match it, since it stands
+    /// for several pods and the backend is not chosen yet; an ipBlock rule may match.
     ServiceDenied = "service_denied",
-    /// The ingress policy of the destination does not allow it.
+    /// Denied by the ingress policy of the destination.
     IngressDenied = "ingress_denied",
-    /// Its connection was allowed once and is not any more.
+    /// Its connection was revoked by policy.
     ConnectionCut = "connection_cut",
-    /// Belongs to no connection and cannot open one (a TCP segment, an echo reply, an ICMP error).
+    /// It belongs to no connection and cannot open one (a TCP segment, an echo reply, an ICMP error).
     NoConnection = "no_connection",
-    /// Not valid in the state of its connection (sequence out of window, unexpected flags).
+    /// Invalid in the state of its connection (sequence out of window, unexpected flags).
     InvalidState = "invalid_state",
-    /// The connection table has no room for another connection.
+    /// The connection table is full.
     TableFull = "table_full",
     /// The pod has used up its share of the connection table.
     QuotaExceeded = "quota_exceeded",
-    /// A later fragment whose first fragment is not known.
+    /// A later fragment whose first fragment is unknown.
     Fragment = "fragment",
     /// No port leads to the destination.
     NoPort = "no_port",
-    /// The TX ring of the port that it must leave by is full.
+    /// The TX ring of its egress port is full.
     TxRingFull = "tx_ring_full",
-    /// The queue to the worker that owns the port is full.
+    /// The hand-off queue to the worker that owns the egress port is full.
     HandOffFull = "hand_off_full",
-    /// Its port went away while it was under way.
+    /// Its port was closed while it was in transit.
     PortGone = "port_gone",
-    /// The port is known but its pod or policies are not yet.
+    /// The port is known, but its pod or policies are not yet.
     NotReady = "not_ready",
 }
 

@@ -1,14 +1,14 @@
-//! The processor's own clock: the cheapest there is, for what takes less than a microsecond.
+//! The CPU's time stamp counter: the cheapest clock for durations below a microsecond.
 
-/// Clocks of the time stamp counter since some moment. Differences of one thread's are what they are for.
+/// Current value of the time stamp counter. Only differences within one thread are meaningful.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn now() -> u64 {
-    // SAFETY: every x86_64 processor has the instruction, and the kernel does not forbid it to user programs.
+    // SAFETY: every x86_64 CPU has the instruction, and the kernel permits it in user mode.
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// Nanoseconds since the first call, where there is no counter that user programs may read.
+/// Nanoseconds since the first call, on architectures without a counter readable in user mode.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn now() -> u64 {
     use std::sync::LazyLock;
@@ -17,7 +17,7 @@ pub(crate) fn now() -> u64 {
     FIRST.elapsed().as_nanos() as u64
 }
 
-/// What a look at the clock takes, in clocks: the median of many, since some are interrupted and some overlap.
+/// Cost of a clock read in clocks: the median of many, since some are interrupted and some overlap.
 pub(crate) fn cost_of_a_look() -> u64 {
     let mut looks = [0; 1001];
     for look in &mut looks {

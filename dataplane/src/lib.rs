@@ -1,8 +1,8 @@
-//! Penstock's dataplane: all that touches a packet, and nothing that knows of Kubernetes.
+//! Penstock's dataplane: everything that processes packets. It does not know Kubernetes.
 //!
-//! A packet's way: [`io`] hands a batch of frames to a [`worker`], which runs [`pipeline`]:
-//! parse ([`packet`]), find the connection ([`conntrack`]), else ask the policy ([`policy`]), then rewrite and
-//! forward ([`forward`]). What the workers must know of the world is one immutable [`Snapshot`].
+//! Path of a packet: [`io`] passes a batch of frames to a [`worker`], which runs the [`pipeline`]: parse ([`packet`]),
+//! find the connection ([`conntrack`]) or evaluate policy ([`policy`]), then rewrite and forward ([`forward`]). Policy
+//! and forwarding tables are one immutable [`Snapshot`].
 
 pub mod answer;
 mod cause;

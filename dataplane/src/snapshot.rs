@@ -1,19 +1,19 @@
-//! What the workers are told: one immutable value, published whole.
+//! The workers' input: one immutable value, published as a whole.
 
 use crate::forward::Forwarding;
 use crate::policy::PolicySet;
 
-/// Counts published snapshots. A connection carries the low 23 bits of the epoch under which policy was last asked about
-/// it; under a later one it is asked again at the connection's next packet.
+/// Sequence number of published snapshots. A connection stores the low 23 bits of the epoch under which it was last
+/// evaluated; under a later epoch it is evaluated again at its next packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Epoch(pub u32);
 
 impl Epoch {
-    /// How many of the low bits a connection carries.
+    /// Number of low bits that a connection stores.
     pub(crate) const TAG_BITS: u32 = 23;
 
-    /// The epoch of the next snapshot. Those whose low 23 bits are zero are left out: in a connection they stand for
-    /// *never asked*.
+    /// The epoch of the next snapshot. Epochs whose low 23 bits are zero are skipped: in a connection they mean *never
+    /// evaluated*.
     #[must_use]
     pub const fn next(self) -> Self {
         let next = self.0.wrapping_add(1);
@@ -21,13 +21,13 @@ impl Epoch {
     }
 }
 
-/// Policy and forwarding of one moment. Workers take it once a batch and never see a part of another.
+/// Policy and forwarding tables at one time. Workers load it once per batch and never mix two snapshots.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Under which number it was published.
+    /// Sequence number of its publication.
     pub epoch: Epoch,
-    /// Who may talk to whom.
+    /// Policy tables.
     pub policy: PolicySet,
-    /// Which port leads where.
+    /// Forwarding table.
     pub forwarding: Forwarding,
 }

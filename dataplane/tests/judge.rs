@@ -1,4 +1,5 @@
-//! What the packet path relies on of a policy set: it can be read from every worker, and reading it allocates nothing.
+//! Properties of a policy set that the packet path relies on: every worker can read it, and reading it allocates
+//! nothing.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -13,17 +14,17 @@ use penstock_dataplane::policy::{
 };
 
 thread_local! {
-    /// How often this thread has allocated.
+    /// Allocations of this thread.
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
 struct Counting;
 
-// SAFETY: every call is passed on to the system's allocator as it is; counting touches a thread-local number alone.
+// SAFETY: forwards every call to the system's allocator; counting only changes a thread-local number.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: the caller's promises about `layout` are the system's allocator's conditions.
+        // SAFETY: the caller's guarantees about `layout` satisfy the system's allocator.
         unsafe { System.alloc(layout) }
     }
 

@@ -1,4 +1,4 @@
-//! The parser understands what it should, names what it refuses, and never reads past the end.
+//! The parser accepts valid packets, reports the drop reason of invalid ones, and never reads past the end.
 
 use etherparse::{IpNumber, Ipv4Header, Ipv4Options, PacketBuilder};
 use penstock_dataplane::packet::{
@@ -16,7 +16,7 @@ fn ethernet(ethertype: u16, payload: &[u8]) -> Vec<u8> {
     [&[2; 6][..], &[4; 6], &ethertype.to_be_bytes(), payload].concat()
 }
 
-/// An IPv4 packet with the given transport octets; `edit` may change the header before its checksum is set.
+/// An IPv4 packet with the given transport bytes; `edit` may change the header before its checksum is set.
 fn v4(protocol: u8, transport: &[u8], edit: impl FnOnce(&mut Ipv4Header)) -> Vec<u8> {
     let mut header = Ipv4Header::new(transport.len() as u16, 64, IpNumber(protocol), A4, B4).unwrap();
     edit(&mut header);
@@ -323,7 +323,7 @@ fn an_icmp_error_names_the_flow_that_it_quotes() {
     assert_eq!(quoted(&v4(1, &error(11, &later[14..]), |_| {})), None, "a later fragment has no ports");
 }
 
-/// What every accepted packet promises to those who come after.
+/// Invariants of every accepted packet.
 fn check(frame: &[u8], packet: &Packet) {
     let layout = packet.layout;
     assert!(

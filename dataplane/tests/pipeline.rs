@@ -1,4 +1,4 @@
-//! The pipeline's promises, packet by packet, without sockets: a node with three pods, its host port and an uplink.
+//! Verdicts of the pipeline, packet by packet, without sockets: a node with three pods, its host port and an uplink.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -45,7 +45,7 @@ fn forwarding() -> Forwarding {
         (WEB, PortKind::Pod, 1500, &[WEB4, WEB6]),
         (DB, PortKind::Pod, 1400, &[DB4, DB6]),
         (UPLINK, PortKind::Uplink, 1500, &[]),
-        // Its interface is there; policy does not know it yet.
+        // Its interface exists; policy does not know it yet.
         (FRESH, PortKind::Pod, 1500, &[FRESH4]),
     ] {
         let addresses = addresses.iter().map(|text| ip(text).into()).collect();
@@ -54,7 +54,7 @@ fn forwarding() -> Forwarding {
     forwarding
 }
 
-/// What `db` lets in.
+/// Ingress policy of `db`.
 #[derive(Clone, Copy)]
 enum Ingress {
     /// TCP and UDP port 5432 from `web`; everything, ICMP included, from 203.0.113.0/24.
@@ -126,7 +126,7 @@ impl Node {
         self.snapshot.epoch.0 += 1;
     }
 
-    /// One frame, alone in its batch: its verdict and what became of it.
+    /// Sends one frame in a batch of its own; returns its verdict and the resulting frame.
     fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<u8>) {
         let mut frames = MemoryFrames::new();
         frames.push(frame.to_vec()).unwrap();
@@ -329,7 +329,7 @@ fn a_connection_is_cut_at_its_next_packet_from_either_side_when_policy_changes()
         node.publish(Ingress::Nothing);
         let frame = if first == WEB { &there } else { &back };
         assert_eq!(node.verdict(first, frame), Verdict::Drop(Cause::ConnectionCut));
-        // `db` may open connections to `web`, but this is not one: its segments stay cut, too.
+        // `db` may open connections to `web`, but its segments on the revoked connection stay dropped.
         for _ in 0..3 {
             assert_eq!(node.verdict(DB, &back), Verdict::Drop(Cause::ConnectionCut));
             assert_eq!(node.verdict(WEB, &there), Verdict::Drop(Cause::ConnectionCut));
@@ -391,7 +391,7 @@ fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
     ] {
         assert_eq!(node.verdict(HOST, &frame), expected, "{name}");
     }
-    // A pod speaks of what was sent to itself.
+    // A pod reports errors about packets sent to itself.
     let request = udp(WEB4, DB4, (40000, 5432));
     assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
     assert_eq!(node.verdict(DB, &error(DB4, WEB4, &request)), Verdict::Forward(WEB));
@@ -429,7 +429,7 @@ fn a_batch_that_is_timed_by_stage_comes_to_the_same() {
         let run = |timed: bool| {
             let mut node = Node::with(Config { entries: 1024, ..Config::default() }, mode);
             let mut outcomes = Vec::new();
-            // Under the second policy, connections of the first are judged again.
+            // Under the second policy, connections of the first are evaluated again.
             for ingress in [Ingress::Usual, Ingress::Usual, Ingress::Nothing] {
                 node.publish(ingress);
                 for port in [WEB, DB, PortId(99)] {
@@ -503,7 +503,7 @@ fn later_fragments_follow_their_first() {
         header.dont_fragment = false;
         header.more_fragments = more;
         header.fragment_offset = units.try_into().unwrap();
-        // Two units: what is not the last fragment holds whole ones.
+        // Two units: a fragment other than the last contains whole units.
         let mut payload = frame[34..].to_vec();
         payload.resize(16, 0);
         header.set_payload_len(payload.len()).unwrap();

@@ -1,5 +1,5 @@
-//! What crosses the node's own stack on its way between two pods: its connection does so in both directions, and so does all
-//! that is said about it.
+//! Connections between two pods that traverse the node's own stack: they do so in both directions, and so do ICMP
+//! errors and resets about them.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -61,7 +61,7 @@ impl Node {
         node
     }
 
-    /// `b` lets everything in, or nothing.
+    /// `b` admits everything, or nothing.
     fn publish(&mut self, open: bool) {
         let pod = |number| Owner::Pod {
             identity: Identity(NonZeroU32::new(number).unwrap()),
@@ -82,7 +82,7 @@ impl Node {
         self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
     }
 
-    /// One frame's verdict, and the ports that answers to it leave by.
+    /// The verdict on one frame, and its replies with their egress ports.
     fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
         let mut frames = MemoryFrames::new();
         frames.push(frame.to_vec()).unwrap();
@@ -125,7 +125,7 @@ fn tcp(from: (&str, u16), to: (&str, u16), flags: u8, (seq, ack): (u32, u32)) ->
     frame
 }
 
-/// "Port unreachable" of one about a frame.
+/// "Port unreachable" about a frame.
 fn unreachable(from: &str, to: &str, about: &[u8]) -> Vec<u8> {
     let mut frame = Vec::new();
     if ip(from).is_ipv4() {
@@ -156,14 +156,14 @@ fn a_connection_that_came_through_the_nodes_stack_goes_through_it_in_both_direct
         // The node has translated what A sent to a Service.
         assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(HOST));
-        // From there the reply comes back in the Service's name, or, untranslated, in its own.
+        // From there the reply returns with the Service's address or, untranslated, with its own.
         assert_eq!(node.verdict(HOST, &udp(b, a, 10)), Verdict::Forward(A));
         assert_eq!(node.verdict(A, &udp(a, b, 10)), Verdict::Forward(HOST));
-        // Nothing of this is so for a connection that did not come from there.
+        // This does not apply to a connection that did not come from there.
         let (direct, other) = ((A_IPS[v6], 1001), (B_IPS[v6], 8080));
         assert_eq!(node.verdict(A, &udp(direct, other, 10)), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(A));
-        // Until its opener reaches the same pod by a Service, from the same port.
+        // Until its opener reaches the same pod through a Service, from the same port.
         assert_eq!(node.verdict(HOST, &udp(direct, other, 10)), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST));
         node.publish(true);
@@ -193,12 +193,12 @@ fn what_is_said_about_such_a_connection_goes_the_same_way() {
         let sent = udp(a, b, 10);
         assert_eq!(node.verdict(HOST, &sent), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &unreachable(b.0, a.0, &sent)), Verdict::Forward(HOST));
-        // A packet too long for B's link: the sender's stack knows the translated packet's MTU by the node alone.
+        // A packet too long for B's link: the sender's stack only learns the translated packet's MTU through the node.
         let (verdict, answers) = node.send(HOST, &udp(a, b, 1420));
         assert_eq!(verdict, Verdict::Drop(Cause::TooBig));
         assert_eq!(answers.iter().map(|answer| answer.0).collect::<Vec<_>>(), [HOST]);
         assert_eq!(&answers[0].1[..6], &[2, 0, 0, 0, 0, 2], "to the node's end");
-        // On a direct connection the sender is told at once.
+        // On a direct connection the sender is notified directly.
         let (verdict, answers) = node.send(A, &udp((a.0, 1001), b, 1420));
         assert_eq!((verdict, answers[0].0), (Verdict::Drop(Cause::TooBig), A));
     }
@@ -261,7 +261,7 @@ fn pods_send_nodes_nothing_that_these_would_unwrap() {
     }
     let first = fragment(udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 800), 0, true);
     assert_eq!(node.verdict(A, &first), dropped, "a first fragment");
-    // Policy would have let it pass: it is not asked.
+    // Policy would have allowed it; it is not evaluated.
     node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Arc::default());
     assert_eq!(node.verdict(A, &udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 10)), Verdict::Forward(HOST));
 }

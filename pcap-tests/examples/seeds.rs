@@ -1,4 +1,4 @@
-//! Writes what the fuzzer's frames target begins with: an input for each case, of the frames that the case has.
+//! Writes seeds for the fuzzer's frames target: one input for each case, with the frames of the case.
 
 use std::path::PathBuf;
 

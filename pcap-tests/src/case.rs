@@ -1,4 +1,4 @@
-//! The cases of the corpus: where they lie, and how one is replayed.
+//! The cases of the corpus, and how to replay one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,19 +9,19 @@ use penstock_sources::convert::Settings;
 use penstock_sources::manifest;
 
 use crate::capture::pcapng;
-use crate::packet::{Built, build};
-use crate::script::Script;
+use crate::packet::{BuiltPacket, build};
+use crate::script::CaseScript;
 
-/// A case of the corpus: `cases/<group>/<name>.case`, beside it `.pcapng` with the capture and `.expected` with the
-/// verdicts.
+/// A case of the corpus: `cases/<group>/<name>.case`, with the capture in `.pcapng` and the verdicts in `.expected`
+/// beside it.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct CorpusCase {
     /// The `.case` file.
     pub file: PathBuf,
     /// `<group>/<name>`.
     pub name: String,
-    /// What it says.
-    pub script: Script,
+    /// Its content.
+    pub script: CaseScript,
 }
 
 /// The directory of this crate.
@@ -32,16 +32,16 @@ pub fn root() -> &'static Path {
 /// All cases, by name.
 ///
 /// # Panics
-/// A case cannot be read: the corpus is wrong.
-pub fn cases() -> Vec<Case> {
+/// If a case cannot be read.
+pub fn cases() -> Vec<CorpusCase> {
     let mut cases = Vec::new();
     for group in entries(&root().join("cases")) {
         for file in entries(&group).into_iter().filter(|file| file.extension().is_some_and(|end| end == "case")) {
             let name = file.strip_prefix(root().join("cases")).expect("it lies there").with_extension("");
             let name = name.display().to_string();
             let text = fs::read_to_string(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
-            let script = Script::parse(&name, &text).unwrap_or_else(|problem| panic!("{problem}"));
-            cases.push(Case { file, name, script });
+            let script = CaseScript::parse(&name, &text).unwrap_or_else(|problem| panic!("{problem}"));
+            cases.push(CorpusCase { file, name, script });
         }
     }
     cases
@@ -50,15 +50,19 @@ pub fn cases() -> Vec<Case> {
 /// The captures of real tools under `real/`, as cases without a description; `make.sh` beside them made them.
 ///
 /// # Panics
-/// The directory cannot be read.
-pub fn real() -> Vec<Case> {
+/// If the directory cannot be read.
+pub fn real() -> Vec<CorpusCase> {
     let files =
         entries(&root().join("real")).into_iter().filter(|file| file.extension().is_some_and(|end| end == "pcap"));
     files
         .map(|file| {
             let name = file.with_extension("").file_name().unwrap_or_default().display().to_string();
             let purpose = format!("{name}: a capture of real tools.");
-            Case { file, name, script: Script { purpose, cluster: "shop".to_owned(), ..Script::default() } }
+            CorpusCase {
+                file,
+                name,
+                script: CaseScript { purpose, cluster: "shop".to_owned(), ..CaseScript::default() },
+            }
         })
         .collect()
 }
@@ -70,10 +74,10 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
     entries
 }
 
-impl Case {
-    /// Its packets, built.
-    pub fn packets(&self) -> Vec<(u64, Built)> {
-        let mut built: Vec<Built> = Vec::new();
+impl CorpusCase {
+    /// Builds its packets.
+    pub fn packets(&self) -> Vec<(u64, BuiltPacket)> {
+        let mut built: Vec<BuiltPacket> = Vec::new();
         for line in &self.script.packets {
             let packet = build(line, &built);
             built.push(packet);
@@ -81,30 +85,30 @@ impl Case {
         self.script.packets.iter().map(|line| line.time).zip(built).collect()
     }
 
-    /// The octets of its capture, built.
+    /// Builds the bytes of its capture.
     pub fn capture(&self) -> Vec<u8> {
         pcapng(self.script.link, &self.packets())
     }
 
-    /// Where its capture is kept.
+    /// File of its capture.
     pub fn capture_file(&self) -> PathBuf {
         self.file.with_extension("pcapng")
     }
 
-    /// Where its expected verdicts are kept.
+    /// File of its expected verdicts.
     pub fn expected_file(&self) -> PathBuf {
         self.file.with_extension("expected")
     }
 
-    /// Where its manifests are.
+    /// Directory of its manifests.
     pub fn manifests(&self) -> PathBuf {
         root().join("clusters").join(&self.script.cluster)
     }
 
-    /// What the command would be given.
+    /// The options that the replay command would be given.
     ///
     /// # Panics
-    /// The timeline cannot be written to `scratch`, or the case's ports are wrong.
+    /// If the timeline cannot be written to `scratch`, or the case's ports are invalid.
     pub fn options(&self, capture: &Path, scratch: &Path) -> Options {
         let timeline = (!self.script.timeline.is_empty()).then(|| {
             let file = scratch.join("timeline.toml");
@@ -130,10 +134,10 @@ impl Case {
         }
     }
 
-    /// Replays its capture; the verdicts' lines, and the report.
+    /// Replays its capture; returns the lines of verdicts and the report.
     ///
     /// # Panics
-    /// The replay is refused.
+    /// If the replay is rejected.
     pub fn replay(&self, capture: &Path, scratch: &Path) -> (Vec<String>, Report) {
         let verdicts = scratch.join("verdicts.jsonl");
         let outputs = Paths { verdicts: Some(verdicts.clone()), ..Paths::default() };

@@ -1,10 +1,10 @@
-//! Frames from what a case says of them: right in all that it does not say, wrong where it asks for that.
+//! Frames from the fields of a case: correct unless the case asks for an error.
 
 use std::net::IpAddr;
 
-/// The Internet checksum (RFC 1071) of octets, folded but not inverted.
-pub fn sum(octets: &[u8], start: u32) -> u32 {
-    let words = octets.chunks(2).map(|pair| (u32::from(pair[0]) << 8) | u32::from(*pair.get(1).unwrap_or(&0)));
+/// The Internet checksum (RFC 1071), folded but not inverted.
+pub fn sum(bytes: &[u8], start: u32) -> u32 {
+    let words = bytes.chunks(2).map(|pair| (u32::from(pair[0]) << 8) | u32::from(*pair.get(1).unwrap_or(&0)));
     let mut total = words.fold(start, |total, word| total.wrapping_add(word));
     while total > 0xffff {
         total = (total & 0xffff) + (total >> 16);
@@ -12,59 +12,59 @@ pub fn sum(octets: &[u8], start: u32) -> u32 {
     total
 }
 
-/// CRC-32c as SCTP has it (RFC 9260 appendix A), bit by bit.
-pub fn crc32c(octets: &[u8]) -> u32 {
-    !octets.iter().fold(!0u32, |crc, octet| {
-        (0..8).fold(crc ^ u32::from(*octet), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+/// CRC-32c as used by SCTP (RFC 9260 appendix A), bit by bit.
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0u32, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
     })
 }
 
-/// What a checksum field holds.
+/// Content of a checksum field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Checksum {
-    /// What is right.
+pub enum ChecksumSpec {
+    /// The correct checksum.
     #[default]
     Right,
-    /// Something else.
+    /// A wrong checksum.
     Bad,
-    /// The sum of the pseudo-header alone, as a stack leaves it to its device.
+    /// The sum of the pseudo-header only, as with checksum offload.
     Partial,
     /// Zero.
     Zero,
 }
 
-/// The IP layer of a packet, whichever version.
+/// The IP layer of a packet, of either version.
 #[derive(Clone, Debug)]
-pub struct Ip {
-    /// Source.
+pub struct IpSpec {
+    /// Source address.
     pub src: IpAddr,
-    /// Destination; of the same family.
+    /// Destination address, of the same family.
     pub dst: IpAddr,
     /// Protocol of the payload.
     pub protocol: u8,
     /// TTL or hop limit.
     pub ttl: u8,
-    /// IPv4 identification, or that of an IPv6 fragment header.
+    /// IPv4 identification, or that of the IPv6 fragment header.
     pub id: u32,
-    /// Offset in octets, and whether more fragments follow.
+    /// Fragment offset in bytes, and whether more fragments follow.
     pub fragment: Option<(u16, bool)>,
-    /// IPv4 options, a multiple of four octets.
+    /// IPv4 options, a multiple of four bytes.
     pub options: Vec<u8>,
-    /// IPv6 extension headers: their number and their octets without the first, which is the next one's number.
+    /// IPv6 extension headers: protocol number and content without the first byte, which is the next header's number.
     pub extensions: Vec<(u8, Vec<u8>)>,
-    /// Those behind the fragment header, in the same form.
+    /// Extension headers behind the fragment header, in the same form.
     pub behind: Vec<(u8, Vec<u8>)>,
-    /// IPv4 total length or IPv6 payload length, instead of the right one.
+    /// IPv4 total length or IPv6 payload length, if not the correct one.
     pub length: Option<u16>,
-    /// Version, instead of the right one.
+    /// Version, if not the correct one.
     pub version: Option<u8>,
-    /// IPv4 header length in words, instead of the right one.
+    /// IPv4 header length in words, if not the correct one.
     pub header_words: Option<u8>,
     /// The IPv4 header checksum.
-    pub checksum: Checksum,
+    pub checksum: ChecksumSpec,
 }
 
-impl Ip {
+impl IpSpec {
     /// From `src` to `dst`, unfragmented, without options.
     pub fn new(src: IpAddr, dst: IpAddr, protocol: u8) -> Self {
         Self {
@@ -80,7 +80,7 @@ impl Ip {
             length: None,
             version: None,
             header_words: None,
-            checksum: Checksum::Right,
+            checksum: ChecksumSpec::Right,
         }
     }
 
@@ -93,7 +93,7 @@ impl Ip {
         sum(&addresses, u32::from(self.protocol) + length as u32)
     }
 
-    /// EtherType and octets of the packet.
+    /// EtherType and bytes of the packet.
     pub fn packet(&self, payload: &[u8]) -> ([u8; 2], Vec<u8>) {
         match (self.src, self.dst) {
             (IpAddr::V4(src), IpAddr::V4(dst)) => ([0x08, 0x00], self.v4(src.octets(), dst.octets(), payload)),
@@ -115,9 +115,9 @@ impl Ip {
         header.extend(dst);
         header.extend(&self.options);
         let checksum = match self.checksum {
-            Checksum::Right | Checksum::Partial => !sum(&header, 0) as u16,
-            Checksum::Bad => !sum(&header, 1) as u16,
-            Checksum::Zero => 0,
+            ChecksumSpec::Right | ChecksumSpec::Partial => !sum(&header, 0) as u16,
+            ChecksumSpec::Bad => !sum(&header, 1) as u16,
+            ChecksumSpec::Zero => 0,
         };
         header[10..12].copy_from_slice(&checksum.to_be_bytes());
         header.extend(payload);
@@ -133,9 +133,9 @@ impl Ip {
         extensions.extend(self.behind.iter().cloned());
         let numbers: Vec<u8> = extensions.iter().map(|extension| extension.0).chain([self.protocol]).collect();
         let mut chain = Vec::new();
-        for (place, (_, octets)) in extensions.iter().enumerate() {
+        for (place, (_, bytes)) in extensions.iter().enumerate() {
             chain.push(numbers[place + 1]);
-            chain.extend(octets);
+            chain.extend(bytes);
         }
         let length = self.length.unwrap_or((chain.len() + payload.len()) as u16);
         let mut packet = vec![self.version.unwrap_or(6) << 4, 0, 0, 0];
@@ -156,20 +156,20 @@ fn v6(address: IpAddr) -> [u8; 16] {
     }
 }
 
-/// Puts a checksum into a transport header and payload.
-pub fn seal(ip: &Ip, octets: &mut [u8], field: usize, checksum: Checksum) {
-    octets[field..field + 2].fill(0);
-    let pseudo = ip.pseudo_header(octets.len());
-    let right = match !sum(octets, pseudo) as u16 {
+/// Writes a checksum into a transport header and payload.
+pub fn write_checksum(ip: &IpSpec, bytes: &mut [u8], field: usize, checksum: ChecksumSpec) {
+    bytes[field..field + 2].fill(0);
+    let pseudo = ip.pseudo_header(bytes.len());
+    let right = match !sum(bytes, pseudo) as u16 {
         // RFC 768: a sum of zero is sent as all ones, since zero means none.
         0 if ip.protocol == 17 => 0xffff,
         right => right,
     };
     let value = match checksum {
-        Checksum::Right => right,
-        Checksum::Bad => right ^ 0x5555,
-        Checksum::Partial => pseudo as u16,
-        Checksum::Zero => 0,
+        ChecksumSpec::Right => right,
+        ChecksumSpec::Bad => right ^ 0x5555,
+        ChecksumSpec::Partial => pseudo as u16,
+        ChecksumSpec::Zero => 0,
     };
-    octets[field..field + 2].copy_from_slice(&value.to_be_bytes());
+    bytes[field..field + 2].copy_from_slice(&value.to_be_bytes());
 }

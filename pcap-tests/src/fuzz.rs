@@ -1,4 +1,4 @@
-//! What the fuzzer does with octets, as functions that tests call too.
+//! The fuzz targets as functions that tests call too.
 
 use std::io::Cursor;
 use std::path::Path;
@@ -17,8 +17,8 @@ use penstock_sources::manifest::{self, read_manifests};
 
 use crate::case::root;
 
-/// A node that takes frames on every port, and holds what it does with them to what must always hold.
-pub struct Subject {
+/// A node that takes frames on every port and checks invariants of what it does with them.
+pub struct FuzzNode {
     player: Player,
     batch: Batch,
     before: Batch,
@@ -28,11 +28,11 @@ pub struct Subject {
     frames: u64,
 }
 
-/// The ports that frames are given to: host, uplink and the first pods.
+/// Ports that frames arrive on: host, uplink and the first pods.
 const PORTS: u16 = 8;
 
-impl Default for Subject {
-    /// The node of the cases' cluster.
+impl Default for FuzzNode {
+    /// A node of the corpus' cluster.
     fn default() -> Self {
         let objects = |directory: &str| -> Vec<Object> {
             let paths = [root().join("clusters").join(directory)];
@@ -53,13 +53,13 @@ impl Default for Subject {
     }
 }
 
-impl Subject {
-    /// How many frames passed so far, and how many were judged.
+impl FuzzNode {
+    /// Frames passed and frames evaluated so far.
     pub fn passed(&self) -> (u64, u64) {
         (self.player.tally().allowed, self.frames)
     }
 
-    /// Adds a frame to the next batch; judges that when it is full.
+    /// Adds a frame to the next batch, and evaluates the batch when it is full.
     pub fn give(&mut self, frame: &[u8]) {
         let start = self.batch.octets().len();
         self.batch.space().extend_from_slice(frame);
@@ -67,15 +67,15 @@ impl Subject {
         let record = Record { time: self.time, interface: InterfaceId(0), captured: length, original: length };
         self.batch.push(self.frames, record, start);
         if self.batch.is_full() {
-            self.judge(0);
+            self.evaluate(0);
         }
     }
 
-    /// Judges what was given, on the port that `choice` says, and lets some time go by.
+    /// Evaluates the batch on the port selected by `choice` and advances the clock.
     ///
     /// # Panics
-    /// Something does not hold that must.
-    pub fn judge(&mut self, choice: u8) {
+    /// If an invariant is violated.
+    pub fn evaluate(&mut self, choice: u8) {
         let port = match u16::from(choice) % PORTS {
             0 => HOST,
             1 => UPLINK,
@@ -83,10 +83,10 @@ impl Subject {
         };
         self.before.copy_from(&self.batch);
         let tally = |player: &Player| player.tally().allowed + player.tally().denied.iter().sum::<u64>();
-        let judged = tally(&self.player);
+        let evaluated = tally(&self.player);
         self.player.play(Place::Port(port), self.time, &mut self.batch);
         let count = self.batch.members().len() as u64;
-        assert_eq!(tally(&self.player) - judged, count, "every frame has one verdict");
+        assert_eq!(tally(&self.player) - evaluated, count, "every frame has one verdict");
         for (index, (after, before)) in self.batch.members().iter().zip(self.before.members()).enumerate() {
             let (after, before) = (self.batch.frame(after), self.before.frame(before));
             match self.player.decision(Place::Port(port), index) {
@@ -104,7 +104,7 @@ impl Subject {
         self.time.0 += u64::from(choice) * 7_000_000;
     }
 
-    /// Changes the policies of one pod, and at the next call back.
+    /// Changes the policies of one pod; the next call reverts it.
     pub fn change(&mut self) {
         let changes = Arc::clone(&self.changes[self.changed]);
         self.changed = 1 - self.changed;
@@ -112,49 +112,50 @@ impl Subject {
     }
 }
 
-/// A forwarded frame is the one that came but for MACs, one hop and checksums.
+/// Checks that a forwarded frame differs from the received one only in MACs, TTL and checksums.
 fn check_forwarded(before: &[u8], after: &[u8]) {
     assert_eq!(before.len(), after.len());
-    let (sent, forwarded) = (parse(before).expect("it was judged"), parse(after).expect("it is still a packet"));
+    let (sent, forwarded) = (parse(before).expect("it was evaluated"), parse(after).expect("it is still a packet"));
     assert_eq!((sent.flow, sent.layout), (forwarded.flow, forwarded.layout));
     assert!(forwarded.ttl == sent.ttl || forwarded.ttl + 1 == sent.ttl);
     assert_eq!(before[12..14], after[12..14]);
     assert_eq!(before[usize::from(sent.layout.end)..], after[usize::from(sent.layout.end)..]);
 }
 
-/// The frames target: octets as a list of frames, each led by its port and its length in two octets.
-pub fn frames(subject: &mut Subject, mut octets: &[u8]) {
-    while let [port, high, low, rest @ ..] = octets {
+/// The frames target: input bytes as a list of frames, each preceded by its port and its length in two bytes.
+pub fn frames(node: &mut FuzzNode, mut bytes: &[u8]) {
+    while let [port, high, low, rest @ ..] = bytes {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
         let (frame, behind) = rest.split_at(length);
-        subject.give(frame);
+        node.give(frame);
         if port & 0x40 == 0 {
-            subject.judge(port & 0x3f);
+            node.evaluate(port & 0x3f);
         }
         if port & 0x80 != 0 {
-            subject.change();
+            node.change();
         }
-        octets = behind;
+        bytes = behind;
     }
-    subject.judge(1);
+    node.evaluate(1);
 }
 
-/// The input of the frames target that gives these frames, each to another port.
+/// Encodes these frames as input of the frames target, each on a different port.
 pub fn frames_input(frames: &[Vec<u8>]) -> Vec<u8> {
-    let mut octets = Vec::new();
+    let mut bytes = Vec::new();
     for (port, frame) in frames.iter().enumerate() {
         let length = frame.len().min(usize::from(u16::MAX));
-        octets.push(port as u8 % PORTS as u8);
-        octets.extend((length as u16).to_be_bytes());
-        octets.extend(&frame[..length]);
+        bytes.push(port as u8 % PORTS as u8);
+        bytes.extend((length as u16).to_be_bytes());
+        bytes.extend(&frame[..length]);
     }
-    octets
+    bytes
 }
 
-/// The capture target: octets as a capture file, read to its end or to its damage. How many packets it had.
-pub fn capture(octets: &[u8]) -> usize {
+/// The capture target: input bytes as a capture file, read to its end or to the first error. Returns the number of
+/// packets.
+pub fn capture(bytes: &[u8]) -> usize {
     let (mut interfaces, mut frames, mut packets) = (Vec::new(), Vec::new(), 0);
-    let input = Cursor::new(octets.to_vec());
+    let input = Cursor::new(bytes.to_vec());
     let Ok(mut file) = CaptureFile::read(Path::new("fuzz"), input, 0, &mut interfaces) else { return 0 };
     while let Ok(Some(record)) = file.next(&mut frames, &mut interfaces) {
         assert_eq!(frames.len(), record.captured as usize);

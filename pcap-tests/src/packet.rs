@@ -1,43 +1,43 @@
-//! From a line of a case to a frame.
+//! Builds a frame from a line of a case.
 
 use std::net::IpAddr;
 
-use crate::frame::{Checksum, Ip, crc32c, seal, sum};
-use crate::script::Line;
+use crate::frame::{ChecksumSpec, IpSpec, crc32c, sum, write_checksum};
+use crate::script::PacketLine;
 
-/// A frame and how it was captured.
+/// A frame and its capture metadata.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Built {
+pub struct BuiltPacket {
     /// The frame, from its Ethernet header on.
     pub frame: Vec<u8>,
-    /// Its length on the wire: more than the frame's where the capture's snap length cut it.
+    /// Its length on the wire: longer than the frame if the capture's snap length truncated it.
     pub original: usize,
-    /// The interface that it was captured at.
+    /// The interface of the capture.
     pub interface: Option<String>,
 }
 
-/// Builds the frame of a line. `before` are those of the lines before it, for ICMP errors to quote.
+/// Builds the frame of a line. `before` are the frames of earlier lines, which ICMP errors may quote.
 ///
-/// Kinds, and the words that they take:
+/// Kinds and their words:
 /// - `tcp`: `S`, `A`, `F`, `R`, `P`, `U` (flags), `seq=`, `ack=`, `win=`, `scale=` (window scale), `len=` (payload)
 /// - `udp`: `len=`, `udplen=` (the length field)
 /// - `sctp`: the chunk (`init`, `init-ack`, `cookie-echo`, `cookie-ack`, `data`, `shutdown`, `shutdown-ack`,
 ///   `shutdown-complete`, `abort`), `tag=`, `itag=` (of INIT and its answer)
 /// - `ping`, `pong`: `id=`, `len=`; `timestamp`, `timestamp-reply` (of ICMP alone): `id=`
-/// - `unreachable`, `expired`, `toobig`, `redirect`: `quote=` (the number of a packet before, from 1), `keep=` (octets
+/// - `unreachable`, `expired`, `toobig`, `redirect`: `quote=` (the number of a packet before, from 1), `keep=` (bytes
 ///   of it)
 /// - `arp`, `solicit`, `advertise`, `ethertype=`: no IP, or neighbour discovery
 /// - `proto=` (another protocol): `len=`
 ///
-/// All that have an IP header: `ttl=`, `id=`, `frag=OFFSET` (with `more`), `option=lsrr|rr|nop|bad`,
+/// With an IP header: `ttl=`, `id=`, `frag=OFFSET` (with `more`), `option=lsrr|rr|nop|bad`,
 /// `ext=hop,routing,segments,dest,dest64,ah,unknown…`, `behind=` (the same, behind the fragment header), `iplen=`, `version=`, `ihl=`, `ipsum=bad`, `sum=bad|partial|zero`.
 ///
-/// All: `vlan=`, `if=` (interface), `cut=` (octets that were sent), `snap=` (octets that were captured), `pad=`,
+/// All kinds: `vlan=`, `if=` (interface), `cut=` (bytes that were sent), `snap=` (bytes that were captured), `pad=`,
 /// `mac=` (which pair of MACs).
 ///
 /// # Panics
-/// The line says what cannot be: the case is wrong.
-pub fn build(line: &Line, before: &[Built]) -> Built {
+/// If the line is invalid.
+pub fn build(line: &PacketLine, before: &[BuiltPacket]) -> BuiltPacket {
     let (ethertype, packet) = match line.kind.as_str() {
         "arp" => ([0x08, 0x06], arp(line)),
         kind if kind.starts_with("ethertype=") => {
@@ -63,10 +63,10 @@ pub fn build(line: &Line, before: &[Built]) -> Built {
     if let Some(snap) = line.number("snap") {
         frame.truncate(snap);
     }
-    Built { frame, original, interface: line.word("if").map(str::to_owned) }
+    BuiltPacket { frame, original, interface: line.word("if").map(str::to_owned) }
 }
 
-fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
+fn ip(line: &PacketLine, before: &[BuiltPacket]) -> ([u8; 2], Vec<u8>) {
     let is_v6 = line.src.address.is_ipv6();
     let icmp = if is_v6 { 58 } else { 1 };
     let protocol = match line.kind.as_str() {
@@ -80,7 +80,7 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
             None => panic!("{}: {kind} is no kind of packet", line.place),
         },
     };
-    let mut ip = Ip::new(line.src.address, line.dst.address, protocol);
+    let mut ip = IpSpec::new(line.src.address, line.dst.address, protocol);
     ip.ttl = line.number("ttl").unwrap_or(if matches!(line.kind.as_str(), "solicit" | "advertise") { 255 } else { 64 });
     let has_identifier = matches!(line.kind.as_str(), "ping" | "pong" | "timestamp" | "timestamp-reply");
     ip.id = if has_identifier { 0 } else { line.number("id").unwrap_or(0) };
@@ -89,7 +89,7 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
     ip.length = line.number("iplen");
     ip.version = line.number("version");
     ip.header_words = line.number("ihl");
-    ip.checksum = if line.word("ipsum") == Some("bad") { Checksum::Bad } else { Checksum::Right };
+    ip.checksum = if line.word("ipsum") == Some("bad") { ChecksumSpec::Bad } else { ChecksumSpec::Right };
     ip.options = option(line);
     ip.extensions = extensions(line, "ext");
     ip.behind = extensions(line, "behind");
@@ -101,12 +101,12 @@ fn ip(line: &Line, before: &[Built]) -> ([u8; 2], Vec<u8>) {
     ip.packet(&payload)
 }
 
-fn transport(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
+fn transport(line: &PacketLine, ip: &IpSpec, before: &[BuiltPacket]) -> Vec<u8> {
     let checksum = match line.word("sum") {
-        None => Checksum::Right,
-        Some("bad") => Checksum::Bad,
-        Some("partial") => Checksum::Partial,
-        Some("zero") => Checksum::Zero,
+        None => ChecksumSpec::Right,
+        Some("bad") => ChecksumSpec::Bad,
+        Some("partial") => ChecksumSpec::Partial,
+        Some("zero") => ChecksumSpec::Zero,
         Some(other) => panic!("{}: sum={other} is no kind of checksum", line.place),
     };
     let data = vec![b'd'; line.number("len").unwrap_or(0)];
@@ -114,12 +114,12 @@ fn transport(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
         "tcp" => tcp(line, ip, &data, checksum),
         "udp" => {
             let length = line.number("udplen").unwrap_or(8 + data.len() as u16);
-            let mut octets = ports(line);
-            octets.extend(length.to_be_bytes());
-            octets.extend([0, 0]);
-            octets.extend(data);
-            seal(ip, &mut octets, 6, checksum);
-            octets
+            let mut bytes = ports(line);
+            bytes.extend(length.to_be_bytes());
+            bytes.extend([0, 0]);
+            bytes.extend(data);
+            write_checksum(ip, &mut bytes, 6, checksum);
+            bytes
         }
         "sctp" => sctp(line),
         "ping" => echo(line, ip, if line.src.address.is_ipv6() { 128 } else { 8 }, &data, checksum),
@@ -132,40 +132,40 @@ fn transport(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
                 IpAddr::V6(target) => target.octets(),
                 IpAddr::V4(_) => panic!("{}: neighbour discovery is of IPv6", line.place),
             };
-            let mut octets = [&[kind, 0, 0, 0, 0, 0, 0, 0][..], &target].concat();
-            seal(ip, &mut octets, 2, checksum);
-            octets
+            let mut bytes = [&[kind, 0, 0, 0, 0, 0, 0, 0][..], &target].concat();
+            write_checksum(ip, &mut bytes, 2, checksum);
+            bytes
         }
         "unreachable" | "expired" | "toobig" | "redirect" => error(line, ip, before),
         _ => vec![b'd'; line.number("len").unwrap_or(20)],
     }
 }
 
-fn ports(line: &Line) -> Vec<u8> {
+fn ports(line: &PacketLine) -> Vec<u8> {
     [line.src.port.to_be_bytes(), line.dst.port.to_be_bytes()].concat()
 }
 
-fn tcp(line: &Line, ip: &Ip, data: &[u8], checksum: Checksum) -> Vec<u8> {
+fn tcp(line: &PacketLine, ip: &IpSpec, data: &[u8], checksum: ChecksumSpec) -> Vec<u8> {
     let bits = [("F", 1), ("S", 2), ("R", 4), ("P", 8), ("A", 16), ("U", 32)];
     let flags = bits.iter().filter(|(flag, _)| line.word(flag).is_some()).fold(0u8, |flags, (_, bit)| flags | bit);
     let options = match line.number::<u8>("scale") {
         Some(shift) => vec![1, 3, 3, shift],
         None => Vec::new(),
     };
-    let mut octets = ports(line);
-    octets.extend(line.number::<u32>("seq").unwrap_or(0).to_be_bytes());
-    octets.extend(line.number::<u32>("ack").unwrap_or(0).to_be_bytes());
+    let mut bytes = ports(line);
+    bytes.extend(line.number::<u32>("seq").unwrap_or(0).to_be_bytes());
+    bytes.extend(line.number::<u32>("ack").unwrap_or(0).to_be_bytes());
     let words = line.number("offset").unwrap_or(5 + options.len() as u8 / 4);
-    octets.extend([words << 4, flags]);
-    octets.extend(line.number::<u16>("win").unwrap_or(8192).to_be_bytes());
-    octets.extend([0, 0, 0, 0]);
-    octets.extend(options);
-    octets.extend(data);
-    seal(ip, &mut octets, 16, checksum);
-    octets
+    bytes.extend([words << 4, flags]);
+    bytes.extend(line.number::<u16>("win").unwrap_or(8192).to_be_bytes());
+    bytes.extend([0, 0, 0, 0]);
+    bytes.extend(options);
+    bytes.extend(data);
+    write_checksum(ip, &mut bytes, 16, checksum);
+    bytes
 }
 
-fn sctp(line: &Line) -> Vec<u8> {
+fn sctp(line: &PacketLine) -> Vec<u8> {
     let chunks = [
         ("data", 0),
         ("init", 1),
@@ -189,39 +189,39 @@ fn sctp(line: &Line) -> Vec<u8> {
         10 => b"cookie12".to_vec(),
         _ => Vec::new(),
     };
-    let mut octets = ports(line);
-    octets.extend(line.number::<u32>("tag").unwrap_or(0).to_be_bytes());
-    octets.extend([0; 4]);
-    octets.extend([*number, 0]);
-    octets.extend((4 + body.len() as u16).to_be_bytes());
-    octets.extend(body);
-    let checksum = crc32c(&octets).to_le_bytes();
-    octets[8..12].copy_from_slice(&checksum);
-    octets
+    let mut bytes = ports(line);
+    bytes.extend(line.number::<u32>("tag").unwrap_or(0).to_be_bytes());
+    bytes.extend([0; 4]);
+    bytes.extend([*number, 0]);
+    bytes.extend((4 + body.len() as u16).to_be_bytes());
+    bytes.extend(body);
+    let checksum = crc32c(&bytes).to_le_bytes();
+    bytes[8..12].copy_from_slice(&checksum);
+    bytes
 }
 
-fn echo(line: &Line, ip: &Ip, kind: u8, data: &[u8], checksum: Checksum) -> Vec<u8> {
-    let mut octets = vec![kind, 0, 0, 0];
-    octets.extend(line.number::<u16>("id").unwrap_or(1).to_be_bytes());
-    octets.extend(line.number::<u16>("n").unwrap_or(1).to_be_bytes());
-    octets.extend(data);
-    seal_icmp(ip, &mut octets, checksum);
-    octets
+fn echo(line: &PacketLine, ip: &IpSpec, kind: u8, data: &[u8], checksum: ChecksumSpec) -> Vec<u8> {
+    let mut bytes = vec![kind, 0, 0, 0];
+    bytes.extend(line.number::<u16>("id").unwrap_or(1).to_be_bytes());
+    bytes.extend(line.number::<u16>("n").unwrap_or(1).to_be_bytes());
+    bytes.extend(data);
+    write_icmp_checksum(ip, &mut bytes, checksum);
+    bytes
 }
 
-/// ICMP sums without the pseudo-header that ICMPv6 sums with.
-fn seal_icmp(ip: &Ip, octets: &mut [u8], checksum: Checksum) {
+/// ICMP checksums; unlike ICMP, ICMPv6 includes the pseudo-header.
+fn write_icmp_checksum(ip: &IpSpec, bytes: &mut [u8], checksum: ChecksumSpec) {
     if ip.src.is_ipv6() {
-        seal(ip, octets, 2, checksum);
+        write_checksum(ip, bytes, 2, checksum);
     } else {
-        octets[2..4].fill(0);
-        let right = !sum(octets, 0) as u16;
-        let value = if checksum == Checksum::Bad { right ^ 0x5555 } else { right };
-        octets[2..4].copy_from_slice(&value.to_be_bytes());
+        bytes[2..4].fill(0);
+        let right = !sum(bytes, 0) as u16;
+        let value = if checksum == ChecksumSpec::Bad { right ^ 0x5555 } else { right };
+        bytes[2..4].copy_from_slice(&value.to_be_bytes());
     }
 }
 
-fn error(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
+fn error(line: &PacketLine, ip: &IpSpec, before: &[BuiltPacket]) -> Vec<u8> {
     let quote: usize = line.number("quote").unwrap_or_else(|| panic!("{}: quotes no packet", line.place));
     let quoted = &before[quote - 1].frame[14..];
     let keep = line.number("keep").unwrap_or(quoted.len());
@@ -235,19 +235,19 @@ fn error(line: &Line, ip: &Ip, before: &[Built]) -> Vec<u8> {
         ("redirect", false) => [5, 1, 0, 0, 10, 0, 0, 9],
         _ => [137, 0, 0, 0, 0, 0, 0, 0],
     };
-    let mut octets = [&head[..], &quoted[..keep.min(quoted.len())]].concat();
-    seal_icmp(ip, &mut octets, Checksum::Right);
-    octets
+    let mut bytes = [&head[..], &quoted[..keep.min(quoted.len())]].concat();
+    write_icmp_checksum(ip, &mut bytes, ChecksumSpec::Right);
+    bytes
 }
 
-fn arp(line: &Line) -> Vec<u8> {
+fn arp(line: &PacketLine) -> Vec<u8> {
     let (IpAddr::V4(src), IpAddr::V4(dst)) = (line.src.address, line.dst.address) else {
         panic!("{}: ARP is of IPv4", line.place)
     };
     [&[0, 1, 0x08, 0, 6, 4, 0, 1, 2, 0, 0, 0, 0, 1][..], &src.octets(), &[0; 6], &dst.octets()].concat()
 }
 
-fn option(line: &Line) -> Vec<u8> {
+fn option(line: &PacketLine) -> Vec<u8> {
     match line.word("option") {
         None => Vec::new(),
         Some("nop") => vec![1, 1, 1, 0],
@@ -259,7 +259,7 @@ fn option(line: &Line) -> Vec<u8> {
     }
 }
 
-fn extensions(line: &Line, word: &str) -> Vec<(u8, Vec<u8>)> {
+fn extensions(line: &PacketLine, word: &str) -> Vec<(u8, Vec<u8>)> {
     let Some(list) = line.word(word) else { return Vec::new() };
     let padded = [0, 1, 4, 0, 0, 0, 0].to_vec();
     list.split(',')

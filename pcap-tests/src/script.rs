@@ -1,4 +1,4 @@
-//! A case as it is written: a purpose, a cluster, and packets one a line.
+//! The text format of a case: a purpose, a cluster, and one packet per line.
 //!
 //! ```text
 //! purpose: A datagram and its answer: the answer passes, although nothing else may leave db.
@@ -9,39 +9,39 @@
 //! ```
 //!
 //! A packet is `TIME SOURCE > DESTINATION KIND WORDS…`. Times are seconds after 2026-01-01T00:00:00Z. Ends are names of
-//! `hosts` below or addresses, with a port where the kind has ports (`[fd00::1]:80`). Kinds and words are listed at
+//! `HOSTS` below or addresses, with a port if the kind has ports (`[fd00::1]:80`). Kinds and words are listed at
 //! [`super::packet::build`].
 
 use std::net::{IpAddr, SocketAddr};
 
-/// A case as it is written.
+/// A parsed case.
 #[derive(Clone, Debug, Default)]
-pub struct Script {
-    /// Why it is there: one sentence.
+pub struct CaseScript {
+    /// Purpose of the case, in one sentence.
     pub purpose: String,
     /// Directory of manifests under `clusters/`.
     pub cluster: String,
-    /// Whose pods are local; all, if not given.
+    /// Name of the node whose pods are local; all pods are local if absent.
     pub node: Option<String>,
-    /// Which interface is which port, as the command's `--ports` has it.
+    /// Mapping of interfaces to ports, as for the command's `--ports`.
     pub ports: Vec<String>,
-    /// Whether packets seen twice are counted once.
+    /// Whether duplicate packets are counted once.
     pub dedup: bool,
-    /// Whether objects of the first API, and its annotation, are read.
+    /// Whether objects of the v1beta1 API and its annotation are read.
     pub v1beta1: bool,
-    /// Whether a rule's action holds cluster-wide.
+    /// Whether a rule's action applies cluster-wide.
     pub cluster_wide: bool,
     /// Link layer of the capture.
-    pub link: Link,
-    /// Lines of the timeline, TOML.
+    pub link: LinkLayer,
+    /// Timeline in TOML.
     pub timeline: String,
     /// The packets.
-    pub packets: Vec<Line>,
+    pub packets: Vec<PacketLine>,
 }
 
 /// Link layer of a case's capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Link {
+pub enum LinkLayer {
     /// Ethernet.
     #[default]
     Ethernet,
@@ -53,33 +53,33 @@ pub enum Link {
     Raw,
 }
 
-/// A packet as it is written.
+/// A packet of a case.
 #[derive(Clone, Debug)]
-pub struct Line {
-    /// Nanoseconds after the case's beginning.
+pub struct PacketLine {
+    /// Nanoseconds after the start of the case.
     pub time: u64,
-    /// Who sends it, and from which port.
-    pub src: End,
-    /// For whom it is, and for which port.
-    pub dst: End,
-    /// What it is.
+    /// Source address and port.
+    pub src: PacketEnd,
+    /// Destination address and port.
+    pub dst: PacketEnd,
+    /// Kind of packet.
     pub kind: String,
-    /// What is particular about it: `word` or `word=value`.
+    /// Modifiers: `word` or `word=value`.
     pub words: Vec<(String, String)>,
-    /// Where it stands, for messages.
+    /// File and line, for messages.
     pub place: String,
 }
 
 /// An end of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct End {
+pub struct PacketEnd {
     /// Its address.
     pub address: IpAddr,
     /// Its port; 0 if none is given.
     pub port: u16,
 }
 
-/// What cases call the addresses of the clusters under `clusters/`.
+/// Names of addresses in the clusters under `clusters/`.
 const HOSTS: &[(&str, &str)] = &[
     ("web", "10.0.1.1"),
     ("db", "10.0.1.2"),
@@ -105,11 +105,11 @@ const HOSTS: &[(&str, &str)] = &[
     ("banned6", "2001:db8::66"),
 ];
 
-impl Script {
-    /// Reads a case.
+impl CaseScript {
+    /// Parses a case.
     ///
     /// # Errors
-    /// What is wrong, with file and line.
+    /// What is invalid, with file and line.
     pub fn parse(name: &str, text: &str) -> Result<Self, String> {
         let mut script = Self::default();
         for (number, line) in text.lines().enumerate() {
@@ -122,7 +122,7 @@ impl Script {
                 Some((key, value)) => {
                     script.header(key, value.trim()).map_err(|problem| format!("{place}: {problem}"))?
                 }
-                None => script.packets.push(Line::parse(line, place)?),
+                None => script.packets.push(PacketLine::parse(line, place)?),
             }
         }
         for (value, what) in [(&script.purpose, "purpose"), (&script.cluster, "cluster")] {
@@ -144,10 +144,10 @@ impl Script {
             "clusterwide" => self.cluster_wide = value == "yes",
             "link" => {
                 self.link = match value {
-                    "ethernet" => Link::Ethernet,
-                    "cooked" => Link::Cooked,
-                    "cooked2" => Link::Cooked2,
-                    "raw" => Link::Raw,
+                    "ethernet" => LinkLayer::Ethernet,
+                    "cooked" => LinkLayer::Cooked,
+                    "cooked2" => LinkLayer::Cooked2,
+                    "raw" => LinkLayer::Raw,
                     other => return Err(format!("{other} is no link layer")),
                 }
             }
@@ -161,16 +161,16 @@ impl Script {
     }
 }
 
-impl Line {
+impl PacketLine {
     fn parse(line: &str, place: String) -> Result<Self, String> {
         let mut words = line.split_whitespace();
         let mut next = |what: &str| words.next().ok_or_else(|| format!("{place}: {what} is missing"));
         let time = nanoseconds(next("time")?).ok_or_else(|| format!("{place}: the time is no number"))?;
-        let src = End::parse(next("source")?).map_err(|problem| format!("{place}: {problem}"))?;
+        let src = PacketEnd::parse(next("source")?).map_err(|problem| format!("{place}: {problem}"))?;
         if next(">")? != ">" {
             return Err(format!("{place}: write SOURCE > DESTINATION"));
         }
-        let dst = End::parse(next("destination")?).map_err(|problem| format!("{place}: {problem}"))?;
+        let dst = PacketEnd::parse(next("destination")?).map_err(|problem| format!("{place}: {problem}"))?;
         let kind = next("kind")?.to_owned();
         let words = words.map(|word| match word.split_once('=') {
             Some((word, value)) => (word.to_owned(), value.to_owned()),
@@ -180,15 +180,15 @@ impl Line {
         Ok(Self { time, src, dst, kind, words, place })
     }
 
-    /// The value of a word, if it is there.
+    /// The value of a word, if present.
     pub fn word(&self, word: &str) -> Option<&str> {
         self.words.iter().find(|(key, _)| key == word).map(|(_, value)| value.as_str())
     }
 
-    /// The number that a word has, if it is there.
+    /// The number of a word, if present.
     ///
     /// # Panics
-    /// It is no number of this size: the case is wrong.
+    /// If it is not a number of this type.
     pub fn number<T: TryFrom<u64>>(&self, word: &str) -> Option<T> {
         let value = self.word(word)?;
         let number = value.strip_prefix("0x").map_or_else(|| value.parse(), |hex| u64::from_str_radix(hex, 16));
@@ -197,7 +197,7 @@ impl Line {
     }
 }
 
-impl End {
+impl PacketEnd {
     fn parse(text: &str) -> Result<Self, String> {
         if let Ok(end) = text.parse::<SocketAddr>() {
             return Ok(Self { address: end.ip(), port: end.port() });
@@ -216,7 +216,7 @@ impl End {
     }
 }
 
-/// Decimal seconds in nanoseconds.
+/// Converts decimal seconds to nanoseconds.
 fn nanoseconds(text: &str) -> Option<u64> {
     let (seconds, fraction) = text.split_once('.').unwrap_or((text, "0"));
     let digits = format!("{fraction:0<9}");

@@ -1,6 +1,6 @@
-//! Every case of the corpus: the capture is the one that its description makes, and the verdicts are the expected ones.
+//! Every case of the corpus: its capture matches its description, and its verdicts match the expected ones.
 //!
-//! `PENSTOCK_BLESS=1 cargo test -p penstock-pcap-tests` writes captures and expected verdicts anew.
+//! `PENSTOCK_BLESS=1 cargo test -p penstock-pcap-tests` writes captures and expected verdicts again.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -8,17 +8,16 @@ use std::fs;
 use std::path::Path;
 
 use penstock_pcap_tests::capture::{EPOCH, pcapng};
-use penstock_pcap_tests::script::Link;
-use penstock_pcap_tests::{Case, cases, real};
-
+use penstock_pcap_tests::script::LinkLayer;
+use penstock_pcap_tests::{CorpusCase, cases, real};
 use serde_json::Value;
 
 fn is_blessing() -> bool {
     std::env::var_os("PENSTOCK_BLESS").is_some_and(|value| value == "1")
 }
 
-/// The verdicts as they are kept: a line a packet, for people who read a diff.
-fn readable(case: &Case, lines: &[String]) -> String {
+/// The verdicts in readable form: one line per packet, aligned for reviewing diffs.
+fn readable(case: &CorpusCase, lines: &[String]) -> String {
     let mut text = format!("# {}\n", case.script.purpose);
     let rows: Vec<[String; 8]> = lines.iter().map(|line| row(line)).collect();
     let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
@@ -74,7 +73,7 @@ fn fail(failures: &[String]) {
 }
 
 #[test]
-fn a_description_makes_the_capture_that_is_kept() {
+fn every_description_builds_its_capture() {
     let mut failures = Vec::new();
     for case in cases() {
         bless_or_compare(&case.capture_file(), &case.capture(), "is not what its description makes", &mut failures);
@@ -83,7 +82,7 @@ fn a_description_makes_the_capture_that_is_kept() {
 }
 
 #[test]
-fn every_packet_has_the_expected_verdict() {
+fn every_packet_gets_its_expected_verdict() {
     let mut failures = Vec::new();
     for case in cases() {
         let scratch = tempfile::tempdir().unwrap();
@@ -100,7 +99,7 @@ fn every_packet_has_the_expected_verdict() {
 }
 
 #[test]
-fn captures_of_real_tools_have_the_expected_verdicts() {
+fn captures_of_real_tools_get_their_expected_verdicts() {
     let mut failures = Vec::new();
     let cases = real();
     assert!(cases.len() >= 8, "{} captures", cases.len());
@@ -114,7 +113,7 @@ fn captures_of_real_tools_have_the_expected_verdicts() {
 }
 
 #[test]
-fn the_corpus_is_large_and_each_case_has_a_purpose_of_its_own() {
+fn the_corpus_is_large_and_each_case_has_a_unique_purpose() {
     let cases = cases();
     assert!(cases.len() >= 60, "{} cases", cases.len());
     let purposes: BTreeSet<&str> = cases.iter().map(|case| case.script.purpose.as_str()).collect();
@@ -125,7 +124,7 @@ fn the_corpus_is_large_and_each_case_has_a_purpose_of_its_own() {
 }
 
 #[test]
-fn the_corpus_meets_verdicts_reasons_and_standings_of_every_kind() {
+fn the_corpus_covers_every_verdict_reason_and_connection_state() {
     let mut met = BTreeSet::new();
     for case in cases() {
         let expected = fs::read_to_string(case.expected_file()).unwrap_or_default();
@@ -167,7 +166,7 @@ fn the_corpus_meets_verdicts_reasons_and_standings_of_every_kind() {
 }
 
 #[test]
-fn the_same_capture_gives_the_same_octets() {
+fn replay_output_is_reproducible() {
     for case in cases().into_iter().step_by(7) {
         let scratch = tempfile::tempdir().unwrap();
         let first = case.replay(&case.capture_file(), scratch.path()).0;
@@ -181,9 +180,9 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
     let scratch = tempfile::tempdir().unwrap();
     let is_ip = |frame: &[u8]| matches!(frame.get(12..14), Some([0x08, 0x00] | [0x86, 0xdd]));
     let mut compared = 0;
-    for case in cases().into_iter().filter(|case| case.script.link == Link::Ethernet && !case.script.dedup) {
+    for case in cases().into_iter().filter(|case| case.script.link == LinkLayer::Ethernet && !case.script.dedup) {
         let packets: Vec<_> = case.packets().into_iter().filter(|(_, packet)| is_ip(&packet.frame)).collect();
-        // Raw IP tells the family by the packet's first octet, which these cases get wrong.
+        // Raw IP captures derive the family from the packet's first byte, which is wrong in these cases.
         if packets.is_empty() || case.name == "ip/bad-lengths" || case.name == "ip/truncated" {
             continue;
         }
@@ -192,8 +191,8 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
             fs::write(&capture, pcapng(link, &packets)).unwrap();
             case.replay(&capture, scratch.path()).0
         };
-        let ethernet = verdicts(Link::Ethernet);
-        for link in [Link::Cooked, Link::Cooked2, Link::Raw] {
+        let ethernet = verdicts(LinkLayer::Ethernet);
+        for link in [LinkLayer::Cooked, LinkLayer::Cooked2, LinkLayer::Raw] {
             assert_eq!(verdicts(link), ethernet, "{} as {link:?}", case.name);
             compared += 1;
         }

@@ -1,5 +1,5 @@
-//! Every capture of the corpus against an oracle that shares nothing with the pipeline but the objects: policy as the API
-//! words it, a parser that is not ours, and a map of connections.
+//! Every capture of the corpus against an independent oracle that shares only the objects with the pipeline: policy as
+//! the API documents it, another parser, and a map of connections.
 
 mod oracle;
 
@@ -7,24 +7,23 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use penstock_pcap_tests::{Case, cases, real, root};
+use oracle::connections::{EntryPoint, Oracle};
+use oracle::policy::ClusterObjects;
+use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
 use penstock_replay::capture::Captures;
 use penstock_sources::convert::Settings;
 use penstock_sources::manifest::{Options, read_manifests};
-
-use oracle::connections::{Entry, Oracle};
-use oracle::policy::World;
 use serde::Deserialize;
 use serde_json::Value;
 
 #[derive(Deserialize)]
 struct Timeline {
-    step: Vec<Step>,
+    step: Vec<TimelineStep>,
 }
 
 #[derive(Deserialize)]
-struct Step {
+struct TimelineStep {
     at: String,
     #[serde(default)]
     apply: Vec<String>,
@@ -33,26 +32,26 @@ struct Step {
     replace: Option<Vec<String>>,
 }
 
-fn objects(case: &Case, paths: &[PathBuf]) -> Vec<Object> {
+fn objects(case: &CorpusCase, paths: &[PathBuf]) -> Vec<Object> {
     let options = Options { settings: Settings { v1beta1: case.script.v1beta1 }, ..Options::default() };
     let manifests = read_manifests(paths, &options).unwrap_or_else(|errors| panic!("{}: {errors}", case.name));
     manifests.documents.into_iter().map(|document| document.object).collect()
 }
 
 /// The changes of a case's timeline, each with its time in nanoseconds.
-fn steps(case: &Case) -> Vec<(u64, Step)> {
+fn steps(case: &CorpusCase) -> Vec<(u64, TimelineStep)> {
     if case.script.timeline.is_empty() {
         return Vec::new();
     }
     let timeline: Timeline = toml::from_str(&case.script.timeline).unwrap();
-    let after = |step: &Step| step.at.trim_matches(['+', 's']).parse::<u64>().unwrap() * 1_000_000_000;
+    let after = |step: &TimelineStep| step.at.trim_matches(['+', 's']).parse::<u64>().unwrap() * 1_000_000_000;
     timeline.step.into_iter().map(|step| (case.script.packets[0].time + after(&step), step)).collect()
 }
 
-fn changes(case: &Case, step: &Step, world: &World) -> Vec<Change> {
+fn changes(case: &CorpusCase, step: &TimelineStep, cluster: &ClusterObjects) -> Vec<Change> {
     let path = |text: &String| PathBuf::from(text.replace("CLUSTERS", &root().join("clusters").display().to_string()));
     if let Some(paths) = &step.replace {
-        let gone = world.references().into_iter().map(Change::Delete);
+        let gone = cluster.references().into_iter().map(Change::Delete);
         let there = objects(case, &paths.iter().map(path).collect::<Vec<_>>()).into_iter().map(Change::Set);
         return gone.chain(there).collect();
     }
@@ -67,34 +66,34 @@ fn changes(case: &Case, step: &Step, world: &World) -> Vec<Change> {
     deleted.chain(applied.into_iter().map(Change::Set)).collect()
 }
 
-/// Applies a step; pods' addresses that have another holder then are forgotten.
-fn take(case: &Case, step: &Step, oracle: &mut Oracle) {
-    let holders = |world: &World| -> BTreeSet<_> {
-        let pods = world.objects.iter().filter_map(|object| match object {
+/// Applies a step and forgets pods' addresses that have another owner afterwards.
+fn take(case: &CorpusCase, step: &TimelineStep, oracle: &mut Oracle) {
+    let holders = |cluster: &ClusterObjects| -> BTreeSet<_> {
+        let pods = cluster.objects.iter().filter_map(|object| match object {
             Object::Pod(pod) => Some(pod),
             _ => None,
         });
         pods.flat_map(|pod| pod.addresses.iter().map(|address| (*address, pod.key.clone()))).collect()
     };
-    let before = holders(&oracle.world);
-    let changes = changes(case, step, &oracle.world);
-    oracle.world.apply(changes);
-    let after = holders(&oracle.world);
+    let before = holders(&oracle.cluster);
+    let changes = changes(case, step, &oracle.cluster);
+    oracle.cluster.apply(changes);
+    let after = holders(&oracle.cluster);
     let moved: Vec<_> = before.difference(&after).map(|(address, _)| *address).collect();
     oracle.forget(&moved);
-    oracle.judge_again();
+    oracle.reevaluate();
 }
 
-fn entry(case: &Case, interface: Option<&str>) -> Entry {
+fn entry(case: &CorpusCase, interface: Option<&str>) -> EntryPoint {
     let port = case.script.ports.iter().find_map(|mapping| {
         let (name, port) = mapping.split_once('=')?;
         (Some(name) == interface).then_some(port)
     });
     match port {
-        None => Entry::Unknown,
-        Some("host") => Entry::Host,
-        Some("uplink") => Entry::Uplink,
-        Some(pod) => Entry::Pod(pod.to_owned()),
+        None => EntryPoint::Unknown,
+        Some("host") => EntryPoint::Host,
+        Some("uplink") => EntryPoint::Uplink,
+        Some(pod) => EntryPoint::Pod(pod.to_owned()),
     }
 }
 
@@ -102,16 +101,16 @@ fn entry(case: &Case, interface: Option<&str>) -> Entry {
 fn the_pipeline_and_the_oracle_agree_on_every_capture() {
     let (mut compared, mut silent, mut differences) = (0, 0, Vec::new());
     for case in cases() {
-        // The oracle sees what was captured: it neither fills up what a snap length cut nor knows packets seen twice.
+        // The oracle sees what was captured: it does not restore truncated packets or recognise duplicates.
         if case.script.dedup || case.name == "ip/snap-length" {
             continue;
         }
         let scratch = tempfile::tempdir().unwrap();
         let (lines, _) = case.replay(&case.capture_file(), scratch.path());
         let mut oracle = Oracle::default();
-        oracle.world.node = case.script.node.clone();
-        oracle.world.cluster_wide = case.script.cluster_wide;
-        oracle.world.objects = objects(&case, &[case.manifests()]);
+        oracle.cluster.node = case.script.node.clone();
+        oracle.cluster.cluster_wide = case.script.cluster_wide;
+        oracle.cluster.objects = objects(&case, &[case.manifests()]);
         let mut steps = steps(&case).into_iter().peekable();
         let mut now = 0;
         for ((time, packet), line) in case.packets().iter().zip(&lines) {
@@ -119,9 +118,10 @@ fn the_pipeline_and_the_oracle_agree_on_every_capture() {
                 take(&case, &step, &mut oracle);
             }
             now = now.max(*time);
-            let opinion = oracle.judge(now / 1_000_000_000, &entry(&case, packet.interface.as_deref()), &packet.frame);
+            let verdict =
+                oracle.evaluate(now / 1_000_000_000, &entry(&case, packet.interface.as_deref()), &packet.frame);
             let value: Value = serde_json::from_str(line).unwrap();
-            match opinion {
+            match verdict {
                 None => silent += 1,
                 Some(verdict) if value["verdict"] == verdict => compared += 1,
                 Some(verdict) => differences.push(format!("{}: the oracle says {verdict}: {line}", case.name)),
@@ -139,17 +139,17 @@ fn the_pipeline_and_the_oracle_agree_on_captures_of_real_tools() {
         let scratch = tempfile::tempdir().unwrap();
         let (lines, _) = case.replay(&case.file, scratch.path());
         let mut oracle = Oracle::default();
-        oracle.world.objects = objects(&case, &[case.manifests()]);
+        oracle.cluster.objects = objects(&case, &[case.manifests()]);
         let mut captures = Captures::open(&[&case.file]).unwrap();
         let mut frame = Vec::new();
         for line in &lines {
             frame.clear();
             let record = captures.next(&mut frame).unwrap().expect("a line a packet");
-            let opinion = oracle.judge(record.time.0 / 1_000_000_000, &Entry::Unknown, &frame);
+            let verdict = oracle.evaluate(record.time.0 / 1_000_000_000, &EntryPoint::Unknown, &frame);
             let value: Value = serde_json::from_str(line).unwrap();
-            match opinion {
+            match verdict {
                 Some(verdict) if value["verdict"] == verdict => compared += 1,
-                opinion => differences.push(format!("{}: the oracle says {opinion:?}: {line}", case.name)),
+                verdict => differences.push(format!("{}: the oracle says {verdict:?}: {line}", case.name)),
             }
         }
     }

@@ -1,33 +1,31 @@
-//! Floods against a small connection table, as captures: whatever nobody has answered makes way, and what both sides hold
-//! stays.
+//! Floods against a small connection table, as captures: unanswered connections are evicted, established ones stay.
 //!
-//! The table holds 4,096 connections, a pod at most 1,024 unless a test says otherwise: a 256th of the defaults, so that a
-//! flood of some thousand packets does here what a million do there.
+//! The table holds 4,096 connections, a pod at most 1,024 unless a test says otherwise. That is a 256th of the
+//! defaults, so some thousand packets have the effect of a million.
 
 use std::fs;
 use std::path::PathBuf;
 
 use penstock_dataplane::conntrack::Config;
-use penstock_pcap_tests::Case;
-use penstock_pcap_tests::script::{Line, Script};
-
+use penstock_pcap_tests::CorpusCase;
+use penstock_pcap_tests::script::{CaseScript, PacketLine};
 use serde_json::Value;
 
 const ENTRIES: usize = 4096;
-/// Packets of a flood: three times what one pod may have.
+/// Packets of a flood: three times a pod's quota.
 const FLOOD: u32 = 3 * 1024;
-/// Seconds from one packet of a flood to the next: 100,000 packets/s.
-const GAP: f64 = 10e-6;
+/// Seconds between packets of a flood: 100,000 packets/s.
+const INTERVAL: f64 = 10e-6;
 
-/// A capture in the making. Every packet is known by its number.
-struct Capture {
+/// Builds a capture. Every packet is identified by its number.
+struct CaptureBuilder {
     lines: String,
     count: usize,
     now: f64,
     timeline: String,
 }
 
-impl Capture {
+impl CaptureBuilder {
     fn new() -> Self {
         Self { lines: String::new(), count: 0, now: 0.0, timeline: String::new() }
     }
@@ -36,15 +34,15 @@ impl Capture {
         self.now += seconds;
     }
 
-    /// Adds a packet as the corpus writes it, without its time.
+    /// Adds a packet in the corpus' notation, without its time.
     fn add(&mut self, packet: &str) -> usize {
         self.lines += &format!("{:.6} {packet}\n", self.now);
-        self.now += GAP;
+        self.now += INTERVAL;
         self.count += 1;
         self.count - 1
     }
 
-    /// A TCP connection that both sides hold.
+    /// A TCP connection that is established on both sides.
     fn open(&mut self, from: &str, to: &str) -> [usize; 4] {
         [
             self.add(&format!("{from} > {to} tcp S seq=1000")),
@@ -56,19 +54,19 @@ impl Capture {
 
     /// The verdicts, by packet.
     fn replay(self, connections: Config) -> Vec<Value> {
-        let script = Script {
+        let script = CaseScript {
             cluster: "shop".to_owned(),
             timeline: self.timeline,
-            packets: Script::parse("flood", &format!("purpose: A flood.\ncluster: shop\n{}", self.lines))
+            packets: CaseScript::parse("flood", &format!("purpose: A flood.\ncluster: shop\n{}", self.lines))
                 .unwrap()
                 .packets,
-            ..Script::default()
+            ..CaseScript::default()
         };
         assert_eq!(
-            script.packets.iter().map(|line: &Line| line.time).max(),
+            script.packets.iter().map(|line: &PacketLine| line.time).max(),
             script.packets.last().map(|line| line.time)
         );
-        let case = Case { file: PathBuf::from("flood.case"), name: "flood".to_owned(), script };
+        let case = CorpusCase { file: PathBuf::from("flood.case"), name: "flood".to_owned(), script };
         let scratch = tempfile::tempdir().unwrap();
         let (capture, verdicts) = (scratch.path().join("flood.pcapng"), scratch.path().join("verdicts.jsonl"));
         fs::write(&capture, case.capture()).unwrap();
@@ -89,12 +87,12 @@ fn passed(verdict: &Value) -> bool {
     verdict["verdict"] == "allow"
 }
 
-/// Whether it passed as part of a connection that was there before it.
+/// Whether it passed as part of an existing connection.
 fn belonged(verdict: &Value) -> bool {
     passed(verdict) && verdict["conn"] == "established"
 }
 
-/// What is flooded with: packets of a source, which stands for `FROM`.
+/// A kind of flood: packets of a source, which is written `FROM`.
 struct Flood {
     name: &'static str,
     packets: &'static [&'static str],
@@ -114,7 +112,7 @@ const FLOODS: [Flood; 5] = [
     },
 ];
 
-/// From ever another address, or from one.
+/// From a different address each, or from one.
 fn source(spoofed: bool, number: u32) -> String {
     match spoofed {
         true => format!("203.0.113.{}:{}", 10 + number % 50, 1024 + number / 50),
@@ -123,15 +121,15 @@ fn source(spoofed: bool, number: u32) -> String {
 }
 
 #[test]
-fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_and_new_ones_open() {
+fn an_outside_flood_evicts_no_established_connection_and_blocks_no_new_one() {
     let mut failures = Vec::new();
     for Flood { name, packets } in FLOODS {
         for spoofed in [true, false] {
-            let mut capture = Capture::new();
+            let mut capture = CaptureBuilder::new();
             capture.open("203.0.113.200:4000", "open:80");
             capture.open("open:4001", "198.51.100.1:443");
             capture.open("web:4002", "api:8080");
-            // Streams: their openers go on two seconds after they began.
+            // Streams: their openers send again two seconds after the first packet.
             for seconds in [0.0, 3.0, 3.0] {
                 capture.wait(seconds);
                 for (from, to) in [("203.0.113.200:4000", "open:53"), ("web:4002", "db:53")] {
@@ -174,12 +172,12 @@ fn a_flood_from_outside_leaves_the_connections_of_the_pod_and_of_others_alone_an
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// Pods that all have as many connections as they can get, each held by both sides.
+/// Pods that each have as many established connections as they can get.
 const GREEDY: [&str; 4] = ["web", "open", "far", "guest"];
 
 #[test]
-fn however_many_pods_take_all_they_get_others_find_room() {
-    let mut capture = Capture::new();
+fn pods_at_their_limit_leave_room_for_others() {
+    let mut capture = CaptureBuilder::new();
     for number in 0..ENTRIES / 2 {
         for pod in GREEDY {
             capture.open(&format!("{pod}:{}", 10_000 + number), "198.51.100.1:443");
@@ -194,8 +192,8 @@ fn however_many_pods_take_all_they_get_others_find_room() {
 }
 
 #[test]
-fn a_pods_own_new_connections_do_not_evict_what_policy_has_ended() {
-    let mut capture = Capture::new();
+fn a_pods_new_connections_do_not_evict_its_revoked_ones() {
+    let mut capture = CaptureBuilder::new();
     capture.timeline = "[[step]]\nat = \"+5s\"\napply = [\"CLUSTERS/changes/open-closed.yaml\"]\n".to_owned();
     let ended = 4000..4032;
     for port in ended.clone() {
@@ -216,8 +214,8 @@ fn a_pods_own_new_connections_do_not_evict_what_policy_has_ended() {
 }
 
 #[test]
-fn a_stray_segment_takes_no_ports_from_the_connection_that_opens_there() {
-    let mut capture = Capture::new();
+fn a_stray_segment_does_not_block_a_connection_on_its_ports() {
+    let mut capture = CaptureBuilder::new();
     let opened: Vec<_> = (0..200)
         .map(|number| {
             let from = format!("203.0.113.201:{}", 5000 + number);

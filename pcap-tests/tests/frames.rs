@@ -1,9 +1,9 @@
-//! Random and mutated frames, and mutated captures: nothing panics, and what must always hold does.
+//! Random and mutated frames, and mutated captures: nothing panics, and the invariants hold.
 
 use std::fs;
 
 use penstock_pcap_tests::cases;
-use penstock_pcap_tests::fuzz::{Subject, capture, frames, frames_input};
+use penstock_pcap_tests::fuzz::{FuzzNode, capture, frames, frames_input};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -12,7 +12,7 @@ const fn scaled(count: usize) -> usize {
     if cfg!(debug_assertions) { count / 20 } else { count }
 }
 
-/// A frame of the corpus with something wrong, or one of nothing but chance.
+/// A mutated frame of the corpus, or random bytes.
 fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     let mut frame = corpus[random.random_range(0..corpus.len())].clone();
     match random.random_range(0..12) {
@@ -35,7 +35,7 @@ fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             }
         }
         7..=9 if frame.len() > 34 => {
-            // A field behind the IPv4 header's checksum, so that the packet goes further.
+            // A field behind the IPv4 header checksum, so that the packet gets further.
             let at = random.random_range(34..frame.len());
             frame[at] = random.random();
         }
@@ -49,61 +49,64 @@ fn corpus() -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn two_million_random_and_mutated_frames_each_get_one_verdict() {
+fn two_million_random_and_mutated_frames_get_one_verdict_each() {
     let corpus = corpus();
     let mut random = SmallRng::seed_from_u64(0x5eed);
-    let mut subject = Subject::default();
+    let mut node = FuzzNode::default();
     for number in 0..scaled(2_000_000) {
-        subject.give(&mutated(&corpus, &mut random));
+        node.give(&mutated(&corpus, &mut random));
         if random.random_ratio(1, 16) {
-            subject.judge(random.random());
+            node.evaluate(random.random());
         }
         if number % 50_000 == 0 {
-            subject.change();
+            node.change();
         }
     }
-    subject.judge(1);
-    let (passed, judged) = subject.passed();
-    assert_eq!(judged, scaled(2_000_000) as u64);
-    assert!(passed > judged / 50 && passed < judged, "{passed} of {judged} passed: the frames are too good or too bad");
+    node.evaluate(1);
+    let (passed, evaluated) = node.passed();
+    assert_eq!(evaluated, scaled(2_000_000) as u64);
+    assert!(
+        passed > evaluated / 50 && passed < evaluated,
+        "{passed} of {evaluated} passed: the frames are too good or too bad"
+    );
 }
 
 #[test]
-fn the_frames_target_takes_any_octets() {
+fn the_frames_target_accepts_any_bytes() {
     let mut random = SmallRng::seed_from_u64(0xf0);
-    let mut subject = Subject::default();
+    let mut node = FuzzNode::default();
     for _ in 0..scaled(40_000) {
-        let octets: Vec<u8> = (0..random.random_range(0..600)).map(|_| random.random()).collect();
-        frames(&mut subject, &octets);
+        let bytes: Vec<u8> = (0..random.random_range(0..600)).map(|_| random.random()).collect();
+        frames(&mut node, &bytes);
     }
-    assert!(subject.passed().1 > 100);
+    assert!(node.passed().1 > 100);
 }
 
 #[test]
 fn the_corpus_seeds_the_frames_target() {
-    let (mut subject, corpus) = (Subject::default(), corpus());
-    frames(&mut subject, &frames_input(&corpus));
-    let (passed, judged) = subject.passed();
-    assert_eq!(judged, corpus.len() as u64);
+    let (mut node, corpus) = (FuzzNode::default(), corpus());
+    frames(&mut node, &frames_input(&corpus));
+    let (passed, evaluated) = node.passed();
+    assert_eq!(evaluated, corpus.len() as u64);
     assert!(passed > 0, "no frame passed on the port that it was given to");
 }
 
 #[test]
-fn damaged_captures_are_read_to_their_damage() {
+fn damaged_captures_are_read_up_to_the_damage() {
     let captures: Vec<Vec<u8>> = cases().iter().map(|case| fs::read(case.capture_file()).unwrap()).collect();
     let mut random = SmallRng::seed_from_u64(0xcafe);
     let (mut whole, mut read) = (0, 0);
     for number in 0..scaled(40_000) {
-        let mut octets = captures[number % captures.len()].clone();
-        whole += capture(&octets);
+        let mut bytes = captures[number % captures.len()].clone();
+        whole += capture(&bytes);
         for _ in 0..random.random_range(1..6) {
-            let at = random.random_range(0..octets.len());
-            octets[at] = random.random();
+            let at = random.random_range(0..bytes.len());
+            bytes[at] = random.random();
         }
         if random.random_ratio(1, 3) {
-            octets.truncate(random.random_range(0..octets.len()));
+            bytes.truncate(random.random_range(0..bytes.len()));
         }
-        read += capture(&octets);
+        read += capture(&bytes);
     }
     assert!(read > whole / 10 && read < whole, "{read} of {whole} packets read");
 }

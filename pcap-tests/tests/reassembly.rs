@@ -1,11 +1,11 @@
-//! Whatever fragments are sent, a receiver that puts together those that passed finds the header that policy judged, even
-//! one that puts overlapping fragments together against RFC 5722.
+//! Whatever fragments are sent, a receiver that reassembles those that passed finds the header that policy evaluated;
+//! even a receiver that accepts overlapping fragments against RFC 5722.
 
 use std::net::IpAddr;
 
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::policy::Reach;
-use penstock_pcap_tests::frame::Ip;
+use penstock_pcap_tests::frame::IpSpec;
 use penstock_pcap_tests::root;
 use penstock_policy::model::Object;
 use penstock_replay::batch::Batch;
@@ -17,30 +17,30 @@ use penstock_sources::manifest::{Options, read_manifests};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Policy allows this port of `db` to `web`, and no other here.
+/// Policy allows this port from `db` to `web`, and no other.
 const ALLOWED: u16 = 53;
 const DENIED: [u16; 2] = [80, 22];
-/// Datagrams' payloads are of no more bytes.
+/// Maximum payload of a datagram in bytes.
 const LONGEST: usize = 256;
 
-/// A fragment as it is sent.
+/// A fragment to send.
 #[derive(Clone, Debug)]
-struct Sent {
-    /// Number of the first header behind the Fragment header, or the IPv4 protocol.
+struct SentFragment {
+    /// Protocol number of the first header behind the fragment header, or the IPv4 protocol.
     next: u8,
     offset: usize,
     more: bool,
     bytes: Vec<u8>,
 }
 
-/// Who wins where two fragments overlap.
+/// Which of two overlapping fragments takes precedence.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Overlap {
     First,
     Last,
 }
 
-/// A receiver that takes any pieces.
+/// A receiver that accepts all fragments.
 struct Receiver {
     overlap: Overlap,
     bytes: [Option<u8>; LONGEST],
@@ -60,8 +60,8 @@ impl Receiver {
         }
     }
 
-    /// Takes a fragment; the datagram, if it is whole now.
-    fn take(&mut self, sent: &Sent) -> Option<(u8, Vec<u8>)> {
+    /// Adds a fragment; returns the datagram if it is complete.
+    fn take(&mut self, sent: &SentFragment) -> Option<(u8, Vec<u8>)> {
         for (place, byte) in (sent.offset..).zip(&sent.bytes) {
             self.bytes[place] = self.set(self.bytes[place], *byte);
         }
@@ -78,7 +78,7 @@ impl Receiver {
     }
 }
 
-/// The destination port that a receiver finds in a datagram; `None` if it finds no UDP header.
+/// The destination port that a receiver finds in a datagram; `None` without a UDP header.
 fn destination(&(mut next, ref datagram): &(u8, Vec<u8>)) -> Option<u16> {
     let mut at = 0;
     while next == 60 {
@@ -93,8 +93,8 @@ fn udp(port: u16) -> Vec<u8> {
     [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &200u16.to_be_bytes(), &[0, 0]].concat()
 }
 
-/// A first fragment: destination options in IPv6, a UDP header, and what follows; now and then without the end of it.
-fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
+/// A first fragment: destination options in IPv6, a UDP header, and payload; sometimes truncated.
+fn first(random: &mut SmallRng, is_v6: bool) -> SentFragment {
     let port = if random.random_ratio(3, 4) { ALLOWED } else { DENIED[0] };
     let mut bytes = Vec::new();
     let headers = if is_v6 { random.random_range(0..3) } else { 0 };
@@ -109,18 +109,18 @@ fn first(random: &mut SmallRng, is_v6: bool) -> Sent {
     if random.random_ratio(1, 8) {
         bytes.truncate(8 * random.random_range(1..=bytes.len() / 8));
     }
-    Sent { next: if headers > 0 { 60 } else { 17 }, offset: 0, more: true, bytes }
+    SentFragment { next: if headers > 0 { 60 } else { 17 }, offset: 0, more: true, bytes }
 }
 
-/// A later fragment, which would be a UDP header to a port that is denied wherever one is looked for.
-fn later(random: &mut SmallRng, is_v6: bool, units: usize, more: bool) -> Sent {
+/// A later fragment that reads as a UDP header to a denied port.
+fn later(random: &mut SmallRng, is_v6: bool, units: usize, more: bool) -> SentFragment {
     let length = random.random_range(1..6);
     let next = if is_v6 && random.random() { 60 } else { 17 };
-    Sent { next, offset: units * 8, more, bytes: udp(DENIED[1]).repeat(length) }
+    SentFragment { next, offset: units * 8, more, bytes: udp(DENIED[1]).repeat(length) }
 }
 
-/// Fragments under one identification: pieces that follow one another, some with overlaps, and some that do not belong.
-fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<Sent> {
+/// Fragments with one identification: consecutive ones, some overlapping ones, and some unrelated ones.
+fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<SentFragment> {
     let mut sent = vec![first(random, is_v6)];
     let mut end = sent[0].bytes.len() / 8;
     let count = random.random_range(1..5);
@@ -162,7 +162,7 @@ fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
 }
 
 #[test]
-fn what_passes_in_fragments_is_put_together_to_the_header_that_policy_judged() {
+fn fragments_that_pass_reassemble_to_the_header_that_policy_evaluated() {
     let ends: [[IpAddr; 2]; 2] =
         [[[10, 0, 1, 1].into(), [10, 0, 1, 2].into()], ["fd00:1::1".parse().unwrap(), "fd00:1::2".parse().unwrap()]];
     let (mut player, mut random) = (player(), SmallRng::seed_from_u64(0xf4a6));
@@ -173,7 +173,7 @@ fn what_passes_in_fragments_is_put_together_to_the_header_that_policy_judged() {
         let mut receivers = [Overlap::First, Overlap::Last].map(Receiver::new);
         let sent = fragments(&mut random, is_v6);
         for piece in &sent {
-            let mut ip = Ip::new(src, dst, piece.next);
+            let mut ip = IpSpec::new(src, dst, piece.next);
             (ip.id, ip.fragment) = (id, Some((piece.offset as u16, piece.more)));
             let (ethertype, packet) = ip.packet(&piece.bytes);
             let frame = [&[2; 12][..], &ethertype, &packet].concat();

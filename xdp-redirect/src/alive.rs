@@ -1,4 +1,4 @@
-//! Whether the process that serves the sockets still lives, as the programs see it.
+//! Liveness of the process that serves the sockets, as seen by the programs.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -8,11 +8,11 @@ use socket2::{Domain, Socket, Type};
 
 use crate::LoadError;
 
-/// A map with one socket that receives nothing. The kernel takes it out when it closes the socket, which it does for a
-/// process however that ends; all instances of the program look whether it is there ([`crate::OnMiss::Pass`]).
+/// A map with one socket that receives nothing. The kernel removes the socket when it is closed, however the process
+/// ends. All instances of the program check whether it is present ([`crate::OnMiss::Pass`]).
 ///
-/// A port's own socket would not do: the kernel waits for an RCU grace period or two at each that it closes, so that with
-/// a hundred ports the last are open seconds after the first.
+/// A port's own socket would not do: closing each takes the kernel an RCU grace period or two, so with a hundred ports
+/// the last ones are open seconds after the first.
 #[derive(Debug)]
 pub(crate) struct Alive {
     map: MapHandle,
@@ -42,7 +42,7 @@ impl Alive {
     }
 }
 
-/// An AF_XDP socket that is bound to nothing.
+/// An unbound AF_XDP socket.
 fn socket() -> io::Result<OwnedFd> {
     Ok(Socket::new(Domain::from(libc::AF_XDP), Type::RAW, None)?.into())
 }

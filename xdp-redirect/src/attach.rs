@@ -1,5 +1,5 @@
-//! Attaching by a BPF link: in the driver where it can, in the generic path where it may; pinned where it is to outlast
-//! the process.
+//! Attaching through a BPF link: natively if the driver can, in generic mode if allowed; pinned if it must outlast the
+//! process.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -14,17 +14,17 @@ use crate::pins::{Pinned, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, OwnError, SocketError, leave, own};
 
-/// Where the program runs.
+/// XDP mode of a program.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// In the driver.
+    /// Native: in the driver.
     Native,
-    /// In the kernel's generic path.
+    /// Generic: in the kernel's generic path.
     ///
-    /// On a veth its peer's segmentation offloads stay on then, and packets longer than a frame are lost: they must be
-    /// switched off on the pod's side.
+    /// On a veth the peer's segmentation offloads then stay on, and packets longer than a frame are lost. Turn them off
+    /// on the pod's side.
     Generic {
-        /// Why not in the driver; `None` where generic was asked for.
+        /// Why it is not native; `None` if generic mode was requested.
         because: Option<String>,
     },
 }
@@ -38,10 +38,10 @@ impl fmt::Display for Mode {
     }
 }
 
-/// A program attached to an interface. Dropping it detaches; the sockets in its map are not closed.
+/// A program attached to an interface. Dropping it detaches the program; the sockets in its map are not closed.
 ///
-/// Should the process end without dropping it, the kernel detaches as well, unless the link is pinned ([`Pins`]): then
-/// the program stays, and without sockets all it would hand over is a miss.
+/// If the process ends without dropping it, the kernel detaches it too, unless the link is pinned ([`Pins`]): then the
+/// program stays, and without sockets every redirect is a miss.
 #[derive(Debug)]
 pub struct Attached {
     interface: Interface,
@@ -58,7 +58,7 @@ impl Drop for Attached {
         if self.kept {
             return;
         }
-        // Closing would do, were it certain that no child process just forked still holds a copy.
+        // Closing the link would suffice if no recently forked child could hold a copy.
         detach(&self.link);
         if let Some((pins, pinned)) = &self.pin {
             pins.unlink(*pinned);
@@ -83,8 +83,8 @@ impl Attached {
         Ok(Self { interface: interface.clone(), options, mode, program, link, pin: None, kept: false })
     }
 
-    /// Takes over the link that is pinned for this interface, if there is one: its program is replaced by this one, in
-    /// one step. Else attaches and pins.
+    /// Takes over the link pinned for this interface, if there is one: its program is replaced atomically by this one.
+    /// Otherwise attaches and pins.
     pub(crate) fn attach_pinned(
         program: Program,
         interface: &Interface,
@@ -113,28 +113,28 @@ impl Attached {
         Ok(attached)
     }
 
-    /// Leaves the program where it is, if it is pinned; else detaches.
+    /// Leaves the program attached if it is pinned; otherwise detaches it.
     pub fn keep(mut self) {
         self.kept = self.pin.is_some();
     }
 
-    /// The interface that it is attached to.
+    /// The interface it is attached to.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
 
-    /// What it was attached with.
+    /// The options it was attached with.
     pub fn options(&self) -> AttachOptions {
         self.options
     }
 
-    /// Where it runs, and why not in the driver.
+    /// Its mode, and why it is not native.
     pub fn mode(&self) -> &Mode {
         &self.mode
     }
 
-    /// Packets of this RX queue go to this AF_XDP socket from now on. The socket must be bound to this interface and
-    /// queue, with frames in its fill ring, or packets are lost. The kernel takes it out when it is closed.
+    /// Redirects packets of this RX queue to this AF_XDP socket. The socket must be bound to this interface and queue,
+    /// with frames in its fill ring; otherwise packets are lost. The kernel removes it when it is closed.
     pub fn set_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> Result<(), SocketError> {
         if queue >= MAX_QUEUES {
             return Err(SocketError::QueueOutOfRange {
@@ -151,23 +151,23 @@ impl Attached {
         })
     }
 
-    /// The pod behind this port has this MAC and these addresses alone, from now on: ARP and neighbour discovery that say
-    /// otherwise are dropped. Before it is told for the first time, the program cannot know.
+    /// Sets MAC and addresses of the pod behind this port: ARP and neighbour discovery that claim others are dropped.
+    /// Before the first call the program cannot verify them.
     pub fn set_own(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnError> {
         own::set(&self.program.own, mac, addresses)
             .map_err(|source| OwnError { interface: self.interface.name.clone(), source })
     }
 
-    /// On the node's end of the host port, which this is the workers' end of, drops from now on what carries a local pod's
-    /// source and did not come in there: see `penstock_leave` in `src/bpf/redirect.bpf.c`. Takes the place of what an earlier
-    /// process put there, in one step. It stays as long as the interface, and is counted among [`Attached::outcomes`].
+    /// On the node's end of the host port (this is the workers' end), drops packets with a local pod's source that did
+    /// not enter the node's stack there: see `penstock_leave` in `src/bpf/redirect.bpf.c`. Atomically replaces the
+    /// program of an earlier process. It stays as long as the interface, and is counted in [`Attached::outcomes`].
     pub fn check_sources_on(&self, node: &Interface) -> Result<(), AttachError> {
         let Some(program) = &self.program.leave else { return Ok(()) };
         leave::attach(program.as_fd(), node)
             .map_err(|source| AttachError::Filter { interface: node.name.clone(), source })
     }
 
-    /// What the program did so far, by outcome.
+    /// Counters of the program, by outcome.
     pub fn outcomes(&self) -> Result<Outcomes, libbpf_rs::Error> {
         Outcomes::read(&self.program.outcomes)
     }
@@ -178,7 +178,7 @@ fn try_generic(program: &Program, interface: &Interface) -> Result<OwnedFd, Atta
         .map_err(|source| refused(interface, "generic", source))
 }
 
-/// Errors that another mode would meet too.
+/// Errors that would also occur in another mode.
 fn is_final(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EEXIST | libc::EPERM | libc::EACCES | libc::ENODEV))
 }
@@ -195,37 +195,37 @@ fn refused(interface: &Interface, mode: &'static str, source: io::Error) -> Atta
     }
 }
 
-/// The kernel says no more than "invalid argument" of an index that no interface has (any more).
+/// The kernel only returns "invalid argument" for an index without an interface.
 fn is_gone(interface: &Interface) -> bool {
     nix::net::if_::if_nametoindex(interface.name.as_str()) != Ok(interface.index)
 }
 
-/// `libbpf_rs`'s `attach_xdp` leaves the mode to the kernel; a link of a chosen mode takes the call below it.
+/// `libbpf_rs`'s `attach_xdp` leaves the mode to the kernel; a link with a chosen mode needs the lower-level call.
 fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Result<OwnedFd> {
     let options = libbpf_sys::bpf_link_create_opts {
         sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
         flags,
         ..Default::default()
     };
-    // SAFETY: the options live across the call and state their own size; the rest is passed by value.
+    // SAFETY: the options live across the call and contain their own size; the rest is passed by value.
     let result = unsafe {
         libbpf_sys::bpf_link_create(program.fd.as_raw_fd(), interface.index as i32, libbpf_sys::BPF_XDP, &options)
     };
     match result {
-        // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+        // SAFETY: the call has just returned this descriptor, and nothing else owns it.
         fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         error => Err(io::Error::from_raw_os_error(-error)),
     }
 }
 
-/// Puts a program in the place of a link's present one.
+/// Replaces the program of a link.
 fn replace_program(link: &OwnedFd, program: &Program) -> io::Result<()> {
     // SAFETY: both descriptors are open and passed by value; no options are given.
     let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.fd.as_raw_fd(), std::ptr::null()) };
     if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 
-/// Where the program of an interface runs.
+/// XDP mode of an interface's program.
 fn mode_of(interface: &Interface) -> Mode {
     match query(interface) {
         Some(found) if found.skb_prog_id != 0 => Mode::Generic { because: None },
@@ -243,7 +243,7 @@ fn query(interface: &Interface) -> Option<libbpf_sys::bpf_xdp_query_opts> {
     (result >= 0).then_some(options)
 }
 
-/// Names the program that is on an interface already.
+/// Describes the program that is already on an interface.
 fn occupant(interface: &Interface) -> String {
     let Some(options) = query(interface) else { return "unknown".to_owned() };
     let (id, mode) =

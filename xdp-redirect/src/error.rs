@@ -1,22 +1,22 @@
-//! What can go wrong, each in one line that names the thing, the value and the remedy.
+//! Errors, each in one line with thing, value and remedy.
 
 use std::io;
 
 /// The program or one of its maps could not be loaded into the kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The kernel does not let this process use BPF.
+    /// The kernel does not permit this process to use BPF.
     #[error("the kernel refuses BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON")]
     NotPermitted {
-        /// What the kernel said.
+        /// Error of the kernel.
         source: libbpf_rs::Error,
     },
-    /// Anything else, most often a kernel without a feature that the program needs.
+    /// Any other error, most often a kernel without a required feature.
     #[error("cannot load {what} into the kernel ({source}): Linux 5.11 or newer with CONFIG_XDP_SOCKETS is needed")]
     Kernel {
-        /// Which object it was.
+        /// The object that failed.
         what: &'static str,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: libbpf_rs::Error,
     },
 }
@@ -36,20 +36,20 @@ pub enum AttachError {
     /// There is no such interface.
     #[error("interface {name} does not exist in this network namespace: correct the name or create the interface")]
     NoInterface {
-        /// The name asked for.
+        /// The requested name.
         name: String,
     },
-    /// The interface has an XDP program already.
+    /// The interface already has an XDP program.
     #[error(
         "interface {interface} already has an XDP program ({program}): detach it first (ip link set dev {interface} xdp off, or end the process that holds its link)"
     )]
     Occupied {
         /// The interface.
         interface: String,
-        /// Name, identifier and mode of the program that is there.
+        /// Name, identifier and mode of that program.
         program: String,
     },
-    /// The process may not attach programs.
+    /// The process is not permitted to attach programs.
     #[error("attaching to interface {interface} is not permitted: run as root or with CAP_BPF and CAP_NET_ADMIN")]
     NotPermitted {
         /// The interface.
@@ -60,7 +60,7 @@ pub enum AttachError {
     Load {
         /// The interface.
         interface: String,
-        /// Why not.
+        /// The cause.
         source: LoadError,
     },
     /// The link could not be pinned.
@@ -70,7 +70,7 @@ pub enum AttachError {
     Pin {
         /// The interface.
         interface: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
     /// The program that checks sources could not be attached.
@@ -83,7 +83,7 @@ pub enum AttachError {
         /// What the kernel said.
         source: libbpf_rs::Error,
     },
-    /// The kernel refused every mode that was allowed.
+    /// The kernel rejected every allowed mode.
     #[error(
         "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"
     )]
@@ -92,7 +92,7 @@ pub enum AttachError {
         interface: String,
         /// The mode tried last.
         mode: &'static str,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
@@ -107,12 +107,12 @@ pub enum SocketError {
     QueueOutOfRange {
         /// The interface.
         interface: String,
-        /// The queue asked for.
+        /// The requested queue.
         queue: u32,
-        /// How many there can be.
+        /// Maximum number of queues.
         max: u32,
     },
-    /// The kernel did not take it.
+    /// The kernel rejected it.
     #[error(
         "interface {interface}: the kernel does not take the AF_XDP socket of RX queue {queue} ({source}): it must be an AF_XDP socket of this process"
     )]
@@ -121,7 +121,7 @@ pub enum SocketError {
         interface: String,
         /// The queue.
         queue: u32,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: libbpf_rs::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! XDP programs on an interface that are not this crate's.
+//! XDP programs of others on an interface.
 
 use std::io;
 
@@ -8,25 +8,25 @@ use libbpf_rs::query::ProgInfoIter;
 /// Name of this crate's program (`src/bpf/redirect.bpf.c`).
 const OWN: &[u8] = b"penstock";
 
-/// An XDP program that somebody else has attached.
+/// An XDP program attached by another application.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ForeignProgram {
-    /// Its number.
+    /// Its BPF program id.
     pub id: u32,
     /// Its name, if it has one and it could be read.
     pub name: Option<String>,
 }
 
 impl ForeignProgram {
-    /// The program on the interface of this index, in the calling thread's network namespace, unless there is none or it
-    /// is this crate's: a running daemon's, or one that a daemon left.
+    /// The program on the interface with this index, in the calling thread's network namespace; `None` if there is none
+    /// or it belongs to this crate (of a running or an earlier daemon).
     ///
     /// # Errors
-    /// What the kernel says where it does not tell.
+    /// The error of the kernel if the query fails.
     pub fn on(index: u32) -> io::Result<Option<Self>> {
         let interface = i32::try_from(index).map_err(io::Error::other)?;
         let mut id = 0;
-        // SAFETY: the number is written to `id`, which lives across the call; no other memory is passed.
+        // SAFETY: the id is written to `id`, which lives across the call; no other memory is passed.
         match unsafe { libbpf_sys::bpf_xdp_query_id(interface, 0, &mut id) } {
             0 if id == 0 => return Ok(None),
             0 => {}

@@ -1,10 +1,10 @@
-//! The XDP program that hands a port's packets to AF_XDP sockets, and its loader.
+//! The XDP program that redirects a port's packets to AF_XDP sockets, and its loader.
 //!
-//! One instance of `src/bpf/redirect.bpf.c` is loaded a port, since its settings are constants to the verifier and
-//! its map of sockets is indexed by the port's own RX queues. [`Attached`] owns the attachment: dropping it detaches.
-//! The addresses of local pods ([`LocalPods`]) are one map for all instances.
+//! One instance of `src/bpf/redirect.bpf.c` is loaded per port, since its settings are constants for the verifier and
+//! its map of sockets is indexed by the port's RX queues. [`Attached`] owns the attachment: dropping it detaches. All
+//! instances share one map of local pods' addresses ([`LocalPods`]).
 //!
-//! What the program does with a packet is one of [`Outcome::ALL`], counted each.
+//! Every packet has one of the outcomes [`XdpOutcome::ALL`], which are counted.
 
 mod alive;
 mod attach;
@@ -35,72 +35,73 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use program::Shared;
 
-/// The largest MTU of a veth's other end at which the veth's driver takes the program: a page of 4,096 octets, less the headroom
-/// that XDP has before a packet, what the kernel keeps behind it, and the Ethernet header (`veth_xdp_set` in
-/// drivers/net/veth.c). Above it the program runs in the generic path.
+/// The largest MTU of a veth's peer at which the driver accepts the program: a page of 4,096 bytes, less the XDP
+/// headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in drivers/net/veth.c). Above it the program
+/// runs in generic mode.
 pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 
-/// Which packets of a port are handed over.
+/// Packets of a port that are redirected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
-    /// The host side of a pod's veth: all that is IP. What it says of neighbours must be of itself ([`Attached::set_own`]).
+    /// The host side of a pod's veth: all IP packets. Its ARP and neighbour discovery must be about itself
+    /// ([`Attached::set_own`]).
     Pod,
-    /// The veth pair into the node's own stack: all that is IP.
+    /// The veth pair into the node's own stack: all IP packets.
     Host,
-    /// A NIC or tunnel device: only what is for an address in [`LocalPods`]; all else passes to the kernel.
+    /// A NIC or tunnel device: only packets to an address in [`LocalPods`]; all others pass to the kernel.
     Uplink,
 }
 
-/// What becomes of a packet that is to be handed over when its queue has no socket.
+/// What happens to a packet if its queue has no socket (a miss).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnMiss {
     /// It is dropped: without a worker nothing passes.
     #[default]
     Drop,
-    /// It passes to the kernel: without a worker no policy holds. So does every packet once the process is gone
-    /// ([`Redirect::alive`]).
+    /// It passes to the kernel: without a worker policy is not enforced. So does every packet once the process has
+    /// ended ([`Redirect::alive`]).
     Pass,
 }
 
-/// How the program may be attached.
+/// Allowed XDP modes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ModeChoice {
-    /// In the driver; where the driver cannot, in the kernel's generic path.
+    /// Native if the driver can, otherwise generic.
     #[default]
     NativeElseGeneric,
-    /// In the driver or not at all.
+    /// Native only.
     Native,
     /// In the kernel's generic path.
     Generic,
 }
 
-/// How a port's program is loaded and attached.
+/// Options for loading and attaching a port's program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AttachOptions {
-    /// Which packets are handed over.
+    /// Packets to redirect.
     pub role: Role,
-    /// What becomes of one that no socket takes.
+    /// Behaviour on a miss.
     pub on_miss: OnMiss,
-    /// How it may be attached.
+    /// Allowed XDP modes.
     pub mode: ModeChoice,
-    /// The Ethernet address of the bridge that has the interface, if one does: neighbour discovery between its ports is
-    /// not the workers'.
+    /// MAC address of the bridge that the interface belongs to, if any: neighbour discovery between its ports is not
+    /// redirected to workers.
     pub bridge: Option<[u8; 6]>,
 }
 
 impl AttachOptions {
-    /// For this role, with misses dropped, native where the driver can.
+    /// For this role, with misses dropped, native if possible.
     pub const fn new(role: Role) -> Self {
         Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric, bridge: None }
     }
 }
 
-/// A network interface of the calling thread's network namespace.
+/// A network interface in the calling thread's network namespace.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Interface {
     /// Its name, for messages.
     pub name: String,
-    /// Its index, which is what the kernel goes by.
+    /// Its index, which identifies it to the kernel.
     pub index: u32,
 }
 
@@ -120,8 +121,8 @@ impl fmt::Display for Interface {
     }
 }
 
-/// Whether the kernel takes the program that [`Attached::check_sources_on`] attaches: tried on the loopback of a network
-/// namespace that goes again. `None` where that cannot be told, without CAP_SYS_ADMIN.
+/// Whether the kernel accepts the program of [`Attached::check_sources_on`]: tried on the loopback of a temporary
+/// network namespace. `None` if that is not possible, without CAP_SYS_ADMIN.
 pub fn try_source_check() -> Option<Result<(), AttachError>> {
     let attempt = || {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
@@ -138,7 +139,7 @@ pub fn try_source_check() -> Option<Result<(), AttachError>> {
     std::thread::scope(|scope| scope.spawn(attempt).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-/// The loader: loads and attaches instances of the program that share one map of local pods.
+/// Loads and attaches instances of the program, which share one map of local pods.
 #[derive(Debug)]
 pub struct Redirect {
     shared: Shared,
@@ -146,17 +147,17 @@ pub struct Redirect {
 }
 
 impl Redirect {
-    /// Makes the shared maps. Needs CAP_BPF and CAP_NET_ADMIN (or root).
+    /// Creates the shared maps. Needs CAP_BPF and CAP_NET_ADMIN (or root).
     pub fn new() -> Result<Self, LoadError> {
         Ok(Self { shared: Shared::create()?, pins: None })
     }
 
-    /// As [`Redirect::new`], with all links pinned: those of these pins that an earlier process left are taken over.
+    /// Like [`Redirect::new`], with all links pinned: links that an earlier process left in these pins are taken over.
     pub fn pinned(pins: Pins) -> Result<Self, LoadError> {
         Ok(Self { pins: Some(pins), ..Self::new()? })
     }
 
-    /// Where links are pinned, if they are.
+    /// The pins, if links are pinned.
     pub fn pins(&self) -> Option<&Pins> {
         self.pins.as_ref()
     }
@@ -166,17 +167,17 @@ impl Redirect {
         &self.shared.local_pods
     }
 
-    /// As long as this socket is open in any process, programs with [`OnMiss::Pass`] hand packets over; from then on they
+    /// As long as this socket is open in any process, programs with [`OnMiss::Pass`] redirect packets; afterwards they
     /// pass all of them.
     pub fn alive(&self) -> BorrowedFd<'_> {
         self.shared.alive.socket()
     }
 
-    /// Loads an instance of the program and attaches it to an interface of the calling thread's network namespace.
+    /// Loads an instance of the program and attaches it to an interface in the calling thread's network namespace.
     ///
-    /// With [`ModeChoice::NativeElseGeneric`], [`Attached::mode`] tells why it is not native where it is not. A pinned
-    /// link of this interface and role is taken over, in the mode that it has: no packet passes meanwhile that the old
-    /// program would have dropped.
+    /// With [`ModeChoice::NativeElseGeneric`], [`Attached::mode`] says why it is not native. A pinned link of this
+    /// interface and role is taken over in its mode: meanwhile no packet passes that the old program would have
+    /// dropped.
     pub fn attach(&self, interface: &Interface, options: AttachOptions) -> Result<Attached, AttachError> {
         let program = program::Program::load(options, &self.shared)
             .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })?;

@@ -1,4 +1,4 @@
-//! The addresses of this node's pods.
+//! Addresses of this node's pods.
 
 use std::io;
 use std::net::IpAddr;
@@ -8,11 +8,11 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 
 use crate::LoadError;
 
-/// How many addresses the map holds, as `local_pods` in `src/bpf/redirect.bpf.c`.
+/// Capacity of the map, as `local_pods` in `src/bpf/redirect.bpf.c`.
 pub const MAX_LOCAL_ADDRESSES: u32 = 8192;
 
-/// The map of local pods' addresses, shared by all instances of the program. An uplink hands over what is for one of them; on
-/// the node's end of the host port nothing passes in their name that did not come from the workers.
+/// The map of local pods' addresses, shared by all instances of the program. An uplink redirects packets to them. On
+/// the node's end of the host port, packets with these sources only pass if they came from the workers.
 #[derive(Debug)]
 pub struct LocalPods {
     map: MapHandle,
@@ -21,18 +21,18 @@ pub struct LocalPods {
 /// The map of local pods could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalPodsError {
-    /// It holds as many as it can.
+    /// It is full.
     #[error("address {address} does not fit: a node has room for {MAX_LOCAL_ADDRESSES} addresses of local pods")]
     Full {
-        /// The address that was to be added.
+        /// The address to be added.
         address: IpAddr,
     },
-    /// The kernel said no.
+    /// The kernel rejected the change.
     #[error("address {address}: the kernel does not change the map of local pods ({source})")]
     Kernel {
         /// The address.
         address: IpAddr,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: libbpf_rs::Error,
     },
 }
@@ -53,12 +53,12 @@ impl LocalPods {
         &self.map
     }
 
-    /// Packets for this address are handed over from now on, if their frames have at most `longest` octets, with the Ethernet
-    /// header: what the workers take and the pod's link too. What is longer passes to the kernel, unless an address of this
-    /// node or of its pods sends it. An address that is there already has the new length from now on.
+    /// Redirects packets to this address from now on if their frames have at most `longest` bytes, Ethernet header
+    /// included: the limit of the workers and of the pod's link. Longer ones pass to the kernel, unless their source is
+    /// an address of this node or of its pods. An existing entry gets the new length.
     pub fn insert(&self, address: IpAddr, longest: u16) -> Result<(), LocalPodsError> {
         let (key, value) = (key(address), longest.to_ne_bytes());
-        // libbpf-rs keeps the kernel's error number to itself.
+        // libbpf-rs hides the kernel's error number.
         // SAFETY: the map is open, and key and value live across the call and have its sizes.
         let result = unsafe {
             libbpf_sys::bpf_map_update_elem(
@@ -70,19 +70,19 @@ impl LocalPods {
         };
         match result {
             0 => Ok(()),
-            // What a hash map says that has `max_entries` elements (`alloc_htab_elem` in kernel/bpf/hashtab.c).
+            // Error of a hash map that has `max_entries` elements (`alloc_htab_elem` in kernel/bpf/hashtab.c).
             error if -error == libc::E2BIG => Err(LocalPodsError::Full { address }),
             error => Err(LocalPodsError::Kernel { address, source: io::Error::from_raw_os_error(-error).into() }),
         }
     }
 
-    /// This address is a pod's of this node that the workers do not serve: packets for it pass to the kernel, and none may come
-    /// from elsewhere in its name.
+    /// Marks this address as that of a local pod without workers: packets to it pass to the kernel, and none from
+    /// elsewhere may have it as source.
     pub fn insert_unserved(&self, address: IpAddr) -> Result<(), LocalPodsError> {
         self.insert(address, 0)
     }
 
-    /// Packets for this address pass to the kernel from now on. Removing one that is not there is no error.
+    /// Packets to this address pass to the kernel from now on. Removing a missing address is not an error.
     pub fn remove(&self, address: IpAddr) -> Result<(), LocalPodsError> {
         match self.map.delete(&key(address)) {
             Err(source) if source.kind() != libbpf_rs::ErrorKind::NotFound => {
@@ -92,13 +92,13 @@ impl LocalPods {
         }
     }
 
-    /// Whether packets for this address are handed over.
+    /// Whether packets to this address are redirected.
     pub fn contains(&self, address: IpAddr) -> bool {
         matches!(self.map.lookup(&key(address), MapFlags::ANY), Ok(Some(_)))
     }
 }
 
-/// Sixteen octets in network order, IPv4 as `::ffff:a.b.c.d`.
+/// Sixteen bytes in network order, IPv4 as `::ffff:a.b.c.d`.
 pub(crate) fn key(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),

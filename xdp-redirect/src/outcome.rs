@@ -1,4 +1,4 @@
-//! What the program does with a packet, and how often it did.
+//! Outcomes of packets in the XDP program, and their counters.
 
 use std::fmt;
 
@@ -8,9 +8,9 @@ use libbpf_rs::{MapCore, MapFlags};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(u8)]
 pub enum Outcome {
-    /// Handed to the AF_XDP socket of its queue.
+    /// Redirected to the AF_XDP socket of its queue.
     Redirected,
-    /// Its queue has no socket: dropped or passed, as [`crate::OnMiss`] says.
+    /// Its queue has no socket: dropped or passed, according to [`crate::OnMiss`].
     NoSocket,
     /// ARP: passed to the kernel.
     Arp,
@@ -18,27 +18,27 @@ pub enum Outcome {
     NeighbourDiscovery,
     /// Not IP: passed to the kernel.
     NotIp,
-    /// On an uplink, not for a local pod: passed to the kernel.
+    /// On an uplink, not to a local pod: passed to the kernel.
     NotLocal,
-    /// On a pod or host port, with a VLAN tag in the frame: dropped, since the kernel would take VLAN 0 for untagged.
+    /// On a pod or host port, VLAN-tagged: dropped, since the kernel would treat VLAN 0 as untagged.
     VlanTag,
-    /// On a pod's port, ARP or neighbour discovery in which the pod speaks for another than itself, or as a router: dropped.
+    /// On a pod's port, ARP or neighbour discovery in which the pod claims another's address or acts as a router:
+    /// dropped.
     ForgedNeighbour,
-    /// On an uplink, longer than what a socket or the pod's link takes: passed to the kernel, which cuts it on its way to the
-    /// host port.
+    /// On an uplink, longer than a socket or the pod's link accepts: passed to the kernel, which segments it on the way
+    /// to the host port.
     TooLong,
-    /// On the node's end of the host port, with the source of a pod of this node, but it did not enter the node's stack by
-    /// the workers: dropped.
+    /// On the node's end of the host port, with the source of a local pod, but not received from the workers: dropped.
     SpoofedSource,
-    /// On an uplink, of a connection that the kernel translates: passed to it.
+    /// On an uplink, on a connection that the kernel translates: passed to it.
     Translated,
-    /// On an uplink, and whether the kernel translates its connection cannot be told (a fragment, or neither TCP nor UDP):
-    /// passed to it.
+    /// On an uplink, unknown whether the kernel translates its connection (a fragment, or neither TCP nor UDP): passed
+    /// to it.
     Undecided,
 }
 
 impl Outcome {
-    /// Every outcome, in the order of its number.
+    /// All outcomes, in the order of their numbers.
     pub const ALL: [Self; 12] = [
         Self::Redirected,
         Self::NoSocket,
@@ -84,7 +84,7 @@ impl fmt::Display for Outcome {
 pub struct Outcomes([u64; Outcome::ALL.len()]);
 
 impl Outcomes {
-    /// Reads the per-CPU counters and adds them up.
+    /// Reads and sums the per-CPU counters.
     pub(crate) fn read(map: &impl MapCore) -> Result<Self, libbpf_rs::Error> {
         let mut total = Self::default();
         for outcome in Outcome::ALL {
@@ -101,7 +101,7 @@ impl Outcomes {
         self.0[outcome as usize]
     }
 
-    /// Every outcome with its packets.
+    /// Each outcome with its packets.
     pub fn iter(&self) -> impl Iterator<Item = (Outcome, u64)> + '_ {
         Outcome::ALL.into_iter().map(|outcome| (outcome, self.get(outcome)))
     }

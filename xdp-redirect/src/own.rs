@@ -1,4 +1,4 @@
-//! What a pod may say of itself in ARP and neighbour discovery.
+//! A pod's own addresses for checks of ARP and neighbour discovery.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv6Addr};
@@ -7,7 +7,7 @@ use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle};
 
 use crate::local_pods::key;
 
-/// A port's program could not be told whose port it is.
+/// The addresses of a port's pod could not be set.
 #[derive(Debug, thiserror::Error)]
 #[error("interface {interface}: the kernel does not change the map of its pod's own addresses ({source})")]
 pub struct OwnError {
@@ -15,9 +15,9 @@ pub struct OwnError {
     pub(crate) source: libbpf_rs::Error,
 }
 
-/// Brings `own` of `src/bpf/redirect.bpf.c` in step. Link-local addresses in it that the pod has chosen stay.
+/// Updates the map `own` of `src/bpf/redirect.bpf.c`. Link-local addresses that the pod has chosen stay in it.
 pub(crate) fn set(map: &MapHandle, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), libbpf_rs::Error> {
-    /// Stands for the pod itself: while it is there, the program goes by the others.
+    /// Marks the pod as known: while present, the program checks the other entries.
     const KNOWN: [u8; 16] = Ipv6Addr::UNSPECIFIED.octets();
     let wanted: BTreeSet<[u8; 16]> = addresses.iter().map(|&address| key(address)).chain([KNOWN]).collect();
     let known: Vec<Vec<u8>> = map.keys().collect();
@@ -28,6 +28,6 @@ pub(crate) fn set(map: &MapHandle, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -
             _ => {}
         }
     }
-    // The greatest first, so that KNOWN comes when the others are whole.
+    // In descending order, so that KNOWN is inserted after all others.
     wanted.iter().rev().try_for_each(|address| map.update(address, &mac, MapFlags::ANY))
 }

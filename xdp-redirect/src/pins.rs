@@ -1,10 +1,11 @@
-//! Pinned links: attachments that outlast the process that made them.
+//! Pinned links: attachments that outlast their process.
 //!
-//! A link that is pinned in bpffs stays when its owner dies, and with it the program, whose sockets are gone then: what
-//! a miss does ([`crate::OnMiss`]) holds until the next process takes the link over. It does so by putting a program of
-//! its own in the place of the old one (`BPF_LINK_UPDATE`): at no moment is the interface without one.
+//! A link that is pinned in bpffs stays when its owner ends, and with it the program, whose sockets are then gone. The
+//! behaviour on a miss ([`crate::OnMiss`]) applies until the next process takes the link over, by replacing the old
+//! program with its own (`BPF_LINK_UPDATE`): the interface always has a program.
 //!
-//! Interface indexes mean something within one network namespace only, so each has a directory, named after its inode.
+//! Interface indices are only unique within a network namespace, so each namespace has a directory, named after its
+//! inode.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -19,7 +20,7 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
 use crate::Role;
 
-/// Where bpffs stands by convention, and is mounted if it is not there.
+/// Conventional mount point of bpffs; mounted if missing.
 const BPFFS: &str = "/sys/fs/bpf";
 
 /// Links could not be pinned.
@@ -28,21 +29,21 @@ pub enum PinError {
     /// The directory is not in bpffs.
     #[error("{}: not in a BPF file system; give a directory below {BPFFS}", .directory.display())]
     NotBpffs {
-        /// The directory asked for.
+        /// The requested directory.
         directory: PathBuf,
     },
     /// bpffs is not mounted and could not be.
     #[error("{BPFFS}: no BPF file system there, and it cannot be mounted ({source}): mount -t bpf bpf {BPFFS}")]
     Mount {
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// A file or directory of it is out of reach.
+    /// A file or directory in it is not accessible.
     #[error("{}: {source}; it must be writable for this process", .path.display())]
     File {
         /// The file or directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
@@ -53,10 +54,10 @@ pub struct Pins {
     directory: PathBuf,
 }
 
-/// One link that is pinned.
+/// A pinned link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pinned {
-    /// Which packets its program handed over.
+    /// Role of its program.
     pub role: Role,
     /// Index of its interface, while that exists.
     pub interface: u32,
@@ -64,16 +65,16 @@ pub struct Pinned {
 
 impl Pins {
     /// The pins of the calling thread's network namespace, below `root` (such as `/sys/fs/bpf/penstock`). Mounts bpffs
-    /// at `/sys/fs/bpf` where none is, makes the directory, and clears away links whose interfaces are gone.
+    /// at `/sys/fs/bpf` if necessary, creates the directory, and removes links whose interfaces are gone.
     pub fn open(root: &Path) -> Result<Self, PinError> {
         mount_bpffs(root)?;
         let pins = Self::at(root)?;
         pins.make_directory().map_err(|source| PinError::File { path: pins.directory.clone(), source })?;
-        // It may be gone again: who starts in another namespace takes empty ones away.
+        // It may disappear: a process that starts in another namespace removes empty ones.
         if !pins.directory.ancestors().find(|directory| directory.exists()).is_some_and(is_bpffs) {
             return Err(PinError::NotBpffs { directory: pins.directory });
         }
-        // Namespaces that are gone cannot clear up after themselves.
+        // Namespaces that are gone cannot clean up after themselves.
         for entry in fs::read_dir(root).into_iter().flatten().flatten().filter(|entry| entry.path() != pins.directory) {
             let others = Self { directory: entry.path() };
             others.sweep();
@@ -83,7 +84,7 @@ impl Pins {
         Ok(pins)
     }
 
-    /// The same, without making or changing anything. There may be none.
+    /// The same without creating or changing anything. There may be no pins.
     pub fn at(root: &Path) -> Result<Self, PinError> {
         let namespace = Path::new("/proc/thread-self/ns/net");
         let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
@@ -94,14 +95,14 @@ impl Pins {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
     }
 
-    /// Every pinned link whose interface exists.
+    /// All pinned links whose interfaces exist.
     pub fn links(&self) -> Vec<Pinned> {
         let names = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
         let named = names.filter_map(|name| parse(name.to_str()?));
         named.filter(|pinned| self.take(*pinned).is_some()).collect()
     }
 
-    /// Takes a pinned link away: the interface is without a program then.
+    /// Removes a pinned link: the interface then has no program.
     pub fn remove(&self, pinned: Pinned) {
         if let Some(link) = self.take(pinned) {
             detach(&link);
@@ -109,7 +110,7 @@ impl Pins {
         self.unlink(pinned);
     }
 
-    /// Takes away the directories, where nothing is pinned in them any more.
+    /// Removes the directories if nothing is pinned in them.
     pub fn close(&self) {
         for directory in self.directory.ancestors().take(2) {
             if let Err(error) = fs::remove_dir(directory) {
@@ -122,9 +123,9 @@ impl Pins {
     pub(crate) fn pin(&self, pinned: Pinned, link: BorrowedFd<'_>) -> io::Result<()> {
         let path = self.path(pinned);
         let text = std::ffi::CString::new(path.as_os_str().as_bytes())?;
-        // Where it was empty, who starts in another namespace may have taken it away.
+        // If it was empty, a process that started in another namespace may have removed it.
         self.make_directory()?;
-        // A file of this name is of an interface that is gone, or [`Pins::take`] would have found it.
+        // A file of this name belongs to a removed interface; otherwise [`Pins::take`] would have found it.
         self.unlink(pinned);
         // SAFETY: the path is a NUL-terminated string that lives across the call, and the descriptor is open.
         match unsafe { libbpf_sys::bpf_obj_pin(link.as_raw_fd(), text.as_ptr()) } {
@@ -133,12 +134,12 @@ impl Pins {
         }
     }
 
-    /// The pinned link, if there is one and its interface is the one that it was made for.
+    /// The pinned link, if it exists and its interface is the one that it was created for.
     pub(crate) fn take(&self, pinned: Pinned) -> Option<OwnedFd> {
         let text = std::ffi::CString::new(self.path(pinned).as_os_str().as_bytes()).ok()?;
         // SAFETY: the path is a NUL-terminated string that lives across the call.
         let fd = unsafe { libbpf_sys::bpf_obj_get(text.as_ptr()) };
-        // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+        // SAFETY: the call has just returned this descriptor, and nothing else owns it.
         let link = (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })?;
         (interface_of(&link) == Some(pinned.interface)).then_some(link)
     }
@@ -167,7 +168,7 @@ impl Pins {
     }
 }
 
-/// A file's name, back to what it stands for.
+/// Parses a file name.
 fn parse(name: &str) -> Option<Pinned> {
     let (role, interface) = name.rsplit_once('-')?;
     let role = [Role::Pod, Role::Host, Role::Uplink].into_iter().find(|&known| role_name(known) == role)?;
@@ -186,7 +187,7 @@ fn is_bpffs(path: &Path) -> bool {
     statfs(path).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC)
 }
 
-/// Mounts bpffs where it belongs, if `root` is to be there and nothing is mounted yet.
+/// Mounts bpffs at its conventional place if `root` is there and nothing is mounted yet.
 fn mount_bpffs(root: &Path) -> Result<(), PinError> {
     let at = Path::new(BPFFS);
     if !root.starts_with(at) || is_bpffs(at) {
@@ -196,7 +197,7 @@ fn mount_bpffs(root: &Path) -> Result<(), PinError> {
         .map_err(|error| PinError::Mount { source: error.into() })
 }
 
-/// Detaches a link's program: at once, whoever else holds the link.
+/// Detaches a link's program immediately, even if others hold the link.
 pub(crate) fn detach(link: &OwnedFd) {
     // SAFETY: the descriptor is open, and is passed by value.
     let result = unsafe { libbpf_sys::bpf_link_detach(link.as_raw_fd()) };
@@ -206,20 +207,20 @@ pub(crate) fn detach(link: &OwnedFd) {
     }
 }
 
-/// What the kernel tells of an XDP link; `None` of another kind of link.
+/// The kernel's information about an XDP link; `None` for another kind of link.
 pub(crate) fn link_info(link: &OwnedFd) -> Option<libbpf_sys::bpf_link_info> {
     let mut info = libbpf_sys::bpf_link_info::default();
     let mut length = size_of::<libbpf_sys::bpf_link_info>() as u32;
     let to = (&raw mut info).cast();
-    // SAFETY: `to` points to `length` octets that live across the call; the kernel writes no more than `length`.
+    // SAFETY: `to` points to `length` bytes that live across the call; the kernel writes at most `length`.
     let result = unsafe { libbpf_sys::bpf_obj_get_info_by_fd(link.as_raw_fd(), to, &mut length) };
     (result == 0 && info.type_ == libbpf_sys::BPF_LINK_TYPE_XDP).then_some(info)
 }
 
-/// Index of the interface that an XDP link is attached to; `None` once that is gone, or if it is another kind of link.
+/// Index of the interface that an XDP link is attached to; `None` if that is gone or it is another kind of link.
 fn interface_of(link: &OwnedFd) -> Option<u32> {
     let info = link_info(link)?;
-    // SAFETY: the kernel has filled in this part of the union, as the type says; it is a plain number.
+    // SAFETY: the kernel has filled in this part of the union according to the type; it is a plain number.
     let index = unsafe { info.__bindgen_anon_1.xdp.ifindex };
     (index != 0).then_some(index)
 }

@@ -1,4 +1,4 @@
-//! One loaded instance of the program.
+//! A loaded instance of the program.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,17 +15,17 @@ mod pod {
     include!(concat!(env!("OUT_DIR"), "/pod.skel.rs"));
 }
 
-/// For uplinks and the host port: the same, and it asks the kernel's connection table. To load it all of the kernel's types
-/// are read (BTF), which takes too long for each pod that comes.
+/// For uplinks and the host port: the same, with lookups in the kernel's connection tracking. Loading it reads all of
+/// the kernel's types (BTF), which takes too long for each new pod.
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod node {
     include!(concat!(env!("OUT_DIR"), "/node.skel.rs"));
 }
 
-/// How many RX queues of a port can have a socket, as `sockets` in `src/bpf/redirect.bpf.c`.
+/// Maximum RX queues of a port with a socket, as `sockets` in `src/bpf/redirect.bpf.c`.
 pub const MAX_QUEUES: u32 = 64;
 
-/// The maps that all instances have in common.
+/// The maps shared by all instances.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) local_pods: LocalPods,
@@ -45,12 +45,12 @@ pub(crate) struct Program {
     pub(crate) sockets: MapHandle,
     pub(crate) outcomes: MapHandle,
     pub(crate) own: MapHandle,
-    /// The program for the node's end of the host port; only where the role is that.
+    /// The program for the node's end of the host port; only for that role.
     pub(crate) leave: Option<OwnedFd>,
 }
 
-/// Opens a skeleton, sets the program's constants and gives it the shared maps: the same for either skeleton, whose types
-/// are generated apart.
+/// Opens a skeleton, sets the program's constants and passes the shared maps. The same for both skeletons, whose types
+/// are generated separately.
 macro_rules! open {
     ($builder:ty, $storage:expr, $options:expr, $shared:expr) => {{
         let failed = |source| LoadError::new("the XDP program", source);
@@ -63,7 +63,7 @@ macro_rules! open {
         constants.uplink = u32::from($options.role == Role::Uplink);
         constants.pod = u32::from($options.role == Role::Pod);
         constants.bridged = u32::from($options.bridge.is_some());
-        // As it stands in a frame, whatever the machine's byte order.
+        // In wire order, independent of the machine's byte order.
         let [a, b, c, d, e, f] = $options.bridge.unwrap_or_default();
         constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
         open.maps.local_pods.reuse_fd($shared.local_pods.map().as_fd()).map_err(failed)?;
@@ -88,7 +88,7 @@ macro_rules! loaded {
 }
 
 impl Program {
-    /// Passes the program of this role through the verifier.
+    /// Loads the program of this role through the verifier.
     pub(crate) fn load(options: AttachOptions, shared: &Shared) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the XDP program", source);
         let mut storage = MaybeUninit::uninit();

@@ -1,6 +1,7 @@
-//! The kernel's fingerprint of a program's instructions, by which one is known wherever it is attached.
+//! Program tags: the kernel's hash of a program's instructions, which identifies a program wherever it is attached.
 //!
-//! The constants that differ from port to port stand in a map and are no part of it: all instances of a build for pods have the same, and all others.
+//! The constants that differ between ports are in a map and not part of the hash: all instances for pods have the same
+//! tag, and so have all others.
 
 use std::fmt;
 use std::io;
@@ -23,8 +24,8 @@ impl fmt::Display for ProgramTag {
 }
 
 impl ProgramTag {
-    /// The tag of the program that this binary has for ports of this role: it is loaded for that, attached nowhere, and gone
-    /// again. Uplinks and the host port have the same.
+    /// The tag of this binary's program for this role. The program is loaded for that, but not attached. Uplinks and
+    /// the host port have the same tag.
     pub fn own(role: Role) -> Result<Self, LoadError> {
         let program = Program::load(AttachOptions::new(role), &Shared::create()?)?;
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
@@ -34,8 +35,8 @@ impl ProgramTag {
         let mut info = libbpf_sys::bpf_prog_info::default();
         let mut length = size_of::<libbpf_sys::bpf_prog_info>() as u32;
         let to = (&raw mut info).cast();
-        // SAFETY: `to` points to `length` octets that live across the call; the kernel writes no more than `length`, and all
-        // pointers in there are null, so that it writes nowhere else.
+        // SAFETY: `to` points to `length` bytes that live across the call. The kernel writes at most `length`, and all
+        // pointers in the structure are null, so it writes nowhere else.
         match unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), to, &mut length) } {
             0 => Ok(Self(info.tag)),
             error => Err(io::Error::from_raw_os_error(-error)),
@@ -44,8 +45,8 @@ impl ProgramTag {
 }
 
 impl Pins {
-    /// The tag of each pinned link's present program. Needs CAP_SYS_ADMIN: the kernel opens programs by their number for
-    /// nobody else.
+    /// The tag of the current program of each pinned link. Needs CAP_SYS_ADMIN, which the kernel requires for opening
+    /// programs by id.
     pub fn tags(&self) -> Vec<(Pinned, io::Result<ProgramTag>)> {
         let tag = |pinned| {
             let link = self.take(pinned).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
@@ -56,11 +57,11 @@ impl Pins {
     }
 }
 
-/// Opens the program of this number.
+/// Opens the program with this id.
 fn open(id: u32) -> io::Result<OwnedFd> {
-    // SAFETY: the number is passed by value.
+    // SAFETY: the id is passed by value.
     match unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) } {
-        // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+        // SAFETY: the call has just returned this descriptor, and nothing else owns it.
         fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         error => Err(io::Error::from_raw_os_error(-error)),
     }

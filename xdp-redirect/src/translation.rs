@@ -1,19 +1,19 @@
-//! Whether programs can ask the kernel which connections it translates.
+//! Whether programs can query the kernel's connection tracking for translated connections.
 
 use std::ffi::CStr;
 
 use libbpf_rs::libbpf_sys;
 
-/// What `src/bpf/translation.h` calls.
+/// Functions called in `src/bpf/translation.h`.
 const FUNCTIONS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
-/// Where they are, if they are not in the kernel itself.
+/// The module that contains them if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";
 
-/// Whether the running kernel lets an XDP program look a connection up: Linux 5.18 or later, with connection tracking in it or
-/// loaded, and its types (CONFIG_DEBUG_INFO_BTF). Where it does not, an uplink would hand over packets that the kernel must
-/// translate first.
+/// Whether the running kernel lets an XDP program look up a connection: Linux 5.18 or later, with connection tracking
+/// built in or loaded, and its types (CONFIG_DEBUG_INFO_BTF). Otherwise an uplink would redirect packets that the
+/// kernel must translate first.
 pub fn can_find_translated() -> bool {
-    // SAFETY: the call takes nothing; what it returns is ours, or null.
+    // SAFETY: the call takes no arguments; the result is owned by us, or null.
     let kernel = unsafe { libbpf_sys::btf__load_vmlinux_btf() };
     if kernel.is_null() {
         return false;
@@ -27,7 +27,7 @@ pub fn can_find_translated() -> bool {
         found
     };
     let found = has_all(kernel) || in_module();
-    // SAFETY: it is ours, and nothing refers to it any more.
+    // SAFETY: we own it, and nothing refers to it any more.
     unsafe { libbpf_sys::btf__free(kernel) };
     found
 }

@@ -1,4 +1,4 @@
-//! Attaching to real interfaces. These tests need root; each has a network namespace of its own, which goes with it.
+//! Tests on real interfaces. They need root; each has its own temporary network namespace.
 
 use std::io;
 use std::net::Ipv6Addr;
@@ -14,11 +14,11 @@ use penstock_xdp_redirect::{
     Pins, ProgramTag, Redirect, Role, SocketError,
 };
 
-/// Runs a test in a network namespace that goes with it, whatever becomes of the test.
+/// Runs a test in a temporary network namespace.
 fn in_namespace(test: impl FnOnce() + Send) {
     let run = || {
         unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
-        // So that the interfaces are silent but for what the test sends.
+        // So that only the test sends packets on its interfaces.
         std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
         test();
     };
@@ -43,12 +43,12 @@ fn veth() -> Interface {
 
 /// Sends a frame out of an interface.
 fn send(interface: &str, frame: &[u8]) {
-    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+    // SAFETY: a plain system call; nothing else owns the descriptor that it returns.
     let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
     assert!(fd >= 0, "{}", io::Error::last_os_error());
     // SAFETY: as above.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: all zeros is a value of this plain structure.
+    // SAFETY: all zeros is valid for this plain structure.
     let mut to: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     to.sll_family = libc::AF_PACKET as u16;
     to.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
@@ -181,10 +181,10 @@ fn without_a_socket_packets_are_dropped_unless_they_are_to_pass() {
     });
 }
 
-/// A neighbour solicitation (RFC 4861 section 4.3) to this address.
-/// Whom [`solicitation`] is addressed to.
+/// Destination MAC of [`solicitation`].
 const SOLICITED: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
+/// A neighbour solicitation (RFC 4861 section 4.3) for this address.
 fn solicitation(to: &str) -> Vec<u8> {
     let mut frame = SOLICITED.to_vec();
     frame.extend([2, 0, 0, 0, 0, 2, 0x86, 0xdd, 0x60, 0, 0, 0, 0, 24, 58, 255]);
@@ -220,7 +220,7 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
         }
         assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
         drop(attached);
-        // On a port of a bridge what the node would route is what is addressed to the bridge itself.
+        // On a bridge port, packets addressed to the bridge itself would be routed by the node.
         let cases = [([9; 6], Outcome::NeighbourDiscovery), (SOLICITED, Outcome::NoSocket)];
         for (bridge, outcome) in cases {
             let options = AttachOptions { bridge: Some(bridge), ..AttachOptions::new(Role::Pod) };
@@ -232,7 +232,7 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
     });
 }
 
-/// Below bpffs, for one test; cleared away with what is pinned in it.
+/// A directory in bpffs for one test; removed with everything pinned in it.
 struct PinRoot(std::path::PathBuf);
 
 impl PinRoot {
@@ -251,7 +251,7 @@ impl Drop for PinRoot {
     }
 }
 
-/// An IPv4 packet that the program would hand to a socket.
+/// An IPv4 packet that the program would redirect.
 fn ipv4_frame() -> Vec<u8> {
     let mut frame = vec![0xff; 12];
     frame.extend([8, 0, 0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 9, 10, 0, 0, 5, 0, 1, 0, 2, 0, 8, 0, 0]);
@@ -283,7 +283,7 @@ fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
     });
 }
 
-/// Puts a program that passes everything in the place of the one that a pinned link has, past this crate.
+/// Replaces the program of a pinned link by one that passes everything, without using this crate.
 fn replace_by_another(pin: &std::path::Path) {
     use libbpf_rs::libbpf_sys::{
         BPF_PROG_TYPE_XDP, BPF_XDP, bpf_insn, bpf_link_update, bpf_obj_get, bpf_prog_load, bpf_prog_load_opts,
@@ -294,10 +294,10 @@ fn replace_by_another(pin: &std::path::Path) {
     let exit = bpf_insn { code: 0x95, ..Default::default() };
     let (program, path) = ([pass, exit], std::ffi::CString::new(pin.to_str().unwrap()).unwrap());
     let mut options = bpf_prog_load_opts { sz: size_of::<bpf_prog_load_opts>() as _, ..Default::default() };
-    // What the program has that it replaces, or the kernel refuses it.
+    // The attach type of the replaced program; otherwise the kernel rejects it.
     options.expected_attach_type = BPF_XDP;
-    // SAFETY: instructions, strings and options live across the calls, and the number of instructions is given; both
-    // descriptors are new and nobody else's.
+    // SAFETY: instructions, strings and options live across the calls, and the number of instructions is given; nothing
+    // else owns the two new descriptors.
     unsafe {
         let license = c"GPL".as_ptr();
         let loaded = bpf_prog_load(BPF_PROG_TYPE_XDP, c"other".as_ptr(), license, program.as_ptr(), 2, &mut options);
@@ -344,7 +344,7 @@ fn pins_of_interfaces_and_namespaces_that_are_gone_are_swept() {
         assert_eq!(redirect.pins().unwrap().links().len(), 1);
     });
     in_namespace(|| {
-        // The kernel takes a namespace's interfaces away a little later than its last user goes.
+        // The kernel removes a namespace's interfaces a little after its last user.
         let deadline = Instant::now() + Duration::from_secs(5);
         let directories = || {
             let own = root.open();

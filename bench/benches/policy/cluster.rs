@@ -1,4 +1,4 @@
-//! Clusters of any size, made of numbers.
+//! Synthetic clusters of any size.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -27,7 +27,7 @@ pub(crate) fn node(number: usize) -> Object {
     Object::Node(Node { name: format!("node-{number}"), addresses: vec![address] })
 }
 
-/// The address of a pod: a /24 for each hundred.
+/// The address of a pod: one /24 for each hundred pods.
 pub(crate) fn address(pod: usize) -> IpAddr {
     Ipv4Addr::from_bits(0x0a00_0000 | ((pod / 100) << 8 | (pod % 100)) as u32).into()
 }
@@ -80,7 +80,7 @@ pub(crate) fn policy(
     Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
 }
 
-/// The `variant`th policy of the kinds that clusters have; `turn` changes its rules.
+/// The `variant`th policy, of the kinds common in clusters; `turn` changes its rules.
 pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Object {
     let any = |peers: Vec<Peer>, ports: Vec<Port>| Rule { peers: Peers::AnyOf(peers), ports: Ports::AnyOf(ports) };
     let app = |app: usize| selector(&[("app", format!("app-{}", app % 5))]);

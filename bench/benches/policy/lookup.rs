@@ -1,4 +1,4 @@
-//! What judging one flow costs, and what it does not depend on.
+//! Cost of a policy lookup, and what it does not depend on.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -8,14 +8,14 @@ use penstock_dataplane::policy::{PolicySet, PortProtocol};
 use penstock_policy::engine::{Engine, Settings};
 use penstock_policy::model::{Change, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector, Test};
 
+use super::alternatives::{LinearList, MizarTables};
 use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typical_policy};
-use super::rivals::{LinearList, MizarTables};
 use super::row;
 
-/// Judged in one go; few enough to stay in the nearest cache beside what they look up.
+/// Flows per measurement; few enough to stay in the L1 cache together with the looked-up data.
 const FLOWS: usize = 512;
 
-/// The best nanoseconds a flow of each contender, measured in turns.
+/// Best nanoseconds a flow of each contender, measured in alternation.
 fn race<const N: usize>(rounds: usize, mut contenders: [&mut dyn FnMut() -> u64; N]) -> [f64; N] {
     let mut best = [f64::INFINITY; N];
     for _ in 0..rounds {
@@ -30,7 +30,7 @@ fn race<const N: usize>(rounds: usize, mut contenders: [&mut dyn FnMut() -> u64;
     best
 }
 
-fn judge_all(set: &PolicySet, flows: &[Flow]) -> u64 {
+fn evaluate_all(set: &PolicySet, flows: &[Flow]) -> u64 {
     flows.iter().map(|flow| u64::from(black_box(set).judge(flow).is_allowed())).sum()
 }
 
@@ -38,7 +38,8 @@ fn flow(src: std::net::IpAddr, dst: std::net::IpAddr, dst_port: u16) -> Flow {
     Flow { src: src.into(), dst: dst.into(), protocol: Protocol::TCP, src_port: 40000, dst_port }
 }
 
-/// Numbers that look random and are the same every time (a 64-bit linear congruential generator, Knuth's constants).
+/// Pseudo-random numbers that are the same in every run (a 64-bit linear congruential generator with Knuth's
+/// constants).
 fn numbers() -> impl Iterator<Item = usize> {
     let mut state = 42u64;
     std::iter::repeat_with(move || {
@@ -53,14 +54,14 @@ fn set(objects: impl IntoIterator<Item = Object>) -> PolicySet {
     engine.policy_set().clone()
 }
 
-/// Pods `0..count` in namespaces of a hundred, apps in turn.
+/// Pods `0..count` in namespaces of a hundred, with rotating app labels.
 fn pods(count: usize) -> impl Iterator<Item = Object> {
     let namespaces = (0..count.div_ceil(100)).map(namespace);
     let pods = (0..count).map(|number| Object::Pod(pod(number, number / 100, number % 4, number % 5)));
     namespaces.chain((0..4).map(node)).chain(pods)
 }
 
-/// The one policy on namespace 0 that all comparisons share.
+/// The policy on namespace 0 that all comparisons share.
 fn the_policy() -> Object {
     let rules = vec![Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(selector(&[("app", "app-1".to_owned())]))]),
@@ -86,17 +87,19 @@ pub(crate) fn run(rounds: usize) -> Vec<bool> {
     let many = set(pods(1_000)
         .chain([the_policy()])
         .chain((0..10_000).map(|number| typical_policy(number, 1 + number % 9, 0))));
-    let [one_ns, many_ns] = race(rounds, [&mut || judge_all(&one, &among_100), &mut || judge_all(&many, &among_100)]);
+    let [one_ns, many_ns] =
+        race(rounds, [&mut || evaluate_all(&one, &among_100), &mut || evaluate_all(&many, &among_100)]);
     results.push(ratio("lookup, 10,000 policies in the cluster against 1", many_ns, one_ns, 1.05));
 
     let few = set(pods(100).chain([the_policy()]));
     let crowd = set(pods(100_000).chain([the_policy()]));
-    let [few_ns, crowd_ns] = race(rounds, [&mut || judge_all(&few, &among_100), &mut || judge_all(&crowd, &among_100)]);
+    let [few_ns, crowd_ns] =
+        race(rounds, [&mut || evaluate_all(&few, &among_100), &mut || evaluate_all(&crowd, &among_100)]);
     results.push(ratio("lookup, 100,000 pods against 100, the same flows", crowd_ns, few_ns, 1.25));
     let all_over: Vec<Flow> = (0..FLOWS)
         .map(|_| flow(address(number.next().unwrap() % 100_000), address(number.next().unwrap() % 100), 80))
         .collect();
-    let [all_over_ns] = race(rounds, [&mut || judge_all(&crowd, &all_over)]);
+    let [all_over_ns] = race(rounds, [&mut || evaluate_all(&crowd, &all_over)]);
     println!("  (from {FLOWS} random ones of the 100,000 pods: {all_over_ns:.1} ns)");
 
     results.extend(rules(rounds));
@@ -105,7 +108,7 @@ pub(crate) fn run(rounds: usize) -> Vec<bool> {
     results
 }
 
-/// The same flows, all allowed: by a rule of their own each, or all by one.
+/// The same flows, all allowed: each by its own rule, or all by one.
 fn rules(rounds: usize) -> Vec<bool> {
     let with = |rules: Vec<Rule>| {
         let client = |number: usize| {
@@ -137,13 +140,20 @@ fn rules(rounds: usize) -> Vec<bool> {
     };
     let (busy, wide) = (flows(64), flows(1_024));
     for flows in [&busy, &wide] {
-        assert_eq!((judge_all(&one, flows), judge_all(&many, flows)), (FLOWS as u64, FLOWS as u64), "all are allowed");
+        assert_eq!(
+            (evaluate_all(&one, flows), evaluate_all(&many, flows)),
+            (FLOWS as u64, FLOWS as u64),
+            "all are allowed"
+        );
     }
     let [one_ns, many_ns, one_wide_ns, many_wide_ns] = race(
         rounds,
-        [&mut || judge_all(&one, &busy), &mut || judge_all(&many, &busy), &mut || judge_all(&one, &wide), &mut || {
-            judge_all(&many, &wide)
-        }],
+        [
+            &mut || evaluate_all(&one, &busy),
+            &mut || evaluate_all(&many, &busy),
+            &mut || evaluate_all(&one, &wide),
+            &mut || evaluate_all(&many, &wide),
+        ],
     );
     vec![
         ratio("lookup, 1,024 rules on the endpoint against 1, flows of 64 clients", many_ns, one_ns, 1.25),
@@ -156,7 +166,7 @@ fn rules(rounds: usize) -> Vec<bool> {
     ]
 }
 
-/// Against a first-match list of 1,000 six-tuples of the same meaning.
+/// Against an equivalent first-match list of 1,000 six-tuples.
 fn linear(rounds: usize) -> bool {
     let rules = (0..500).map(|n: usize| Rule {
         peers: Peers::AnyOf(vec![
@@ -191,11 +201,11 @@ fn linear(rounds: usize) -> bool {
             .map(|flow| u64::from(lists[0].permits(flow.src.into(), Some((PortProtocol::Tcp, flow.dst_port)))))
             .sum()
     };
-    let said = judge_all(&set, &flows);
-    assert_eq!((said, said), (list.judge_all(&flows), rendered(&flows)), "all say the same");
+    let said = evaluate_all(&set, &flows);
+    assert_eq!((said, said), (list.evaluate_all(&flows), rendered(&flows)), "all say the same");
     let [ours, packed, theirs] = race(
         rounds.min(50),
-        [&mut || judge_all(&set, &flows), &mut || list.judge_all(&flows), &mut || rendered(&flows)],
+        [&mut || evaluate_all(&set, &flows), &mut || list.evaluate_all(&flows), &mut || rendered(&flows)],
     );
     println!("  (the same list packed into masks for one comparison an entry: {packed:.0} ns, {:.0}x)", packed / ours);
     let times = theirs / ours;
@@ -203,7 +213,7 @@ fn linear(rounds: usize) -> bool {
     row("lookup against the first-match list of 1,000 six-tuples that is rendered", figure, ">= 50x", times >= 50.0)
 }
 
-/// Against Mizar's four tables for one side of one endpoint, 64 policies of a block, an except and a port each.
+/// Against Mizar's four tables for one direction of one endpoint: 64 policies with a block, an except and a port each.
 fn mizar(rounds: usize) -> bool {
     let policies: Vec<(String, String, u16)> = (0..64)
         .map(|n| (format!("172.{}.0.0/16", 16 + n % 16), format!("172.{}.{}.0/24", 16 + n % 16, n), 1_000 + n as u16))
@@ -225,11 +235,11 @@ fn mizar(rounds: usize) -> bool {
             flow(src.into(), address(0), 1_000 + n as u16)
         })
         .collect();
-    // Policies share blocks here, and in Mizar's form an except of one policy is an except of the longest prefix's
-    // other policies, too: it denies more.
-    let (ours, theirs) = (judge_all(&set, &flows), mizar.judge_all(&flows));
+    // Policies share blocks here. In Mizar's form an except of one policy also applies to the other policies of the
+    // longest prefix, so it denies more.
+    let (ours, theirs) = (evaluate_all(&set, &flows), mizar.evaluate_all(&flows));
     assert!(ours >= theirs && theirs > 0, "{ours} and {theirs} allowed");
-    let [ours, theirs] = race(rounds, [&mut || judge_all(&set, &flows), &mut || mizar.judge_all(&flows)]);
+    let [ours, theirs] = race(rounds, [&mut || evaluate_all(&set, &flows), &mut || mizar.evaluate_all(&flows)]);
     let times = theirs / ours;
     let figure = format!("{times:.1}x ({ours:.1} : {theirs:.1} ns)");
     row("lookup against Mizar's four tables, 64 policies", figure, ">= 2x", times >= 2.0)

@@ -1,4 +1,4 @@
-//! A change from event to published tables, in a large cluster seen from one of its nodes.
+//! A change from event to published tables, in a large cluster as seen by one of its nodes.
 
 use std::time::{Duration, Instant};
 
@@ -9,9 +9,9 @@ use penstock_policy::model::*;
 use super::cluster::{address, key, labels, namespace, node, pod, typical_policy};
 use super::row;
 
-/// How large the cluster is.
+/// Size of the cluster.
 #[derive(Clone, Copy)]
-pub(crate) struct Size {
+pub(crate) struct ClusterScale {
     pods: usize,
     namespaces: usize,
     policies: usize,
@@ -19,7 +19,7 @@ pub(crate) struct Size {
     changes: usize,
 }
 
-impl Size {
+impl ClusterScale {
     pub(crate) const FULL: Self =
         Self { pods: 100_000, namespaces: 5_000, policies: 10_000, nodes: 400, changes: 2_000 };
     pub(crate) const SMOKE: Self = Self { pods: 1_000, namespaces: 50, policies: 100, nodes: 4, changes: 20 };
@@ -28,7 +28,7 @@ impl Size {
         pod % self.namespaces
     }
 
-    /// Spread so that the pods of one node are of many namespaces.
+    /// Spreads the pods of one node over many namespaces.
     fn pod(&self, number: usize) -> Pod {
         let spread = number.wrapping_mul(2_654_435_761) >> 7;
         pod(number, self.namespace_of(number), spread % self.nodes, number / self.namespaces % 5)
@@ -47,7 +47,7 @@ impl Size {
     }
 }
 
-pub(crate) fn run(size: Size) -> Vec<bool> {
+pub(crate) fn run(size: ClusterScale) -> Vec<bool> {
     let mut engine = Engine::new(Settings::for_node("node-0"));
     let start = Instant::now();
     engine.apply(size.objects());
@@ -98,7 +98,7 @@ pub(crate) fn run(size: Size) -> Vec<bool> {
     let of_own_namespaces: Vec<usize> =
         own.iter().map(|pod| size.namespace_of(*pod)).filter(|number| *number < size.policies).collect();
     let repolicy = |turn: usize| {
-        // Every other one is a policy that may select a pod of this node.
+        // Every second one is a policy that may select a pod of this node.
         let number = if turn.is_multiple_of(2) {
             of_own_namespaces[turn / 2 % of_own_namespaces.len()]
         } else {
@@ -130,7 +130,8 @@ pub(crate) fn run(size: Size) -> Vec<bool> {
     results
 }
 
-/// Median, 99th percentile and worst of single changes, each published, the one before kept as workers do.
+/// Median, 99th percentile and maximum of single changes. Each is published while the previous one is still held, as
+/// workers do.
 fn changes(
     engine: &mut Engine,
     published: &mut PolicySet,

@@ -1,4 +1,4 @@
-//! Bulk transfers over TCP, checked octet by octet.
+//! Bulk TCP transfers whose content is compared byte by byte.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -11,43 +11,43 @@ use rand::{RngCore, SeedableRng};
 
 use crate::testbed::Namespace;
 
-/// Octets written at once.
+/// Bytes per write.
 const CHUNK: usize = 64 << 10;
-/// A transfer that moves nothing for this long has failed.
+/// A transfer without progress for this long has failed.
 const STALL: Duration = Duration::from_secs(15);
 
-/// What a transfer came to.
+/// Result of a transfer.
 #[derive(Clone, Copy, Debug)]
-pub struct Receipt {
-    /// Octets that arrived, every one as it was sent.
-    pub octets: u64,
-    /// From the first octet's sending to the last one's arrival.
+pub struct TransferReport {
+    /// Bytes received, all identical to what was sent.
+    pub bytes: u64,
+    /// From the start of sending until the last byte arrived.
     pub time: Duration,
-    /// Segments that the sender's kernel sent, and how many of them again (`tcpi_segs_out`, `tcpi_total_retrans`).
+    /// Segments sent by the sender's kernel, retransmissions included (`tcpi_segs_out`).
     pub segments: u64,
-    /// Those sent again.
+    /// Segments retransmitted (`tcpi_total_retrans`).
     pub retransmitted: u64,
 }
 
-impl Receipt {
+impl TransferReport {
     /// Gigabits per second.
     pub fn gigabits_per_second(&self) -> f64 {
-        self.octets as f64 * 8.0 / self.time.as_secs_f64() / 1e9
+        self.bytes as f64 * 8.0 / self.time.as_secs_f64() / 1e9
     }
 
-    /// Share of the segments that were sent again.
+    /// Share of the segments that were retransmitted, from 0 to 1.
     pub fn retransmitted_share(&self) -> f64 {
         self.retransmitted as f64 / (self.segments.max(1)) as f64
     }
 }
 
-/// Sends this many pseudo-random octets over one connection; every one is compared on arrival.
-pub fn transfer(from: &Namespace, to: &Namespace, address: IpAddr, octets: u64) -> Result<Receipt> {
-    run(from, to, address, |sent, _| sent < octets)
+/// Sends this many pseudo-random bytes over one connection and compares every byte on arrival.
+pub fn transfer(from: &Namespace, to: &Namespace, address: IpAddr, bytes: u64) -> Result<TransferReport> {
+    run(from, to, address, |sent, _| sent < bytes)
 }
 
 /// Sends for this long.
-pub fn transfer_for(from: &Namespace, to: &Namespace, address: IpAddr, length: Duration) -> Result<Receipt> {
+pub fn transfer_for(from: &Namespace, to: &Namespace, address: IpAddr, length: Duration) -> Result<TransferReport> {
     run(from, to, address, |_, time| time < length)
 }
 
@@ -56,23 +56,23 @@ fn run(
     to: &Namespace,
     address: IpAddr,
     more: impl Fn(u64, Duration) -> bool + Send,
-) -> Result<Receipt> {
+) -> Result<TransferReport> {
     let listener = to.run(|| TcpListener::bind(SocketAddr::new(address, PORT)))?;
     let seed = rand::random();
     std::thread::scope(|scope| {
         let receiver = scope.spawn(move || receive(&listener, seed));
         let sent = from.run(|| send(SocketAddr::new(address, PORT), seed, more));
         let received = receiver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let (octets, start, segments, retransmitted) = sent?;
+        let (bytes, start, segments, retransmitted) = sent?;
         let (arrived, end) = received?;
-        if arrived != octets {
-            bail!("{octets} octets were sent and {arrived} arrived");
+        if arrived != bytes {
+            bail!("{bytes} bytes were sent and {arrived} arrived");
         }
-        Ok(Receipt { octets, time: end.saturating_duration_since(start), segments, retransmitted })
+        Ok(TransferReport { bytes, time: end.saturating_duration_since(start), segments, retransmitted })
     })
 }
 
-/// The port of bulk transfers: iperf3's, since that is what people know.
+/// Port of bulk transfers; the one that iperf3 uses.
 const PORT: u16 = 5201;
 
 fn send(address: SocketAddr, seed: u64, more: impl Fn(u64, Duration) -> bool) -> Result<(u64, Instant, u64, u64)> {
@@ -84,12 +84,12 @@ fn send(address: SocketAddr, seed: u64, more: impl Fn(u64, Duration) -> bool) ->
     let start = Instant::now();
     while more(sent, start.elapsed()) {
         random.fill_bytes(&mut chunk);
-        stream.write_all(&chunk).with_context(|| format!("stalled after {sent} octets"))?;
+        stream.write_all(&chunk).with_context(|| format!("stalled after {sent} bytes"))?;
         sent += CHUNK as u64;
     }
     stream.shutdown(std::net::Shutdown::Write)?;
     stream.set_read_timeout(Some(STALL))?;
-    // The receiver closes once it has read everything: only then are the counters the whole truth.
+    // The receiver closes once it has read everything. The counters are complete only then.
     let _ = stream.read(&mut [0; 1]).context("the receiver does not close")?;
     let (segments, retransmitted) = segments(&stream)?;
     Ok((sent, start, segments, retransmitted))
@@ -102,14 +102,14 @@ fn receive(listener: &TcpListener, seed: u64) -> Result<(u64, Instant)> {
     let (mut chunk, mut expected) = (vec![0; CHUNK], vec![0; CHUNK]);
     let mut arrived = 0;
     loop {
-        let length = fill(&mut stream, &mut chunk).with_context(|| format!("stalled after {arrived} octets"))?;
+        let length = fill(&mut stream, &mut chunk).with_context(|| format!("stalled after {arrived} bytes"))?;
         if length == 0 {
             return Ok((arrived, Instant::now()));
         }
         random.fill_bytes(&mut expected);
         if chunk[..length] != expected[..length] {
             let at = (0..length).find(|&at| chunk[at] != expected[at]).unwrap_or(length);
-            bail!("octet {} differs from what was sent", arrived + at as u64);
+            bail!("byte {} differs from what was sent", arrived + at as u64);
         }
         arrived += length as u64;
     }
@@ -149,7 +149,7 @@ fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
     // SAFETY: all fields of the C struct are integers, for which zero is a value.
     let mut info: TcpInfo = unsafe { std::mem::zeroed() };
     let mut length = size_of::<TcpInfo>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` octets, which is the struct's size.
+    // SAFETY: the kernel writes at most `length` bytes, which is the struct's size.
     let result = unsafe {
         libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, (&raw mut info).cast(), &raw mut length)
     };
@@ -159,10 +159,10 @@ fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
     Ok((info.segs_out.into(), info.total_retrans.into()))
 }
 
-/// The start of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h), up to what is read here.
+/// The start of the kernel's `struct tcp_info` (include/uapi/linux/tcp.h), up to the last field read here.
 #[repr(C)]
 struct TcpInfo {
-    octets: [u8; 8],
+    bytes: [u8; 8],
     words: [u32; 23],
     total_retrans: u32,
     rates_and_bytes: [u64; 4],
@@ -174,7 +174,7 @@ mod tests {
     use std::mem::offset_of;
 
     #[test]
-    fn tcp_info_has_the_layout_of_the_kernels_header() {
+    fn tcp_info_matches_the_kernel_layout() {
         assert_eq!(offset_of!(super::TcpInfo, total_retrans), offset_of!(libc::tcp_info, tcpi_total_retrans));
         assert_eq!(offset_of!(super::TcpInfo, segs_out), 136);
     }

@@ -1,13 +1,13 @@
-//! How busy the machine's cores were, and how long they were somebody else's.
+//! CPU time of each core: busy, and stolen by the hypervisor.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// The time that each core has not been idle since the machine started, by core, and the time that the host of a virtual
-/// machine had given it to others while there was something to do.
+/// Per core since boot: time not idle, and time that the host of a virtual machine gave to others while the core had
+/// work.
 ///
-/// The kernel tells it in hundredths of a second, time in interrupts included.
+/// The kernel reports it in units of 10 ms; time in interrupts is included.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CoreTimes(Vec<CoreTime>);
 
@@ -18,7 +18,7 @@ struct CoreTime {
 }
 
 impl CoreTimes {
-    /// Reads it now.
+    /// Reads the current values.
     pub fn read() -> Result<Self> {
         parse(&std::fs::read_to_string("/proc/stat")?)
     }
@@ -28,18 +28,18 @@ impl CoreTimes {
         self.0.iter().zip(&earlier.0).map(|(now, then)| now.busy.saturating_sub(then.busy)).collect()
     }
 
-    /// How long the host kept all cores together from this machine since `earlier`.
+    /// Time stolen from all cores together since `earlier`.
     pub fn stolen_since(&self, earlier: &Self) -> Duration {
         self.0.iter().zip(&earlier.0).map(|(now, then)| now.stolen.saturating_sub(then.stolen)).sum()
     }
 
-    /// Which share of all cores' time the host kept from this machine, `took` after `earlier`.
+    /// Stolen share of all cores' time since `earlier`, which was `took` ago; from 0 to 1.
     pub fn stolen_share(&self, earlier: &Self, took: Duration) -> f64 {
         self.stolen_since(earlier).as_secs_f64() / (took.as_secs_f64() * self.0.len() as f64)
     }
 }
 
-/// A line for each core: its name, then user, nice, system, idle, iowait, irq, softirq and steal (proc_stat(5)).
+/// Parses one line per core: name, then user, nice, system, idle, iowait, irq, softirq and steal (proc_stat(5)).
 fn parse(text: &str) -> Result<CoreTimes> {
     let is_core = |line: &&str| {
         line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
@@ -53,7 +53,7 @@ fn parse(text: &str) -> Result<CoreTimes> {
         Ok(CoreTime { busy: hundredths(user + nice + system + irq + softirq), stolen: hundredths(*steal) })
     };
     let times: Result<Vec<CoreTime>> = text.lines().filter(is_core).map(time).collect();
-    times.map(CoreTimes).context("cannot tell how busy the cores are")
+    times.map(CoreTimes).context("cannot read the cores' busy time")
 }
 
 #[cfg(test)]
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_time_and_the_line_of_all_cores_are_left_out() {
+    fn idle_time_and_the_total_line_are_ignored() {
         let then =
             parse("cpu 9 9 9 9 9 9 9 9\ncpu0 1 2 3 400 50 6 7 8 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n").unwrap();
         let now =

@@ -1,4 +1,4 @@
-//! Floods of packets that belong to no connection, at a pace, from addresses that their sender makes up.
+//! Paced floods of packets that belong to no connection, optionally from spoofed addresses.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,17 +10,17 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::generator::Generator;
-use crate::testbed::{Netlink, Node, Outside, Via};
+use crate::testbed::{Netlink, Node, Outside, RouteVia};
 
-/// Packets that are made and sent at once.
+/// Packets built and sent per call.
 const BATCH: usize = 64;
-/// More than this a flood does not make up for when it was held up.
+/// A flood that was held up for longer than this, in seconds, does not catch up on the rest.
 const LATE: f64 = 0.02;
 
-/// What a flood is of.
+/// Packet type of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Packets {
-    /// TCP segments with ACK alone, as from the middle of a connection.
+pub enum FloodPackets {
+    /// TCP segments with only the ACK flag, as from the middle of a connection.
     Ack,
     /// TCP SYNs.
     Syn,
@@ -30,33 +30,33 @@ pub enum Packets {
     Udp,
 }
 
-/// Whom a flood comes from.
+/// Source addresses of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Sources {
-    /// From ever another address of 11.0.0.0/8 and port.
+pub enum FloodSources {
+    /// A different address of 11.0.0.0/8 and port for each packet.
     Spoofed,
-    /// From this address, and ever another port.
+    /// This address, with a different port for each packet.
     One(Ipv4Addr),
 }
 
-/// A flood from a machine outside to a pod.
+/// A flood from a machine outside the node to a pod.
 pub struct Flood {
-    /// What it is of.
-    pub packets: Packets,
-    /// Whom it comes from.
-    pub sources: Sources,
-    /// Whom it is for.
+    /// Packet type.
+    pub packets: FloodPackets,
+    /// Source addresses.
+    pub sources: FloodSources,
+    /// Destination address and port.
     pub destination: (Ipv4Addr, u16),
     macs: ([u8; 6], [u8; 6]),
     random: SmallRng,
 }
 
 impl Flood {
-    /// One that this machine is to send by its `eth0`.
+    /// A flood that `outside` sends through its `eth0`.
     pub fn new(
         (node, outside): (&Node, &Outside),
-        packets: Packets,
-        sources: Sources,
+        packets: FloodPackets,
+        sources: FloodSources,
         destination: (Ipv4Addr, u16),
     ) -> Result<Self> {
         let own = outside.namespace().netlink()?.mac("eth0")?;
@@ -64,8 +64,8 @@ impl Flood {
         Ok(Self { packets, sources, destination, macs: (own, gateway), random: SmallRng::seed_from_u64(16) })
     }
 
-    /// Sends so many packets a second until it is told to end; returns how many were taken. `generator` is one of the
-    /// machine that the flood comes from.
+    /// Sends `rate` packets a second until `ends` is set; returns how many the kernel accepted. `generator` must be a
+    /// socket on the machine that sends.
     pub fn run(&mut self, generator: &Generator, rate: f64, ends: &AtomicBool) -> Result<u64> {
         let (mut taken, mut due, mut last) = (0, 0.0, Instant::now());
         while !ends.load(Ordering::Relaxed) {
@@ -88,11 +88,11 @@ impl Flood {
         let [a, b, c, ..] = random.to_be_bytes();
         let port = 1024 + (random as u16) % (u16::MAX - 1024);
         let source = match self.sources {
-            Sources::Spoofed => Ipv4Addr::new(11, a, b, c),
-            Sources::One(address) => address,
+            FloodSources::Spoofed => Ipv4Addr::new(11, a, b, c),
+            FloodSources::One(address) => address,
         };
         let (protocol, transport) = match self.packets {
-            Packets::Udp => (IpNumber::UDP, 8),
+            FloodPackets::Udp => (IpNumber::UDP, 8),
             _ => (IpNumber::TCP, 20),
         };
         let ip = Ipv4Header::new(transport, 64, protocol, source.octets(), self.destination.0.octets())?;
@@ -101,7 +101,9 @@ impl Flood {
         frame.extend([0x08, 0x00]);
         ip.write(&mut frame)?;
         match self.packets {
-            Packets::Udp => UdpHeader::with_ipv4_checksum(port, self.destination.1, &ip, &[])?.write(&mut frame)?,
+            FloodPackets::Udp => {
+                UdpHeader::with_ipv4_checksum(port, self.destination.1, &ip, &[])?.write(&mut frame)?
+            }
             _ => self.segment(port, &ip)?.write(&mut frame)?,
         }
         Ok(frame)
@@ -110,8 +112,8 @@ impl Flood {
     fn segment(&mut self, port: u16, ip: &Ipv4Header) -> Result<TcpHeader> {
         let mut tcp = TcpHeader::new(port, self.destination.1, self.random.next_u32(), 64_240);
         match self.packets {
-            Packets::Syn => tcp.syn = true,
-            Packets::Rst => tcp.rst = true,
+            FloodPackets::Syn => tcp.syn = true,
+            FloodPackets::Rst => tcp.rst = true,
             _ => (tcp.ack, tcp.acknowledgment_number) = (true, self.random.next_u32()),
         }
         tcp.checksum = tcp.calc_checksum_ipv4(ip, &[])?;
@@ -119,10 +121,10 @@ impl Flood {
     }
 }
 
-/// Has a node send what it has no route for to this machine, as to a router, so that answers to made-up addresses leave it.
-pub fn route_beyond(node: &Node, outside: &Outside) -> Result<()> {
+/// Gives the node a default route to this machine, so that replies to spoofed addresses leave the node.
+pub fn route_default_to(node: &Node, outside: &Outside) -> Result<()> {
     let netlink: &Netlink = node.netlink();
     let machine = outside.addresses().iter().copied().find(|address| address.is_ipv4());
     let machine = machine.context("the machine outside has no IPv4 address")?;
-    netlink.add_route("0.0.0.0/0".parse()?, netlink.index(outside.interface())?, Via::Gateway(machine))
+    netlink.add_route("0.0.0.0/0".parse()?, netlink.index(outside.interface())?, RouteVia::Gateway(machine))
 }

@@ -1,6 +1,7 @@
-//! Sends frames of one UDP flow as fast as a core can, past the queueing discipline.
+//! Sends frames of one UDP flow as fast as one core can, bypassing the queueing discipline; and a packet socket for
+//! single frames.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -9,13 +10,15 @@ use anyhow::{Context, Result, bail};
 use nix::net::if_::if_nametoindex;
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
-/// Frames handed to the kernel in one system call.
+use crate::testbed::Namespace;
+
+/// Frames per system call.
 const BATCH: usize = 128;
 
-/// Octets of an Ethernet, an IPv4 and a UDP header.
+/// Bytes of the Ethernet, IPv4 and UDP headers.
 const HEADERS: usize = 14 + 20 + 8;
 
-/// The addresses of a UDP flow over IPv4, and the MAC addresses of its first hop.
+/// Addresses of a UDP flow over IPv4 and the MAC addresses of its first hop.
 #[derive(Clone, Copy, Debug)]
 pub struct UdpFlow {
     /// MAC of the interface that sends.
@@ -29,14 +32,14 @@ pub struct UdpFlow {
 }
 
 impl UdpFlow {
-    /// A frame of this flow with `length` octets, from the Ethernet header to the last octet of the payload and
-    /// without the frame check sequence.
+    /// A frame of this flow. `length` counts bytes from the Ethernet header to the end of the payload, without the
+    /// frame check sequence.
     pub fn frame(&self, length: usize) -> Result<Vec<u8>> {
         let (IpAddr::V4(source), IpAddr::V4(destination)) = (self.source.ip(), self.destination.ip()) else {
             bail!("frames are generated for IPv4 alone, not for {} to {}", self.source, self.destination);
         };
         let Some(payload) = length.checked_sub(HEADERS) else {
-            bail!("a frame of {length} octets has no room for its headers, which are {HEADERS}");
+            bail!("a frame of {length} bytes has no room for its headers, which are {HEADERS}");
         };
         let builder = etherparse::PacketBuilder::ethernet2(self.source_mac, self.gateway_mac)
             .ipv4(source.octets(), destination.octets(), 64)
@@ -63,7 +66,7 @@ impl Generator {
         Ok(Self { socket })
     }
 
-    /// Sends `frame` again and again for this long; returns how many times the kernel took it.
+    /// Sends `frame` repeatedly for this long; returns how many times the kernel accepted it.
     pub fn run_for(&self, frame: &[u8], length: Duration) -> Result<u64> {
         let deadline = Instant::now() + length;
         self.run(frame, |_| Instant::now() < deadline)
@@ -79,8 +82,8 @@ impl Generator {
         })
     }
 
-    /// Sends each of these frames once; returns how many the kernel took. One that the interface refuses, as an overload
-    /// has it, is not sent again.
+    /// Sends each of these frames once; returns how many the kernel accepted. A frame rejected because the interface is
+    /// overloaded is not sent again.
     pub fn send_frames<F: AsRef<[u8]>>(&self, frames: &[F]) -> Result<usize> {
         // SAFETY: all fields of the C structs are integers and pointers, for which zero is a value.
         let (mut parts, mut headers): ([libc::iovec; BATCH], [libc::mmsghdr; BATCH]) = unsafe { std::mem::zeroed() };
@@ -102,7 +105,7 @@ impl Generator {
                 match usize::try_from(result) {
                     Ok(count) => {
                         taken += count;
-                        // Where it stopped before the end, the next one was refused.
+                        // The call stopped early: the next frame was rejected.
                         next += count + 1;
                     }
                     Err(_) => {
@@ -137,7 +140,7 @@ impl Generator {
     }
 }
 
-/// The interface dropped a frame, or its queue is full: that is what an overload does. All else is a fault.
+/// Accepts the errors of an overloaded interface (frame dropped, queue full) and returns all others.
 fn is_overload(error: io::Error) -> Result<()> {
     match error.raw_os_error() {
         Some(libc::ENOBUFS | libc::EAGAIN | libc::EINTR) => Ok(()),
@@ -145,7 +148,7 @@ fn is_overload(error: io::Error) -> Result<()> {
     }
 }
 
-pub(super) fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
+fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -> Result<()> {
     let size = size_of_val(&value) as libc::socklen_t;
     // SAFETY: the option's value is an int, and lives through the call.
     let result = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, (&raw const value).cast(), size) };
@@ -155,7 +158,7 @@ pub(super) fn set_option(socket: &Socket, level: i32, option: i32, value: i32) -
     Ok(())
 }
 
-pub(super) fn link_address(interface: &str) -> Result<SockAddr> {
+fn link_address(interface: &str) -> Result<SockAddr> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
     let mut storage = SockAddrStorage::zeroed();
     // SAFETY: a sockaddr_ll fits into the storage, is plain old data, and its fields are all set here or zero.
@@ -164,4 +167,48 @@ pub(super) fn link_address(interface: &str) -> Result<SockAddr> {
     address.sll_ifindex = index.cast_signed();
     // SAFETY: the storage holds an initialised address of this length.
     Ok(unsafe { SockAddr::new(storage, size_of::<libc::sockaddr_ll>() as libc::socklen_t) })
+}
+
+/// A packet socket that sends single raw frames on an interface and captures all frames received there.
+pub struct PacketSocket {
+    socket: Socket,
+}
+
+impl PacketSocket {
+    /// Opens one on `eth0` of a namespace.
+    pub fn open(namespace: &Namespace) -> Result<Self> {
+        // The protocol number is in network byte order (packet(7)).
+        let every = i32::from((libc::ETH_P_ALL as u16).to_be());
+        let open = || {
+            let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(every)))?;
+            socket.bind(&link_address("eth0")?)?;
+            set_option(&socket, libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, 1)?;
+            set_option(&socket, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 8 << 20)?;
+            anyhow::Ok(Self { socket })
+        };
+        namespace.run(open).context("cannot open a packet socket")
+    }
+
+    /// Sends one frame.
+    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
+        self.socket.send(frame).map(drop)
+    }
+
+    /// Frames received since the last call and within the next `time`. Frames sent by this host are left out.
+    pub fn received(&self, time: Duration) -> Result<Vec<Vec<u8>>> {
+        let deadline = Instant::now() + time;
+        let mut frames = Vec::new();
+        let mut buffer = vec![0; 4096];
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            match (&self.socket).read(&mut buffer) {
+                Ok(length) => frames.push(buffer[..length].to_vec()),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    return Ok(frames);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
 }

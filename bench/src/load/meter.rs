@@ -1,4 +1,4 @@
-//! Counts datagrams exactly, and drops them right where they are counted.
+//! Counts received UDP datagrams exactly and drops them in the kernel.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::Range;
@@ -8,48 +8,49 @@ use anyhow::{Context, Result};
 use super::sink::udp_v4;
 use crate::testbed::Namespace;
 
-/// Sockets on a range of ports, with a filter that takes nothing: the kernel checks what arrives at them, counts it and
-/// drops it, so that nothing waits uncounted in a buffer.
+/// UDP sockets on a range of ports with a filter that accepts nothing: the kernel verifies, counts and drops each
+/// datagram, so that none waits uncounted in a buffer.
 ///
-/// Nothing else may receive UDP over IPv4 in its namespace without being counted too.
-pub struct Meter {
+/// It reads the namespace's counters, so other UDP over IPv4 received there is counted too.
+pub struct UdpMeter {
     namespace: Namespace,
     first: u16,
     sockets: Vec<UdpSocket>,
 }
 
-/// What a meter has counted so far.
+/// Datagrams counted so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Count {
-    /// Datagrams with a right checksum.
+pub struct DatagramCounts {
+    /// Datagrams with a valid checksum.
     pub arrived: u64,
-    /// Datagrams with a wrong one.
+    /// Datagrams with an invalid checksum.
     pub corrupted: u64,
 }
 
-impl Meter {
-    /// Opens one inside `namespace`.
+impl UdpMeter {
+    /// Opens the sockets inside `namespace`.
     pub fn open(namespace: &Namespace, address: IpAddr, ports: Range<u16>) -> Result<Self> {
         let open = || ports.clone().map(|port| bind(SocketAddr::new(address, port))).collect::<Result<Vec<_>>>();
         let sockets = namespace.run(open)?;
         Ok(Self { namespace: namespace.clone(), first: ports.start, sockets })
     }
 
-    /// Sends an answer from one of its ports; what cannot be sent is lost, as it could be on its way.
+    /// Sends a reply from one of the ports. A reply that cannot be sent counts as lost.
     pub fn answer(&self, port: u16, to: SocketAddr) {
         if let Some(socket) = port.checked_sub(self.first).and_then(|place| self.sockets.get(usize::from(place))) {
             let _ = socket.send_to(b"answer", to);
         }
     }
 
-    /// What was counted so far.
-    pub fn count(&self) -> Result<Count> {
+    /// Reads the counters.
+    pub fn count(&self) -> Result<DatagramCounts> {
         let read = || std::fs::read_to_string("/proc/thread-self/net/snmp");
         let text = self.namespace.run(read)?;
-        // What the filter refuses, and what finds a buffer full, is an error of its own; so is a wrong checksum.
+        // Datagrams that the filter rejects or that find a full buffer are counted as InErrors, and so are wrong
+        // checksums.
         let [read, errors, corrupted] = ["InDatagrams", "InErrors", "InCsumErrors"].map(|name| udp_v4(&text, name));
         let corrupted = corrupted?;
-        Ok(Count { arrived: read? + errors?.saturating_sub(corrupted), corrupted })
+        Ok(DatagramCounts { arrived: read? + errors?.saturating_sub(corrupted), corrupted })
     }
 }
 

@@ -1,30 +1,29 @@
-//! Load for tests and benchmarks: a generator of small frames, a sink that counts, single frames, and where their work runs.
+//! Load for tests and benchmarks: packet generators, counting sinks, TCP streams, and thread pinning.
 
 mod bulk;
 mod cores;
 mod flood;
 mod generator;
+mod harness;
 mod meter;
 mod run;
 mod search;
 mod sink;
-mod station;
 mod streams;
 mod traffic;
-mod wire;
+mod trial;
 
-pub use bulk::{Receipt, transfer, transfer_for};
+pub use bulk::{TransferReport, transfer, transfer_for};
 pub use cores::CoreTimes;
-pub use flood::{Flood, Packets, Sources, route_beyond};
-pub use generator::{Generator, UdpFlow};
-pub use meter::{Count, Meter};
-pub use run::Probes;
-pub use search::{Found, Search};
-pub use sink::Sink;
-pub use station::{Outcome, PORTS, PROBE_PORT, Probing, Station, Trial, of_length};
+pub use flood::{Flood, FloodPackets, FloodSources, route_default_to};
+pub use generator::{Generator, PacketSocket, UdpFlow};
+pub use harness::Harness;
+pub use meter::{DatagramCounts, UdpMeter};
+pub use search::{RateSearch, RateSearchResult};
+pub use sink::UdpSink;
 pub use streams::{connections_at, connections_for, streams_for};
-pub use traffic::{Lengths, Traffic};
-pub use wire::Wire;
+pub use traffic::{FrameLengths, Traffic};
+pub use trial::{PORTS, PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
 
 use anyhow::{Context, Result};
 use nix::errno::Errno;
@@ -32,10 +31,10 @@ use nix::libc;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
-/// Puts the calling thread before others of its core (nice -20), so that what else the machine does is not taken for a delay of
-/// what is measured. Needs CAP_SYS_NICE. A thread of real-time priority that never sleeps would do worse: the kernel takes
-/// 50 ms of each second from it.
-pub fn go_first() -> Result<()> {
+/// Raises the calling thread to nice -20, so that other processes on its core do not add latency to the measurement.
+/// Needs CAP_SYS_NICE. Real-time priority would be worse for a thread that never sleeps: the kernel throttles it for 50
+/// ms of each second.
+pub fn raise_priority() -> Result<()> {
     // SAFETY: no memory is passed; 0 means the calling thread (setpriority(2), "C library/kernel differences").
     let result = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -20) };
     Errno::result(result).map(drop).context("cannot raise a thread's priority")

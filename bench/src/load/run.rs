@@ -1,4 +1,4 @@
-//! A trial under way: what is sent when, and what becomes of its probes.
+//! A running trial: schedules packets and collects the results of its probes.
 
 use std::io::IoSliceMut;
 use std::net::{SocketAddr, UdpSocket};
@@ -6,98 +6,64 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
-use hdrhistogram::Histogram;
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg};
 
 use super::generator::{Generator, UdpFlow};
-use super::station::{PORTS, PROBE_PORT, Probing, Trial};
-use super::traffic::{Frames, SLOTS, Syns, Traffic, read_stamp};
+use super::traffic::{FrameTemplates, RandomSyns, SLOTS, Traffic, read_stamp};
+use super::trial::{PORTS, PROBE_PORT, ProbeMode, ProbeStats, Trial};
 
-/// The source port of probes that are not the first packet of their connection, and the first of those that are.
+/// Source port of probes on an established connection, and the first source port of first-packet probes.
 pub(super) const PROBE_SOURCE: u16 = 1024;
-/// Most frames that are handed to the kernel at once when they are paced.
+/// Maximum number of frames per system call in a paced trial.
 const BURST: usize = 32;
 
-/// What probes came to. Times are nanoseconds.
-#[derive(Clone, Debug)]
-pub struct Probes {
-    /// How many were sent.
-    pub sent: u64,
-    /// How many arrived, as they were sent.
-    pub arrived: u64,
-    /// How many of those came after one that was sent later.
-    pub reordered: u64,
-    /// How many arrived otherwise than they were sent.
-    pub corrupted: u64,
-    /// From when it was to be sent until it reached the receiver's stack.
-    pub one_way: Histogram<u64>,
-    /// The same, and from when the answer was sent until it reached the sender's stack.
-    pub round_trip: Histogram<u64>,
-    /// The longest time in which none arrived.
-    pub longest_gap: Duration,
-}
-
-impl Probes {
-    fn new() -> Result<Self> {
-        let histogram = || Histogram::new_with_bounds(1, 10_000_000_000, 3).context("a histogram");
-        let (one_way, round_trip) = (histogram()?, histogram()?);
-        let longest_gap = Duration::ZERO;
-        Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
-    }
-
-    /// How many did not arrive.
-    pub fn lost(&self) -> u64 {
-        self.sent.saturating_sub(self.arrived + self.corrupted)
-    }
-}
-
-/// What one call of [`Run::send_for`] sent.
-pub(super) struct Sent {
+/// What one call of [`RunningTrial::send_for`] sent.
+pub(super) struct SendCounts {
     pub(super) taken: u64,
     pub(super) refused: u64,
     pub(super) time: Duration,
 }
 
-/// By what a trial sends and receives.
-pub(super) struct Ways<'a> {
+/// Sockets of a trial.
+pub(super) struct TrialSockets<'a> {
     pub(super) generator: &'a Generator,
     pub(super) hop: &'a UdpFlow,
-    /// Where answers to probes arrive.
-    pub(super) asks: &'a UdpSocket,
-    /// Where probes arrive.
-    pub(super) answers: &'a UdpSocket,
+    /// In the sender's pod: receives the replies to probes.
+    pub(super) sender: &'a UdpSocket,
+    /// In the receiver's pod: receives probes.
+    pub(super) receiver: &'a UdpSocket,
 }
 
-/// A trial under way.
-pub(super) struct Run<'a> {
-    ways: Ways<'a>,
-    frames: Frames,
+/// A running trial.
+pub(super) struct RunningTrial<'a> {
+    sockets: TrialSockets<'a>,
+    frames: FrameTemplates,
     slot: usize,
-    probe_frame: Frames,
-    syns: Syns,
-    probing: Probing,
-    probes: Probes,
+    probe_frame: FrameTemplates,
+    syns: RandomSyns,
+    probing: ProbeMode,
+    probes: ProbeStats,
     first_probe: u64,
     next_probe: u64,
     newest: Option<u64>,
     last_arrival: Option<u64>,
 }
 
-impl<'a> Run<'a> {
-    /// One that goes on after `opened` connections and `probed` probes of earlier ones, so that what is late is not taken
-    /// for its own.
-    pub(super) fn new(ways: Ways<'a>, traffic: Traffic, opened: u64, probed: u64) -> Result<Self> {
-        let mut frames = Frames::new(ways.hop, traffic, PORTS)?;
+impl<'a> RunningTrial<'a> {
+    /// Starts after the `opened` connections and `probed` probes of earlier trials, so that late packets are not
+    /// counted here.
+    pub(super) fn new(sockets: TrialSockets<'a>, traffic: Traffic, opened: u64, probed: u64) -> Result<Self> {
+        let mut frames = FrameTemplates::new(sockets.hop, traffic, PORTS)?;
         frames.skip_opened(opened);
         Ok(Self {
-            probe_frame: Frames::new(ways.hop, Traffic::SMALLEST, PROBE_PORT..PROBE_PORT + 1)?,
-            syns: Syns::new(ways.hop)?,
-            ways,
+            probe_frame: FrameTemplates::new(sockets.hop, Traffic::SMALLEST, PROBE_PORT..PROBE_PORT + 1)?,
+            syns: RandomSyns::new(sockets.hop)?,
+            sockets,
             frames,
             slot: 0,
-            probing: Probing::Off,
-            probes: Probes::new()?,
+            probing: ProbeMode::Off,
+            probes: ProbeStats::new()?,
             first_probe: probed,
             next_probe: probed,
             newest: None,
@@ -105,24 +71,24 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// What probes do from now on.
-    pub(super) fn probe_as(&mut self, probing: Probing) {
+    /// Changes the probe mode from now on.
+    pub(super) fn probe_as(&mut self, probing: ProbeMode) {
         self.probing = probing;
     }
 
-    /// How many connections and probes there were, those before it included.
+    /// Connections opened and probes sent so far, those of earlier trials included.
     pub(super) fn so_far(&self) -> (u64, u64) {
         (self.frames.opened(), self.next_probe)
     }
 
-    /// What became of its probes.
-    pub(super) fn into_probes(self) -> Probes {
+    /// Ends the trial and returns its probe results.
+    pub(super) fn into_probes(self) -> ProbeStats {
         self.probes
     }
 
-    /// Sends for so long, each packet at its time: what could not be sent in time is sent late, and its time of sending
-    /// is when it was due.
-    pub(super) fn send_for(&mut self, trial: &Trial, length: Duration) -> Result<Sent> {
+    /// Sends for this long, each packet at its scheduled time. A packet that is late is still sent, stamped with its
+    /// scheduled time.
+    pub(super) fn send_for(&mut self, trial: &Trial, length: Duration) -> Result<SendCounts> {
         let (start, epoch) = (Instant::now(), now()?);
         let (mut taken, mut refused, mut number) = (0, 0, 0_u64);
         let (mut probed, mut flooded) = (0_u64, 0_u64);
@@ -143,13 +109,13 @@ impl<'a> Run<'a> {
             }
             let due = due.min(SLOTS - self.slot);
             if due > 0 {
-                let sent = self.ways.generator.send_frames(&self.frames.octets[self.slot..self.slot + due])?;
+                let sent = self.sockets.generator.send_frames(&self.frames.bytes[self.slot..self.slot + due])?;
                 taken += sent as u64;
                 refused += (due - sent) as u64;
                 number += due as u64;
                 self.slot = (self.slot + due) % SLOTS;
             }
-            if let Probing::RoundTrip(rate) | Probing::FirstPacket(rate) = self.probing {
+            if let ProbeMode::RoundTrip(rate) | ProbeMode::FirstPacket(rate) = self.probing {
                 if seconds * rate > probed as f64 {
                     self.probe(epoch + (probed as f64 / rate * 1e9) as u64)?;
                     probed += 1;
@@ -157,33 +123,33 @@ impl<'a> Run<'a> {
                 self.poll()?;
             }
             while seconds * trial.syns > flooded as f64 {
-                self.ways.generator.send_frames(&[self.syns.next()])?;
+                self.sockets.generator.send_frames(&[self.syns.next()])?;
                 flooded += 1;
             }
         }
-        Ok(Sent { taken, refused, time: start.elapsed() })
+        Ok(SendCounts { taken, refused, time: start.elapsed() })
     }
 
     fn probe(&mut self, time: u64) -> Result<()> {
         let source = match self.probing {
-            Probing::FirstPacket(_) => PROBE_SOURCE + 1 + (self.next_probe % 60_000) as u16,
-            Probing::RoundTrip(_) | Probing::Off => PROBE_SOURCE,
+            ProbeMode::FirstPacket(_) => PROBE_SOURCE + 1 + (self.next_probe % 60_000) as u16,
+            ProbeMode::RoundTrip(_) | ProbeMode::Off => PROBE_SOURCE,
         };
         self.probe_frame.stamp_as(0, self.next_probe, time, source, PROBE_PORT);
         self.next_probe += 1;
         self.probes.sent += 1;
-        self.ways.generator.send_frames(&self.probe_frame.octets[..1])?;
+        self.sockets.generator.send_frames(&self.probe_frame.bytes[..1])?;
         Ok(())
     }
 
-    /// Reads what has arrived of probes and answers.
+    /// Reads probes and replies that have arrived.
     pub(super) fn poll(&mut self) -> Result<()> {
-        if self.probing == Probing::Off {
+        if self.probing == ProbeMode::Off {
             return Ok(());
         }
-        let mut octets = [0; 2048];
-        while let Some((length, from, arrived)) = receive(self.ways.answers, &mut octets)? {
-            let Some((number, sent)) = read_stamp(&octets[..length]) else {
+        let mut bytes = [0; 2048];
+        while let Some((length, from, arrived)) = receive(self.sockets.receiver, &mut bytes)? {
+            let Some((number, sent)) = read_stamp(&bytes[..length]) else {
                 self.probes.corrupted += 1;
                 continue;
             };
@@ -191,15 +157,15 @@ impl<'a> Run<'a> {
                 continue;
             }
             self.note_arrival(number, sent, arrived);
-            if let (Probing::RoundTrip(_), Some(from)) = (self.probing, from) {
-                // An answer is the probe with two times: how long it took so far, and when it was answered.
+            if let (ProbeMode::RoundTrip(_), Some(from)) = (self.probing, from) {
+                // A reply is the probe's one-way time and the time at which the reply was sent.
                 let answer = [arrived.saturating_sub(sent).to_be_bytes(), now()?.to_be_bytes()].concat();
-                // What finds no room is a lost answer.
-                let _ = self.ways.answers.send_to(&answer, from);
+                // A reply that does not fit into the buffer counts as lost.
+                let _ = self.sockets.receiver.send_to(&answer, from);
             }
         }
-        while let Some((length, _, arrived)) = receive(self.ways.asks, &mut octets)? {
-            let Some((taken, answered)) = octets[..length].split_first_chunk::<8>() else { continue };
+        while let Some((length, _, arrived)) = receive(self.sockets.sender, &mut bytes)? {
+            let Some((taken, answered)) = bytes[..length].split_first_chunk::<8>() else { continue };
             let Some(answered) = answered.first_chunk::<8>() else { continue };
             let back = arrived.saturating_sub(u64::from_be_bytes(*answered));
             self.probes.round_trip.saturating_record(u64::from_be_bytes(*taken) + back);
@@ -220,14 +186,14 @@ impl<'a> Run<'a> {
     }
 }
 
-/// One datagram, if there is one: its length, who sent it, and when the kernel received it.
-fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Option<SocketAddr>, u64)>> {
-    let mut parts = [IoSliceMut::new(octets)];
+/// Receives one datagram, if there is one: its length, its sender and the kernel's receive timestamp.
+fn receive(socket: &UdpSocket, bytes: &mut [u8]) -> Result<Option<(usize, Option<SocketAddr>, u64)>> {
+    let mut parts = [IoSliceMut::new(bytes)];
     let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
     let message =
         match recvmsg::<SockaddrIn>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_DONTWAIT) {
             Ok(message) => message,
-            // A refusal that came back for an earlier one is no datagram.
+            // An ICMP error for an earlier datagram is reported here; it is not a datagram.
             Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNREFUSED | Errno::EHOSTUNREACH) => return Ok(None),
             Err(error) => return Err(error).context("cannot receive probes"),
         };
@@ -241,7 +207,7 @@ fn receive(socket: &UdpSocket, octets: &mut [u8]) -> Result<Option<(usize, Optio
     Ok(Some((message.bytes, from, nanoseconds)))
 }
 
-/// The time of the clock that the kernel stamps datagrams with.
+/// Now, on the clock of the kernel's receive timestamps.
 fn now() -> Result<u64> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64)
 }

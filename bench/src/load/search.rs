@@ -1,47 +1,47 @@
 //! Finds the highest rate at which no more than a given share of the packets is lost.
 //!
-//! As in MLRsearch, short trials narrow an interval down and a longer one confirms its lower end; where that fails, the
-//! search goes on below.
+//! As in MLRsearch, short trials narrow an interval and a longer trial confirms its lower end. If that fails, the
+//! search continues below.
 
 use std::time::Duration;
 
 use anyhow::Result;
 
-/// What is searched for.
+/// Parameters of a search.
 #[derive(Clone, Copy, Debug)]
-pub struct Search {
-    /// The share of packets that may be lost: 0 for the no-drop rate.
+pub struct RateSearch {
+    /// Accepted share of lost packets: 0 for the no-drop rate.
     pub may_lose: f64,
-    /// The highest rate that is tried, in packets a second.
+    /// Highest rate to try, in packets a second.
     pub highest: f64,
-    /// How long a trial is that narrows down.
+    /// Length of a narrowing trial.
     pub short: Duration,
-    /// How long one is that confirms.
+    /// Length of a confirming trial.
     pub long: Duration,
-    /// The interval's width at which narrowing ends, as a share of its upper end.
+    /// Width of the interval at which narrowing ends, as a share of its upper end.
     pub width: f64,
-    /// Most trials altogether.
+    /// Maximum number of trials.
     pub trials: u32,
 }
 
-/// What a search came to.
+/// Result of a search.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Found {
-    /// The highest rate that a long trial confirmed, in packets a second; zero if none was.
+pub struct RateSearchResult {
+    /// Highest rate that a long trial confirmed, in packets a second; zero if none did.
     pub rate: f64,
-    /// How many trials it took.
+    /// Number of trials used.
     pub trials: u32,
 }
 
-impl Search {
-    /// Searches; `trial` sends at a rate for so long and returns which share was lost.
-    pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<Found> {
+impl RateSearch {
+    /// Runs the search. `trial` sends at a rate for a time and returns the share of packets lost.
+    pub fn run(&self, mut trial: impl FnMut(f64, Duration) -> Result<f64>) -> Result<RateSearchResult> {
         let (mut low, mut high) = (0.0, self.highest);
         let mut rate = high;
         let mut narrows_by = self.short;
         let (mut step, mut confirmed) = (FIRST_STEP, 0.0_f64);
         for trials in 1..=self.trials {
-            // The last trial is better spent on what short ones let pass than on narrowing further down.
+            // Use the last trial to confirm what short trials passed, not to narrow further.
             let is_last = trials == self.trials && low > 0.0;
             let confirms = is_last || high - low <= self.width * high;
             let (at, length) = if confirms { (low, self.long) } else { (rate, narrows_by) };
@@ -50,10 +50,10 @@ impl Search {
                 confirmed = confirmed.max(at);
             }
             match (confirms, passes) {
-                (true, true) => return Ok(Found { rate: at, trials }),
-                // What short trials let pass a long one does not: from here on only long ones count.
+                (true, true) => return Ok(RateSearchResult { rate: at, trials }),
+                // A long trial fails where short trials passed: only long trials count from here on.
                 (true, false) => {
-                    // Nor does it count any more that a long trial passed there before.
+                    // A long trial that passed at this rate before no longer counts either.
                     confirmed = if confirmed < at { confirmed } else { 0.0 };
                     (low, high, narrows_by) = (confirmed, at, self.long);
                 }
@@ -63,32 +63,33 @@ impl Search {
             rate = if low > 0.0 {
                 low.midpoint(high)
             } else {
-                // Most searches end near the top; those that do not must come down before the trials are used up.
+                // Most searches end near the highest rate; the others must reach low rates before the trials are used
+                // up.
                 let lower = high * (1.0 - step);
                 step = (2.0 * step).min(LAST_STEP);
                 lower
             };
         }
-        Ok(Found { rate: confirmed, trials: self.trials })
+        Ok(RateSearchResult { rate: confirmed, trials: self.trials })
     }
 }
 
-/// By which share of the rate a search goes down at first where nothing has passed yet; twice as much each time.
+/// First step down while nothing has passed, as a share of the rate; it doubles each time.
 const FIRST_STEP: f64 = 0.1;
-/// By which at most.
+/// Largest step down.
 const LAST_STEP: f64 = 0.5;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn search(may_lose: f64) -> Search {
+    fn search(may_lose: f64) -> RateSearch {
         let (short, long) = (Duration::from_millis(1), Duration::from_millis(5));
-        Search { may_lose, highest: 1000.0, short, long, width: 0.02, trials: 40 }
+        RateSearch { may_lose, highest: 1000.0, short, long, width: 0.02, trials: 40 }
     }
 
     #[test]
-    fn what_is_found_is_just_below_where_the_loss_begins() {
+    fn search_finds_the_highest_rate_below_the_loss() {
         for capacity in [999.0, 700.0, 333.0, 50.0] {
             for may_lose in [0.0, 0.005] {
                 let loss = |rate: f64, _| Ok(((rate - capacity) / rate).max(0.0));
@@ -100,14 +101,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_lost_at_the_highest_rate_is_confirmed_there() {
+    fn a_lossless_highest_rate_is_confirmed() {
         let found = search(0.0).run(|_, _| Ok(0.0)).unwrap();
         assert_eq!(found.rate, 1000.0);
         assert_eq!(found.trials, 2);
     }
 
     #[test]
-    fn what_only_short_trials_pass_is_not_reported() {
+    fn a_rate_that_only_short_trials_pass_is_not_reported() {
         let loss =
             |rate: f64, length: Duration| Ok(if length > Duration::from_millis(1) && rate > 400.0 { 0.1 } else { 0.0 });
         let found = search(0.0).run(loss).unwrap();
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_long_trial_passed_once_and_then_failed_is_not_reported() {
+    fn a_rate_that_a_later_long_trial_fails_is_not_reported() {
         let (mut above_300, long) = (0, Duration::from_millis(5));
         let loss = |rate: f64, length: Duration| {
             let passes = if rate > 300.0 && rate <= 400.0 && length == long {
@@ -132,14 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn ten_trials_find_a_rate_far_below_the_highest_though_some_fail_for_no_reason_of_its_own() {
+    fn ten_trials_find_a_low_rate_despite_random_failures() {
         for capacity in [600.0, 200.0, 30.0] {
             let mut number = 0;
             let loss = |rate: f64, _| {
                 number += 1;
                 Ok(if rate > capacity || number == 3 { 0.1 } else { 0.0 })
             };
-            let found = Search { trials: 10, ..search(0.0) }.run(loss).unwrap();
+            let found = RateSearch { trials: 10, ..search(0.0) }.run(loss).unwrap();
             assert!(found.rate <= capacity && found.rate > 0.1 * capacity, "{found:?} for {capacity}");
         }
     }

@@ -1,4 +1,4 @@
-//! Counts the datagrams that reach a UDP socket, whether anybody reads them or not.
+//! Counts the datagrams that reach a UDP socket, whether or not they are read.
 
 use std::fs;
 use std::net::{SocketAddr, UdpSocket};
@@ -8,21 +8,21 @@ use anyhow::{Context, Result};
 
 use crate::testbed::Namespace;
 
-/// A bound UDP socket that nobody reads while it counts: the kernel's own counters tell what arrived there.
+/// A bound UDP socket. Counts come from the namespace's counters, so it works without reading the socket.
 ///
-/// Nothing else may receive UDP in its namespace meanwhile.
-pub struct Sink {
+/// Nothing else in the namespace may receive UDP at the same time.
+pub struct UdpSink {
     namespace: Namespace,
     socket: UdpSocket,
 }
 
-impl Sink {
+impl UdpSink {
     /// Binds one inside `namespace`.
     pub fn open(namespace: &Namespace, address: SocketAddr) -> Result<Self> {
         let socket = namespace
             .run(|| {
                 let socket = UdpSocket::bind(address)?;
-                // Room for what must be read, little enough that the rest is dropped right where it is counted.
+                // A small buffer: the rest is dropped where it is counted.
                 socket2::SockRef::from(&socket).set_recv_buffer_size(16 << 10)?;
                 std::io::Result::Ok(socket)
             })
@@ -35,7 +35,7 @@ impl Sink {
         &self.socket
     }
 
-    /// Reads all that waits, for at most `wait` for the first; returns sender and content of each.
+    /// Reads all queued datagrams; waits at most `wait` for the first. Returns sender and content of each.
     pub fn drain(&self, wait: Duration) -> Result<Vec<(SocketAddr, Vec<u8>)>> {
         let mut buffer = [0; 2048];
         let mut datagrams = Vec::new();
@@ -47,8 +47,8 @@ impl Sink {
         Ok(datagrams)
     }
 
-    /// How many datagrams with a right checksum reached a socket of this namespace so far: those that were read
-    /// and those that found its buffer full. (Those that wait in the buffer are in neither.)
+    /// Datagrams with a valid checksum that reached a socket of this namespace so far: read, or dropped for a full
+    /// buffer. (Datagrams still in the buffer are in neither counter.)
     pub fn arrived(&self) -> Result<u64> {
         self.namespace.run(|| {
             let v4 = fs::read_to_string("/proc/thread-self/net/snmp")?;
@@ -60,13 +60,13 @@ impl Sink {
         })
     }
 
-    /// How many datagrams were dropped for a wrong checksum so far.
+    /// Datagrams dropped for a wrong checksum so far.
     pub fn wrong_checksums(&self) -> Result<u64> {
         self.namespace.run(|| udp_v4(&fs::read_to_string("/proc/thread-self/net/snmp")?, "InCsumErrors"))
     }
 }
 
-/// A counter of `/proc/net/snmp`: a line of names is followed by one of values, both marked `Udp:`.
+/// A counter of `/proc/net/snmp`: a line of names, then a line of values, both prefixed `Udp:`.
 pub(super) fn udp_v4(text: &str, name: &str) -> Result<u64> {
     let mut lines = text.lines().filter(|line| line.starts_with("Udp: ")).map(str::split_whitespace);
     let (names, values) = lines.next().zip(lines.next()).context("no UDP counters in /proc/net/snmp")?;
@@ -74,7 +74,7 @@ pub(super) fn udp_v4(text: &str, name: &str) -> Result<u64> {
     value.with_context(|| format!("no UDP counter {name} in /proc/net/snmp"))?.parse().context("a counter is a number")
 }
 
-/// A counter of `/proc/net/snmp6`: a name and a value a line.
+/// A counter of `/proc/net/snmp6`: one name and value per line.
 fn udp_v6(text: &str, name: &str) -> Result<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
     value.with_context(|| format!("no counter {name} in /proc/net/snmp6"))

@@ -12,16 +12,16 @@ use socket2::{Domain, Socket, Type};
 
 use crate::testbed::Namespace;
 
-/// Octets read or written at once.
+/// Bytes per read or write.
 const CHUNK: usize = 128 << 10;
-/// How long a connection may take to be opened.
+/// Timeout for opening a connection.
 const OPEN: Duration = Duration::from_secs(3);
-/// How many threads open connections.
+/// Threads that open connections.
 const CLIENTS: usize = 2;
-/// On how many ports there are servers for them, so that no client runs out of ports of its own.
+/// Server ports; several, so that no client runs out of source ports.
 const SERVERS: u16 = 16;
 
-/// Gigabits a second that so many streams carry together, counted where they arrive, after a fifth of `length`.
+/// Total throughput of this many streams in gigabits a second, counted at the receiver after a fifth of `length`.
 pub fn streams_for(
     from: &Namespace,
     to: &Namespace,
@@ -62,7 +62,7 @@ pub fn streams_for(
 
 fn write_until(mut stream: TcpStream, ends: &AtomicBool) {
     let chunk = vec![0x5a; CHUNK];
-    // What does not go on for a while is tried again until the end; a stream that breaks carries nothing more.
+    // Retry after a timeout until the end; a broken stream sends no more.
     while !ends.load(Ordering::Relaxed) && goes_on(stream.write(&chunk)) {}
 }
 
@@ -86,8 +86,8 @@ fn goes_on(result: std::io::Result<usize>) -> bool {
     }
 }
 
-/// Connections a second that are opened and closed, after a fifth of `length`. The second figure is how many could not be
-/// opened.
+/// Connections opened and closed per second, counted after a fifth of `length`. The second figure is the number of
+/// failed attempts.
 pub fn connections_for(
     from: &Namespace,
     to: &Namespace,
@@ -115,13 +115,13 @@ pub fn connections_for(
     })
 }
 
-/// Clients that take turns where connections are opened at a pace.
+/// Client threads for paced connections.
 const PACED: u32 = 16;
-/// Below the second after which a stack sends its SYN again.
+/// Shorter than the one second after which TCP retransmits a SYN.
 const AT_ONCE: Duration = Duration::from_millis(950);
 
-/// Opens so many connections a second to an address, each given up where it needs a second SYN; how many were tried, and how
-/// many opened.
+/// Opens this many connections a second to an address and gives up those that need a second SYN. Returns how many were
+/// tried and how many opened.
 pub fn connections_at(
     from: &Namespace,
     to: &Namespace,
@@ -152,12 +152,12 @@ pub fn connections_at(
     Ok((tried.into_inner(), opened.into_inner()))
 }
 
-/// Room for all that may wait to be accepted: a SYN that finds none is sent again a second later, and nothing is measured then
-/// but that.
+/// Accept backlog for all pending connections. A SYN that finds the backlog full is retransmitted a second later, which
+/// would dominate the measurement.
 const WAITING: i32 = 65_535;
 
 fn listen(address: &SocketAddr) -> Result<TcpListener> {
-    // The network namespace's own limit of what is given below.
+    // `somaxconn` of this network namespace caps the backlog.
     std::fs::write("/proc/sys/net/core/somaxconn", WAITING.to_string())?;
     let socket = Socket::new(Domain::for_address(*address), Type::STREAM, None)?;
     socket.set_reuse_address(true)?;

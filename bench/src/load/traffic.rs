@@ -1,5 +1,5 @@
-//! What a station sends: frames of one or several lengths, of one or many UDP connections, each with a number, the time at
-//! which it was to be sent, and a check of both.
+//! Test traffic: frames of one or several lengths on one or many UDP connections. Each carries a sequence number, its
+//! scheduled time of sending and a check of both.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -10,33 +10,34 @@ use rand::{RngCore, SeedableRng};
 
 use super::generator::UdpFlow;
 
-/// Octets of the headers before a frame's payload.
+/// Bytes of headers before a frame's payload.
 const HEADERS: usize = 14 + 20 + 8;
-/// Where the UDP header begins.
+/// Offset of the UDP header.
 const UDP: usize = 14 + 20;
-/// Where the TCP header begins.
+/// Offset of the TCP header.
 const TCP: usize = UDP;
-/// Octets of number, time and check at the start of a payload.
+/// Bytes of number, time and check at the start of a payload.
 const STAMP: usize = 20;
-/// The smallest source port that a connection has.
+/// Lowest source port of a connection.
 const FIRST_SOURCE: u16 = 1024;
-/// How many source ports there are for connections.
+/// Number of source ports for connections.
 const SOURCES: u32 = (u16::MAX - FIRST_SOURCE) as u32;
-/// The first connection that is new: those that take turns are below, in every trial, so that they are not in its way.
+/// First number of a new connection. Rotating connections are numbered below it in every trial, so that the two never
+/// collide.
 const NEW: u32 = 1_200_000;
-/// Frames that are kept ready: a multiple of a mix's length.
+/// Frames prepared in advance: a multiple of the length of a mix.
 pub(super) const SLOTS: usize = 120;
 
-/// Lengths of frames, from the Ethernet header to the last octet, without the frame check sequence.
+/// Frame lengths in bytes, from the Ethernet header to the end of the payload, without the frame check sequence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Lengths {
-    /// All alike.
+pub enum FrameLengths {
+    /// All frames of this length.
     Of(usize),
-    /// The simple Internet mix: seven of 64 octets to four of 576 and one of 1,500.
+    /// The simple Internet mix: seven frames of 64 bytes to four of 576 and one of 1,500.
     Imix,
 }
 
-impl Lengths {
+impl FrameLengths {
     fn of(self, slot: usize) -> usize {
         const MIX: [usize; 12] = [64, 576, 64, 64, 576, 64, 1500, 64, 576, 64, 64, 576];
         match self {
@@ -45,7 +46,7 @@ impl Lengths {
         }
     }
 
-    /// As a report calls them.
+    /// Name for reports.
     pub fn name(self) -> String {
         match self {
             Self::Of(length) => format!("{length}"),
@@ -54,49 +55,49 @@ impl Lengths {
     }
 }
 
-/// What is sent.
+/// Description of the traffic.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
-    /// Lengths of the frames.
-    pub lengths: Lengths,
-    /// How many connections take turns.
+    /// Frame lengths.
+    pub lengths: FrameLengths,
+    /// Number of connections that rotate, packet by packet.
     pub connections: u32,
-    /// Which share of the packets opens a connection that was not there before, from 0 to 1.
+    /// Share of packets that open a new connection, from 0 to 1.
     pub new: f64,
 }
 
 impl Traffic {
-    /// One connection with frames of 64 octets.
-    pub const SMALLEST: Self = Self { lengths: Lengths::Of(64), connections: 1, new: 0.0 };
+    /// One connection, frames of 64 bytes.
+    pub const SMALLEST: Self = Self { lengths: FrameLengths::Of(64), connections: 1, new: 0.0 };
 }
 
-/// Frames ready to be sent, with their payload's number and time still to be filled in.
-pub(super) struct Frames {
-    pub(super) octets: Vec<Vec<u8>>,
-    /// The one's complement sum of each frame's checksum without what varies.
+/// Prepared frames; number and time are filled in when one is sent.
+pub(super) struct FrameTemplates {
+    pub(super) bytes: Vec<Vec<u8>>,
+    /// One's complement sum of each frame's checksum without the variable fields.
     sums: Vec<u32>,
     traffic: Traffic,
     ports: Range<u16>,
     opened: u64,
     due: f64,
-    /// How many packets were of connections that take turns.
+    /// Packets sent on rotating connections.
     turns: u64,
 }
 
-impl Frames {
-    /// Frames from one address to another, on destination ports of `ports`.
+impl FrameTemplates {
+    /// Frames from one address to another, with destination ports out of `ports`.
     pub(super) fn new(hop: &UdpFlow, traffic: Traffic, ports: Range<u16>) -> Result<Self> {
         ensure!(traffic.connections > 0, "traffic needs a connection");
         ensure!(traffic.connections <= NEW, "there are {NEW} connections at most that take turns");
         let all = SOURCES * u32::from(ports.end - ports.start);
         ensure!(traffic.new == 0.0 || all > NEW, "new connections need more ports");
-        let octets: Vec<Vec<u8>> =
+        let bytes: Vec<Vec<u8>> =
             (0..SLOTS).map(|slot| template(hop, traffic.lengths.of(slot))).collect::<Result<_>>()?;
-        let sums = octets.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
-        Ok(Self { octets, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
+        let sums = bytes.iter().map(|frame| pseudo_header_and_udp(frame)).collect();
+        Ok(Self { bytes, sums, traffic, ports, opened: 0, due: 0.0, turns: 0 })
     }
 
-    /// Goes on to connections that nobody has used, as if so many had been opened.
+    /// Skips this many connections, so that the next new ones were never used.
     pub(super) fn skip_opened(&mut self, opened: u64) {
         self.opened = opened;
     }
@@ -105,7 +106,7 @@ impl Frames {
         self.opened
     }
 
-    /// Makes the frame of `slot` packet `number`, which is to be sent at `time` nanoseconds.
+    /// Fills the frame of `slot`: packet `number`, scheduled at `time` nanoseconds.
     #[inline]
     pub(super) fn stamp(&mut self, slot: usize, number: u64, time: u64) {
         let connection = self.connection();
@@ -116,7 +117,7 @@ impl Frames {
     /// The same for given ports.
     #[inline]
     pub(super) fn stamp_as(&mut self, slot: usize, number: u64, time: u64, source: u16, destination: u16) {
-        let frame = &mut self.octets[slot];
+        let frame = &mut self.bytes[slot];
         frame[UDP..UDP + 2].copy_from_slice(&source.to_be_bytes());
         frame[UDP + 2..UDP + 4].copy_from_slice(&destination.to_be_bytes());
         let stamp = stamp(number, time);
@@ -143,14 +144,14 @@ impl Frames {
     }
 }
 
-/// The ports of a connection, of which consecutive ones differ in the source port.
+/// Ports of a connection. Consecutive connections differ in the source port.
 pub(super) fn connection_ports(connection: u32, ports: &Range<u16>) -> (u16, u16) {
     let source = FIRST_SOURCE + (connection % SOURCES) as u16;
     (source, ports.start + (connection / SOURCES) as u16)
 }
 
 fn template(hop: &UdpFlow, length: usize) -> Result<Vec<u8>> {
-    ensure!(length >= HEADERS + STAMP, "a frame of {length} octets has no room for number and time");
+    ensure!(length >= HEADERS + STAMP, "a frame of {length} bytes has no room for number and time");
     let mut frame = hop.frame(length)?;
     frame[HEADERS..HEADERS + STAMP].fill(0);
     frame[UDP..UDP + 4].fill(0);
@@ -158,7 +159,7 @@ fn template(hop: &UdpFlow, length: usize) -> Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Number, time and a check that neither has changed on the way.
+/// Sequence number, time, and a check that detects a change of either.
 fn stamp(number: u64, time: u64) -> [u8; STAMP] {
     let mut stamp = [0; STAMP];
     stamp[..8].copy_from_slice(&number.to_be_bytes());
@@ -172,22 +173,22 @@ fn check(number: u64, time: u64) -> u32 {
     (mixed ^ (mixed >> 32)) as u32
 }
 
-/// Number and time of a payload; `None` if it is not as it was sent.
+/// Sequence number and time of a payload; `None` if the payload was changed.
 pub(super) fn read_stamp(payload: &[u8]) -> Option<(u64, u64)> {
     let number = u64::from_be_bytes(*payload.first_chunk()?);
     let time = u64::from_be_bytes(*payload.get(8..)?.first_chunk()?);
-    let told = u32::from_be_bytes(*payload.get(16..)?.first_chunk()?);
-    let filled = payload[STAMP..].iter().all(|&octet| octet == FILL);
-    (told == check(number, time) && filled).then_some((number, time))
+    let stamped_check = u32::from_be_bytes(*payload.get(16..)?.first_chunk()?);
+    let filled = payload[STAMP..].iter().all(|&byte| byte == FILL);
+    (stamped_check == check(number, time) && filled).then_some((number, time))
 }
 
-/// What a payload is filled with behind its stamp.
+/// Fill byte of a payload behind its stamp.
 pub(super) const FILL: u8 = 0x5a;
 
-/// The sum over the pseudo-header, the UDP header and the payload of a template.
+/// Sum over the pseudo-header, the UDP header and the payload of a template.
 fn pseudo_header_and_udp(frame: &[u8]) -> u32 {
-    let words = |octets: &[u8]| -> u32 {
-        octets.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
+    let words = |bytes: &[u8]| -> u32 {
+        bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]))).sum()
     };
     let length = (frame.len() - UDP) as u32;
     words(&frame[26..34]) + 17 + length + words(&frame[UDP..])
@@ -203,13 +204,13 @@ fn finish(mut sum: u32) -> u16 {
     }
 }
 
-/// A raw TCP SYN to a port of `to`, as a flood sends them: from ports and with numbers at random.
-pub(super) struct Syns {
+/// Raw TCP SYNs with random source ports and sequence numbers.
+pub(super) struct RandomSyns {
     frame: Vec<u8>,
     random: SmallRng,
 }
 
-impl Syns {
+impl RandomSyns {
     pub(super) fn new(hop: &UdpFlow) -> Result<Self> {
         let (SocketAddr::V4(source), SocketAddr::V4(destination)) = (hop.source, hop.destination) else {
             anyhow::bail!("SYNs are generated for IPv4 alone");
@@ -225,7 +226,7 @@ impl Syns {
         Ok(Self { frame, random: SmallRng::seed_from_u64(7) })
     }
 
-    /// The next one.
+    /// The next SYN.
     pub(super) fn next(&mut self) -> &[u8] {
         let number = self.random.next_u32();
         let source = FIRST_SOURCE + (self.random.next_u32() % SOURCES) as u16;
@@ -233,10 +234,10 @@ impl Syns {
         self.frame[TCP + 4..TCP + 8].copy_from_slice(&number.to_be_bytes());
         self.frame[TCP + 16..TCP + 18].fill(0);
         let addresses: [u8; 8] = *self.frame[26..].first_chunk().unwrap_or(&[0; 8]);
-        let octets = |part: &[u8]| -> u32 {
+        let bytes = |part: &[u8]| -> u32 {
             part.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum()
         };
-        let sum = octets(&addresses) + 6 + 20 + octets(&self.frame[TCP..TCP + 20]);
+        let sum = bytes(&addresses) + 6 + 20 + bytes(&self.frame[TCP..TCP + 20]);
         self.frame[TCP + 16..TCP + 18].copy_from_slice(&finish(sum).to_be_bytes());
         &self.frame
     }
@@ -250,13 +251,13 @@ mod tests {
 
     use super::*;
 
-    fn frames(traffic: Traffic) -> Frames {
+    fn frames(traffic: Traffic) -> FrameTemplates {
         let (source, destination) = ("10.0.0.1:1".parse().unwrap(), "10.0.0.2:9000".parse().unwrap());
         let hop = UdpFlow { source_mac: [2; 6], gateway_mac: [4; 6], source, destination };
-        Frames::new(&hop, traffic, 9000..9060).unwrap()
+        FrameTemplates::new(&hop, traffic, 9000..9060).unwrap()
     }
 
-    /// Ports and payload, after the checksum was seen to be right.
+    /// Ports and payload of a frame whose checksum is verified.
     fn read(frame: &[u8]) -> (u16, u16, Vec<u8>) {
         let packet = SlicedPacket::from_ethernet(frame).unwrap();
         let Some(TransportSlice::Udp(udp)) = packet.transport else { panic!("no UDP: {packet:?}") };
@@ -267,23 +268,23 @@ mod tests {
     }
 
     #[test]
-    fn every_frame_has_a_right_checksum_and_says_what_it_is() {
-        for lengths in [Lengths::Of(64), Lengths::Of(1500), Lengths::Of(513), Lengths::Imix] {
+    fn every_frame_has_a_valid_checksum_and_stamp() {
+        for lengths in [FrameLengths::Of(64), FrameLengths::Of(1500), FrameLengths::Of(513), FrameLengths::Imix] {
             let mut frames = frames(Traffic { lengths, connections: 3, new: 0.5 });
             for number in 0..3 * SLOTS as u64 {
                 let slot = number as usize % SLOTS;
                 frames.stamp(slot, number, number * 1_000_003 + (1 << 60));
-                let (_, _, mut payload) = read(&frames.octets[slot]);
+                let (_, _, mut payload) = read(&frames.bytes[slot]);
                 assert_eq!(read_stamp(&payload), Some((number, number * 1_000_003 + (1 << 60))));
                 let at = number as usize % payload.len();
                 payload[at] ^= 0x10;
-                assert_eq!(read_stamp(&payload), None, "octet {at} was changed");
+                assert_eq!(read_stamp(&payload), None, "byte {at} was changed");
             }
         }
     }
 
     #[test]
-    fn connections_take_turns_and_new_ones_are_new() {
+    fn connections_rotate_and_new_ones_are_unused() {
         let mut frames = frames(Traffic { connections: 100_000, new: 0.25, ..Traffic::SMALLEST });
         let (mut seen, mut opened) = (BTreeSet::new(), BTreeSet::new());
         for _ in 0..200_000 {

@@ -1,4 +1,4 @@
-//! Pods that come and go beside what is measured, and how long a change of policy takes meanwhile.
+//! Pod churn during a measurement, and how long a policy change takes meanwhile.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
@@ -8,26 +8,26 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::policy::NODE;
-use super::{Lane, Reload, v4};
-use crate::testbed::{Namespace, Netlink, Via};
+use super::{ManifestReloader, PeerTestbed, v4};
+use crate::testbed::{Namespace, Netlink, RouteVia};
 
-/// Pods of the churn that are there at a time.
+/// Number of churned pods that exist at a time.
 const ALIVE: usize = 10;
-/// The port that is opened and closed by turns; no other policy allows it.
+/// Port that is opened and closed in turn; no other policy allows it.
 const PORT: u16 = 9200;
-/// How long a change may take until it is given up.
+/// Timeout of a change.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Between two packets: the precision with which a change is seen.
+/// Interval between packets: the resolution of the measured time.
 const INTERVAL: Duration = Duration::from_micros(200);
-/// How long nothing arrives once the port is closed again.
+/// How long nothing may arrive before the port counts as closed.
 const SILENCE: Duration = Duration::from_millis(20);
 
-/// Makes and removes so many pods a second until `ends`; how many it were.
+/// Creates and removes this many pods a second until `ends` is set; returns how many were created.
 ///
-/// Each is a veth whose other end is in one namespace with all others, a route and a manifest: what a pod costs the daemon, not
-/// what it costs the machine to run one.
-pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
-    let (node, others) = (lane.node.netlink()?, Namespace::new("churn")?);
+/// Each is a veth whose other end is in a shared namespace, a route and a manifest: the daemon's cost of a pod, not the
+/// machine's cost of running one.
+pub fn churn(testbed: &PodChurn, a_second: f64, ends: &AtomicBool) -> Result<u32> {
+    let (node, others) = (testbed.node.netlink()?, Namespace::new("churn")?);
     let mut alive: VecDeque<(u32, String)> = VecDeque::new();
     let (start, mut made) = (Instant::now(), 0_u32);
     while !ends.load(Ordering::Relaxed) {
@@ -35,37 +35,37 @@ pub fn churn(lane: &ChurnOf, a_second: f64, ends: &AtomicBool) -> Result<u32> {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         }
-        alive.push_back(come(lane, &node, &others, made)?);
+        alive.push_back(come(testbed, &node, &others, made)?);
         made += 1;
         if alive.len() > ALIVE {
-            go(lane, &node, alive.pop_front())?;
+            go(testbed, &node, alive.pop_front())?;
         }
     }
-    alive.into_iter().try_for_each(|pod| go(lane, &node, Some(pod)))?;
+    alive.into_iter().try_for_each(|pod| go(testbed, &node, Some(pod)))?;
     Ok(made)
 }
 
-/// What [`churn`] needs of a lane.
-pub struct ChurnOf {
+/// What [`churn`] needs of a testbed.
+pub struct PodChurn {
     node: Namespace,
-    reload: Reload,
+    reload: ManifestReloader,
 }
 
-impl ChurnOf {
-    /// Of this one.
-    pub fn new(lane: &Lane) -> Self {
-        Self { node: lane.node().namespace().clone(), reload: lane.reload() }
+impl PodChurn {
+    /// From this testbed.
+    pub fn new(testbed: &PeerTestbed) -> Self {
+        Self { node: testbed.node().namespace().clone(), reload: testbed.reload() }
     }
 }
 
-fn come(lane: &ChurnOf, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
+fn come(testbed: &PodChurn, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
     let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 2, 0).to_bits() + number % 1000);
     let index = node.add_veth(&format!("churn{number}"), &format!("peer{number}"), others, 1500)?;
     let inside = others.netlink()?;
     inside.set_up(inside.index(&format!("peer{number}"))?)?;
-    node.add_route(IpAddr::from(address).into(), index, Via::Link)?;
+    node.add_route(IpAddr::from(address).into(), index, RouteVia::Link)?;
     let file = format!("churn-{number}.yaml");
-    lane.reload.save_as(
+    testbed.reload.save_as(
         &file,
         &format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: churn-{number}, labels: {{ role: churn }} }}\n\
@@ -76,16 +76,16 @@ fn come(lane: &ChurnOf, node: &Netlink, others: &Namespace, number: u32) -> Resu
     Ok((index, file))
 }
 
-fn go(lane: &ChurnOf, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
+fn go(testbed: &PodChurn, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
     let Some((index, file)) = pod else { return Ok(()) };
-    lane.reload.remove(&file)?;
+    testbed.reload.remove(&file)?;
     node.remove(index)
 }
 
-/// Opens a port of the second pod by a policy and closes it again, so many times; from each save to the first packet that
-/// arrives.
-pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>> {
-    let (from, to, reload) = (lane.pod(0)?, lane.pod(1)?, lane.reload());
+/// Opens and closes a port of the second pod by policy, `changes` times. Returns the time from each save to the first
+/// packet that arrives.
+pub fn times_until_in_force(testbed: &PeerTestbed, changes: usize) -> Result<Vec<Duration>> {
+    let (from, to, reload) = (testbed.pod(0)?, testbed.pod(1)?, testbed.reload());
     let there = SocketAddr::new(v4(to)?, PORT);
     let receiver = to.namespace().run(|| UdpSocket::bind(there).context("cannot bind"))?;
     let here = SocketAddr::new(v4(from)?, 0);
@@ -121,7 +121,7 @@ pub fn times_until_in_force(lane: &Lane, changes: usize) -> Result<Vec<Duration>
     Ok(times)
 }
 
-/// Of all pods: the sender's egress is closed as the receiver's ingress is.
+/// A policy for all pods: it also restricts the sender's egress.
 fn toggle(port: u16) -> String {
     format!(
         "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{ namespace: bench, name: toggle }}\n\

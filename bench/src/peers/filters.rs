@@ -1,4 +1,4 @@
-//! The kernel's own filters: nftables with sets, nftables without, and iptables with ipset.
+//! The kernel's own filters: nftables with sets, nftables with linear rules, and iptables with ipset.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -15,7 +15,7 @@ use super::policy;
 use super::tools::{find, run, version};
 use crate::testbed::Namespace;
 
-/// What `penstock render --format nft` prints.
+/// Loads what `penstock render --format nft` prints.
 pub(super) fn nftables(node: &Namespace, engine: &Engine, scratch: &Path) -> Result<String> {
     load(node, &nft::render(engine.state(), engine.tables()), scratch)
 }
@@ -28,7 +28,8 @@ fn load(node: &Namespace, ruleset: &str, scratch: &Path) -> Result<String> {
     version("nft", "--version")
 }
 
-/// What `penstock render --format acl` prints, a rule an entry. Entries that let the measured packets pass come last.
+/// Loads what `penstock render --format acl` prints, one rule per entry. Entries that match the measured packets come
+/// last.
 pub(super) fn linear(node: &Namespace, engine: &Engine, scratch: &Path) -> Result<String> {
     let (mut chains, mut jumps) = (String::new(), String::new());
     for (number, (address, list)) in lists(engine).into_iter().enumerate() {
@@ -56,7 +57,7 @@ pub(super) fn linear(node: &Namespace, engine: &Engine, scratch: &Path) -> Resul
     load(node, &ruleset, scratch)
 }
 
-/// The lists over IPv4 with the address of their pod.
+/// The IPv4 access lists with the address of their pod.
 pub(super) fn lists(engine: &Engine) -> Vec<(IpAddr, AccessList)> {
     let address = |list: &AccessList| engine.state().pod(list.pod)?.addresses.iter().copied().find(IpAddr::is_ipv4);
     let lists = acl::render(engine.state(), engine.tables()).into_iter();
@@ -83,7 +84,7 @@ fn nft_ports(ports: &PortRange) -> String {
     format!("{} dport {}-{} ", protocol(ports.protocol), ports.first, ports.last)
 }
 
-/// A chain for each side of a pod; in it a rule for each set of ports, with the peers in an ipset.
+/// A chain for each direction of a pod, with a rule for each set of ports and the peers in an ipset.
 pub(super) fn iptables(node: &Namespace, engine: &Engine) -> Result<String> {
     let ipset = find("ipset", "ipset")?;
     let restore = find("iptables-restore", "iptables")?;
@@ -106,7 +107,7 @@ fn iptables_rules(engine: &Engine) -> (String, String) {
                 format!(" -p {} --dport {}:{}", protocol(ports.protocol), ports.first, ports.last)
             });
             let net = entry.src.or(entry.dst);
-            // ipset has no network of length 0; two halves are the same.
+            // ipset accepts no prefix of length 0; two halves are equivalent.
             let nets = net.map_or_else(|| vec!["0.0.0.0/1".into(), "128.0.0.0/1".into()], |net| vec![net.to_string()]);
             by_ports.entry(ports).or_default().extend(nets);
         }

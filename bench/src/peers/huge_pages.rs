@@ -5,31 +5,31 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 
 use super::MEMORY;
-use crate::testbed::Guard;
+use crate::testbed::CleanupGuard;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
-/// How many of 2 MiB a UMEM takes.
+/// Number of 2 MiB pages in a UMEM.
 const PAGES: usize = MEMORY / 2;
 
-/// Huge pages in the kernel's pool beyond those that were there. When this is dropped the pool is to be as it was: what is in
-/// use by then goes when whoever has it lets go of it.
+/// Huge pages reserved in addition to those of the kernel's pool. Dropping this restores the pool's size; pages still
+/// in use are freed when their owner unmaps them.
 pub(super) struct HugePages {
     free: usize,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
 impl HugePages {
-    /// Has the kernel make as many as a UMEM takes.
+    /// Reserves as many as a UMEM takes.
     pub(super) fn reserve() -> Result<Self> {
         let before = number(POOL, &fs::read_to_string(POOL)?)?;
-        let guard = Guard::new(move || drop(fs::write(POOL, before.to_string())));
+        let guard = CleanupGuard::new(move || drop(fs::write(POOL, before.to_string())));
         fs::write(POOL, (before + PAGES).to_string()).with_context(|| format!("cannot set {POOL}"))?;
         let free = free()?;
         ensure!(free >= PAGES, "the kernel has no room for {PAGES} huge pages; {free} are free");
         Ok(Self { free, _guard: guard })
     }
 
-    /// Sees that a UMEM lies on them.
+    /// Verifies that a UMEM uses them.
     pub(super) fn were_taken(self) -> Result<()> {
         let free = free()?;
         ensure!(self.free >= free + PAGES, "of {} huge pages {free} are still free: the daemon took none", self.free);

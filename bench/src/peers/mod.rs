@@ -1,5 +1,5 @@
-//! What forwards between two pods: Penstock, and what one would run instead, on the same topology, under the same policies
-//! and seen to enforce them before anything is measured.
+//! Packet forwarders between two pods: Penstock and its alternatives, on the same topology and under the same policies.
+//! Enforcement is verified before anything is measured.
 
 mod churn;
 mod filters;
@@ -22,21 +22,22 @@ use penstock_admin::client::Client;
 use penstock_admin::types::Status;
 
 use crate::load::{
-    Flood, Outcome, Packets, Probing, Sink, Sources, Station, Traffic, Trial, go_first, pin, route_beyond,
+    Flood, FloodPackets, FloodSources, Harness, ProbeMode, Traffic, Trial, TrialResult, UdpSink, pin, raise_priority,
+    route_default_to,
 };
-use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, Scratch, Service};
+use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, ScratchDir, ServiceProcess};
 
-pub use churn::{ChurnOf, churn, times_until_in_force};
+pub use churn::{PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
-pub use policy::{NODE, Size, manifests, pod_name};
-pub use tools::{Missing, find};
+pub use policy::{ClusterSize, NODE, manifests, pod_name};
+pub use tools::{MissingTool, find};
 
-/// The core of generator and receiver, and the one that forwards where a peer has one of its own.
+/// The core of generator and receiver, and the forwarder's core where it has one of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct Cores {
-    /// The generator's.
+    /// Core of the generator.
     pub generator: usize,
-    /// The worker's.
+    /// Core of the worker.
     pub worker: usize,
 }
 
@@ -51,39 +52,40 @@ impl Cores {
     }
 }
 
-/// Who forwards.
+/// A forwarder.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Peer {
-    /// Penstock, with these sections in its configuration.
+    /// Penstock.
     Penstock {
-        /// Whether policy is enforced, or all is forwarded.
+        /// Whether policy is enforced; otherwise everything is forwarded.
         enforces: bool,
         /// Further sections of the configuration.
         sections: String,
     },
-    /// The kernel's routing, without any policy.
+    /// Kernel routing without policy.
     Kernel,
-    /// nftables: connection tracking, sets and verdict maps, as `penstock render --format nft` writes them.
+    /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
     Nftables,
-    /// nftables: one rule an entry of `penstock render --format acl`, no connection tracking; what is measured matches last.
+    /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
+    /// packets match last.
     Linear,
     /// iptables with ipset and connection tracking.
     Iptables,
-    /// iptables that hands the first packets of connections to a process, which judges them.
+    /// iptables that queues the first packets of a connection to a process (NFQUEUE) for a verdict.
     Nfqueue,
     /// Open vSwitch's userspace datapath with its connection tracker.
     OpenVSwitch,
-    /// DPDK's testpmd over AF_XDP, which forwards without looking.
+    /// DPDK's testpmd over AF_XDP, which forwards without inspecting packets.
     Testpmd,
 }
 
 impl Peer {
-    /// Penstock as it is by default.
+    /// Penstock with its default configuration.
     pub fn penstock() -> Self {
         Self::Penstock { enforces: true, sections: String::new() }
     }
 
-    /// Penstock without policy and connections.
+    /// Penstock without policy and connection tracking.
     pub fn forward() -> Self {
         Self::Penstock { enforces: false, sections: String::new() }
     }
@@ -93,7 +95,7 @@ impl Peer {
         !matches!(self, Self::Kernel | Self::Testpmd | Self::Penstock { enforces: false, .. })
     }
 
-    /// Whether it occupies its core even when nothing is sent, so that it must be stopped while another is measured.
+    /// Whether it busy-polls, so that it must be stopped while another peer is measured.
     fn always_polls(&self) -> bool {
         match self {
             Self::OpenVSwitch | Self::Testpmd => true,
@@ -103,49 +105,49 @@ impl Peer {
     }
 }
 
-/// What keeps a peer running.
-enum Running {
+/// What a running peer consists of.
+enum RunningPeer {
     Rules,
     Penstock(Box<Daemon>),
-    Queue { _judge: nfqueue::Judge },
-    Services(Vec<Service>),
+    Queue { _thread: nfqueue::VerdictThread },
+    Services(Vec<ServiceProcess>),
 }
 
 /// A node with pods and a peer that forwards between them.
-pub struct Lane {
+pub struct PeerTestbed {
     peer: Peer,
-    /// Ends before its node does.
-    running: Running,
+    /// Dropped before the node.
+    running: RunningPeer,
     node: Node,
     outside: Option<Outside>,
-    station: Station,
+    harness: Harness,
     manifests: PathBuf,
-    /// What the peer says it is, such as its version.
+    /// The peer's description of itself, such as its version.
     description: String,
-    size: Size,
+    size: ClusterSize,
     cores: Cores,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
-impl Lane {
-    /// Builds it and sees that it does what it should: what policy allows arrives and is answered, what it denies does not.
-    pub fn build(label: &str, peer: Peer, size: Size, mtu: u32, cores: Cores) -> Result<Self> {
-        let scratch = Scratch::new()?;
+impl PeerTestbed {
+    /// Builds it and verifies the peer: allowed traffic arrives and is answered, denied traffic does not arrive.
+    pub fn build(label: &str, peer: Peer, size: ClusterSize, mtu: u32, cores: Cores) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
         let node = node(label, size, mtu)?;
         let manifests = policy::write(&scratch, size)?;
         let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
         let gateway = node.netlink().mac(from.interface())?;
-        let station = Station::open(from, to, gateway)?;
+        let harness = Harness::open(from, to, gateway)?;
         let (running, description) =
             start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
-        let mut lane =
-            Self { peer, node, outside: None, station, running, manifests, description, size, cores, scratch };
-        lane.verify().with_context(|| format!("{label} does not do what it should"))?;
-        lane.pause()?;
-        Ok(lane)
+        let mut testbed =
+            Self { peer, node, outside: None, harness, running, manifests, description, size, cores, scratch };
+        testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
+        testbed.pause()?;
+        Ok(testbed)
     }
 
-    /// Who forwards.
+    /// The forwarder.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
@@ -155,32 +157,32 @@ impl Lane {
         &self.node
     }
 
-    /// A flood from a machine behind the node, and where it runs. The first call adds that machine; the node also sends it what
-    /// it has no other route for.
+    /// Returns a flood from a machine behind the node, and the namespace in which to run it. The first call adds the
+    /// machine and makes it the node's default route.
     pub fn flood_from_outside(
         &mut self,
-        packets: Packets,
-        sources: Sources,
+        packets: FloodPackets,
+        sources: FloodSources,
         to: (Ipv4Addr, u16),
     ) -> Result<(Flood, Namespace)> {
         if self.outside.is_none() {
             let outside = self.node.add_outside("outside")?;
-            route_beyond(&self.node, &outside)?;
+            route_default_to(&self.node, &outside)?;
             self.outside = Some(outside);
         }
         let outside = self.outside.as_ref().context("a machine outside was just added")?;
         Ok((Flood::new((&self.node, outside), packets, sources, to)?, outside.namespace().clone()))
     }
 
-    /// What the peer says it is.
+    /// The peer's description of itself.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// The daemon, where Penstock forwards.
+    /// The daemon, if the peer is Penstock.
     pub fn daemon(&self) -> Option<&Daemon> {
         match &self.running {
-            Running::Penstock(daemon) => Some(daemon),
+            RunningPeer::Penstock(daemon) => Some(daemon),
             _ => None,
         }
     }
@@ -191,22 +193,22 @@ impl Lane {
     }
 
     /// Runs a trial between the first two pods.
-    pub fn run(&mut self, trial: &Trial) -> Result<Outcome> {
+    pub fn run(&mut self, trial: &Trial) -> Result<TrialResult> {
         self.resume()?;
-        let (station, core) = (&mut self.station, self.cores.generator);
+        let (harness, core) = (&mut self.harness, self.cores.generator);
         let run = || {
             pin(core)?;
-            if trial.goes_first {
-                go_first()?;
+            if trial.high_priority {
+                raise_priority()?;
             }
-            station.run(trial)
+            harness.run(trial)
         };
         let outcome = std::thread::scope(|scope| scope.spawn(run).join());
         self.pause()?;
         outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
-    /// Does something while the peer runs.
+    /// Runs `work` while the peer is resumed.
     pub fn with_peer<T>(&mut self, work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         self.resume()?;
         let result = work(self);
@@ -214,12 +216,12 @@ impl Lane {
         result
     }
 
-    /// Runs a trial, and something else meanwhile on another thread, which is told when the trial is over.
+    /// Runs a trial and, on another thread, `beside`, which is signalled when the trial ends.
     pub fn run_beside<T: Send>(
         &mut self,
         trial: &Trial,
         beside: impl FnOnce(&AtomicBool) -> Result<T> + Send,
-    ) -> Result<(Outcome, T)> {
+    ) -> Result<(TrialResult, T)> {
         let core = self.cores.worker;
         let ends = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -235,9 +237,9 @@ impl Lane {
         })
     }
 
-    /// What saves other manifests and sees to it that the peer goes by them.
-    pub fn reload(&self) -> Reload {
-        Reload {
+    /// A handle that replaces manifests and makes the peer apply them.
+    pub fn reload(&self) -> ManifestReloader {
+        ManifestReloader {
             peer: self.peer.clone(),
             node: self.node.namespace().clone(),
             manifests: self.manifests.clone(),
@@ -245,12 +247,12 @@ impl Lane {
         }
     }
 
-    /// How big the cluster is.
-    pub fn size(&self) -> Size {
+    /// Size of the cluster.
+    pub fn size(&self) -> ClusterSize {
         self.size
     }
 
-    /// What the daemon says of itself, where Penstock forwards.
+    /// The daemon's status, if the peer is Penstock.
     pub fn status(&self) -> Result<Option<Status>> {
         if self.daemon().is_none() {
             return Ok(None);
@@ -259,13 +261,14 @@ impl Lane {
         Ok(Some(client.get("/v1/status", &()).map_err(|error| anyhow::anyhow!("{error}"))?))
     }
 
-    /// Under which snapshot all workers judge, where Penstock forwards.
+    /// The snapshot epoch that all workers have adopted, if the peer is Penstock.
     pub fn epoch(&self) -> Result<Option<u32>> {
         let status = self.status()?;
         Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
     }
 
-    /// Lets the kernel's part of the work run on the worker's core (receive packet steering), or where it arrives.
+    /// Moves the kernel's receive work to the worker's core (receive packet steering), or leaves it where packets
+    /// arrive.
     pub fn steer(&self, steered: bool) -> Result<()> {
         let mask = if steered { 1 << self.cores.worker } else { 0 };
         self.node.namespace().set_receive_steering(self.pod(0)?.interface(), mask)
@@ -273,9 +276,9 @@ impl Lane {
 
     fn processes(&self) -> Vec<Pid> {
         match &self.running {
-            Running::Penstock(daemon) => vec![daemon.id()],
-            Running::Services(services) => services.iter().map(Service::id).collect(),
-            Running::Rules | Running::Queue { .. } => Vec::new(),
+            RunningPeer::Penstock(daemon) => vec![daemon.id()],
+            RunningPeer::Services(services) => services.iter().map(ServiceProcess::id).collect(),
+            RunningPeer::Rules | RunningPeer::Queue { .. } => Vec::new(),
         }
     }
 
@@ -285,7 +288,7 @@ impl Lane {
 
     fn resume(&self) -> Result<()> {
         self.signal(Signal::SIGCONT)?;
-        if let Running::Services(services) = &self.running {
+        if let RunningPeer::Services(services) = &self.running {
             ensure!(services.iter().all(|service| !service.has_ended()), "it has ended by itself");
         }
         Ok(())
@@ -300,10 +303,11 @@ impl Lane {
         Ok(())
     }
 
-    /// An allowed packet arrives and is answered; one that no policy allows does not arrive, unless nobody enforces any.
+    /// Verifies that an allowed packet arrives and is answered, and that a denied one does not arrive if the peer
+    /// enforces policy.
     fn verify(&mut self) -> Result<()> {
         let mut trial = Trial::paced(Traffic::SMALLEST, 1000.0, Duration::from_millis(200));
-        trial.probing = Probing::RoundTrip(200.0);
+        trial.probing = ProbeMode::RoundTrip(200.0);
         let mut answered = 0;
         // Some peers need a moment until their ports are up.
         for _ in 0..10 {
@@ -325,7 +329,7 @@ impl Lane {
     fn denied_arrives(&self) -> Result<bool> {
         let (from, to) = (self.pod(0)?, self.pod(1)?);
         let destination = SocketAddr::new(v4(to)?, policy::DENIED);
-        let sink = Sink::open(to.namespace(), destination)?;
+        let sink = UdpSink::open(to.namespace(), destination)?;
         let sender = from.namespace().run(|| UdpSocket::bind(SocketAddr::new(v4(from)?, 0)).context("cannot bind"))?;
         for _ in 0..3 {
             sender.send_to(b"denied", destination)?;
@@ -334,16 +338,16 @@ impl Lane {
     }
 }
 
-/// Changes the manifests of a lane while it is measured.
-pub struct Reload {
+/// Changes manifests during a measurement.
+pub struct ManifestReloader {
     peer: Peer,
     node: Namespace,
     manifests: PathBuf,
     scratch: PathBuf,
 }
 
-impl Reload {
-    /// Saves the manifests at once. Penstock watches them; nftables is given what is rendered of them.
+impl ManifestReloader {
+    /// Replaces the manifests atomically. Penstock watches them; nftables loads a new rendering.
     pub fn save(&self, text: &str) -> Result<()> {
         let new = self.scratch.join("being-saved");
         std::fs::write(&new, text)?;
@@ -354,27 +358,27 @@ impl Reload {
         }
     }
 
-    /// Saves a further manifest of this name at once, which Penstock watches too.
+    /// Saves a further manifest of this name atomically; Penstock watches it too.
     pub fn save_as(&self, file: &str, text: &str) -> Result<()> {
         let new = self.scratch.join(format!("being-saved-{file}"));
         std::fs::write(&new, text)?;
         Ok(std::fs::rename(&new, self.manifests.join(file))?)
     }
 
-    /// Takes a further manifest away.
+    /// Removes a further manifest.
     pub fn remove(&self, file: &str) -> Result<()> {
         std::fs::remove_file(self.manifests.join(file)).with_context(|| format!("cannot remove {file}"))
     }
 }
 
-impl Drop for Lane {
+impl Drop for PeerTestbed {
     fn drop(&mut self) {
-        // One that is stopped cannot end.
+        // A stopped process cannot end.
         let _ = self.signal(Signal::SIGCONT);
     }
 }
 
-fn node(label: &str, size: Size, mtu: u32) -> Result<Node> {
+fn node(label: &str, size: ClusterSize, mtu: u32) -> Result<Node> {
     let mut node = Node::new(label, &[policy::NODE_ADDRESS.into()])?;
     for number in 0..size.pods {
         node.add_pod_with_mtu(&pod_name(number), &[policy::pod_address(number).into()], mtu)?;
@@ -387,64 +391,64 @@ fn start(
     peer: &Peer,
     node: &Node,
     manifests: &Path,
-    scratch: &Scratch,
-    size: Size,
+    scratch: &ScratchDir,
+    size: ClusterSize,
     cores: Cores,
-) -> Result<(Running, String)> {
+) -> Result<(RunningPeer, String)> {
     let namespace = node.namespace();
-    let rules = |description: String| (Running::Rules, description);
+    let rules = |description: String| (RunningPeer::Rules, description);
     match peer {
         Peer::Penstock { enforces, sections } => {
             let mode = if *enforces { "full" } else { "forward" };
             let config = daemon_config(manifests, scratch, size, mode, sections, cores);
-            // They are taken at the start, and stay with the daemon when they are free for others no more.
+            // The huge pages are taken when the daemon starts. Afterwards the pool may shrink again.
             let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;
             pages.map(HugePages::were_taken).transpose()?;
-            Ok((Running::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
+            Ok((RunningPeer::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))
         }
         Peer::Kernel => Ok(rules(tools::kernel()?)),
         Peer::Nftables => filters::nftables(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
         Peer::Linear => filters::linear(namespace, &policy::engine(manifests)?, scratch.path()).map(rules),
         Peer::Iptables => filters::iptables(namespace, &policy::engine(manifests)?).map(rules),
         Peer::Nfqueue => {
-            let judge = nfqueue::Judge::start(namespace, policy::engine(manifests)?, cores.worker)?;
-            Ok((Running::Queue { _judge: judge }, tools::version("iptables", "--version")?))
+            let thread = nfqueue::VerdictThread::start(namespace, policy::engine(manifests)?, cores.worker)?;
+            Ok((RunningPeer::Queue { _thread: thread }, tools::version("iptables", "--version")?))
         }
         Peer::OpenVSwitch => {
             let (services, description) = openvswitch::start(node, &policy::engine(manifests)?, scratch, cores)?;
-            Ok((Running::Services(services), description))
+            Ok((RunningPeer::Services(services), description))
         }
         Peer::Testpmd => {
             let (service, description) = testpmd::start(node, scratch, cores)?;
-            Ok((Running::Services(vec![service]), description))
+            Ok((RunningPeer::Services(vec![service]), description))
         }
     }
 }
 
 fn daemon_config(
     manifests: &Path,
-    scratch: &Scratch,
-    size: Size,
+    scratch: &ScratchDir,
+    size: ClusterSize,
     mode: &str,
     sections: &str,
     cores: Cores,
 ) -> DaemonConfig {
     let mut config = DaemonConfig::new(NODE, manifests);
-    // Room for the connections of every scenario, as the kernel is given, too.
+    // Every peer has room for the connections of every scenario, the kernel too.
     let mut conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     config.admin = Some(scratch.path().join("admin.sock"));
     let memory = if size.pods > 8 { 512 } else { MEMORY };
     let worker = cores.worker;
     let (mut workers, mut umem) = (format!("cores = [{worker}]\n"), format!("memory = \"{memory}MiB\"\n"));
     let mut xdp = String::new();
-    // Lines of the peer's own go into the sections that are written here.
+    // Lines of the peer go into the sections written here.
     for line in sections.lines() {
         match line.split_once(' ') {
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
             Some(("xdp", line)) => xdp += &format!("{line}\n"),
-            // In place of what it has otherwise.
+            // Replaces the default section.
             Some(("conntrack", line)) => conntrack = format!("{line}\n"),
             _ => {}
         }
@@ -457,7 +461,7 @@ fn daemon_config(
 /// MiB of a UMEM for a few pods.
 const MEMORY: usize = 64;
 
-/// How many connections every peer has room for.
+/// Connections that every peer has room for.
 pub const CONNECTIONS: usize = 1 << 22;
 
 fn v4(pod: &Pod) -> Result<IpAddr> {

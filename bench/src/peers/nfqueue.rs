@@ -1,4 +1,4 @@
-//! The first packet of each connection is judged by a process, as kube-network-policies does it.
+//! A process evaluates the first packet of each connection (NFQUEUE), as kube-network-policies does.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::sync::Arc;
@@ -15,22 +15,21 @@ use crate::load::pin;
 use crate::testbed::Namespace;
 
 const QUEUE: u16 = 0;
-/// A datagram to this port of the node's loopback wakes the thread up: it waits in a system call otherwise.
+/// A datagram to this port of the node's loopback wakes the thread, which blocks in a system call otherwise.
 const WAKE: u16 = 9;
 
-/// The thread that judges.
-pub(super) struct Judge {
+/// The thread that issues verdicts.
+pub(super) struct VerdictThread {
     node: Namespace,
     ends: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Judge {
-    /// Starts it, on this core, and has iptables hand packets over that open a connection.
+impl VerdictThread {
+    /// Starts it on this core and adds the iptables rules that queue packets which open a connection.
     pub(super) fn start(node: &Namespace, engine: Engine, core: usize) -> Result<Self> {
         let restore = find("iptables-restore", "iptables")?;
-        let mut queue =
-            node.run(open).context("the kernel has no queues of packets for processes (nfnetlink_queue)")?;
+        let mut queue = node.run(open).context("the kernel lacks NFQUEUE (nfnetlink_queue)")?;
         let rules = format!(
             "*filter\n:FORWARD ACCEPT [0:0]\n-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT\n\
              -A FORWARD -j NFQUEUE --queue-num {QUEUE}\n\
@@ -41,14 +40,14 @@ impl Judge {
         let ended = ends.clone();
         let policy = engine.policy_set().clone();
         let body = move || {
-            // Where it cannot be pinned it runs where there is room.
+            // If it cannot be pinned, it runs on any core.
             let _ = pin(core);
             while !ended.load(Ordering::Relaxed) {
-                // It fails when more came than the socket holds: the kernel dropped that.
+                // It fails with ENOBUFS when the socket overflows; the kernel dropped those packets.
                 let Ok(mut message) = queue.recv() else { continue };
                 let allowed = allows(&policy, message.get_payload());
                 message.set_verdict(if allowed { nfq::Verdict::Accept } else { nfq::Verdict::Drop });
-                // One that is not answered stays queued, and is lost where packets are counted.
+                // A packet without a verdict stays queued and counts as lost.
                 let _ = queue.verdict(message);
             }
         };
@@ -57,11 +56,11 @@ impl Judge {
     }
 }
 
-impl Drop for Judge {
+impl Drop for VerdictThread {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
         let woken = self.node.run(|| UdpSocket::bind("127.0.0.1:0")?.send_to(b"wake", ("127.0.0.1", WAKE)));
-        // A thread that cannot be woken is left to the end of the process.
+        // If the thread cannot be woken, it runs until the process ends.
         if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
             let _ = thread.join();
         }
@@ -76,7 +75,7 @@ fn open() -> std::io::Result<nfq::Queue> {
     Ok(queue)
 }
 
-/// Whether policy allows what this packet opens, which begins with its IPv4 header.
+/// Whether policy allows the connection that this IPv4 packet opens.
 fn allows(policy: &PolicySet, packet: &[u8]) -> bool {
     flow(packet).is_some_and(|flow| policy.judge(&flow).cause().is_none())
 }
@@ -84,8 +83,8 @@ fn allows(policy: &PolicySet, packet: &[u8]) -> bool {
 fn flow(packet: &[u8]) -> Option<Flow> {
     let header = usize::from(packet.first()? & 0x0f) * 4;
     let address = |at: usize| {
-        let octets: [u8; 4] = *packet.get(at..)?.first_chunk()?;
-        Some(Address::from(IpAddr::V4(Ipv4Addr::from(octets))))
+        let bytes: [u8; 4] = *packet.get(at..)?.first_chunk()?;
+        Some(Address::from(IpAddr::V4(Ipv4Addr::from(bytes))))
     };
     let port = |at: usize| Some(u16::from_be_bytes(*packet.get(at..)?.first_chunk()?));
     let protocol = Protocol(*packet.get(9)?);

@@ -14,23 +14,28 @@ use super::Cores;
 use super::filters::{lists, permits, protocol};
 use super::policy::pod_name;
 use super::tools::{find, finish, version};
-use crate::testbed::{Node, Offload, Pod, Scratch, Service};
+use crate::testbed::{Node, Offload, Pod, ScratchDir, ServiceProcess};
 
-/// How long it may take until it is there.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(10);
 const SCHEMA: &str = "/usr/share/openvswitch/vswitch.ovsschema";
 
-/// One switch with its own database, in a directory of its own.
+/// One switch with its own database in its own directory.
 struct Switch<'a> {
     node: &'a Node,
     directory: PathBuf,
 }
 
-pub(super) fn start(node: &Node, engine: &Engine, scratch: &Scratch, cores: Cores) -> Result<(Vec<Service>, String)> {
+pub(super) fn start(
+    node: &Node,
+    engine: &Engine,
+    scratch: &ScratchDir,
+    cores: Cores,
+) -> Result<(Vec<ServiceProcess>, String)> {
     let directory = scratch.path().join("ovs");
     std::fs::create_dir(&directory)?;
     let switch = Switch { node, directory };
-    // The datapath sends and receives on the pods' interfaces; the kernel is not to forward the same packets.
+    // The datapath sends and receives on the pods' interfaces, so the kernel must not forward the same packets.
     node.namespace().set_sysctl("net/ipv4/ip_forward", "0")?;
     switch.run("ovsdb-tool", &["create", &switch.path("conf.db"), SCHEMA], "")?;
     let database =
@@ -73,12 +78,12 @@ impl Switch<'_> {
         finish(command, input).with_context(|| format!("{program} {} failed", arguments.join(" ")))
     }
 
-    fn start(&self, program: &'static str, arguments: &[&str]) -> Result<Service> {
+    fn start(&self, program: &'static str, arguments: &[&str]) -> Result<ServiceProcess> {
         let mut command = self.command(program)?;
         let log = format!("--log-file={}", self.path(&format!("{program}.log")));
         command.args(arguments).args(["--pidfile", "-vconsole:off", &log]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        Service::start(command)
+        ServiceProcess::start(command)
     }
 
     fn configure(&self, arguments: &[&str]) -> Result<String> {
@@ -98,7 +103,8 @@ impl Switch<'_> {
         Ok(())
     }
 
-    /// Adds the bridge and the first two pods' interfaces: over AF_XDP if this build has it, else over packet sockets.
+    /// Adds the bridge and the first two pods' interfaces: over AF_XDP if this build supports it, otherwise over packet
+    /// sockets.
     fn add_ports(&self) -> Result<&'static str> {
         let bridge = ["add-br", "br0", "--", "set", "bridge", "br0", "datapath_type=netdev", "fail_mode=secure"];
         self.configure(&bridge)?;
@@ -128,8 +134,8 @@ impl Switch<'_> {
     }
 }
 
-/// Packets of known connections pass; what opens one must be allowed by both sides. The switch is the pods' router: it
-/// spends a hop and sets the MAC addresses; ARP it leaves to the node.
+/// Packets of known connections pass; what opens one must be allowed in both directions. The switch acts as the pods'
+/// router: it decrements the TTL and sets the MAC addresses. ARP is left to the node.
 fn flows(node: &Node, engine: &Engine) -> Result<String> {
     let mut text = "table=0,priority=10,ip actions=ct(table=1)\ntable=0,priority=1 actions=drop\n\
                     table=1,priority=100,ct_state=+trk+est actions=goto_table:4\n\
@@ -162,7 +168,7 @@ fn flows(node: &Node, engine: &Engine) -> Result<String> {
 }
 
 fn delivery(node: &Node, pod: &Pod, port: usize) -> Result<String> {
-    let mac = |mac: [u8; 6]| mac.map(|octet| format!("{octet:02x}")).join(":");
+    let mac = |mac: [u8; 6]| mac.map(|byte| format!("{byte:02x}")).join(":");
     let (own, peer) = (mac(node.netlink().mac(pod.interface())?), mac(pod.namespace().netlink()?.mac("eth0")?));
     let address = pod.address(false).context("the pod has no IPv4 address")?;
     Ok(format!(
@@ -170,18 +176,18 @@ fn delivery(node: &Node, pod: &Pod, port: usize) -> Result<String> {
     ))
 }
 
-/// Has the pod know its gateway's MAC for good, since nobody answers its ARP, and finish its checksums, since nobody else
-/// does.
+/// Gives the pod a permanent neighbour entry for its gateway, since nothing answers its ARP, and disables its checksum
+/// offload, since nothing else completes the checksum.
 pub(super) fn prepare(node: &Node, pod: &Pod) -> Result<()> {
     pod.namespace().set_offload("eth0", Offload::TxChecksum, false)?;
-    let mac = node.netlink().mac(pod.interface())?.map(|octet| format!("{octet:02x}")).join(":");
+    let mac = node.netlink().mac(pod.interface())?.map(|byte| format!("{byte:02x}")).join(":");
     let gateway = node.gateways().v4.to_string();
     let ip = find("ip", "iproute2")?;
     let arguments = ["neighbour", "replace", &gateway, "lladdr", &mac, "dev", "eth0", "nud", "permanent"];
     super::tools::run(pod.namespace(), &ip, &arguments, "").map(drop)
 }
 
-/// A range of ports as OpenFlow has it: values under masks.
+/// A range of ports as OpenFlow expresses it: values with masks.
 fn masked(ports: &PortRange) -> Vec<String> {
     let (mut next, last) = (u32::from(ports.first), u32::from(ports.last));
     let mut matches = Vec::new();
@@ -203,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_of_ports_is_the_union_of_its_masks() {
+    fn a_port_range_equals_the_union_of_its_masks() {
         for (first, last) in [(0, 0), (9000, 9060), (1, 65535), (0, 65535), (80, 80), (65535, 65535)] {
             let of = masked(&PortRange { protocol: PortProtocol::Udp, first, last });
             let number = |text: &str| u32::from_str_radix(text.trim_start_matches("0x"), 16).unwrap();

@@ -1,4 +1,4 @@
-//! The cluster that all peers are configured with: pods on one node, and as many policies as asked for.
+//! The cluster that all peers are configured with: pods on one node and a given number of policies.
 
 use std::fmt::Write;
 use std::net::Ipv4Addr;
@@ -9,7 +9,7 @@ use penstock_policy::model::Change;
 use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::load::{PORTS, PROBE_PORT};
-use crate::testbed::Scratch;
+use crate::testbed::ScratchDir;
 
 /// The node's name in the manifests.
 pub const NODE: &str = "bench";
@@ -18,12 +18,12 @@ pub(super) const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 18, 0, 2);
 /// A port that no policy allows.
 pub(super) const DENIED: u16 = 9100;
 
-/// How big the cluster is.
+/// Size of the cluster.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Size {
-    /// Pods, of which every second sends to the one after it.
+pub struct ClusterSize {
+    /// Pods; every even one sends to the next.
     pub pods: usize,
-    /// Policies. All but two let one address each enter a receiver; those addresses send nothing.
+    /// Policies. All but two each admit one address that sends nothing.
     pub policies: usize,
 }
 
@@ -37,8 +37,8 @@ pub(super) fn pod_address(number: usize) -> Ipv4Addr {
     Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 1, 10).to_bits() + number as u32)
 }
 
-/// The manifests of a cluster. `turn` changes the ports of the policies that let nobody in who sends.
-pub fn manifests(size: Size, turn: usize) -> String {
+/// The manifests of a cluster. `turn` changes the ports of the policies that admit unused addresses.
+pub fn manifests(size: ClusterSize, turn: usize) -> String {
     let mut text = format!(
         "apiVersion: v1\nkind: Namespace\nmetadata: {{ name: bench }}\n---\napiVersion: v1\nkind: Node\n\
          metadata: {{ name: {NODE} }}\nstatus: {{ addresses: [{{ type: InternalIP, address: {NODE_ADDRESS} }}] }}\n"
@@ -85,7 +85,7 @@ pub(super) fn policy(number: usize, turn: usize) -> String {
                 )
         }
         _ => {
-            // Addresses for benchmarks (RFC 2544), which come before the pods' where a list is in order.
+            // Addresses reserved for benchmarks (RFC 2544). They sort before the pods' addresses in an ordered list.
             let from = Ipv4Addr::from_bits(Ipv4Addr::new(198, 18, 0, 0).to_bits() + number as u32);
             let port = 7000 + (number + turn) % 64;
             head(&format!("policy-{number}"), "receiver")
@@ -97,14 +97,14 @@ pub(super) fn policy(number: usize, turn: usize) -> String {
 }
 
 /// Writes the manifests into a directory of their own and returns it.
-pub(super) fn write(scratch: &Scratch, size: Size) -> Result<std::path::PathBuf> {
+pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path::PathBuf> {
     let directory = scratch.path().join("manifests");
     std::fs::create_dir(&directory)?;
     std::fs::write(directory.join("all.yaml"), manifests(size, 0))?;
     Ok(directory)
 }
 
-/// The engine that `penstock render` renders from.
+/// The engine that `penstock render` uses.
 pub(super) fn engine(directory: &std::path::Path) -> Result<Engine> {
     let documents = read_manifests(&[directory], &Options::default())?.documents;
     let mut engine = Engine::new(Settings::for_node(NODE));

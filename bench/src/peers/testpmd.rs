@@ -1,4 +1,4 @@
-//! DPDK's testpmd over AF_XDP: it forwards what comes from one pod to the other without looking at it.
+//! DPDK's testpmd over AF_XDP: forwards from one pod to the other without inspecting packets.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -9,16 +9,16 @@ use super::Cores;
 use super::openvswitch::prepare;
 use super::policy::pod_name;
 use super::tools::find;
-use crate::testbed::{Node, Scratch, Service};
+use crate::testbed::{Node, ScratchDir, ServiceProcess};
 
-/// How long it may take until it forwards.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(20);
 
-pub(super) fn start(node: &Node, scratch: &Scratch, cores: Cores) -> Result<(Service, String)> {
+pub(super) fn start(node: &Node, scratch: &ScratchDir, cores: Cores) -> Result<(ServiceProcess, String)> {
     let program = find("dpdk-testpmd", "dpdk-dev librte-net-af-xdp23 librte-mempool-ring23")?;
     let mut command = node.namespace().command(program);
     let prefix = format!("penstock-{}", std::process::id());
-    // One core for its commands, one for forwarding. Without huge pages it needs no set-up of the machine.
+    // One core for its commands, one for forwarding. It runs without huge pages, so the machine needs no setup.
     let lcores = format!("{}@{},{}@{}", 0, cores.generator, 1, cores.worker);
     command.args([
         "--lcores",
@@ -46,14 +46,14 @@ pub(super) fn start(node: &Node, scratch: &Scratch, cores: Cores) -> Result<(Ser
     ]);
     for number in 0..2 {
         let pod = node.pod(&pod_name(number))?;
-        let mac = pod.namespace().netlink()?.mac("eth0")?.map(|octet| format!("{octet:02x}")).join(":");
+        let mac = pod.namespace().netlink()?.mac("eth0")?.map(|byte| format!("{byte:02x}")).join(":");
         command.arg(format!("--eth-peer={number},{mac}"));
         prepare(node, pod)?;
     }
     let log = scratch.path().join("testpmd.log");
     let output = std::fs::File::create(&log)?;
     command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).env("RUNTIME_DIRECTORY", scratch.path());
-    let service = Service::start(command)?;
+    let service = ServiceProcess::start(command)?;
     let deadline = Instant::now() + START;
     loop {
         let text = std::fs::read_to_string(&log).context("testpmd writes no log")?;

@@ -1,4 +1,4 @@
-//! The programs that peers are, and what to install where they are missing.
+//! The peers' programs and the packages that contain them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -10,39 +10,39 @@ use crate::testbed::Namespace;
 
 /// A program is not installed.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Missing {
+pub struct MissingTool {
     program: &'static str,
     package: &'static str,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingTool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "there is no {}; install it with: apt-get install {}", self.program, self.package)
+        write!(f, "{} is not installed; install it with: apt-get install {}", self.program, self.package)
     }
 }
 
-impl std::error::Error for Missing {}
+impl std::error::Error for MissingTool {}
 
-/// Finds a program, in the directories that only root has in its path too.
-pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, Missing> {
+/// Finds a program, also in directories that are only in root's PATH.
+pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, MissingTool> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     let mut places = std::env::split_paths(&path).chain(usual).map(|directory| directory.join(program));
-    places.find(|file| file.is_file()).ok_or(Missing { program, package })
+    places.find(|file| file.is_file()).ok_or(MissingTool { program, package })
 }
 
-/// Runs a program inside a namespace to its end; what it reads is `input`.
+/// Runs a program to completion inside a namespace, with `input` on its standard input.
 pub(super) fn run(namespace: &Namespace, program: &Path, arguments: &[&str], input: &str) -> Result<String> {
     let mut command = namespace.command(program);
     command.args(arguments);
     finish(command, input).with_context(|| format!("{} {} failed", program.display(), arguments.join(" ")))
 }
 
-/// Runs a command to its end and returns what it printed.
+/// Runs a command to completion and returns its output.
 pub(super) fn finish(mut command: Command, input: &str) -> Result<String> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A program that does not read to the end says why.
+        // A program that stops reading early explains why in its output.
         let _ = std::io::Write::write_all(&mut stdin, input.as_bytes());
     }
     let output = child.wait_with_output()?;
@@ -51,7 +51,7 @@ pub(super) fn finish(mut command: Command, input: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The first line that a program prints about itself.
+/// The first line of a program's version output.
 pub(super) fn version(program: &'static str, argument: &str) -> Result<String> {
     let mut command = Command::new(find(program, program)?);
     command.arg(argument);

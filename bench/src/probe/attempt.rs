@@ -1,4 +1,4 @@
-//! One try of one probe, without blocking, so that a thread drives many.
+//! One non-blocking attempt of one probe, so that a thread drives many.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -10,33 +10,33 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
 use super::server::reply_to;
-use super::{Outcome, Probe, Protocol};
+use super::{Probe, ProbeOutcome, Protocol};
 use crate::testbed::Namespace;
 
-/// Octets of a request's random payload.
+/// Bytes of a request's random payload.
 const PAYLOAD: usize = 16;
-/// Octets of an ICMP echo message before its payload (RFC 792, RFC 4443 section 4.1).
+/// Bytes of an ICMP echo message before its payload (RFC 792, RFC 4443 section 4.1).
 const ECHO_HEADER: usize = 8;
 const ECHO_REQUEST_V4: u8 = 8;
 const ECHO_REPLY_V4: u8 = 0;
 const ECHO_REQUEST_V6: u8 = 128;
 const ECHO_REPLY_V6: u8 = 129;
 
-/// A try under way, or its outcome.
+/// A running attempt or its result.
 pub(super) struct Attempt {
     socket: Socket,
     started: Instant,
-    state: State,
+    state: AttemptState,
     request: Vec<u8>,
     expected: Vec<u8>,
     received: Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum AttemptState {
     Connecting,
     Awaiting,
-    Done(Outcome),
+    Done(ProbeOutcome),
 }
 
 impl Attempt {
@@ -57,13 +57,19 @@ impl Attempt {
         let socket = Socket::new(if v6 { Domain::IPV6 } else { Domain::IPV4 }, kind, protocol)?;
         socket.set_nonblocking(true)?;
         if kind == Type::STREAM {
-            // Closing with a reset keeps thousands of probes from filling the machine with TIME_WAIT.
+            // Closing with a reset avoids thousands of sockets in TIME_WAIT.
             socket.set_linger(Some(Duration::ZERO))?;
         }
         let address = SocketAddr::new(probe.destination, port);
         let connected = socket.connect(&address.into());
-        let mut attempt =
-            Self { socket, started: Instant::now(), state: State::Connecting, request, expected, received: Vec::new() };
+        let mut attempt = Self {
+            socket,
+            started: Instant::now(),
+            state: AttemptState::Connecting,
+            request,
+            expected,
+            received: Vec::new(),
+        };
         match connected {
             Ok(()) => attempt.send(),
             Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
@@ -72,37 +78,37 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// What came of it, once something did.
-    pub(super) fn outcome(&self) -> Option<Outcome> {
+    /// The result, once there is one.
+    pub(super) fn outcome(&self) -> Option<ProbeOutcome> {
         match self.state {
-            State::Done(outcome) => Some(outcome),
-            State::Connecting | State::Awaiting => None,
+            AttemptState::Done(outcome) => Some(outcome),
+            AttemptState::Connecting | AttemptState::Awaiting => None,
         }
     }
 
     fn waits_for(&self) -> Option<PollFlags> {
         match self.state {
-            State::Connecting => Some(PollFlags::POLLOUT),
-            State::Awaiting => Some(PollFlags::POLLIN),
-            State::Done(_) => None,
+            AttemptState::Connecting => Some(PollFlags::POLLOUT),
+            AttemptState::Awaiting => Some(PollFlags::POLLIN),
+            AttemptState::Done(_) => None,
         }
     }
 
     fn advance(&mut self) {
         match self.state {
-            State::Connecting => match self.socket.take_error() {
+            AttemptState::Connecting => match self.socket.take_error() {
                 Ok(None) => self.send(),
                 Ok(Some(error)) | Err(error) => self.fail(&error),
             },
-            State::Awaiting => self.receive(),
-            State::Done(_) => {}
+            AttemptState::Awaiting => self.receive(),
+            AttemptState::Done(_) => {}
         }
     }
 
     fn send(&mut self) {
         match (&self.socket).write(&self.request) {
-            Ok(length) if length == self.request.len() => self.state = State::Awaiting,
-            Ok(_) => self.state = State::Done(Outcome::Wrong),
+            Ok(length) if length == self.request.len() => self.state = AttemptState::Awaiting,
+            Ok(_) => self.state = AttemptState::Done(ProbeOutcome::Wrong),
             Err(error) => self.fail(&error),
         }
     }
@@ -110,13 +116,13 @@ impl Attempt {
     fn receive(&mut self) {
         let mut buffer = [0; 512];
         match (&self.socket).read(&mut buffer) {
-            Ok(0) => self.state = State::Done(Outcome::Wrong),
+            Ok(0) => self.state = AttemptState::Done(ProbeOutcome::Wrong),
             Ok(length) => {
                 self.received.extend_from_slice(self.payload_of(&buffer[..length]));
                 if self.received == self.expected {
-                    self.state = State::Done(Outcome::Reached);
+                    self.state = AttemptState::Done(ProbeOutcome::Reached);
                 } else if !self.expected.starts_with(&self.received) {
-                    self.state = State::Done(Outcome::Wrong);
+                    self.state = AttemptState::Done(ProbeOutcome::Wrong);
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -124,7 +130,7 @@ impl Attempt {
         }
     }
 
-    /// Of a datagram of an ICMP socket, which starts at the ICMP header, an echo reply's payload.
+    /// The payload of an echo reply. A datagram of an ICMP socket starts at the ICMP header.
     fn payload_of<'a>(&self, datagram: &'a [u8]) -> &'a [u8] {
         match (self.request.len() > PAYLOAD, datagram.first()) {
             (false, _) => datagram,
@@ -134,10 +140,10 @@ impl Attempt {
     }
 
     fn fail(&mut self, error: &io::Error) {
-        self.state = State::Done(match error.raw_os_error() {
-            Some(libc::ECONNREFUSED) => Outcome::Refused,
-            Some(errno) => Outcome::Failed(errno),
-            None => Outcome::Wrong,
+        self.state = AttemptState::Done(match error.raw_os_error() {
+            Some(libc::ECONNREFUSED) => ProbeOutcome::Refused,
+            Some(errno) => ProbeOutcome::Failed(errno),
+            None => ProbeOutcome::Wrong,
         });
     }
 }
@@ -151,13 +157,13 @@ fn echo_request(v6: bool, payload: &[u8]) -> Vec<u8> {
     message
 }
 
-/// Advances all attempts until each has an outcome or the deadline has passed.
+/// Drives all attempts until each has a result or the deadline has passed.
 pub(super) fn drive(attempts: &mut [Attempt], deadline: Instant) -> Result<()> {
     while wait(attempts, deadline)? {}
     Ok(())
 }
 
-/// Waits until one of them can go on, and lets it; false when none waits or the deadline has passed.
+/// Polls until an attempt can advance and advances it; false if none is pending or the deadline has passed.
 fn wait(attempts: &mut [Attempt], deadline: Instant) -> Result<bool> {
     let waiting: Vec<(usize, PollFlags)> =
         attempts.iter().enumerate().filter_map(|(index, attempt)| Some((index, attempt.waits_for()?))).collect();
@@ -167,7 +173,7 @@ fn wait(attempts: &mut [Attempt], deadline: Instant) -> Result<bool> {
     }
     let mut polled: Vec<PollFd> =
         waiting.iter().map(|&(index, flags)| PollFd::new(attempts[index].socket.as_fd(), flags)).collect();
-    // Rounded up to whole milliseconds, lest the last one be spun away.
+    // Rounded up to whole milliseconds, so that the last one is not busy-waited.
     let timeout = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
     match poll(&mut polled, timeout) {
         Ok(_) | Err(nix::Error::EINTR) => {}
@@ -185,8 +191,8 @@ fn wait(attempts: &mut [Attempt], deadline: Instant) -> Result<bool> {
     Ok(true)
 }
 
-/// Keeps trying a probe, a new attempt every `interval`, until one is answered; returns when the first that was
-/// answered had been started, or nothing once `limit` has passed.
+/// Repeats a probe, with a new attempt every `interval`, until one is answered. Returns when that attempt had started,
+/// or `None` once `limit` has passed.
 pub fn time_until_reached(
     namespace: &Namespace,
     (identity, destination): (u32, IpAddr),
@@ -194,7 +200,7 @@ pub fn time_until_reached(
     interval: Duration,
     limit: Duration,
 ) -> Result<Option<Instant>> {
-    /// Attempts older than this have failed: their first packet was dropped.
+    /// Older attempts have failed: their first packet was dropped.
     const OLDEST: Duration = Duration::from_millis(200);
     let probe = Probe { from: 0, to: identity as usize, destination, protocol };
     namespace.run(|| {
@@ -204,7 +210,7 @@ pub fn time_until_reached(
             attempts.retain(|attempt| attempt.started.elapsed() < OLDEST);
             attempts.push(Attempt::start(&probe)?);
             drive(&mut attempts, Instant::now() + interval)?;
-            let reached = attempts.iter().find(|attempt| attempt.outcome() == Some(Outcome::Reached));
+            let reached = attempts.iter().find(|attempt| attempt.outcome() == Some(ProbeOutcome::Reached));
             if let Some(attempt) = reached {
                 return Ok(Some(attempt.started));
             }

@@ -1,10 +1,10 @@
-//! Real traffic between sites, and what came of it.
+//! Real traffic between sites, with its result.
 //!
-//! A probe is one exchange: a request with a random payload and a reply that proves who answered and that the
-//! request arrived as it was sent. Nothing that comes back within the patience counts as denied.
+//! A probe is one exchange: a request with a random payload and a reply that proves which server answered and that the
+//! request arrived unchanged. No reply within the retry policy counts as denied.
 
 mod attempt;
-mod flow;
+mod echo_connection;
 mod server;
 
 use std::fmt;
@@ -16,22 +16,22 @@ use anyhow::{Context, Result};
 use crate::testbed::{Namespace, Node, Outside, Pod};
 use attempt::Attempt;
 pub use attempt::time_until_reached;
-pub use flow::Flow;
-pub use server::{Servers, Service};
+pub use echo_connection::EchoConnection;
+pub use server::{EchoServers, EchoService};
 
-/// Where probes start and end: a namespace with its addresses.
+/// An end of a probe: a namespace with its addresses.
 #[derive(Clone)]
 pub struct Site {
-    /// What to call it.
+    /// Name in reports.
     pub name: String,
-    /// Where its sockets are.
+    /// Namespace of its sockets.
     pub namespace: Namespace,
-    /// Where it is reached.
+    /// Addresses at which it is reached.
     pub addresses: Vec<IpAddr>,
 }
 
 impl Site {
-    /// Its address of a family.
+    /// Its address of one family.
     pub fn address(&self, v6: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
     }
@@ -56,14 +56,14 @@ impl From<&Outside> for Site {
     }
 }
 
-/// What a probe sends.
+/// Protocol of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Protocol {
-    /// Connects to this port, exchanges some octets and closes.
+    /// Connects to this port, exchanges some bytes and closes.
     Tcp(u16),
-    /// A datagram to this port and its reply.
+    /// Sends a datagram to this port and expects a reply.
     Udp(u16),
-    /// An echo request of the address's family.
+    /// Sends an echo request of the address's family.
     Icmp,
 }
 
@@ -77,42 +77,42 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// One exchange to try: from one site to an address of another, both named by their index.
+/// One exchange from one site to an address of another; sites are indices.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Probe {
-    /// Index of the site that asks.
+    /// Index of the client site.
     pub from: usize,
-    /// Index of the site that should answer.
+    /// Index of the server site.
     pub to: usize,
-    /// The address asked.
+    /// Destination address.
     pub destination: IpAddr,
-    /// What is sent.
+    /// Protocol.
     pub protocol: Protocol,
 }
 
-/// What came of a probe.
+/// Result of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Outcome {
-    /// The right site answered with the right payload.
+pub enum ProbeOutcome {
+    /// The right server replied with the right payload.
     Reached,
-    /// The destination's kernel refused: the packet did arrive, but nothing listens there.
+    /// The destination's kernel rejected the packet: it arrived, but nothing listens there.
     Refused,
-    /// Nothing came back in time.
+    /// No reply in time.
     Silent,
-    /// Something came back, and it was not what was asked for.
+    /// A reply with the wrong identity or payload.
     Wrong,
-    /// The kernel said no, with this errno; a route that is not there, for one.
+    /// The local kernel failed with this errno, for example without a route.
     Failed(i32),
 }
 
-impl Outcome {
+impl ProbeOutcome {
     /// Whether the packet arrived at its destination.
     pub fn arrived(self) -> bool {
         matches!(self, Self::Reached | Self::Refused)
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for ProbeOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Reached => f.write_str("reached"),
@@ -124,23 +124,23 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// How long a probe waits before nothing means denied.
+/// How long to wait for a reply, and how often to try again.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// For each attempt.
+pub struct RetryPolicy {
+    /// Timeout of each attempt.
     pub timeout: Duration,
-    /// How many attempts are made while nothing comes back.
+    /// Number of attempts while nothing comes back.
     pub attempts: u32,
 }
 
-impl Default for Patience {
-    /// Three attempts of 300 ms: a busy machine delays a packet, it does not delay three.
+impl Default for RetryPolicy {
+    /// Three attempts of 300 ms: a busy machine may delay one packet, but hardly three.
     fn default() -> Self {
         Self { timeout: Duration::from_millis(300), attempts: 3 }
     }
 }
 
-/// Every pair of two different sites, over every family that both have and these protocols.
+/// Every pair of different sites, over every family that both have and these protocols.
 pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
     let mut probes = Vec::new();
     for from in 0..sites.len() {
@@ -154,11 +154,11 @@ pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
     probes
 }
 
-/// Sends all probes at once and waits for the last; outcomes are in the order of the probes.
+/// Sends all probes at once and waits for all; results are in the order of the probes.
 ///
-/// The sites need running [`Servers`] whose identity is the site's index.
-pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
-    let mut outcomes = vec![Outcome::Silent; probes.len()];
+/// The sites need running [`EchoServers`] whose identity is the site's index.
+pub fn run(sites: &[Site], probes: &[Probe], patience: RetryPolicy) -> Result<Vec<ProbeOutcome>> {
+    let mut outcomes = vec![ProbeOutcome::Silent; probes.len()];
     std::thread::scope(|scope| {
         let sources: Vec<_> = (0..sites.len())
             .map(|from| {
@@ -182,14 +182,14 @@ pub fn run(sites: &[Site], probes: &[Probe], patience: Patience) -> Result<Vec<O
 }
 
 /// Runs one probe from a site.
-pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: Patience) -> Result<Outcome> {
+pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: RetryPolicy) -> Result<ProbeOutcome> {
     let probe = Probe { from: 0, to: to.0 as usize, destination: to.1, protocol };
     let outcomes = from.namespace.run(|| run_here(&[probe], patience))?;
     outcomes.first().copied().context("one probe has one outcome")
 }
 
-fn run_here(probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
-    let mut outcomes = vec![Outcome::Silent; probes.len()];
+fn run_here(probes: &[Probe], patience: RetryPolicy) -> Result<Vec<ProbeOutcome>> {
+    let mut outcomes = vec![ProbeOutcome::Silent; probes.len()];
     let mut open: Vec<usize> = (0..probes.len()).collect();
     for _ in 0..patience.attempts {
         let start = Instant::now();
@@ -197,9 +197,9 @@ fn run_here(probes: &[Probe], patience: Patience) -> Result<Vec<Outcome>> {
             open.iter().map(|&index| Attempt::start(&probes[index])).collect::<std::io::Result<Vec<_>>>()?;
         attempt::drive(&mut attempts, start + patience.timeout)?;
         for (&index, attempt) in open.iter().zip(&attempts) {
-            outcomes[index] = attempt.outcome().unwrap_or(Outcome::Silent);
+            outcomes[index] = attempt.outcome().unwrap_or(ProbeOutcome::Silent);
         }
-        open.retain(|&index| outcomes[index] == Outcome::Silent);
+        open.retain(|&index| outcomes[index] == ProbeOutcome::Silent);
         if open.is_empty() {
             break;
         }

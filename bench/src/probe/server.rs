@@ -1,4 +1,4 @@
-//! The other end of the probes: echo servers that tell who they are.
+//! Echo servers that identify themselves: the server side of probes.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -12,31 +12,31 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Site;
 
-/// What a site serves, on each of its addresses.
+/// A service on each of a site's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Service {
-    /// Echoes a stream: first the server's identity, then what comes, inverted.
+pub enum EchoService {
+    /// Echoes a stream: first the server's identity, then the received bytes inverted.
     Tcp(u16),
-    /// Echoes datagrams: each reply is the server's identity and the request, inverted.
+    /// Echoes datagrams: the server's identity and the request, inverted.
     Udp(u16),
 }
 
-/// What a server with this identity answers to a request.
+/// The reply of the server with this identity to a request.
 pub(super) fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
     let mut reply = identity.to_be_bytes().to_vec();
-    reply.extend(request.iter().map(|octet| !octet));
+    reply.extend(request.iter().map(|byte| !byte));
     reply
 }
 
-/// The running servers of one site; they end when this is dropped.
-pub struct Servers {
+/// The running servers of one site; they stop when this is dropped.
+pub struct EchoServers {
     stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Servers {
-    /// Starts them. They listen when this returns. `identity` is what they say they are.
-    pub fn start(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+impl EchoServers {
+    /// Starts the servers; they listen when this returns. `identity` is part of each reply.
+    pub fn start(site: &Site, identity: u32, services: &[EchoService]) -> Result<Self> {
         let sockets = site.namespace.run(|| Sockets::bind(site, identity, services))?;
         let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let stopped = stop.clone();
@@ -44,15 +44,15 @@ impl Servers {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Starts them on every site, each with its index as identity.
-    pub fn start_all(sites: &[Site], services: &[Service]) -> Result<Vec<Self>> {
+    /// Starts servers on every site, each with its index as identity.
+    pub fn start_all(sites: &[Site], services: &[EchoService]) -> Result<Vec<Self>> {
         (0u32..).zip(sites).map(|(identity, site)| Self::start(site, identity, services)).collect()
     }
 }
 
-impl Drop for Servers {
+impl Drop for EchoServers {
     fn drop(&mut self) {
-        // An event counter that was written once cannot be full, and a thread that panicked said so itself.
+        // An eventfd that was written once cannot be full, and a panicked thread has already printed its message.
         let _ = self.stop.write(1);
         let _ = self.thread.take().map(JoinHandle::join);
     }
@@ -66,7 +66,7 @@ struct Sockets {
 }
 
 impl Sockets {
-    fn bind(site: &Site, identity: u32, services: &[Service]) -> Result<Self> {
+    fn bind(site: &Site, identity: u32, services: &[EchoService]) -> Result<Self> {
         let mut sockets = Self { identity, listeners: Vec::new(), datagrams: Vec::new(), streams: Vec::new() };
         for &address in &site.addresses {
             for service in services {
@@ -78,14 +78,14 @@ impl Sockets {
         Ok(sockets)
     }
 
-    fn open(&mut self, service: &Service, address: std::net::IpAddr) -> io::Result<()> {
+    fn open(&mut self, service: &EchoService, address: std::net::IpAddr) -> io::Result<()> {
         match *service {
-            Service::Tcp(port) => {
+            EchoService::Tcp(port) => {
                 let listener = TcpListener::bind(SocketAddr::new(address, port))?;
                 listener.set_nonblocking(true)?;
                 self.listeners.push(listener);
             }
-            Service::Udp(port) => {
+            EchoService::Udp(port) => {
                 let socket = UdpSocket::bind(SocketAddr::new(address, port))?;
                 socket.set_nonblocking(true)?;
                 self.datagrams.push(socket);
@@ -131,13 +131,13 @@ impl Sockets {
     }
 }
 
-/// Echoes what a stream has; false once it is to be closed.
+/// Echoes what a stream received; false once the stream is to be closed.
 fn echo(stream: &mut TcpStream) -> bool {
     let mut buffer = [0; 4096];
     match stream.read(&mut buffer) {
         Ok(0) => false,
         Ok(length) => {
-            buffer[..length].iter_mut().for_each(|octet| *octet = !*octet);
+            buffer[..length].iter_mut().for_each(|byte| *byte = !*byte);
             stream.write_all(&buffer[..length]).is_ok()
         }
         Err(error) => error.kind() == ErrorKind::WouldBlock,
@@ -147,7 +147,7 @@ fn echo(stream: &mut TcpStream) -> bool {
 fn answer(socket: &UdpSocket, identity: u32) {
     let mut buffer = [0; 4096];
     while let Ok((length, from)) = socket.recv_from(&mut buffer) {
-        // A reply that cannot be sent is a reply that does not arrive: the probe sees it.
+        // A reply that cannot be sent is a reply that does not arrive; the probe detects it.
         let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
     }
 }

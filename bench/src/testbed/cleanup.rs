@@ -1,4 +1,4 @@
-//! Undoing what was made, whichever way the process ends.
+//! Cleanup that also runs when a signal ends the process.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
@@ -8,34 +8,34 @@ use signal_hook::iterator::Signals;
 
 type Task = Box<dyn FnOnce() + Send>;
 
-/// What is still to be undone, in the order in which it was made.
+/// Pending cleanup tasks, in the order of registration.
 struct Pending {
     next: u64,
     tasks: BTreeMap<u64, Task>,
-    /// A signal is ending the process: nothing new may be made.
+    /// A signal is ending the process; no new guard may be made.
     ending: bool,
 }
 
 static PENDING: Mutex<Pending> = Mutex::new(Pending { next: 0, tasks: BTreeMap::new(), ending: false });
 static HANDLER: Once = Once::new();
 
-/// Runs its task once: when it is dropped, or when a signal ends the process, whichever comes first.
+/// Runs its task exactly once: when it is dropped, or when a signal ends the process.
 ///
-/// On a signal the tasks of all guards run in the reverse order of their making, on a thread of their own.
+/// On a signal the tasks of all guards run in reverse order of registration, on a separate thread.
 #[must_use = "dropping a guard runs its task at once"]
-pub struct Guard {
+pub struct CleanupGuard {
     id: u64,
 }
 
-impl Guard {
-    /// Registers `task`. It may run on another thread, and must not wait for one that makes guards.
+impl CleanupGuard {
+    /// Registers `task`. It may run on another thread and must not wait for a thread that makes guards.
     pub fn new(task: impl FnOnce() + Send + 'static) -> Self {
         HANDLER.call_once(handle_signals);
         let mut pending = pending();
         if pending.ending {
             drop(pending);
             task();
-            // The signal's thread ends the process in a moment; nothing may be made until then.
+            // The signal thread is about to end the process; block until then.
             loop {
                 std::thread::park();
             }
@@ -47,7 +47,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for CleanupGuard {
     fn drop(&mut self) {
         let task = pending().tasks.remove(&self.id);
         if let Some(task) = task {

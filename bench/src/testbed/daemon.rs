@@ -1,4 +1,4 @@
-//! The real daemon, in a node's namespace.
+//! The real daemon in a node's namespace.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
@@ -12,39 +12,39 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 use super::namespace::Namespace;
 use super::process::{END, Process};
-use super::scratch::Scratch;
+use super::scratch::ScratchDir;
 
-/// What the daemon logs once it is in force.
+/// Log line of a daemon that is ready.
 const READY: &str = "ready: ";
-/// How long it may take until then.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(60);
-/// What the daemon is told.
+/// Configuration of a daemon.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
     /// The node's name.
     pub node: String,
     /// Its directory of manifests.
     pub manifests: PathBuf,
-    /// Further keys of the top level, in TOML.
+    /// Further top-level keys, in TOML.
     pub keys: String,
-    /// The keys of the section `[conntrack]`, in TOML.
+    /// Keys of the section `[conntrack]`, in TOML.
     pub conntrack: String,
     /// Further sections, in TOML.
     pub sections: String,
-    /// Where its admin API listens, if it does.
+    /// Socket of the admin API, if enabled.
     pub admin: Option<PathBuf>,
-    /// Where its metrics are served, if they are.
+    /// Address of the metrics endpoint, if enabled.
     pub metrics: Option<SocketAddr>,
-    /// What is added to its environment.
+    /// Additional environment variables.
     pub environment: Vec<(String, String)>,
 }
 
 impl DaemonConfig {
-    /// Everything at its default, except for memory, what a test's few pods need: without a file for the connections,
-    /// admin API and metrics.
+    /// Defaults, except for what would need more memory than a few pods need: no connection table file, no admin API
+    /// and no metrics.
     pub fn new(node: &str, manifests: &Path) -> Self {
         Self {
             node: node.into(),
@@ -62,7 +62,7 @@ impl DaemonConfig {
     pub fn to_toml(&self) -> String {
         let Self { node, manifests, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
-        // Daemons of several nodes run on one machine: each has its own, or none.
+        // Daemons of several nodes share a machine, so each has its own file or none.
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
         let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
@@ -72,32 +72,32 @@ impl DaemonConfig {
     }
 }
 
-/// What the daemon may do.
+/// Privileges of the daemon.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Privileges {
-    /// What this process may.
+    /// Those of this process.
     All,
-    /// No capability at all, though its user is the same.
+    /// No capability, although its user is the same.
     None,
-    /// No more than these capabilities, a bit each, as a service manager or a container's runtime grants them.
+    /// At most these capabilities (a bit mask), as granted by a service manager or a container runtime.
     Bounded(u64),
 }
 
-/// Takes every capability but these out of the bounding set, so that the program that is executed next has no more.
+/// Drops every other capability from the bounding set, so that the next executed program has at most these.
 fn drop_capabilities_but(kept: u64) {
     for capability in (0..=63).filter(|capability| kept >> capability & 1 == 0) {
-        // SAFETY: no memory is passed. The kernel refuses numbers that it does not know, which is well.
+        // SAFETY: no memory is passed. The kernel rejects numbers that it does not know.
         unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
 }
 
-/// The `penstock` binary: `PENSTOCK_BIN`, else the one that was built beside this program.
+/// The `penstock` binary: `PENSTOCK_BIN`, otherwise the one built beside this program.
 pub fn penstock_binary() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("PENSTOCK_BIN") {
         return Ok(path.into());
     }
     let program = std::env::current_exe()?;
-    // Tests are one directory further down, in `deps`.
+    // Test programs are one directory deeper, in `deps`.
     let found = program.ancestors().skip(1).take(2).map(|directory| directory.join("penstock"));
     found.into_iter().find(|path| path.is_file()).with_context(|| {
         format!(
@@ -107,24 +107,24 @@ pub fn penstock_binary() -> Result<PathBuf> {
     })
 }
 
-/// A running `penstock run`. Dropping it ends it with SIGTERM and waits.
+/// A running `penstock run`. Dropping it sends SIGTERM and waits.
 pub struct Daemon {
     process: Arc<Process>,
     log: Arc<Log>,
     config: PathBuf,
-    _guard: Guard,
-    _scratch: Scratch,
+    _guard: CleanupGuard,
+    _scratch: ScratchDir,
 }
 
 impl Daemon {
-    /// Starts it inside `namespace` and waits until it says that it is ready.
+    /// Starts it inside `namespace` and waits until it logs that it is ready.
     ///
-    /// It also ends when the calling *thread* does, so that it cannot outlive a test that was killed.
+    /// It is killed when the calling *thread* ends, so that it cannot outlive a test that was killed.
     pub fn start(namespace: &Namespace, config: &DaemonConfig) -> Result<Self> {
         Self::start_with(namespace, config, Privileges::All)
     }
 
-    /// As [`Daemon::start`], with these privileges.
+    /// Like [`Daemon::start`], with these privileges.
     pub fn start_with(namespace: &Namespace, config: &DaemonConfig, privileges: Privileges) -> Result<Self> {
         let daemon = Self::launch_with(namespace, &config.to_toml(), privileges, &config.environment)?;
         daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
@@ -144,7 +144,7 @@ impl Daemon {
         privileges: Privileges,
         environment: &[(String, String)],
     ) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let config = scratch.path().join("penstock.toml");
         std::fs::write(&config, toml)?;
         let binary = penstock_binary()?;
@@ -159,16 +159,16 @@ impl Daemon {
             }
             nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from)
         };
-        // SAFETY: between fork and exec the closure makes system calls alone; it neither allocates nor takes a lock.
+        // SAFETY: between fork and exec the closure only makes system calls; it neither allocates nor takes a lock.
         unsafe { command.pre_exec(prepare) };
-        // Ctrl-C reaches a terminal's whole process group: the daemon is to be ended by us, in order.
+        // Ctrl-C reaches a terminal's whole process group. The daemon must be ended by its guard instead.
         command.process_group(0);
         let mut child = command.spawn().with_context(|| format!("cannot start {}", binary.display()))?;
         let log = Arc::new(Log::default());
         log.collect(child.stdout.take());
         log.collect(child.stderr.take());
         let process = Arc::new(Process::new(child));
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let process = process.clone();
             move || process.end()
         });
@@ -185,7 +185,7 @@ impl Daemon {
         self.process.id
     }
 
-    /// What it has written, standard output and standard error together.
+    /// Its output, standard output and standard error together.
     pub fn log(&self) -> &Log {
         &self.log
     }
@@ -195,14 +195,14 @@ impl Daemon {
         kill(self.id(), signal).with_context(|| format!("cannot send {signal} to the daemon"))
     }
 
-    /// Ends it with SIGTERM; returns how it ended and all that it wrote.
+    /// Ends it with SIGTERM; returns its exit status and all of its output.
     pub fn stop(self) -> Result<(ExitStatus, Vec<String>)> {
-        // It may have ended by itself: then its status tells how.
+        // It may have ended by itself; its exit status then says how.
         let _ = self.signal(Signal::SIGTERM);
         self.wait(END)
     }
 
-    /// Waits until it is gone, however it ended.
+    /// Waits until it has ended, however it ends.
     pub fn wait_until_ended(&self, limit: Duration) -> Result<ExitStatus> {
         self.process.wait(limit)
     }
@@ -217,18 +217,18 @@ impl Daemon {
         Ok((status, self.log.lines()))
     }
 
-    /// The processor time that it has used, in user and kernel mode.
+    /// CPU time used, user and kernel.
     pub fn processor_time(&self) -> Result<Duration> {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.id()))?;
         // utime and stime are the 14th and 15th field; the name, the 2nd, may hold spaces (proc_pid_stat(5)).
         let fields = stat.rsplit_once(')').context("no name in /proc/PID/stat")?.1.split_whitespace();
         let ticks: u64 = fields.skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap_or(0)).sum();
-        // The kernel tells this time in units of USER_HZ, which is 100 wherever Linux runs on x86 and Arm.
+        // The kernel reports this time in units of USER_HZ, which is 100 wherever Linux runs on x86 and Arm.
         Ok(Duration::from_millis(ticks * 10))
     }
 }
 
-/// What a process writes, line by line.
+/// Output of a process, line by line.
 #[derive(Default)]
 pub struct Log {
     state: Mutex<LogState>,
@@ -265,7 +265,7 @@ impl Log {
         self.state().lines.clone()
     }
 
-    /// How many lines there are: a place to wait from.
+    /// Number of lines: a position from which to wait.
     pub fn len(&self) -> usize {
         self.state().lines.len()
     }
@@ -275,7 +275,7 @@ impl Log {
         self.len() == 0
     }
 
-    /// Waits for a line that has `text` in it, from line `start` on.
+    /// Waits for a line that contains `text`, starting at line `start`.
     pub fn wait_for_after(&self, start: usize, text: &str, limit: Duration) -> Result<String> {
         self.wait(start, text, limit, || false)
     }

@@ -1,4 +1,4 @@
-//! What this process has on the machine: to show that it leaves nothing.
+//! What this process has created on the machine, to verify that it leaves nothing behind.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,18 +9,19 @@ use anyhow::Result;
 use super::namespace::{DIRECTORY, made, owner};
 use super::netlink::{Netlink, network_state};
 
-/// Namespaces and child processes of this process, links, addresses and routes of the machine, and what is pinned in the
-/// BPF file system for a namespace of this process: two of them, before and after, must not differ.
+/// Namespaces and child processes of this process, the machine's links, addresses and routes, and objects pinned in the
+/// BPF file system for this process' namespaces. Two inventories, before and after, must not differ.
 ///
-/// Namespaces, processes and pinned objects of others are left out, since others may come and go meanwhile. So does what
-/// the kernel itself puts into a BPF file system when one is mounted (`maps.debug`, `progs.debug`: kernel/bpf/preload).
+/// Namespaces, processes and pinned objects of other processes are left out, since they may come and go meanwhile. So
+/// are the objects that the kernel creates when a BPF file system is mounted (`maps.debug`, `progs.debug`:
+/// kernel/bpf/preload).
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Inventory {
     items: BTreeSet<String>,
 }
 
 impl Inventory {
-    /// Takes it now, from the calling thread's network namespace.
+    /// Takes the inventory, from the calling thread's network namespace.
     pub fn take() -> Result<Self> {
         let mut items: BTreeSet<String> = network_state(&Netlink::open_here()?)?.into_iter().collect();
         items.extend(own_namespaces().map(|name| format!("namespace {name}")));
@@ -30,19 +31,19 @@ impl Inventory {
         Ok(Self { items })
     }
 
-    /// What is here and not in `earlier`, or the other way round, a line each.
+    /// Items here that are not in `earlier`, and the other way round, one line each.
     pub fn difference(&self, earlier: &Self) -> Vec<String> {
         let more = self.items.difference(&earlier.items).map(|item| format!("left behind: {item}"));
         let less = earlier.items.difference(&self.items).map(|item| format!("gone: {item}"));
         more.chain(less).collect()
     }
 
-    /// How many things were looked at.
+    /// Number of items.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether there is nothing at all.
+    /// Whether there are no items.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
@@ -67,7 +68,7 @@ fn parent(process: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// What is in directories of these names, which are inodes of namespaces, and they themselves.
+/// Files in directories with these names (inodes of namespaces), and the directories themselves.
 fn pinned(directory: &Path, own: &BTreeSet<String>, inside: bool, items: &mut BTreeSet<String>) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let is_own = inside || entry.file_name().to_str().is_some_and(|name| own.contains(name));

@@ -1,10 +1,10 @@
 //! A node and its pods made of network namespaces and veth pairs, wired as the `ptp` CNI plugin does it.
 //!
-//! Everything here is undone when its value is dropped, when the thread that holds it panics, and when the
-//! process is ended by SIGINT, SIGTERM or SIGHUP. What a process that was killed left behind is swept by the
-//! next one that starts. Names carry the process id and a counter, so that tests run in parallel.
+//! Everything is undone when its value is dropped, when the owning thread panics, and when SIGINT, SIGTERM or SIGHUP
+//! ends the process. Leftovers of a killed process are removed when the next one starts. Names contain the process id
+//! and a counter, so that tests run in parallel.
 //!
-//! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and no command of the system: neither `ip` nor `sysctl`.
+//! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), but neither `ip` nor `sysctl`.
 
 pub mod api_server;
 mod cleanup;
@@ -18,13 +18,13 @@ mod process;
 mod router;
 mod scratch;
 
-pub use cleanup::Guard;
+pub use cleanup::CleanupGuard;
 pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
-pub use netlink::{Netlink, Via, network_state};
+pub use netlink::{Netlink, RouteVia, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
-pub use process::Service;
-pub use router::{Between, Router};
-pub use scratch::Scratch;
+pub use process::ServiceProcess;
+pub use router::{InterNodeLink, Router};
+pub use scratch::ScratchDir;

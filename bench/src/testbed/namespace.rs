@@ -1,4 +1,4 @@
-//! Network namespaces that go when they are dropped.
+//! Network namespaces that are removed when they are dropped.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -15,23 +15,23 @@ use anyhow::{Context, Result};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 use super::netlink::Netlink;
 
-/// Where namespaces are bound, as `ip netns` does it.
+/// Directory in which namespaces are bound, as `ip netns` does.
 pub const DIRECTORY: &str = "/run/netns";
 
 const PREFIX: &str = "pen";
 
 static COUNTER: AtomicU32 = AtomicU32::new(0);
-/// By inode, all that this process has made, those that are gone included.
+/// Inodes of all namespaces made by this process, removed ones included.
 static MADE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
 static SWEEP: Once = Once::new();
 
 /// A network namespace, bound at `/run/netns/NAME` so that `ip netns exec NAME` enters it.
 ///
-/// Its loopback is up, and IPv6 addresses are usable at once (no duplicate address detection). Clones are the
-/// same namespace; it is removed with the last of them.
+/// Its loopback is up, and IPv6 addresses are usable immediately (no duplicate address detection). Clones refer to the
+/// same namespace, which is removed with the last of them.
 #[derive(Clone)]
 pub struct Namespace {
     inner: Arc<Inner>,
@@ -40,22 +40,22 @@ pub struct Namespace {
 struct Inner {
     name: String,
     file: Arc<File>,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-/// The inodes of all namespaces that this process has made.
+/// Inodes of all namespaces made by this process.
 pub(super) fn made() -> BTreeSet<u64> {
     MADE.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 impl Namespace {
-    /// Makes one whose name ends in `label`.
+    /// Makes a namespace whose name ends in `label`.
     pub fn new(label: &str) -> Result<Self> {
         SWEEP.call_once(sweep);
         let name = format!("{PREFIX}-{}-{}-{label}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
         let path = Path::new(DIRECTORY).join(&name);
         fs::create_dir_all(DIRECTORY).with_context(|| format!("cannot make {DIRECTORY}"))?;
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let path = path.clone();
             move || remove(&path)
         });
@@ -85,17 +85,17 @@ impl Namespace {
         &self.inner.name
     }
 
-    /// The number by which what belongs to it is known, such as pinned objects.
+    /// Its inode number, which identifies for example its pinned objects.
     pub fn inode(&self) -> Result<u64> {
         Ok(self.inner.file.metadata()?.ino())
     }
 
-    /// The file that stands for it.
+    /// Path of the file it is bound to.
     pub fn path(&self) -> PathBuf {
         Path::new(DIRECTORY).join(&self.inner.name)
     }
 
-    /// Runs `work` inside, on a thread of its own, and waits for it. A panic goes on in the caller.
+    /// Runs `work` inside, on a separate thread, and waits for it. Panics propagate to the caller.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         on_thread(|| {
             self.enter();
@@ -117,7 +117,7 @@ impl Namespace {
         })
     }
 
-    /// Moves the calling thread inside, for the rest of its life.
+    /// Moves the calling thread inside for good.
     fn enter(&self) {
         setns(&self.inner.file, CloneFlags::CLONE_NEWNET).expect("a namespace that is held open can be entered");
     }
@@ -138,8 +138,8 @@ impl Namespace {
         Netlink::open(self)
     }
 
-    /// Has the kernel process what arrives on all queues of an interface on these cores (a bit mask; 0 for
-    /// the core on which it arrives): receive packet steering, which is told through sysfs.
+    /// Sets receive packet steering: the kernel processes packets of all queues of an interface on these cores (a bit
+    /// mask; 0 for the core on which they arrive). It is configured through sysfs.
     pub fn set_receive_steering(&self, interface: &str, cores: u64) -> Result<()> {
         let steer = || -> Result<()> {
             for queue in fs::read_dir(format!("/sys/class/net/{interface}/queues"))?.flatten() {
@@ -153,15 +153,15 @@ impl Namespace {
         self.run_in_sysfs(steer).with_context(|| format!("cannot steer what {interface} receives to cores {cores:#x}"))
     }
 
-    /// Has an interface's NAPI run in a thread of its own, or in the softirq of whoever sends to it.
+    /// Runs an interface's NAPI in a separate kernel thread, or in the sender's softirq.
     pub fn set_threaded_napi(&self, interface: &str, threaded: bool) -> Result<()> {
         let file = format!("/sys/class/net/{interface}/threaded");
         self.run_in_sysfs(|| Ok(fs::write(&file, if threaded { "1" } else { "0" })?))
             .with_context(|| format!("cannot set {file} to {threaded} in {}", self.name()))
     }
 
-    /// Runs `work` inside, where `/sys` is this namespace's. A sysfs shows the network namespace of whoever mounted it: it
-    /// takes a mount of our own, which is not to spread to others.
+    /// Runs `work` inside with a private mount of this namespace's `/sys`. A sysfs shows the network namespace of the
+    /// process that mounted it.
     fn run_in_sysfs(&self, work: impl FnOnce() -> Result<()> + Send) -> Result<()> {
         self.run(|| {
             unshare(CloneFlags::CLONE_NEWNS)?;
@@ -198,7 +198,7 @@ impl AsRawFd for Namespace {
     }
 }
 
-/// Runs `work` on a thread of its own, so that what it does to its thread's namespace ends with it.
+/// Runs `work` on a separate thread, so that changes of the thread's namespaces end with it.
 fn on_thread<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(work).join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
@@ -210,12 +210,12 @@ fn bind_new(path: &Path) -> Result<File> {
 }
 
 fn remove(path: &Path) {
-    // Neither can be mended here: the mount may not be there yet, and the next start sweeps what stays.
+    // Errors are ignored: the mount may not exist yet, and the next start sweeps what remains.
     let _ = umount2(path, MntFlags::MNT_DETACH);
     let _ = fs::remove_file(path);
 }
 
-/// Removes the namespaces of processes that are no more.
+/// Removes namespaces of processes that no longer exist.
 fn sweep() {
     let Ok(entries) = fs::read_dir(DIRECTORY) else { return };
     for entry in entries.flatten() {

@@ -1,4 +1,4 @@
-//! The few route netlink requests that a testbed needs, without async.
+//! The route netlink requests that a testbed needs, as blocking calls.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -21,23 +21,23 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::namespace::Namespace;
 
-/// The port that VXLAN has (RFC 7348 section 5).
+/// UDP port of VXLAN (RFC 7348 section 5).
 const VXLAN_PORT: u16 = 4789;
 
-/// A route netlink socket of one namespace.
+/// A route netlink socket in one namespace.
 pub struct Netlink {
     runtime: Runtime,
     handle: Handle,
 }
 
-/// Where a route leads.
+/// Next hop of a route.
 #[derive(Clone, Copy, Debug)]
-pub enum Via {
-    /// Its destinations are on the link.
+pub enum RouteVia {
+    /// On-link.
     Link,
     /// Through a gateway on the link.
     Gateway(IpAddr),
-    /// The same, where what this machine itself sends has this source address.
+    /// Through a gateway on the link; packets of this machine use this source address.
     GatewayAs {
         /// The gateway.
         gateway: IpAddr,
@@ -47,12 +47,12 @@ pub enum Via {
 }
 
 impl Netlink {
-    /// Opens one inside `namespace`.
+    /// Opens a socket inside `namespace`.
     pub fn open(namespace: &Namespace) -> Result<Self> {
         namespace.run(Self::open_here).with_context(|| format!("cannot open netlink in {}", namespace.name()))
     }
 
-    /// Opens one in the calling thread's namespace.
+    /// Opens a socket in the calling thread's namespace.
     pub fn open_here() -> Result<Self> {
         let runtime = Builder::new_current_thread().enable_io().build()?;
         let handle = runtime.block_on(async {
@@ -87,8 +87,8 @@ impl Netlink {
         mac.with_context(|| format!("interface {name} has no MAC address"))
     }
 
-    /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`, which cannot be set up
-    /// before it has its own peer.
+    /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`. `peer_namespace` must
+    /// exist.
     pub fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {
         let peer =
             LinkMessageBuilder::<LinkUnspec>::new().name(peer).mtu(mtu).setns_by_fd(peer_namespace.as_raw_fd()).build();
@@ -102,7 +102,7 @@ impl Netlink {
         self.index(name)
     }
 
-    /// Adds a VXLAN tunnel of this number between two machines, up: to the `remote` one over this link.
+    /// Adds a VXLAN tunnel with this network identifier, up, to `remote` over this link.
     pub(super) fn add_vxlan(
         &self,
         name: &str,
@@ -160,20 +160,21 @@ impl Netlink {
     /// Adds an address to an interface.
     pub fn add_address(&self, index: u32, address: IpNet) -> Result<()> {
         let mut request = self.handle.address().add(index, address.addr(), address.prefix_len());
-        // A testbed's addresses are distinct by construction; waiting for detection would cost a second each.
+        // Addresses of a testbed are distinct by construction; duplicate address detection would take a second for
+        // each.
         request.message_mut().header.flags |= AddressHeaderFlags::Nodad;
         self.wait(request.execute()).with_context(|| format!("cannot add {address} to interface {index}"))
     }
 
     /// Adds a route to `destination` out of an interface.
-    pub fn add_route(&self, destination: IpNet, index: u32, via: Via) -> Result<()> {
+    pub fn add_route(&self, destination: IpNet, index: u32, via: RouteVia) -> Result<()> {
         let message = route(destination, index, via)?;
         self.wait(self.handle.route().add(message).execute())
             .with_context(|| format!("cannot add the route to {destination} by interface {index} ({via:?})"))
     }
 
-    /// Whether the interface has its link-local IPv6 address, and a local route for each of its IPv6 addresses. The
-    /// kernel adds these some time after the link came up, from work queues of its own.
+    /// Whether the interface has its link-local IPv6 address and a local route for each of its IPv6 addresses. The
+    /// kernel adds these from work queues some time after the link came up.
     pub(super) fn is_settled(&self, index: u32) -> Result<bool> {
         let query = self.handle.address().get().set_link_index_filter(index);
         let messages: Vec<_> = self.wait(query.execute().try_collect())?;
@@ -206,7 +207,7 @@ impl Netlink {
         self.wait(self.handle.link().get().execute().try_collect())
     }
 
-    /// The kernel's neighbours: interface, address and MAC of each that has one.
+    /// The kernel's neighbour table: interface, address and MAC of each resolved entry.
     pub fn neighbours(&self) -> Result<BTreeSet<(u32, IpAddr, Vec<u8>)>> {
         let entries: Vec<_> = self.wait(self.handle.neighbours().get().execute().try_collect())?;
         let known = entries.into_iter().filter_map(|entry| {
@@ -229,23 +230,23 @@ impl Netlink {
         Ok(self.links()?.iter().filter_map(name_of).collect())
     }
 
-    /// Whether an XDP program is attached to the interface, in whichever mode.
+    /// Whether an XDP program is attached to the interface, in any mode.
     pub fn has_xdp(&self, name: &str) -> Result<bool> {
         Ok(self.links()?.iter().any(|link| name_of(link).as_deref() == Some(name) && xdp_of(link).is_some()))
     }
 }
 
-fn route(destination: IpNet, index: u32, via: Via) -> Result<RouteMessage> {
+fn route(destination: IpNet, index: u32, via: RouteVia) -> Result<RouteMessage> {
     let mut builder = RouteMessageBuilder::<IpAddr>::new()
         .destination_prefix(destination.network(), destination.prefix_len())?
         .output_interface(index);
     match via {
-        Via::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
-        Via::Link => {}
-        Via::Gateway(gateway) | Via::GatewayAs { gateway, .. } => builder = builder.gateway(gateway)?,
+        RouteVia::Link if destination.addr().is_ipv4() => builder = builder.scope(RouteScope::Link),
+        RouteVia::Link => {}
+        RouteVia::Gateway(gateway) | RouteVia::GatewayAs { gateway, .. } => builder = builder.gateway(gateway)?,
     }
     let mut message = builder.build();
-    if let Via::GatewayAs { source, .. } = via {
+    if let RouteVia::GatewayAs { source, .. } = via {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
     }
     Ok(message)
@@ -269,9 +270,9 @@ fn xdp_of(link: &LinkMessage) -> Option<u32> {
     })
 }
 
-/// Links, addresses, routes and routing rules as lines of text, for comparison: no counters, no ages.
+/// Links, addresses, routes and routing rules as lines of text for comparison, without counters or ages.
 ///
-/// A link's line tells of its flags, MTU, MAC and XDP program.
+/// A link's line has its flags, MTU, MAC and XDP program.
 pub fn network_state(netlink: &Netlink) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for link in netlink.links()? {

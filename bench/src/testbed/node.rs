@@ -7,18 +7,18 @@ use anyhow::{Context, Result, bail};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::namespace::Namespace;
-use super::netlink::{Netlink, Via};
+use super::netlink::{Netlink, RouteVia};
 
 /// MTU of pods' veths, unless another is asked for.
 pub(super) const MTU: u32 = 1500;
 
-/// Name of the bridge that has pods, where they are on one: what Penstock expects without a setting.
+/// Name of the bridge of pods: the one that Penstock expects by default.
 const BRIDGE: &str = "cni0";
 
 /// Longest name of an interface (the kernel's `IFNAMSIZ` less its final NUL).
 const LONGEST_INTERFACE: usize = 15;
 
-/// The gateway addresses that the host side of every pod's veth carries, one a family.
+/// The gateway addresses on the host side of every pod's veth, one per family.
 #[derive(Clone, Copy, Debug)]
 pub struct Gateways {
     /// For IPv4.
@@ -34,7 +34,7 @@ impl Default for Gateways {
 }
 
 impl Gateways {
-    /// Of the node of this number among several: 10.244.NUMBER.1 and fd00:10:244:NUMBER::1.
+    /// Gateways of node NUMBER of several: 10.244.NUMBER.1 and fd00:10:244:NUMBER::1.
     pub fn of_node(number: u8) -> Self {
         let v4 = Ipv4Addr::new(10, 244, number, 1);
         Self { v4, v6: Ipv6Addr::new(0xfd00, 0x10, 0x244, number.into(), 0, 0, 0, 1) }
@@ -45,7 +45,7 @@ impl Gateways {
     }
 }
 
-/// A node: a namespace that forwards, with the node's addresses, and the pods behind it.
+/// A node: a namespace that forwards, with the node's addresses, and its pods.
 pub struct Node {
     namespace: Namespace,
     netlink: Netlink,
@@ -63,7 +63,7 @@ pub struct Pod {
     index: u32,
 }
 
-/// A machine outside, behind the node: reached through the node's routing, known to no policy.
+/// A machine outside the cluster, reached through the node's routing and selected by no policy.
 pub struct Outside {
     namespace: Namespace,
     addresses: Vec<IpAddr>,
@@ -71,8 +71,8 @@ pub struct Outside {
 }
 
 impl Node {
-    /// A node with these addresses (on its loopback, since not every kernel has dummy interfaces) and the default
-    /// gateways for its pods.
+    /// A node with these addresses (on its loopback, since not every kernel has dummy interfaces) and the default pod
+    /// gateways.
     pub fn new(label: &str, addresses: &[IpAddr]) -> Result<Self> {
         let node = Self::unwired(label, addresses, Gateways::default())?;
         let index = node.netlink.index("lo")?;
@@ -82,7 +82,7 @@ impl Node {
         Ok(node)
     }
 
-    /// A node whose addresses are still to be put on an interface.
+    /// A node whose addresses are not yet assigned to an interface.
     pub(super) fn unwired(label: &str, addresses: &[IpAddr], gateways: Gateways) -> Result<Self> {
         let namespace = forwarding(label)?;
         let netlink = namespace.netlink()?;
@@ -99,17 +99,17 @@ impl Node {
         &self.netlink
     }
 
-    /// Its addresses; the gateway addresses are not among them.
+    /// Its addresses, without the gateway addresses.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// The gateways that its pods use.
+    /// The gateways of its pods.
     pub fn gateways(&self) -> Gateways {
         self.gateways
     }
 
-    /// Its pods, in the order in which they were added.
+    /// Its pods in the order of addition.
     pub fn pods(&self) -> &[Pod] {
         &self.pods
     }
@@ -119,7 +119,7 @@ impl Node {
         self.pods.iter().find(|pod| pod.name == name).with_context(|| format!("no pod {name} on this node"))
     }
 
-    /// Adds a pod with these addresses and an MTU of 1,500 octets. `name` may be `namespace/name`.
+    /// Adds a pod with these addresses and an MTU of 1,500 bytes. `name` may be `namespace/name`.
     pub fn add_pod(&mut self, name: &str, addresses: &[IpAddr]) -> Result<&Pod> {
         self.add_pod_with_mtu(name, addresses, MTU)
     }
@@ -135,8 +135,8 @@ impl Node {
         self.pods.last().context("a pod was just added")
     }
 
-    /// Adds a pod as a port of the bridge `cni0`, as the `bridge` CNI plugin does: pods of one node are neighbours on its
-    /// network, /24 and /64, and the gateways are the bridge's own. The first pod makes it.
+    /// Adds a pod as a port of the bridge `cni0`, as the `bridge` CNI plugin does: pods of a node share its network,
+    /// /24 and /64, and the bridge has the gateway addresses. The first pod creates the bridge.
     pub fn add_bridged_pod(&mut self, name: &str, addresses: &[IpAddr], mtu: u32) -> Result<&Pod> {
         let bridge = match self.netlink.interface_names()?.iter().any(|name| name == BRIDGE) {
             true => self.netlink.index(BRIDGE)?,
@@ -151,7 +151,7 @@ impl Node {
         inside.set_up(eth0)?;
         for &address in addresses {
             inside.add_address(eth0, on_bridge(address)?)?;
-            inside.add_route(every(address), eth0, Via::Gateway(self.gateways.for_family_of(address)))?;
+            inside.add_route(every(address), eth0, RouteVia::Gateway(self.gateways.for_family_of(address)))?;
         }
         self.pods.push(Pod { name: name.into(), namespace, addresses: addresses.to_vec(), interface, index });
         self.pods.last().context("a pod was just added")
@@ -165,7 +165,7 @@ impl Node {
         Ok(bridge)
     }
 
-    /// Removes a pod, as a container runtime does: its veth first, then its namespace.
+    /// Removes a pod as a container runtime does: its veth first, then its namespace.
     pub fn remove_pod(&mut self, name: &str) -> Result<()> {
         let Some(position) = self.pods.iter().position(|pod| pod.name == name) else {
             bail!("no pod {name} on this node");
@@ -179,20 +179,19 @@ impl Node {
         let eth0 = inside.index("eth0")?;
         inside.set_up(eth0)?;
         for &address in &pod.addresses {
-            self.netlink.add_route(host_net(address), pod.index, Via::Link)?;
+            self.netlink.add_route(host_net(address), pod.index, RouteVia::Link)?;
             inside.add_address(eth0, host_net(address))?;
         }
         for address in [false, true].into_iter().filter_map(|v6| pod.address(v6)) {
             let gateway = self.gateways.for_family_of(address);
             self.netlink.add_address(pod.index, host_net(gateway))?;
-            inside.add_route(host_net(gateway), eth0, Via::Link)?;
-            inside.add_route(every(address), eth0, Via::Gateway(gateway))?;
+            inside.add_route(host_net(gateway), eth0, RouteVia::Link)?;
+            inside.add_route(every(address), eth0, RouteVia::Gateway(gateway))?;
         }
         Ok(())
     }
 
-    /// Waits until the kernel has done what it does on its own some time after a link came up: before, it drops
-    /// what is sent.
+    /// Waits until the kernel's asynchronous setup of all links is complete. Packets sent earlier are dropped.
     pub fn settle(&self) -> Result<()> {
         self.pods.iter().try_for_each(|pod| settle_pair(&self.netlink, pod.index, &pod.namespace))
     }
@@ -206,8 +205,8 @@ impl Node {
         std::iter::once(candidate).chain(numbered).find(|name| !taken.contains(name)).context("names do not end")
     }
 
-    /// Adds a machine behind the node, on a network of its own: 198.51.100.0/24 and fd00:51:100::/64, the node
-    /// at .1 and the machine at .2.
+    /// Adds a machine behind the node on a separate network: 198.51.100.0/24 and fd00:51:100::/64, the node at .1 and
+    /// the machine at .2.
     pub fn add_outside(&mut self, label: &str) -> Result<Outside> {
         Outside::behind(&self.netlink, label)
     }
@@ -246,7 +245,7 @@ impl Pod {
 }
 
 impl Outside {
-    /// A machine behind whatever forwards: a node, or a router between nodes.
+    /// A machine behind a forwarding namespace: a node, or a router between nodes.
     pub(super) fn behind(netlink: &Netlink, label: &str) -> Result<Self> {
         let namespace = Namespace::new(label)?;
         let interface = "eth1".to_owned();
@@ -261,7 +260,7 @@ impl Outside {
         for (gateway, machine) in networks {
             netlink.add_address(index, gateway)?;
             inside.add_address(eth0, IpNet::new(machine, gateway.prefix_len())?)?;
-            inside.add_route(every(machine), eth0, Via::Gateway(gateway.addr()))?;
+            inside.add_route(every(machine), eth0, RouteVia::Gateway(gateway.addr()))?;
         }
         settle_pair(netlink, index, &namespace)?;
         let addresses = networks.iter().map(|(_, machine)| *machine).collect();
@@ -273,18 +272,18 @@ impl Outside {
         &self.namespace
     }
 
-    /// Its addresses, one a family.
+    /// Its addresses, one per family.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// The node's interface that leads to it.
+    /// The node's interface towards it.
     pub fn interface(&self) -> &str {
         &self.interface
     }
 }
 
-/// A namespace that forwards both families.
+/// A namespace that forwards IPv4 and IPv6.
 pub(super) fn forwarding(label: &str) -> Result<Namespace> {
     let namespace = Namespace::new(label)?;
     namespace.set_sysctl("net/ipv4/ip_forward", "1")?;
@@ -292,7 +291,7 @@ pub(super) fn forwarding(label: &str) -> Result<Namespace> {
     Ok(namespace)
 }
 
-/// Waits until both ends of a veth pair, the other one named `eth0`, carry packets and have all of their IPv6 routes.
+/// Waits until both ends of a veth pair, the peer named `eth0`, carry packets and have all of their IPv6 routes.
 pub(super) fn settle_pair(netlink: &Netlink, index: u32, peer: &Namespace) -> Result<()> {
     let inside = peer.netlink()?;
     settle(netlink, index)?;
@@ -315,12 +314,12 @@ fn host_net(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
-/// An address with the length of its bridge's network.
+/// An address with the prefix length of its bridge's network.
 fn on_bridge(address: IpAddr) -> Result<IpNet> {
     Ok(IpNet::new(address, if address.is_ipv4() { 24 } else { 64 })?)
 }
 
-/// Every address of a family, as a route's destination.
+/// The default route's destination for a family.
 pub(super) fn every(family_of: IpAddr) -> IpNet {
     match family_of {
         IpAddr::V4(_) => Ipv4Net::default().into(),

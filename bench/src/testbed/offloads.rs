@@ -1,4 +1,4 @@
-//! What an interface leaves to its device, by the ioctl of ethtool(8).
+//! Interface offloads, through the ethtool(8) ioctl.
 
 use std::os::fd::AsRawFd;
 
@@ -6,17 +6,17 @@ use anyhow::{Context, Result, ensure};
 
 use super::namespace::Namespace;
 
-/// Something that an interface leaves to its device, by the command that sets it (linux/ethtool.h).
+/// An offload, by the command that sets it (linux/ethtool.h).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Offload {
-    /// Checksums of what is sent.
+    /// Checksums of transmitted packets.
     TxChecksum = 0x17,
-    /// Segmentation of TCP.
+    /// TCP segmentation.
     Tso = 0x1f,
-    /// Segmentation of all that is sent.
+    /// Generic segmentation.
     Gso = 0x24,
-    /// Joining segments that are received.
+    /// Generic receive offload.
     Gro = 0x2c,
 }
 

@@ -1,4 +1,4 @@
-//! A process that ends with its guard.
+//! Child processes that are ended by a guard.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
@@ -9,12 +9,12 @@ use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 
-/// How long it may take to end after a signal.
+/// Timeout for ending after a signal.
 pub(super) const END: Duration = Duration::from_secs(10);
 
-/// A child process. It may be shared with the guard that ends it.
+/// A child process, shared with the guard that ends it.
 pub(super) struct Process {
     pub(super) id: Pid,
     child: Mutex<Child>,
@@ -27,7 +27,7 @@ impl Process {
 
     fn status(&self) -> Option<ExitStatus> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        // A child that cannot be waited for is as good as gone.
+        // A child that cannot be waited for counts as ended.
         child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
     }
 
@@ -53,7 +53,7 @@ impl Process {
             if self.has_ended() {
                 return;
             }
-            // It may end by itself in between, or be stopped; waiting tells.
+            // It may end by itself meanwhile, or be stopped; waiting shows which.
             let _ = kill(self.id, signal);
             let _ = kill(self.id, Signal::SIGCONT);
             let _ = self.wait(limit);
@@ -61,24 +61,24 @@ impl Process {
     }
 }
 
-/// A program that runs beside a test or a benchmark. Dropping it ends it with SIGTERM and waits.
-pub struct Service {
+/// A program that runs beside a test or a benchmark. Dropping it sends SIGTERM and waits.
+pub struct ServiceProcess {
     process: Arc<Process>,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-impl Service {
-    /// Starts it, to end with the thread that starts it if that ends first.
+impl ServiceProcess {
+    /// Starts it. It is killed when the calling thread ends.
     pub fn start(mut command: Command) -> Result<Self> {
         let prepare = || nix::sys::prctl::set_pdeathsig(Signal::SIGTERM).map_err(std::io::Error::from);
         // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
         unsafe { command.pre_exec(prepare) };
-        // Ctrl-C reaches a terminal's whole process group: services are to be ended by us, in order.
+        // Ctrl-C reaches a terminal's whole process group. These programs must be ended by their guards instead.
         command.process_group(0);
         let name = command.get_program().to_owned();
         let child = command.spawn().with_context(|| format!("cannot start {}", name.display()))?;
         let process = Arc::new(Process::new(child));
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let process = process.clone();
             move || process.end()
         });

@@ -1,4 +1,4 @@
-//! Several nodes, and what joins them: a router, and over it routes to each node's pods or a tunnel.
+//! Several nodes joined by a router: by routes to each node's pods, or by a tunnel.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -6,19 +6,19 @@ use anyhow::{Context, Result, bail};
 use ipnet::IpNet;
 
 use super::namespace::Namespace;
-use super::netlink::{Netlink, Via};
+use super::netlink::{Netlink, RouteVia};
 use super::node::{self, Gateways, MTU, Node, Outside, every, forwarding, settle_pair};
 
-/// How one node's pods are reached from another node.
+/// How a node reaches the pods of another node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Between {
-    /// By the router, which knows where each pod is: as a CNI plugin does it that tells routers of its routes.
+pub enum InterNodeLink {
+    /// Through routes on the router, as with a CNI plugin that announces them.
     Routes,
-    /// Through a VXLAN tunnel; the router knows of the nodes alone.
+    /// Through a VXLAN tunnel; the router only knows the nodes.
     Vxlan,
 }
 
-impl Between {
+impl InterNodeLink {
     /// The interface on which packets for a node's pods arrive: its uplink.
     pub fn uplink(self) -> &'static str {
         match self {
@@ -27,7 +27,7 @@ impl Between {
         }
     }
 
-    /// The longest packet that passes between two nodes, and so the MTU that a CNI plugin gives to pods.
+    /// The longest packet that passes between two nodes, and so the MTU that a CNI plugin assigns to pods.
     pub fn mtu(self) -> u32 {
         match self {
             Self::Routes => MTU,
@@ -44,7 +44,7 @@ const VNI: u32 = 42;
 /// Outer IPv4, UDP and VXLAN header, and the inner Ethernet header.
 const VXLAN_OVERHEAD: u32 = 50;
 
-/// A machine between nodes. Each node is on a network of its own with it.
+/// A machine between nodes, on a separate network with each.
 pub struct Router {
     namespace: Namespace,
     netlink: Netlink,
@@ -53,7 +53,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// Without any node yet.
+    /// A router without nodes.
     pub fn new(label: &str) -> Result<Self> {
         let namespace = forwarding(label)?;
         let netlink = namespace.netlink()?;
@@ -70,13 +70,13 @@ impl Router {
         &self.netlink
     }
 
-    /// Its interface to a node, by the node's number from 0 on.
+    /// Its interface towards a node, by the node's index.
     pub fn link(&self, node: usize) -> u32 {
         self.links[node]
     }
 
-    /// A node with these addresses, one a family: on a network of its own, /24 and /64, of which the router has the
-    /// first address. All that the node has no route for goes to the router.
+    /// Adds a node with these addresses, one per family, on a separate network, /24 and /64, of which the router has
+    /// the first address. The router is the node's default gateway.
     pub fn add_node(&mut self, label: &str, addresses: &[IpAddr]) -> Result<Node> {
         let number = self.links.len() + 1;
         let node = Node::unwired(label, addresses, Gateways::of_node(number.try_into()?))?;
@@ -89,19 +89,19 @@ impl Router {
             let network = network_of(address)?;
             self.netlink.add_address(index, IpNet::new(gateway_in(address), network.prefix_len())?)?;
             inside.add_address(link, IpNet::new(address, network.prefix_len())?)?;
-            inside.add_route(every(address), link, Via::Gateway(gateway_in(address)))?;
+            inside.add_route(every(address), link, RouteVia::Gateway(gateway_in(address)))?;
         }
         settle_pair(&self.netlink, index, node.namespace())?;
         self.links.push(index);
         Ok(node)
     }
 
-    /// Has every node reach the pods of every other one; `networks` are those of each node's pods, in the order in which
-    /// the nodes were added.
-    pub fn join(&self, nodes: &[&Node], networks: &[Vec<IpNet>], between: Between) -> Result<()> {
+    /// Lets every node reach the pods of the others; `networks` are those of each node's pods, in the order of
+    /// addition.
+    pub fn join(&self, nodes: &[&Node], networks: &[Vec<IpNet>], between: InterNodeLink) -> Result<()> {
         match between {
-            Between::Routes => self.join_by_routes(nodes, networks),
-            Between::Vxlan => join_by_tunnel(nodes, networks),
+            InterNodeLink::Routes => self.join_by_routes(nodes, networks),
+            InterNodeLink::Vxlan => join_by_tunnel(nodes, networks),
         }
     }
 
@@ -109,10 +109,10 @@ impl Router {
         for (number, (to, networks)) in nodes.iter().zip(networks).enumerate() {
             for &network in networks {
                 let address = of_family(to.addresses(), network)?;
-                self.netlink.add_route(network, self.links[number], Via::Gateway(address))?;
+                self.netlink.add_route(network, self.links[number], RouteVia::Gateway(address))?;
                 for from in nodes.iter().enumerate().filter(|(other, _)| *other != number).map(|(_, node)| node) {
                     let gateway = gateway_in(of_family(from.addresses(), network)?);
-                    from.netlink().add_route(network, from.netlink().index(LINK)?, Via::Gateway(gateway))?;
+                    from.netlink().add_route(network, from.netlink().index(LINK)?, RouteVia::Gateway(gateway))?;
                 }
             }
         }
@@ -125,13 +125,13 @@ impl Router {
     }
 }
 
-/// A tunnel between two nodes, with addresses of its own on it, over which each reaches the other's pods.
+/// A tunnel between two nodes with addresses on it, over which each reaches the other's pods.
 fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
     let [one, other] = nodes else { bail!("a tunnel joins two nodes, and there are {}", nodes.len()) };
     for (number, here, there) in [(1, one, other), (2, other, one)] {
         let netlink = here.netlink();
         let ends = (v4_of(here)?, v4_of(there)?);
-        let index = netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, ends, Between::Vxlan.mtu())?;
+        let index = netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, ends, InterNodeLink::Vxlan.mtu())?;
         let on_it = |number: u8| -> [IpAddr; 2] {
             [Ipv4Addr::new(100, 64, 0, number).into(), Ipv6Addr::new(0xfd00, 0x64, 0, 0, 0, 0, 0, number.into()).into()]
         };
@@ -142,7 +142,7 @@ fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
         for &network in theirs {
             let gateway = of_family(&on_it(3 - number), network)?;
             let source = of_family(here.addresses(), network)?;
-            netlink.add_route(network, index, Via::GatewayAs { gateway, source })?;
+            netlink.add_route(network, index, RouteVia::GatewayAs { gateway, source })?;
         }
     }
     nodes.iter().try_for_each(|node| node::settle(node.netlink(), node.netlink().index(TUNNEL)?))
@@ -161,12 +161,12 @@ fn of_family(addresses: &[IpAddr], network: IpNet) -> Result<IpAddr> {
     found.copied().with_context(|| format!("no address of the family of {network}"))
 }
 
-/// The network that an address of a node or a tunnel is on.
+/// The network of a node's or tunnel's address.
 fn network_of(address: IpAddr) -> Result<IpNet> {
     Ok(IpNet::new(address, if address.is_ipv4() { 24 } else { 64 })?.trunc())
 }
 
-/// The first address of the network that an address is on.
+/// The first address of an address's network.
 fn gateway_in(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(v4) => {

@@ -1,31 +1,31 @@
-//! Directories that go when they are dropped.
+//! Directories that are removed when they are dropped.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::cleanup::Guard;
+use super::cleanup::CleanupGuard;
 
 /// A temporary directory of this process.
-pub struct Scratch {
+pub struct ScratchDir {
     path: PathBuf,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-impl Scratch {
-    /// Makes an empty one.
+impl ScratchDir {
+    /// Makes an empty directory.
     pub fn new() -> Result<Self> {
         let path = tempfile::Builder::new().prefix("penstock-").tempdir()?.keep();
-        let guard = Guard::new({
+        let guard = CleanupGuard::new({
             let path = path.clone();
-            // What cannot be removed from the temporary directory is left to whoever cleans that.
+            // Errors are ignored: what remains is in the temporary directory.
             move || drop(fs::remove_dir_all(path))
         });
         Ok(Self { path, _guard: guard })
     }
 
-    /// Makes one with a copy of all files of `source` in the subdirectory `name`, and returns the latter's path.
+    /// Copies all files of `source` into the subdirectory `name` and returns the subdirectory's path.
     pub fn copy_in(&self, source: &Path, name: &str) -> Result<PathBuf> {
         let target = self.path.join(name);
         fs::create_dir(&target)?;
@@ -37,16 +37,16 @@ impl Scratch {
         Ok(target)
     }
 
-    /// Replaces a file at once, as a careful editor saves: written beside it in full, then renamed.
+    /// Replaces a file atomically: writes the new content beside it, then renames it.
     ///
-    /// The new content is written in this directory itself, so that a watched subdirectory sees the rename alone.
+    /// The new file is written in this directory, so that a watched subdirectory only sees the rename.
     pub fn save(&self, file: &Path, content: &str) -> Result<()> {
         let new = self.path.join("being-saved");
         fs::write(&new, content)?;
         fs::rename(&new, file).with_context(|| format!("cannot save {}", file.display()))
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }

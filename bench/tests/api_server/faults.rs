@@ -1,8 +1,8 @@
-//! What a server can do to its clients, and that they follow it all the same. Only the small server can be told to.
+//! API server faults and recovery of the client. Only the server in this process can inject them.
 
 use std::time::Duration;
 
-use penstock_bench::testbed::api_server::{ApiServer, Fault, InProcess, Resource, Verb, Who};
+use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Fault, Resource, Verb};
 use penstock_sources::Kind;
 
 use crate::follower::Follower;
@@ -12,12 +12,12 @@ fn server(streams: bool) -> ApiServer {
     ApiServer::in_process(streams, None).unwrap()
 }
 
-fn faulty(server: &ApiServer) -> &InProcess {
-    server.faulty().expect("it is the small one")
+fn fake(server: &ApiServer) -> &FakeServer {
+    server.fake().expect("it is the small one")
 }
 
 #[test]
-fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
+fn after_any_watch_fault_the_same_objects_are_known() {
     let cases = [
         (Verb::Watch, Fault::Code(429, Some(1)), 1),
         (Verb::Watch, Fault::Code(500, None), 3),
@@ -38,10 +38,10 @@ fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
                 shop(&server);
                 let mut follower = Follower::start(&server);
                 follower.catch_up(&server);
-                (0..times).for_each(|_| faulty(&server).plan(verb, Resource::Pods, fault.clone()));
-                // The next watch, or the list before it, is to meet the fault.
+                (0..times).for_each(|_| fake(&server).plan(verb, Resource::Pods, fault.clone()));
+                // The fault applies to the next watch, or to the list before it.
                 if verb == Verb::List {
-                    faulty(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
+                    fake(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
                 }
                 server.stop();
                 server.resume().unwrap();
@@ -53,7 +53,7 @@ fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
                     server.admin().delete(&pod("shop", "moves", &address)).unwrap();
                     server.admin().create(&pod("shop", "web", "10.1.0.1")).unwrap();
                 }
-                while faulty(&server).faults_left() > 0 {
+                while fake(&server).faults_left() > 0 {
                     follower.listen(Duration::from_millis(20));
                 }
                 server.admin().create(&pod("shop", "last", "10.1.0.77")).unwrap();
@@ -66,53 +66,53 @@ fn whatever_a_watch_meets_the_same_objects_are_known_in_the_end() {
 }
 
 #[test]
-fn nothing_is_told_until_the_last_kind_is_listed_whatever_delays_it() {
+fn nothing_is_reported_until_all_kinds_are_listed() {
     for fault in [Fault::Code(503, None), Fault::Code(429, Some(1)), Fault::Nonsense, Fault::Silence] {
         let server = server(false);
         shop(&server);
-        faulty(&server).plan(Verb::List, Resource::NetworkPolicies, fault.clone());
-        // It asserts that all kinds are listed when the first objects are told.
+        fake(&server).plan(Verb::List, Resource::NetworkPolicies, fault.clone());
+        // The follower asserts that all kinds are listed when the first objects are reported.
         let mut follower = Follower::start(&server);
-        assert_eq!(faulty(&server).faults_left(), 0);
+        assert_eq!(fake(&server).faults_left(), 0);
         assert_eq!((follower.objects().len(), follower.reaches("10.1.0.3", "10.1.0.2")), (6, false), "{fault:?}");
         follower.catch_up(&server);
     }
 }
 
 #[test]
-fn long_lists_come_in_pages_and_one_whose_pages_are_forgotten_is_asked_for_whole() {
+fn long_lists_are_paginated_and_requested_whole_when_a_page_expires() {
     let server = server(false);
     server.admin().create(&namespace("many")).unwrap();
     let pods: Vec<_> = (0..1_200).map(|number| numbered_pod("many", number)).collect();
     server.admin().create_all(&pods).unwrap();
-    let before = faulty(&server).requests(Verb::List, Resource::Pods);
+    let before = fake(&server).requests(Verb::List, Resource::Pods);
     let mut follower = Follower::start(&server);
-    // One try for a streamed list, then three pages.
-    assert_eq!(faulty(&server).requests(Verb::List, Resource::Pods) - before, 4);
+    // One attempt at a streaming list, then three pages.
+    assert_eq!(fake(&server).requests(Verb::List, Resource::Pods) - before, 4);
     follower.catch_up(&server);
     drop(follower);
-    // The first page, then a page that is gone.
+    // The first page, then an expired page.
     for fault in [Fault::Shuffle, Fault::Shuffle, Fault::Code(410, None)] {
-        faulty(&server).plan(Verb::List, Resource::Pods, fault);
+        fake(&server).plan(Verb::List, Resource::Pods, fault);
     }
-    let before = faulty(&server).requests(Verb::List, Resource::Pods);
+    let before = fake(&server).requests(Verb::List, Resource::Pods);
     let mut follower = Follower::start(&server);
-    assert_eq!(faulty(&server).requests(Verb::List, Resource::Pods) - before, 4, "the last one is the whole list");
+    assert_eq!(fake(&server).requests(Verb::List, Resource::Pods) - before, 4, "the last one is the whole list");
     follower.catch_up(&server);
 }
 
 #[test]
-fn a_server_that_streams_lists_is_asked_for_no_pages() {
+fn no_pages_are_requested_from_a_server_with_streaming_lists() {
     let server = server(true);
     shop(&server);
     let mut follower = Follower::start(&server);
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
     follower.until("four pods", |health| health.objects == 4);
-    let requests = |verb| faulty(&server).requests(verb, Resource::Pods);
+    let requests = |verb| fake(&server).requests(verb, Resource::Pods);
     assert_eq!((requests(Verb::List), requests(Verb::Watch)), (1, 0), "one stream for all");
     assert_eq!(follower.health(Kind::Pod).lists, 1);
     // Cut within the list, it is listed again.
-    faulty(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
+    fake(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
     server.stop();
     server.resume().unwrap();
     server.admin().delete(&pod("shop", "new", "10.1.0.9")).unwrap();
@@ -121,14 +121,14 @@ fn a_server_that_streams_lists_is_asked_for_no_pages() {
 }
 
 #[test]
-fn an_expired_token_is_read_again() {
+fn an_expired_token_is_reloaded() {
     let server = server(false);
     shop(&server);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
-    // As the kubelet does it: the file is replaced, and the old token is not valid any more.
-    std::fs::write(server.token_file(Who::Penstock), "another-token").unwrap();
-    faulty(&server).set_token(Who::Penstock, "another-token");
+    // As the kubelet does it: the file is replaced, and the old token becomes invalid.
+    std::fs::write(server.token_file(Account::Penstock), "another-token").unwrap();
+    fake(&server).set_token(Account::Penstock, "another-token");
     server.stop();
     server.resume().unwrap();
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();

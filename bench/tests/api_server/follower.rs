@@ -1,10 +1,10 @@
-//! A source under test, and what it has told so far.
+//! An object source under test, and what it has reported so far.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::api_server::{ApiServer, Resource, Who};
+use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, Settings};
 use penstock_policy::model::{Change, Object, ObjectRef};
@@ -15,10 +15,10 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
 
-/// How long anything may take to be followed, a server's start and a longest wait between tries included.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout of every step, a server's start and the longest retry backoff included.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// As a cluster's node follows, but that a server which says nothing is given up sooner.
+/// Timing of a real node, but with a shorter timeout for a silent server.
 pub(crate) const TIMING: Timing = Timing {
     page: Duration::from_secs(5),
     begin: Duration::from_secs(2),
@@ -37,16 +37,16 @@ pub(crate) struct Follower {
 }
 
 impl Follower {
-    /// Follows a server with the rights of the shipped ClusterRole.
+    /// Follows a server with only the rights of the shipped ClusterRole.
     pub(crate) fn start(server: &ApiServer) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let health = Arc::new(SourceHealth::default());
-        let access = Access::Kubeconfig { path: server.kubeconfig(Who::Penstock), context: None };
+        let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, Source::open(&access, TIMING, Arc::clone(&health))).await
+            tokio::time::timeout(TIMEOUT, Source::open(&access, TIMING, Arc::clone(&health))).await
         });
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
-        assert!(health.is_synced(), "nothing is told of a half-read state");
+        assert!(health.is_synced(), "nothing is reported from a partial list");
         let mut engine = Engine::new(Settings::for_node("here"));
         engine.apply(objects.iter().cloned().map(Change::Set));
         let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();
@@ -57,10 +57,10 @@ impl Follower {
         self.health.of(kind)
     }
 
-    /// How often changes were told until all objects of the server, as it has them then, were known, and no other.
+    /// Takes batches until exactly the server's current objects are known; returns the number of batches.
     pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
         let before = self.batches;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let mut wanted = objects_of(server);
         while self.objects != wanted {
             assert!(
@@ -69,17 +69,17 @@ impl Follower {
                 self.differences(&wanted),
                 Kind::ALL.map(|kind| self.health(kind))
             );
-            let told = self.batches;
+            let logged = self.batches;
             self.listen_once(Duration::from_millis(200));
-            // A real server makes objects of its own when it likes.
-            if self.batches == told {
+            // A real server creates objects of its own at any time.
+            if self.batches == logged {
                 wanted = objects_of(server);
             }
         }
         self.batches - before
     }
 
-    /// Takes what comes within a time, and ends at what comes first.
+    /// Takes one batch that arrives within `time`.
     fn listen_once(&mut self, time: Duration) {
         let next = self.source.next();
         if let Ok(batch) = self.runtime.block_on(async { tokio::time::timeout(time, next).await }) {
@@ -87,7 +87,7 @@ impl Follower {
         }
     }
 
-    /// Takes what comes within a time.
+    /// Takes all batches that arrive within `time`.
     pub(crate) fn listen(&mut self, time: Duration) {
         let deadline = Instant::now() + time;
         while let Ok(batch) = {
@@ -98,9 +98,9 @@ impl Follower {
         }
     }
 
-    /// Waits until something holds of how it does with pods.
+    /// Waits until the health of the pods' watch satisfies a condition.
     pub(crate) fn until(&mut self, what: &str, holds: impl Fn(&KindHealth) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !holds(&self.health(Kind::Pod)) {
             assert!(Instant::now() < deadline, "never {what}: {:?}", self.health(Kind::Pod));
             self.listen(Duration::from_millis(10));
@@ -111,7 +111,7 @@ impl Follower {
         &self.objects
     }
 
-    /// Whether the tables let `from` open a connection to `to`.
+    /// Whether the policy tables allow `from` to open a connection to `to`.
     pub(crate) fn reaches(&self, from: &str, to: &str) -> bool {
         let address = |text: &str| text.parse::<std::net::IpAddr>().unwrap().into();
         let (src, dst) = (address(from), address(to));
@@ -141,7 +141,7 @@ impl Follower {
     }
 }
 
-/// All objects that a server has, read by a way of their own.
+/// All objects of a server, read independently.
 fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).expect("an object of its type")

@@ -1,4 +1,4 @@
-//! What holds of every API server.
+//! Behaviour required with every API server.
 
 use std::time::{Duration, Instant};
 
@@ -15,28 +15,28 @@ const DB: &str = "10.1.0.2";
 const JOB: &str = "10.1.0.3";
 
 #[test]
-fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into_the_tables() {
+fn the_shipped_role_suffices_to_follow_policies_into_the_tables() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
     let reached = |follower: &Follower| [(WEB, DB), (JOB, DB), (DB, JOB)].map(|(from, to)| follower.reaches(from, to));
     assert_eq!(reached(&follower), [true, false, true]);
-    // Updated: another may.
+    // Updated: another pod is admitted.
     server.admin().replace(&policy("shop", "db", "job")).unwrap();
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [false, true, true]);
-    // Created: one more that isolates.
+    // Created: one more policy that isolates.
     server.admin().create(&policy("shop", "job", "web")).unwrap();
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [false, true, false]);
-    // Deleted: both open again.
+    // Deleted: both pods are open again.
     for to in ["db", "job"] {
         server.admin().delete(&policy("shop", to, "web")).unwrap();
     }
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [true; 3]);
-    // A label moves a pod into a policy's reach and out of it.
+    // A label makes a policy select a pod, or no longer select it.
     server.admin().create(&policy("shop", "db", "web")).unwrap();
     let mut job = pod("shop", "job", JOB);
     job["metadata"]["labels"] = json!({ "app": "web" });
@@ -47,7 +47,7 @@ fn with_the_shipped_role_alone_everything_is_read_and_policies_are_followed_into
 }
 
 #[test]
-fn what_changes_nothing_for_policy_is_not_told() {
+fn changes_without_effect_on_policy_are_not_reported() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -64,7 +64,7 @@ fn what_changes_nothing_for_policy_is_not_told() {
 }
 
 #[test]
-fn a_server_that_is_killed_and_started_again_is_followed_on_and_meanwhile_nothing_is_lost() {
+fn after_a_server_restart_following_resumes_without_loss() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -85,7 +85,7 @@ fn a_server_that_is_killed_and_started_again_is_followed_on_and_meanwhile_nothin
 }
 
 #[test]
-fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() {
+fn after_a_compaction_everything_is_relisted_and_deleted_objects_are_removed() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -93,7 +93,7 @@ fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() 
     let lists = follower.health(Kind::Pod).lists;
     server.stop();
     follower.until("lost", |health| !health.connected);
-    // While it is away for us, the cluster goes on and its history is cut.
+    // While the server is unreachable, the cluster changes and its history is compacted.
     server.resume().unwrap();
     server.admin().delete(&pod("shop", "web", WEB)).unwrap();
     server.admin().replace(&policy("shop", "db", "job")).unwrap();
@@ -108,7 +108,7 @@ fn after_a_compaction_everything_is_listed_again_and_what_vanished_is_removed() 
 }
 
 #[test]
-fn two_thousand_pods_at_once_are_followed_in_few_batches() {
+fn two_thousand_simultaneous_pods_arrive_in_few_batches() {
     let server = ApiServer::start(None).unwrap();
     server.admin().create(&namespace("many")).unwrap();
     let mut follower = Follower::start(&server);

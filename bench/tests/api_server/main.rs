@@ -1,5 +1,5 @@
-//! Following an API server: the real one where `KUBEBUILDER_ASSETS` names its folder, else the small one in this
-//! process, which can also be made to fail.
+//! Following an API server: a real one if `KUBEBUILDER_ASSETS` names its directory, otherwise the small one in this
+//! process, which can also inject faults.
 
 mod faults;
 mod follower;

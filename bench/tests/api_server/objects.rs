@@ -1,4 +1,4 @@
-//! Objects as one writes them to an API server.
+//! Objects for an API server.
 
 use penstock_bench::testbed::api_server::ApiServer;
 use serde_json::{Value, json};
@@ -27,12 +27,12 @@ pub(crate) fn pod(namespace: &str, name: &str, address: &str) -> Value {
     })
 }
 
-/// The number's pod of many, each with an address of its own.
+/// Pod `number` of many, each with a different address.
 pub(crate) fn numbered_pod(namespace: &str, number: usize) -> Value {
     pod(namespace, &format!("pod-{number}"), &format!("10.64.{}.{}", number / 250, number % 250 + 1))
 }
 
-/// A policy by which only pods labelled `app: FROM` reach those labelled `app: TO`.
+/// A policy that admits only pods labelled `app: FROM` to pods labelled `app: TO`.
 pub(crate) fn policy(namespace: &str, to: &str, from: &str) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
@@ -45,7 +45,7 @@ pub(crate) fn policy(namespace: &str, to: &str, from: &str) -> Value {
     })
 }
 
-/// A small cluster: namespace `shop`, node `here`, pods `web`, `db` and `job`, and only `web` may reach `db`.
+/// A small cluster: namespace `shop`, node `here`, pods `web`, `db` and `job`; only `web` may reach `db`.
 pub(crate) fn shop(server: &ApiServer) {
     let objects = [
         namespace("shop"),

@@ -1,31 +1,31 @@
-//! A core that a worker has to share.
+//! A worker that shares its core with another process.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use penstock_bench::load::Generator;
 
-use crate::fixture::{World, pods};
+use crate::fixture::{Fixture, pods};
 use crate::forger::Forger;
 use crate::restarts::thread_named;
 
-/// A process of a session of its own that computes on one core until it is dropped.
-struct Computing(Child);
+/// A process in its own session that spins on one core until it is dropped.
+struct BusyProcess(Child);
 
-impl Computing {
+impl BusyProcess {
     fn on(core: &str) -> Self {
         let mut command = Command::new("setsid");
         command.args(["taskset", "-c", core, "sh", "-c", "while :; do :; done"]).stdout(Stdio::null());
         Self(command.spawn().unwrap())
     }
 
-    /// How long it has run, and how long it has waited for the core.
+    /// Time it ran, and time it waited for the core.
     fn times(&self) -> (Duration, Duration) {
         times(&format!("/proc/{}/schedstat", self.0.id()))
     }
 }
 
-impl Drop for Computing {
+impl Drop for BusyProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -39,22 +39,22 @@ fn times(schedstat: &str) -> (Duration, Duration) {
 }
 
 #[test]
-fn a_worker_of_real_time_priority_does_not_wait_for_a_process_that_computes_on_its_core() {
-    let world = World::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
-    let (daemon, worker) = (world.daemon.id(), thread_named(world.daemon.id(), "worker-0"));
+fn a_realtime_worker_does_not_wait_for_a_busy_process_on_its_core() {
+    let fixture = Fixture::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
+    let (daemon, worker) = (fixture.daemon.id(), thread_named(fixture.daemon.id(), "worker-0"));
     let status = std::fs::read_to_string(format!("/proc/{daemon}/task/{worker}/status")).unwrap();
     let core = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
-    let computing = Computing::on(core);
-    let address = |name: &str| world.site(name).address(false).unwrap();
-    let frame = Forger::of(&world, "test/pod-0").udp((address("test/pod-0"), 1000), (address("test/pod-1"), 9), b"");
-    let generator = world.site("test/pod-0").namespace.run(|| Generator::open("eth0")).unwrap();
+    let computing = BusyProcess::on(core);
+    let address = |name: &str| fixture.site(name).address(false).unwrap();
+    let frame = Forger::of(&fixture, "test/pod-0").udp((address("test/pod-0"), 1000), (address("test/pod-1"), 9), b"");
+    let generator = fixture.site("test/pod-0").namespace.run(|| Generator::open("eth0")).unwrap();
     let of_worker = || times(&format!("/proc/{daemon}/task/{worker}/schedstat"));
     let (before, computed) = (of_worker(), computing.times());
     let sent = generator.send(&frame, 200_000, Duration::from_micros(500)).unwrap();
     let (after, computed) = (of_worker(), computing.times().0 - computed.0);
     let (ran, waited) = (after.0 - before.0, after.1 - before.1);
-    println!("{sent} packets: the worker ran {ran:?} and waited {waited:?}; the other ran {computed:?}");
+    println!("{sent} packets: the worker ran {ran:?} and waited {waited:?}; the other process ran {computed:?}");
     assert!(sent >= 200_000 && ran > Duration::from_millis(50) && computed > Duration::from_millis(50));
-    // Another test's worker may be on the core, too, and is no less than this one.
+    // Another test's worker may be on the core too, at the same priority.
     assert!(waited < ran / 2, "it waited {waited:?} to run {ran:?}");
 }

@@ -1,101 +1,102 @@
-//! Pods and policies change under traffic, as often as can be.
+//! Pods and policies change quickly under traffic.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-use crate::fixture::{World, pod, pods, policy};
+use crate::fixture::{Fixture, pod, pods, policy};
 use crate::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 
 #[test]
-fn a_pod_that_is_made_anew_under_an_address_inherits_no_verdict() {
+fn a_recreated_pod_inherits_no_verdict_of_its_address() {
     remake_pods(20);
 }
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn a_pod_that_is_made_anew_a_thousand_times_leaves_nothing() {
+fn a_pod_recreated_a_thousand_times_leaks_nothing() {
     remake_pods(1000);
 }
 
-/// One pod comes and goes under the same address, allowed and denied by turns, while another keeps sending to it.
+/// A pod comes and goes under the same address, alternately allowed and denied, while another keeps sending to it.
 fn remake_pods(times: u32) {
     let only_a = "  ingress: [{from: [{podSelector: {matchLabels: {app: a}}}]}]\n";
-    let mut world = World::of(&(pods(2) + &policy("only", "pod-1", only_a)), |_, _| {});
+    let mut fixture = Fixture::of(&(pods(2) + &policy("only", "pod-1", only_a)), |_, _| {});
     let epoch = Instant::now();
     let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
     let to_it = SocketAddr::new(v4.parse().unwrap(), 7000);
-    let traffic = Stream::start(world.site("test/pod-0"), ALLOWED, to_it, epoch);
-    let descriptors = |world: &World| std::fs::read_dir(format!("/proc/{}/fd", world.daemon.id())).unwrap().count();
+    let traffic = Stream::start(fixture.site("test/pod-0"), ALLOWED, to_it, epoch);
+    let descriptors =
+        |fixture: &Fixture| std::fs::read_dir(format!("/proc/{}/fd", fixture.daemon.id())).unwrap().count();
     let mut before = None;
     for turn in 0..times {
         let label = if turn % 2 == 0 { "a" } else { "b" };
-        let seen = world.daemon.log().len();
-        world.save("turning.yaml", &pod("turning", v4, v6).replace("app: turning", &format!("app: {label}")));
-        world.daemon.log().wait_for_after(seen, "published: Pod test/turning", Duration::from_secs(5)).unwrap();
+        let seen = fixture.daemon.log().len();
+        fixture.save("turning.yaml", &pod("turning", v4, v6).replace("app: turning", &format!("app: {label}")));
+        fixture.daemon.log().wait_for_after(seen, "published: Pod test/turning", Duration::from_secs(5)).unwrap();
         let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
-        world.cluster.node.add_pod("test/turning", &addresses).unwrap();
-        world.cluster.node.settle().unwrap();
-        world.daemon.log().wait_for_after(seen, "attached", Duration::from_secs(5)).unwrap();
-        let attached = world.daemon.log().len();
-        world.daemon.log().wait_for_after(attached.saturating_sub(1), "published", Duration::from_secs(5)).unwrap();
-        let it = Site::from(world.cluster.node.pod("test/turning").unwrap());
-        let patience = Patience { timeout: Duration::from_millis(100), attempts: if label == "a" { 20 } else { 2 } };
-        let outcome = probe::run_one(&it, world.target("test/pod-1", turn % 4 < 2), Protocol::Tcp(8080), patience);
-        let expected = if label == "a" { Outcome::Reached } else { Outcome::Silent };
+        fixture.cluster.node.add_pod("test/turning", &addresses).unwrap();
+        fixture.cluster.node.settle().unwrap();
+        fixture.daemon.log().wait_for_after(seen, "attached", Duration::from_secs(5)).unwrap();
+        let attached = fixture.daemon.log().len();
+        fixture.daemon.log().wait_for_after(attached.saturating_sub(1), "published", Duration::from_secs(5)).unwrap();
+        let it = Site::from(fixture.cluster.node.pod("test/turning").unwrap());
+        let patience = RetryPolicy { timeout: Duration::from_millis(100), attempts: if label == "a" { 20 } else { 2 } };
+        let outcome = probe::run_one(&it, fixture.target("test/pod-1", turn % 4 < 2), Protocol::Tcp(8080), patience);
+        let expected = if label == "a" { ProbeOutcome::Reached } else { ProbeOutcome::Silent };
         assert_eq!(outcome.unwrap(), expected, "turn {turn}");
-        world.cluster.node.remove_pod("test/turning").unwrap();
-        world.daemon.log().wait_for_after(attached, "closed", Duration::from_secs(5)).unwrap();
+        fixture.cluster.node.remove_pod("test/turning").unwrap();
+        fixture.daemon.log().wait_for_after(attached, "closed", Duration::from_secs(5)).unwrap();
         if turn == 3 {
-            before = Some(descriptors(&world));
+            before = Some(descriptors(&fixture));
         }
     }
     assert!(traffic.stop() > 0);
-    // Some are open for a moment only.
+    // Some descriptors are open only for a moment.
     let before = before.expect("counted once");
     let deadline = Instant::now() + Duration::from_secs(5);
-    while descriptors(&world) > before && Instant::now() < deadline {
+    while descriptors(&fixture) > before && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
-    let after = descriptors(&world);
+    let after = descriptors(&fixture);
     assert!(after <= before, "descriptors are leaked: {before} after four turns, {after} after {times}");
-    let account = world.statistics().pop().unwrap();
+    let account = fixture.statistics().pop().unwrap();
     assert!(account.ends_with(": balanced"), "{account}");
 }
 
 #[test]
-fn a_pod_is_served_under_its_address_while_the_object_of_the_last_one_is_still_there() {
-    const PATIENCE: Duration = Duration::from_secs(30);
+fn a_pod_is_served_while_the_object_of_its_addresss_previous_owner_exists() {
+    const TIMEOUT: Duration = Duration::from_secs(30);
     let only_heir = "  ingress: [{from: [{podSelector: {matchLabels: {app: heir}}}]}]\n";
-    let mut world = World::of(&(pods(2) + &policy("only", "pod-1", only_heir)), |_, _| {});
+    let mut fixture = Fixture::of(&(pods(2) + &policy("only", "pod-1", only_heir)), |_, _| {});
     let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
     let being_deleted = "namespace: test, name: old, deletionTimestamp: \"2026-01-01T00:00:00Z\"";
     let old = pod("old", v4, v6).replace("namespace: test, name: old", being_deleted);
-    world.save("old.yaml", old.trim_start_matches("---\n"));
-    world.save("heir.yaml", pod("heir", v4, v6).trim_start_matches("---\n"));
+    fixture.save("old.yaml", old.trim_start_matches("---\n"));
+    fixture.save("heir.yaml", pod("heir", v4, v6).trim_start_matches("---\n"));
     let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
-    world.cluster.node.add_pod("test/heir", &addresses).unwrap();
-    world.cluster.node.settle().unwrap();
-    let status = |name: &str| world.status().pods.into_iter().find(|pod| pod.pod == name);
-    let deadline = Instant::now() + PATIENCE;
+    fixture.cluster.node.add_pod("test/heir", &addresses).unwrap();
+    fixture.cluster.node.settle().unwrap();
+    let status = |name: &str| fixture.status().pods.into_iter().find(|pod| pod.pod == name);
+    let deadline = Instant::now() + TIMEOUT;
     while !status("test/heir").is_some_and(|heir| heir.enforced) {
-        assert!(Instant::now() < deadline, "not served:\n{}", world.daemon.log().lines().join("\n"));
+        assert!(Instant::now() < deadline, "not served:\n{}", fixture.daemon.log().lines().join("\n"));
         std::thread::sleep(Duration::from_millis(20));
     }
-    let it = Site::from(world.cluster.node.pod("test/heir").unwrap());
+    let it = Site::from(fixture.cluster.node.pod("test/heir").unwrap());
     for v6 in [false, true] {
-        let to = world.target("test/pod-1", v6);
-        let outcome = probe::run_one(&it, to, Protocol::Tcp(8080), Patience::default()).unwrap();
-        assert_eq!(outcome, Outcome::Reached, "by the policy that names it (IPv6: {v6})");
+        let to = fixture.target("test/pod-1", v6);
+        let outcome = probe::run_one(&it, to, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+        assert_eq!(outcome, ProbeOutcome::Reached, "by the policy that names it (IPv6: {v6})");
     }
     let old = status("test/old").expect("it is known");
     assert!(old.interface.is_none() && old.waiting.is_some_and(|why| why.contains("both have")), "and it is reported");
-    world.daemon.log().wait_for_after(0, "pods test/heir and test/old: both have", PATIENCE).unwrap();
+    fixture.daemon.log().wait_for_after(0, "pods test/heir and test/old: both have", TIMEOUT).unwrap();
 }
 
 #[test]
-fn a_storm_of_policy_changes_loses_no_allowed_packet_and_passes_no_denied_one() {
+fn rapid_policy_changes_lose_no_allowed_packet_and_pass_no_denied_one() {
     storm(Duration::from_secs(2), Duration::from_millis(10));
 }
 
@@ -112,24 +113,24 @@ fn storm(length: Duration, every: Duration) {
              ports: [{{port: 7000, protocol: UDP}}, {{port: {port}, protocol: UDP}}]}}]\n"
         )
     };
-    let world = World::of(&pods(3), |_, _| {});
-    world.save("policy.yaml", &policy("only", "pod-1", &only_pod_0(1)));
-    world.daemon.log().wait_for_after(0, "published: NetworkPolicy test/only", Duration::from_secs(5)).unwrap();
+    let fixture = Fixture::of(&pods(3), |_, _| {});
+    fixture.save("policy.yaml", &policy("only", "pod-1", &only_pod_0(1)));
+    fixture.daemon.log().wait_for_after(0, "published: NetworkPolicy test/only", Duration::from_secs(5)).unwrap();
     let epoch = Instant::now();
-    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
-    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
     let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED)];
-    let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
-    let seen = world.daemon.log().len();
+    let streams = streams.map(|(from, port)| Stream::start(fixture.site(from), port, to, epoch));
+    let seen = fixture.daemon.log().len();
     let mut changes = 0u16;
     while epoch.elapsed() < length {
         changes += 1;
-        world.save("policy.yaml", &policy("only", "pod-1", &only_pod_0(changes)));
+        fixture.save("policy.yaml", &policy("only", "pod-1", &only_pod_0(changes)));
         std::thread::sleep((every * u32::from(changes)).saturating_sub(epoch.elapsed()));
     }
     let sent = streams.map(Stream::stop);
     let arrived = sniffer.stop();
-    let lines = world.daemon.log().lines();
+    let lines = fixture.daemon.log().lines();
     let published = lines[seen..].iter().filter(|line| line.contains("published")).count();
     println!("{changes} changes saved, {published} snapshots published, {} packets sent", sent[0]);
     assert!(published > usize::from(changes) / 10, "the storm arrived: {published} of {changes}");

@@ -1,32 +1,32 @@
-//! The clock on the wall is set, and connections do not care.
+//! Setting the wall clock does not affect connections.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use penstock_bench::probe::Flow;
-use penstock_bench::testbed::Scratch;
+use penstock_bench::probe::EchoConnection;
+use penstock_bench::testbed::ScratchDir;
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 
-/// How long an idle connection lives here.
+/// Timeout of an idle connection in this test.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Seconds of one.
+/// Seconds of a day.
 const DAY: i64 = 86_400;
-const PATIENCE: Duration = Duration::from_millis(800);
+const RECEIVE_TIMEOUT: Duration = Duration::from_millis(800);
 
-/// The library by which a process is told another time than the machine's, as Debian's package `faketime` has it.
+/// The library that shows a process another time than the machine's, from Debian's package `faketime`.
 fn library() -> PathBuf {
     let directories = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
     let paths = directories.map(|name| Path::new("/usr/lib").join(name).join("faketime/libfaketimeMT.so.1"));
     paths.into_iter().find(|path| path.exists()).expect("faketime is installed (make setup)")
 }
 
-/// The clock of the daemon's own, off by what the file says. Its monotonic clock is the machine's.
-struct Wall(PathBuf);
+/// The daemon's wall clock, offset as written to a file. Its monotonic clock is the machine's.
+struct WallClock(PathBuf);
 
-impl Wall {
-    fn new(scratch: &Scratch) -> Self {
+impl WallClock {
+    fn new(scratch: &ScratchDir) -> Self {
         let wall = Self(scratch.path().join("clock"));
         wall.set(0);
         wall
@@ -50,12 +50,12 @@ impl Wall {
     }
 }
 
-/// A question from `pod-0` to `pod-1`, and the server's end of the connection.
-fn ask(world: &World, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
+/// A query from `pod-0` to `pod-1`; returns the server's end of the connection.
+fn ask(fixture: &Fixture, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
     let open = |name: &str, port: u16| {
-        let site = world.site(name);
+        let site = fixture.site(name);
         let socket = site.namespace.run(|| UdpSocket::bind((site.address(false).unwrap(), port))).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.set_read_timeout(Some(RECEIVE_TIMEOUT)).unwrap();
         socket
     };
     let (client, server) = (open("test/pod-0", 30_000 + number), open("test/pod-1", 7000 + number));
@@ -64,37 +64,37 @@ fn ask(world: &World, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
     (client, server, from)
 }
 
-/// What the daemon says the time is, in seconds of the day, when it publishes.
-fn told(world: &World, number: u16) -> i64 {
-    let seen = world.daemon.log().len();
+/// The time of day that the daemon logs when it publishes, in seconds.
+fn logged_time(fixture: &Fixture, number: u16) -> i64 {
+    let seen = fixture.daemon.log().len();
     let changed = policy("changes", "pod-1", &format!("  ingress: [{{}}, {{ports: [{{port: {}}}]}}]\n", 1 + number));
-    world.save("changes.yaml", changed.trim_start_matches("---\n"));
-    let line = world.daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
+    fixture.save("changes.yaml", changed.trim_start_matches("---\n"));
+    let line = fixture.daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
     let time = line.split_once('T').unwrap().1;
     let part = |at: usize| time[at..at + 2].parse::<i64>().unwrap();
     part(0) * 3600 + part(3) * 60 + part(6)
 }
 
 #[test]
-fn a_clock_that_is_set_an_hour_forward_or_back_neither_ends_connections_nor_keeps_them() {
-    let scratch = Scratch::new().unwrap();
-    let wall = Wall::new(&scratch);
-    let world = World::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |_, config| {
+fn setting_the_wall_clock_by_an_hour_does_not_affect_timeouts() {
+    let scratch = ScratchDir::new().unwrap();
+    let wall = WallClock::new(&scratch);
+    let fixture = Fixture::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |_, config| {
         config.environment = wall.environment();
         config.conntrack += "timeouts = { udp_timeout = \"2s\", udp_timeout_stream = \"2s\" }\n";
     });
-    let flow = Flow::open(
-        &world.site("test/pod-0").namespace,
-        world.target("test/pod-1", false),
+    let flow = EchoConnection::open(
+        &fixture.site("test/pod-0").namespace,
+        fixture.target("test/pod-1", false),
         8080,
         Duration::from_secs(5),
     )
     .unwrap();
-    let mut before = told(&world, 0);
+    let mut before = logged_time(&fixture, 0);
     for (number, step, moves) in [(1, 3600, 3600), (2, -3600, -7200)] {
-        let (client, server, from) = ask(&world, number);
+        let (client, server, from) = ask(&fixture, number);
         wall.set(step);
-        let now = told(&world, number);
+        let now = logged_time(&fixture, number);
         let moved = (now - before - moves).rem_euclid(DAY);
         assert!(moved < 60, "the daemon's clock was set: it says {now} s, and said {before} s before");
         before = now;

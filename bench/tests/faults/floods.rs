@@ -1,42 +1,43 @@
-//! One pod floods: others keep what they have of the worker, their connections stay, and the counters tell.
+//! One pod floods: other pods keep their share of the worker, their connections stay, and the counters show the drops.
 //!
-//! Flooder and other pods share a core, the worker has the other; what another pod is measured by is a stream far below its
-//! share of the worker, and the share of it that arrives: its loss is the worker's unfairness and not a lack of cores.
+//! Flooder and other pods share a core, the worker has the other one. The measure is the received share of a stream of
+//! another pod that is far below its share of the worker: its loss is unfairness of the worker and not a lack of CPU
+//! time.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use penstock_admin::types::Port;
-use penstock_bench::load::{Generator, Sink, pin};
-use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
+use penstock_bench::load::{Generator, UdpSink, pin};
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::Forger;
 
-/// Different frames of one flood.
+/// Different frames in one flood.
 const VARIETY: u16 = 8192;
-/// Connections that one pod may have.
+/// Connection quota of a pod.
 const QUOTA: u32 = 256;
-/// How long each flood lasts, and its measurement before it.
+/// Duration of each flood, and of the measurement before it.
 const LENGTH: Duration = Duration::from_millis(1500);
-/// Datagrams of another pod: so many every millisecond…
+/// Datagrams of the other pod per millisecond…
 const PACE: u64 = 20;
-/// … and at least so many, however little its sender gets of the core that it shares with the flooder, but not for ever.
+/// … and at least this many, however little CPU time its sender gets beside the flooder, within a limit.
 const LEAST: u64 = 5_000;
 const LONGEST: Duration = Duration::from_secs(60);
 
-type Frames = Vec<Vec<u8>>;
+type FloodFrames = Vec<Vec<u8>>;
 
-fn syn(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
+fn syn(forger: &Forger, own: IpAddr, to: IpAddr) -> FloodFrames {
     (0..VARIETY).map(|n| forger.tcp((own, 1024 + n), (to, 8080), |tcp| tcp.syn = true)).collect()
 }
 
-fn udp(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
+fn udp(forger: &Forger, own: IpAddr, to: IpAddr) -> FloodFrames {
     (0..VARIETY).map(|n| forger.udp((own, 1024 + n), (to, 9), b"flood")).collect()
 }
 
-fn icmp(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
+fn icmp(forger: &Forger, own: IpAddr, to: IpAddr) -> FloodFrames {
     let echo = |n: u16| {
         let mut frame = Vec::new();
         forger.ip(own, to).icmpv4_echo_request(n, 1).write(&mut frame, b"flood").unwrap();
@@ -45,8 +46,8 @@ fn icmp(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
     (0..VARIETY).map(echo).collect()
 }
 
-/// First fragments with ever new identifications, and later ones of datagrams that never began.
-fn fragments(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
+/// First fragments with changing identifications, and later fragments of unknown datagrams.
+fn fragments(forger: &Forger, own: IpAddr, to: IpAddr) -> FloodFrames {
     let fragment = |n: u16| {
         let mut frame = forger.udp((own, 1024 + n), (to, 9), &[0; 24]);
         frame[18..20].copy_from_slice(&n.to_be_bytes());
@@ -60,15 +61,15 @@ fn fragments(forger: &Forger, own: IpAddr, to: IpAddr) -> Frames {
     (0..VARIETY).map(fragment).collect()
 }
 
-/// Datagrams of `pod-0` to the sink, at its pace for so long; how many were sent and arrived.
-fn pace(world: &World, sink: &Sink, to: SocketAddr) -> (u64, u64) {
-    std::thread::scope(|scope| scope.spawn(|| pace_here(world, sink, to)).join()).unwrap()
+/// Sends datagrams from `pod-0` to the sink at its pace; returns how many were sent and arrived.
+fn pace(fixture: &Fixture, sink: &UdpSink, to: SocketAddr) -> (u64, u64) {
+    std::thread::scope(|scope| scope.spawn(|| pace_here(fixture, sink, to)).join()).unwrap()
 }
 
-fn pace_here(world: &World, sink: &Sink, to: SocketAddr) -> (u64, u64) {
-    // Not behind the worker.
+fn pace_here(fixture: &Fixture, sink: &UdpSink, to: SocketAddr) -> (u64, u64) {
+    // Not on the worker's core.
     pin(0).unwrap();
-    let socket = world.site("test/pod-0").namespace.run(|| std::net::UdpSocket::bind(("0.0.0.0", 0))).unwrap();
+    let socket = fixture.site("test/pod-0").namespace.run(|| std::net::UdpSocket::bind(("0.0.0.0", 0))).unwrap();
     let (start, before, mut sent) = (Instant::now(), sink.arrived().unwrap(), 0);
     while start.elapsed() < LENGTH || sent < LEAST && start.elapsed() < LONGEST {
         let due = start.elapsed().as_millis() as u64 * PACE;
@@ -86,25 +87,25 @@ fn drops(port: &Port, cause: &str) -> u64 {
 }
 
 #[test]
-fn a_flood_from_one_pod_takes_no_more_than_a_fifth_of_what_others_have() {
-    let world = World::of(&(pods(4) + &policy("asks", "pod-0", "  ingress: []\n")), |_, config| {
+fn a_flood_from_one_pod_costs_others_at_most_a_fifth_of_their_throughput() {
+    let fixture = Fixture::of(&(pods(4) + &policy("asks", "pod-0", "  ingress: []\n")), |_, config| {
         config.conntrack = format!("mapping = \"off\"\nentries = 65536\nquota = {QUOTA}\n");
         config.sections += "[workers]\ncores = [1]\n";
     });
-    let address = |name: &str| world.site(name).address(false).unwrap();
+    let address = |name: &str| fixture.site(name).address(false).unwrap();
     let (own, victim) = (address("test/pod-2"), address("test/pod-3"));
     let to = SocketAddr::new(address("test/pod-1"), 7000);
-    let sink = Sink::open(&world.site("test/pod-1").namespace, to).unwrap();
-    let flow = Flow::open(
-        &world.site("test/pod-0").namespace,
-        world.target("test/pod-1", false),
+    let sink = UdpSink::open(&fixture.site("test/pod-1").namespace, to).unwrap();
+    let flow = EchoConnection::open(
+        &fixture.site("test/pod-0").namespace,
+        fixture.target("test/pod-1", false),
         8080,
         Duration::from_secs(5),
     )
     .unwrap();
-    let forger = Forger::of(&world, "test/pod-2");
-    let generator = world.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
-    let (asked, arrived) = pace(&world, &sink, to);
+    let forger = Forger::of(&fixture, "test/pod-2");
+    let generator = fixture.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
+    let (asked, arrived) = pace(&fixture, &sink, to);
     let before = arrived as f64 / asked as f64;
     println!("before: {arrived} of {asked} arrived");
     for (kind, frames, cause) in [
@@ -113,7 +114,7 @@ fn a_flood_from_one_pod_takes_no_more_than_a_fifth_of_what_others_have() {
         ("ICMP", icmp(&forger, own, victim), "quota_exceeded"),
         ("fragment", fragments(&forger, own, victim), "fragment"),
     ] {
-        let (ends, port) = (AtomicBool::new(false), world.port("test/pod-2"));
+        let (ends, port) = (AtomicBool::new(false), fixture.port("test/pod-2"));
         let (flooded, (sent, arrived)) = std::thread::scope(|scope| {
             let flood = scope.spawn(|| {
                 pin(0).unwrap();
@@ -123,25 +124,25 @@ fn a_flood_from_one_pod_takes_no_more_than_a_fifth_of_what_others_have() {
                 }
                 sent
             });
-            let paced = pace(&world, &sink, to);
-            let target = world.target("test/pod-1", false);
-            let fresh = probe::run_one(world.site("test/pod-0"), target, Protocol::Tcp(8080), Patience::default());
+            let paced = pace(&fixture, &sink, to);
+            let target = fixture.target("test/pod-1", false);
+            let fresh = probe::run_one(fixture.site("test/pod-0"), target, Protocol::Tcp(8080), RetryPolicy::default());
             ends.store(true, Ordering::Relaxed);
-            assert_eq!(fresh.unwrap(), Outcome::Reached, "a new connection of another pod during a {kind} flood");
+            assert_eq!(fresh.unwrap(), ProbeOutcome::Reached, "a new connection of another pod during a {kind} flood");
             (flood.join().unwrap(), paced)
         });
         flow.wait_for(100, Duration::from_secs(5)).unwrap();
-        let after = world.port("test/pod-2");
+        let after = fixture.port("test/pod-2");
         let counted = drops(&after, cause) - drops(&port, cause);
         println!("{kind}: {flooded} sent, {counted} {cause}; of another pod {arrived} of {sent} arrived");
         assert!(sent >= LEAST, "{kind}: of the stream that is measured only {sent} were sent");
         let share = arrived as f64 / sent as f64;
         assert!(share >= 0.8 * before, "{kind}: {share:.2} of what was sent, {before:.2} before");
         assert!(counted > 100, "{kind}: {:?}", after.drops);
-        let connections = world.status().pods.into_iter().find(|pod| pod.pod == "test/pod-2").unwrap().connections;
+        let connections = fixture.status().pods.into_iter().find(|pod| pod.pod == "test/pod-2").unwrap().connections;
         assert!(connections <= QUOTA, "{kind}: {connections}");
         for name in ["test/pod-0", "test/pod-1"] {
-            let port = world.port(name);
+            let port = fixture.port(name);
             assert_eq!(drops(&port, "quota_exceeded") + drops(&port, "table_full"), 0, "{name}: {:?}", port.drops);
         }
     }

@@ -1,4 +1,4 @@
-//! A pod sends forged replies, to open a way for itself or for another: each is refused, and counted.
+//! A pod sends forged replies to open a path for itself or another pod: each is rejected and counted.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use etherparse::icmpv4::DestUnreachableHeader;
 use etherparse::{Icmpv4Type, Icmpv6Type, icmpv6};
-use penstock_bench::load::Wire;
-use penstock_bench::probe::{self, Outcome, Patience, Protocol};
+use penstock_bench::load::PacketSocket;
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
 
-/// A port that all forged packets come from or go to, so that they are known where they arrive.
+/// Port of all forged packets, to recognise them on arrival.
 const MARK: u16 = 47_111;
 
-/// A forged packet, and the cause by which it must be dropped.
-type Forged = (&'static str, Vec<u8>, &'static str);
+/// A forged packet and its expected drop reason.
+type ForgedPacket = (&'static str, Vec<u8>, &'static str);
 
-/// An ICMP error of this pod about a packet.
+/// An ICMP error from this pod about a packet.
 fn unreachable(forger: &Forger, from: IpAddr, to: IpAddr, quoted: &[u8]) -> Vec<u8> {
     let mut frame = Vec::new();
     let ip = forger.ip(from, to);
@@ -48,8 +48,8 @@ fn echo_reply(forger: &Forger, from: IpAddr, to: IpAddr) -> Vec<u8> {
     frame
 }
 
-/// What `pod-2` forges towards a victim; `quoted` is a packet of the victim's own connection with another.
-fn forgeries(forger: &Forger, own: IpAddr, victim: IpAddr, quoted: &[u8]) -> Vec<Forged> {
+/// Packets that `pod-2` forges towards a victim; `quoted` belongs to the victim's connection with another pod.
+fn forgeries(forger: &Forger, own: IpAddr, victim: IpAddr, quoted: &[u8]) -> Vec<ForgedPacket> {
     let (from, to) = ((own, MARK), (victim, 8080));
     vec![
         ("SYN-ACK", forger.tcp(from, to, |tcp| (tcp.syn, tcp.ack) = (true, true)), "ingress_denied"),
@@ -69,21 +69,21 @@ fn forgeries(forger: &Forger, own: IpAddr, victim: IpAddr, quoted: &[u8]) -> Vec
 }
 
 fn is_marked(frame: &[u8]) -> bool {
-    frame.windows(2).any(|octets| octets == MARK.to_be_bytes())
+    frame.windows(2).any(|bytes| bytes == MARK.to_be_bytes())
 }
 
 #[test]
-fn forged_replies_open_no_way_and_are_counted() {
-    // The victim asks others, and lets nobody in.
-    let world = World::of(&(pods(3) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let seen = Wire::open(&world.site("test/pod-1").namespace).unwrap();
+fn forged_replies_open_no_connection_and_are_counted() {
+    // The victim sends queries and admits nobody.
+    let fixture = Fixture::of(&(pods(3) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let seen = PacketSocket::open(&fixture.site("test/pod-1").namespace).unwrap();
     let mut expected = BTreeMap::<&str, u64>::new();
     for v6 in [false, true] {
-        let address = |name: &str| world.site(name).address(v6).unwrap();
+        let address = |name: &str| fixture.site(name).address(v6).unwrap();
         let (victim, other, own) = (address("test/pod-1"), address("test/pod-0"), address("test/pod-2"));
-        // Asks on the marked port, so that what quotes the question is known too.
-        let asking = world.site("test/pod-1").namespace.run(|| UdpSocket::bind((victim, MARK))).unwrap();
+        // Queries use the marked port, so that a quoted query is recognised too.
+        let asking = fixture.site("test/pod-1").namespace.run(|| UdpSocket::bind((victim, MARK))).unwrap();
         asking.send_to(b"question", SocketAddr::new(other, 53)).unwrap();
         asking.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         let answered = asking.recv_from(&mut [0; 64]).unwrap().1;
@@ -95,26 +95,27 @@ fn forged_replies_open_no_way_and_are_counted() {
             *expected.entry(cause).or_default() += 1;
         }
         for protocol in [Protocol::Tcp(8080), Protocol::Udp(53), Protocol::Icmp] {
-            let target = world.target("test/pod-1", v6);
-            let outcome = probe::run_one(world.site("test/pod-2"), target, protocol, Patience::default()).unwrap();
-            assert_eq!(outcome, Outcome::Silent, "{protocol} after forged replies (IPv6: {v6})");
-            *expected.get_mut("ingress_denied").unwrap() += u64::from(Patience::default().attempts);
+            let target = fixture.target("test/pod-1", v6);
+            let outcome = probe::run_one(fixture.site("test/pod-2"), target, protocol, RetryPolicy::default()).unwrap();
+            assert_eq!(outcome, ProbeOutcome::Silent, "{protocol} after forged replies (IPv6: {v6})");
+            *expected.get_mut("ingress_denied").unwrap() += u64::from(RetryPolicy::default().attempts);
         }
         let arrived: Vec<_> = seen.received(Duration::from_millis(100)).unwrap();
         assert!(!arrived.iter().any(|frame| is_marked(frame)), "{arrived:02x?}");
     }
     for (cause, times) in expected {
-        assert_eq!(count_to(&world, "test/pod-2", cause, times), times, "{cause}");
+        assert_eq!(count_to(&fixture, "test/pod-2", cause, times), times, "{cause}");
     }
 }
 
 #[test]
-fn forged_replies_of_a_pod_that_may_send_nothing_are_refused() {
-    let world = World::of(&(pods(3) + &policy("mute", "pod-2", "  policyTypes: [Egress]\n  egress: []\n")), |_, _| {});
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let seen = Wire::open(&world.site("test/pod-1").namespace).unwrap();
+fn forged_replies_of_a_pod_with_denied_egress_are_dropped() {
+    let fixture =
+        Fixture::of(&(pods(3) + &policy("mute", "pod-2", "  policyTypes: [Egress]\n  egress: []\n")), |_, _| {});
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let seen = PacketSocket::open(&fixture.site("test/pod-1").namespace).unwrap();
     for v6 in [false, true] {
-        let address = |name: &str| world.site(name).address(v6).unwrap();
+        let address = |name: &str| fixture.site(name).address(v6).unwrap();
         let (victim, own) = (address("test/pod-1"), address("test/pod-2"));
         let quoted = forger.udp((victim, MARK), (address("test/pod-0"), 53), b"");
         for (_, frame, _) in forgeries(&forger, own, victim, &quoted) {
@@ -123,6 +124,6 @@ fn forged_replies_of_a_pod_that_may_send_nothing_are_refused() {
     }
     let arrived = seen.received(Duration::from_millis(300)).unwrap();
     assert!(!arrived.iter().any(|frame| is_marked(frame)), "{arrived:02x?}");
-    assert_eq!(count_to(&world, "test/pod-2", "egress_denied", 14), 14);
-    assert_eq!(count_to(&world, "test/pod-2", "no_connection", 4), 4);
+    assert_eq!(count_to(&fixture, "test/pod-2", "egress_denied", 14), 14);
+    assert_eq!(count_to(&fixture, "test/pod-2", "no_connection", 4), 4);
 }

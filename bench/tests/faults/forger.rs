@@ -1,51 +1,50 @@
-//! A pod that sends what no honest stack would, and what the daemon counted of it.
+//! Sends packets that a regular stack would not send, and reads the daemon's drop counters.
 
 use std::io;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
 use penstock_admin::types::Port;
-use penstock_bench::load::Wire;
+use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::Outside;
 
-use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
+use crate::fixture::Fixture;
 
-use crate::fixture::World;
-
-/// The MAC that every frame must have which is meant for all on a link.
+/// The broadcast MAC address.
 pub(crate) const BROADCAST: [u8; 6] = [0xff; 6];
 
-/// A pod's interface, past its own stack.
+/// A raw socket on a pod's interface.
 pub(crate) struct Forger {
-    wire: Wire,
+    wire: PacketSocket,
     pub(crate) mac: [u8; 6],
     pub(crate) gateway: [u8; 6],
     pub(crate) sent: u64,
 }
 
 impl Forger {
-    pub(crate) fn of(world: &World, pod: &str) -> Self {
-        let namespace = &world.site(pod).namespace;
-        let host_side = world.cluster.node.pod(pod).unwrap().interface();
+    pub(crate) fn of(fixture: &Fixture, pod: &str) -> Self {
+        let namespace = &fixture.site(pod).namespace;
+        let host_side = fixture.cluster.node.pod(pod).unwrap().interface();
         Self {
-            wire: Wire::open(namespace).unwrap(),
+            wire: PacketSocket::open(namespace).unwrap(),
             mac: namespace.netlink().unwrap().mac("eth0").unwrap(),
-            gateway: world.cluster.node.netlink().mac(host_side).unwrap(),
+            gateway: fixture.cluster.node.netlink().mac(host_side).unwrap(),
             sent: 0,
         }
     }
 
-    /// A machine's interface outside, past its own stack.
-    pub(crate) fn outside(world: &World, outside: &Outside) -> Self {
+    /// A raw socket on an outside machine's interface.
+    pub(crate) fn outside(fixture: &Fixture, outside: &Outside) -> Self {
         Self {
-            wire: Wire::open(outside.namespace()).unwrap(),
+            wire: PacketSocket::open(outside.namespace()).unwrap(),
             mac: outside.namespace().netlink().unwrap().mac("eth0").unwrap(),
-            gateway: world.cluster.node.netlink().mac(outside.interface()).unwrap(),
+            gateway: fixture.cluster.node.netlink().mac(outside.interface()).unwrap(),
             sent: 0,
         }
     }
 
-    /// The Ethernet and IP header of a packet to the gateway.
+    /// Ethernet and IP header of a packet to the gateway.
     pub(crate) fn ip(&self, from: IpAddr, to: IpAddr) -> PacketBuilderStep<IpHeaders> {
         let ethernet = PacketBuilder::ethernet2(self.mac, self.gateway);
         match (from, to) {
@@ -61,7 +60,7 @@ impl Forger {
         frame
     }
 
-    /// A segment; `flags` sets them, and the numbers.
+    /// A TCP segment; `flags` sets flags and numbers.
     pub(crate) fn tcp(&self, from: (IpAddr, u16), to: (IpAddr, u16), flags: impl FnOnce(&mut TcpHeader)) -> Vec<u8> {
         let mut header = TcpHeader::new(from.1, to.1, 1_000, 65_000);
         flags(&mut header);
@@ -70,7 +69,7 @@ impl Forger {
         frame
     }
 
-    /// Sends a frame; it is in the worker's or the kernel's hands when this returns, or dropped.
+    /// Sends a frame. When this returns, the worker or the kernel has it, or it was dropped.
     pub(crate) fn send(&mut self, frame: &[u8]) {
         let refused = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EAGAIN));
         while let Err(error) = self.wire.send(frame) {
@@ -81,24 +80,24 @@ impl Forger {
     }
 }
 
-/// How often the daemon names `cause` in the line of a port or pod, by its statistics of now.
-pub(crate) fn count(world: &World, pod: &str, cause: &str) -> u64 {
-    let statistics = world.statistics();
+/// The daemon's current count of a drop reason on a port or pod.
+pub(crate) fn count(fixture: &Fixture, pod: &str, cause: &str) -> u64 {
+    let statistics = fixture.statistics();
     let line = statistics.iter().find(|line| line.contains(pod)).unwrap_or_else(|| panic!("{statistics:#?}"));
     let mut words = line.split([' ', ',']).skip_while(|word| *word != cause).skip(1);
     words.next().map_or(0, |count| count.parse().unwrap())
 }
 
-/// The same, once it is so much, or has not become so in time.
-pub(crate) fn count_to(world: &World, pod: &str, cause: &str, expected: u64) -> u64 {
-    sum_to(world, pod, &[cause], expected)
+/// The same, after waiting until it reaches `expected` or a timeout passes.
+pub(crate) fn count_to(fixture: &Fixture, pod: &str, cause: &str, expected: u64) -> u64 {
+    sum_to(fixture, pod, &[cause], expected)
 }
 
-/// The same of several causes together.
-pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -> u64 {
+/// The sum of several reasons.
+pub(crate) fn sum_to(fixture: &Fixture, pod: &str, causes: &[&str], expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let counted = causes.iter().map(|cause| count(world, pod, cause)).sum();
+        let counted = causes.iter().map(|cause| count(fixture, pod, cause)).sum();
         if counted >= expected || Instant::now() > deadline {
             return counted;
         }
@@ -106,7 +105,7 @@ pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -
     }
 }
 
-/// Packets that the kernel lost at a port's socket: `rx_dropped` counts those for which the fill ring was empty too.
+/// Packets that the kernel dropped at a port's socket; `rx_dropped` includes those with an empty fill ring.
 pub(crate) fn kernel_lost(port: &Port) -> u64 {
     ["rx_dropped", "rx_ring_full"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
 }

@@ -1,8 +1,8 @@
-//! Connections that an end has forgotten, gone without a word: they can be opened again from the same ports. And a SYN that
-//! somebody forges into a live one, which does it no harm.
+//! Connections that one end lost silently can be reopened from the same ports. A forged SYN in a live connection does
+//! no harm.
 //!
-//! An end goes silently by `TCP_REPAIR`: the kernel sends nothing when a socket in that mode is closed (net/ipv4/tcp.c,
-//! `tcp_disconnect`). To its peer and to the node that is a machine that lost its power.
+//! An end vanishes silently with `TCP_REPAIR`: the kernel sends nothing when a socket in that mode is closed
+//! (net/ipv4/tcp.c, `tcp_disconnect`). For its peer and the node it is a machine that lost power.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,36 +13,36 @@ use penstock_bench::probe::Site;
 use penstock_bench::testbed::{Namespace, Outside};
 use socket2::{Domain, Socket, Type};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::Forger;
 
-/// Connections that are forgotten at once.
+/// Connections that are lost at once.
 const CONNECTIONS: u16 = 300;
 const FIRST_PORT: u16 = 20_000;
 const PORT: u16 = 7000;
-/// What may pass on a busy machine until both ends have heard each other; retransmissions are in it.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout until both ends have exchanged data on a busy machine, retransmissions included.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-type Ends = (TcpStream, TcpStream);
+type ConnectionEnds = (TcpStream, TcpStream);
 
-/// Opens a connection from each of these ports, all at once, and tells which got through with data both ways.
-fn open(client: &Namespace, from: SocketAddr, server: &Namespace, to: SocketAddr) -> Vec<Option<Ends>> {
+/// Opens a connection from each of these ports concurrently; returns those that exchanged data both ways.
+fn open(client: &Namespace, from: SocketAddr, server: &Namespace, to: SocketAddr) -> Vec<Option<ConnectionEnds>> {
     let listener = server.run(|| TcpListener::bind(to)).unwrap();
     listener.set_nonblocking(true).unwrap();
-    // Room for all of them, whoever accepts late.
+    // Backlog for all of them.
     socket2::SockRef::from(&listener).listen(i32::from(CONNECTIONS)).unwrap();
     let begin = |number| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
         socket.bind(&SocketAddr::new(from.ip(), FIRST_PORT + number).into())?;
         socket.set_nonblocking(true)?;
-        // It is under way.
+        // In progress.
         let _ = socket.connect(&to.into());
         std::io::Result::Ok(socket)
     };
     let clients: Vec<Socket> = client.run(|| (0..CONNECTIONS).map(|number| begin(number).unwrap()).collect());
     let mut servers: Vec<Option<TcpStream>> = (0..CONNECTIONS).map(|_| None).collect();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while servers.iter().any(Option::is_none) && Instant::now() < deadline {
         match listener.accept() {
             Ok((stream, from)) => servers[usize::from(from.port() - FIRST_PORT)] = Some(stream),
@@ -58,11 +58,11 @@ fn open(client: &Namespace, from: SocketAddr, server: &Namespace, to: SocketAddr
 }
 
 /// Whether data gets there and back.
-fn exchange((client, server): &mut Ends) -> bool {
+fn exchange((client, server): &mut ConnectionEnds) -> bool {
     let mut word = [0; 5];
     let mut there_and_back = || {
         for end in [&*client, &*server] {
-            end.set_read_timeout(Some(PATIENCE))?;
+            end.set_read_timeout(Some(TIMEOUT))?;
         }
         client.write_all(b"there")?;
         server.read_exact(&mut word)?;
@@ -72,7 +72,7 @@ fn exchange((client, server): &mut Ends) -> bool {
     there_and_back().is_ok() && &word == b"again"
 }
 
-/// Closes a socket of which nobody is to hear.
+/// Closes a socket without sending anything.
 fn forget(end: TcpStream) {
     let on: libc::c_int = 1;
     let size = size_of_val(&on) as libc::socklen_t;
@@ -82,24 +82,24 @@ fn forget(end: TcpStream) {
     assert_eq!(result, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
-fn got_through(ends: &[Option<Ends>]) -> usize {
+fn established(ends: &[Option<ConnectionEnds>]) -> usize {
     ends.iter().flatten().count()
 }
 
 #[test]
-fn connections_that_both_pods_forgot_open_again_from_the_same_ports() {
-    let world = World::of(&pods(2), |_, _| {});
-    let [client, server] = ["test/pod-0", "test/pod-1"].map(|name| world.site(name));
+fn connections_lost_at_both_ends_reopen_from_the_same_ports() {
+    let fixture = Fixture::of(&pods(2), |_, _| {});
+    let [client, server] = ["test/pod-0", "test/pod-1"].map(|name| fixture.site(name));
     let [from, to] = [client, server].map(|site| SocketAddr::new(site.address(false).unwrap(), PORT));
     for turn in 0..3 {
         let ends = open(&client.namespace, from, &server.namespace, to);
         assert_eq!(
-            got_through(&ends),
+            established(&ends),
             usize::from(CONNECTIONS),
             "opened, turn {turn}: {:?}",
-            world.port("test/pod-1").drops
+            fixture.port("test/pod-1").drops
         );
-        // The last turn's ends close in order: nothing is left of what came before.
+        // The ends of the last turn close normally: nothing of the earlier connections remains.
         if turn < 2 {
             ends.into_iter().flatten().for_each(|(client, server)| [client, server].into_iter().for_each(forget));
         }
@@ -107,20 +107,20 @@ fn connections_that_both_pods_forgot_open_again_from_the_same_ports() {
 }
 
 #[test]
-fn a_machine_that_is_made_anew_opens_its_connections_again_from_the_same_ports() {
+fn a_recreated_machine_reopens_its_connections_from_the_same_ports() {
     let mut machine = None;
-    let mut world = World::of(&pods(1), |cluster, _| machine = Some(cluster.node.add_outside("outside").unwrap()));
-    let server = world.site("test/pod-0").clone();
+    let mut fixture = Fixture::of(&pods(1), |cluster, _| machine = Some(cluster.node.add_outside("outside").unwrap()));
+    let server = fixture.site("test/pod-0").clone();
     let to = SocketAddr::new(server.address(false).unwrap(), PORT);
     for turn in 0..2 {
         let outside = machine.take().unwrap();
         let from = SocketAddr::new(outside.addresses()[0], PORT);
         let ends = open(outside.namespace(), from, &server.namespace, to);
         assert_eq!(
-            got_through(&ends),
+            established(&ends),
             usize::from(CONNECTIONS),
             "opened, turn {turn}: {:?}",
-            world.port("test/pod-0").drops
+            fixture.port("test/pod-0").drops
         );
         if turn == 0 {
             for (client, server) in ends.into_iter().flatten() {
@@ -128,47 +128,48 @@ fn a_machine_that_is_made_anew_opens_its_connections_again_from_the_same_ports()
                 forget(server);
             }
             drop(outside);
-            machine = Some(made_anew(&mut world));
+            machine = Some(made_anew(&mut fixture));
         }
     }
 }
 
-/// The machine outside, with the same addresses, once the kernel has taken the old one's interface away.
-fn made_anew(world: &mut World) -> Outside {
-    let deadline = Instant::now() + PATIENCE;
-    let gone = |world: &World| !world.cluster.node.netlink().interface_names().unwrap().contains(&"eth1".to_owned());
-    while !gone(world) {
+/// Recreates the machine outside with the same addresses, once the kernel has removed the old interface.
+fn made_anew(fixture: &mut Fixture) -> Outside {
+    let deadline = Instant::now() + TIMEOUT;
+    let gone =
+        |fixture: &Fixture| !fixture.cluster.node.netlink().interface_names().unwrap().contains(&"eth1".to_owned());
+    while !gone(fixture) {
         assert!(Instant::now() < deadline, "the old machine's interface stays");
         std::thread::sleep(Duration::from_millis(10));
     }
-    world.cluster.node.add_outside("outside").unwrap()
+    fixture.cluster.node.add_outside("outside").unwrap()
 }
 
 #[test]
-fn a_syn_that_is_forged_into_a_live_connection_does_it_no_harm() {
-    // Only outside may open: what a pod's answering packet opened would be seen to be denied.
+fn a_forged_syn_does_not_break_a_live_connection() {
+    // Only the outside may open: a connection opened by a reply of the pod would be denied.
     let mut outside = None;
     let yaml = pods(1) + &policy("answers", "pod-0", "  policyTypes: [Egress]\n  egress: []\n");
-    let world = World::of(&yaml, |cluster, _| outside = Some(cluster.node.add_outside("outside").unwrap()));
-    let (outside, server) = (outside.unwrap(), world.site("test/pod-0"));
+    let fixture = Fixture::of(&yaml, |cluster, _| outside = Some(cluster.node.add_outside("outside").unwrap()));
+    let (outside, server) = (outside.unwrap(), fixture.site("test/pod-0"));
     let client = Site::from(&outside);
     let (from, to) = (client.address(false).unwrap(), server.address(false).unwrap());
     let listener = server.namespace.run(|| TcpListener::bind((to, PORT))).unwrap();
-    let stream = client.namespace.run(|| TcpStream::connect_timeout(&(to, PORT).into(), PATIENCE)).unwrap();
+    let stream = client.namespace.run(|| TcpStream::connect_timeout(&(to, PORT).into(), TIMEOUT)).unwrap();
     let port = stream.local_addr().unwrap().port();
     let mut ends = (stream, listener.accept().unwrap().0);
     assert!(exchange(&mut ends));
-    let mut forger = Forger::outside(&world, &outside);
+    let mut forger = Forger::outside(&fixture, &outside);
     for number in 0..200_u32 {
         let seq = number.wrapping_mul(0x9e37_79b1);
         let syn = forger.tcp((from, port), (to, PORT), |tcp| (tcp.syn, tcp.sequence_number) = (true, seq));
         forger.send(&syn);
         if number % 20 == 0 {
-            assert!(exchange(&mut ends), "after {} forged SYNs: {:?}", number + 1, world.port("test/pod-0").drops);
+            assert!(exchange(&mut ends), "after {} forged SYNs: {:?}", number + 1, fixture.port("test/pod-0").drops);
         }
     }
-    assert!(exchange(&mut ends), "after all of them: {:?}", world.port("test/pod-0").drops);
-    // And none of them was answered as if there were no connection.
+    assert!(exchange(&mut ends), "after all of them: {:?}", fixture.port("test/pod-0").drops);
+    // None of them was answered as on an unknown connection.
     drop(listener);
     assert!(exchange(&mut ends));
 }

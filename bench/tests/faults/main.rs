@@ -1,6 +1,6 @@
-//! Things go wrong, or a pod means ill: nothing passes unjudged, nobody else loses anything, and it is told by cause.
+//! Faults and malicious pods: nothing passes without a verdict, others lose nothing, and losses are counted by reason.
 //!
-//! As the system tests: the real daemon on real veths, each test with a node of its own.
+//! As in the system tests: the real daemon on real veths, a separate node for each test.
 
 mod busy_core;
 mod changes;

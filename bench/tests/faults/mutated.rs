@@ -1,29 +1,28 @@
-//! A pod sends frames of nothing but chance, and good ones with something wrong.
+//! A pod sends random frames and mutated valid frames.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
+use etherparse::Icmpv4Type;
 use penstock_admin::types::Port;
 use penstock_bench::load::Generator;
-use penstock_bench::probe::Flow;
-
-use etherparse::Icmpv4Type;
+use penstock_bench::probe::EchoConnection;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, kernel_lost};
 
-/// Octets of the longest frame of a link with an MTU of 1,500.
+/// Bytes of the longest frame on a link with an MTU of 1,500.
 const LONGEST: usize = 1514;
-/// Frames that are made anew for each round, and sent at once.
+/// Frames generated for each round and sent at once.
 const ROUND: usize = 4096;
 
-/// Good frames of all kinds that a pod sends, to those whom it reaches and to those whom it does not.
-fn good_frames(world: &World, forger: &Forger) -> Vec<Vec<u8>> {
+/// Valid frames of all kinds that a pod sends, to reachable and to unreachable destinations.
+fn good_frames(fixture: &Fixture, forger: &Forger) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
     for v6 in [false, true] {
-        let address = |name: &str| world.site(name).address(v6).unwrap();
+        let address = |name: &str| fixture.site(name).address(v6).unwrap();
         let own = address("test/pod-2");
         for to in ["test/pod-0", "test/pod-1", "node"].map(address) {
             frames.push(forger.udp((own, 1000), (to, 53), b"a question"));
@@ -44,14 +43,14 @@ fn good_frames(world: &World, forger: &Forger) -> Vec<Vec<u8>> {
                 forger.ip(own, to).icmpv4(kind).write(&mut error, &quoted[14..]).unwrap();
                 frames.push(error);
             }
-            // Longer than a link's MTU is for the kernel to refuse; this is nearly so long.
+            // The kernel rejects frames beyond the link's MTU; this one is just below.
             frames.push(forger.udp((own, 1002), (to, 9), &[0; 1400]));
         }
     }
     frames
 }
 
-/// One of them, as it is or with something wrong; or nothing but chance.
+/// One of them, unchanged or mutated; or random bytes.
 fn mutated(good: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     let mut frame = good[random.random_range(0..good.len())].clone();
     match random.random_range(0..8) {
@@ -71,19 +70,19 @@ fn mutated(good: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             }
         }
         6 => {
-            // Behind the IPv4 header and its checksum, so that the packet goes further.
+            // Behind the IPv4 header and its checksum, so that the packet gets further.
             let at = random.random_range(34..frame.len());
             frame[at] = random.random();
         }
         _ => {}
     }
-    // The pod's own link takes no longer ones.
+    // The pod's own link accepts no longer frames.
     frame.truncate(LONGEST);
     frame
 }
 
-/// What became of the packets that came in by a port, as its counters tell.
-struct Fate {
+/// Counters of the packets received on a port.
+struct PortCounters {
     seen: u64,
     redirected: u64,
     kernel: u64,
@@ -91,8 +90,8 @@ struct Fate {
     dropped: u64,
 }
 
-fn fate(port: &Port) -> Fate {
-    Fate {
+fn port_counters(port: &Port) -> PortCounters {
+    PortCounters {
         seen: port.xdp.values().sum(),
         redirected: port.xdp.get("redirected").copied().unwrap_or(0),
         kernel: kernel_lost(port),
@@ -102,13 +101,13 @@ fn fate(port: &Port) -> Fate {
 }
 
 #[test]
-fn random_mutated_and_truncated_frames_harm_nobody_and_are_all_accounted_for() {
+fn random_mutated_and_truncated_frames_are_all_counted_and_do_no_harm() {
     send_mutated(200_000);
 }
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn ten_million_random_mutated_and_truncated_frames_harm_nobody() {
+fn ten_million_random_mutated_and_truncated_frames_do_no_harm() {
     send_mutated(10_000_000);
 }
 
@@ -117,15 +116,19 @@ fn send_mutated(frames: u64) {
     println!("seed {seed}");
     let mut random = SmallRng::seed_from_u64(seed);
     let yaml = pods(3) + &policy("closed", "pod-1", "  ingress: [{ports: [{port: 53, protocol: UDP}]}]\n");
-    let world = World::of(&yaml, |_, _| {});
-    let flow =
-        Flow::open(&world.site("test/pod-0").namespace, world.target("node", false), 8080, Duration::from_secs(5))
-            .unwrap();
-    let forger = Forger::of(&world, "test/pod-2");
-    let good = good_frames(&world, &forger);
-    let generator = world.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
-    // What the pod's own stack sends of itself is counted too.
-    let before = fate(&world.port("test/pod-2"));
+    let fixture = Fixture::of(&yaml, |_, _| {});
+    let flow = EchoConnection::open(
+        &fixture.site("test/pod-0").namespace,
+        fixture.target("node", false),
+        8080,
+        Duration::from_secs(5),
+    )
+    .unwrap();
+    let forger = Forger::of(&fixture, "test/pod-2");
+    let good = good_frames(&fixture, &forger);
+    let generator = fixture.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
+    // Packets of the pod's own stack are counted too.
+    let before = port_counters(&fixture.port("test/pod-2"));
     let mut sent = 0;
     while sent < frames {
         let round: Vec<Vec<u8>> = (0..ROUND).map(|_| mutated(&good, &mut random)).collect();
@@ -133,18 +136,18 @@ fn send_mutated(frames: u64) {
     }
     flow.wait_for(100, Duration::from_secs(5)).unwrap();
     let deadline = Instant::now() + Duration::from_secs(5);
-    while world.status().frames.in_flight > 0 {
-        assert!(Instant::now() < deadline, "stuck: {:?}", world.status().frames);
+    while fixture.status().frames.in_flight > 0 {
+        assert!(Instant::now() < deadline, "stuck: {:?}", fixture.status().frames);
         std::thread::sleep(Duration::from_millis(10));
     }
-    let status = world.status();
-    let (port, frames) = (world.port("test/pod-2"), status.frames);
-    let after = fate(&port);
+    let status = fixture.status();
+    let (port, frames) = (fixture.port("test/pod-2"), status.frames);
+    let after = port_counters(&port);
     let seen = after.seen - before.seen;
     println!("{sent} sent, {seen} seen; {:?}; {:?}; {:?}", port.xdp, port.drops, port.kernel_drops);
     // A little more than was sent: the pod's stack answers what reaches it.
     assert!((sent..sent + sent / 50 + 100).contains(&seen), "{seen} of {sent} seen by the program");
-    assert_eq!(after.redirected, after.received + after.kernel, "each is received, or lost by cause");
+    assert_eq!(after.redirected, after.received + after.kernel, "each is received, or dropped with a reason");
     assert!(after.dropped > before.dropped && after.dropped <= after.received, "{:?}", port.drops);
     for cause in ["spoofed_source", "truncated", "malformed", "ingress_denied", "header_checksum"] {
         assert!(port.drops.get(cause).copied().unwrap_or(0) > 0, "no {cause} among {:?}", port.drops);
@@ -152,9 +155,9 @@ fn send_mutated(frames: u64) {
     let others = status.ports.iter().map(|port| port.total.tx_packets).sum::<u64>();
     assert!(others >= after.received - after.dropped, "what was not dropped was sent");
     assert_eq!(frames.free + frames.fill, frames.total, "no frame is stuck: {frames:?}");
-    let lines = world.daemon.log().lines();
+    let lines = fixture.daemon.log().lines();
     assert!(!lines.iter().any(|line| line.contains("panicked")), "{}", lines.join("\n"));
     drop(flow);
-    let (ended, log) = world.daemon.stop().unwrap();
+    let (ended, log) = fixture.daemon.stop().unwrap();
     assert!(ended.success(), "{ended}\n{}", log.join("\n"));
 }

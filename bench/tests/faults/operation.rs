@@ -1,4 +1,4 @@
-//! What is around the daemon fails: its disk is full, nobody reads its log, its clients are many or stuck.
+//! Faults around the daemon: a full disk, a log that is not read, many or stuck clients.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -11,34 +11,34 @@ use std::time::{Duration, Instant};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use penstock_bench::probe::{self, Outcome, Patience, Protocol};
-use penstock_bench::testbed::{Daemon, Guard, Privileges, Scratch, penstock_binary};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{CleanupGuard, Daemon, Privileges, ScratchDir, penstock_binary};
 
-use crate::fixture::{World, pod, pods, policy};
+use crate::fixture::{Fixture, pod, pods, policy};
 use crate::traffic::{ALLOWED, Sniffer, Stream};
 
-/// A policy by which `pod-1` lets in TCP to one port.
+/// A policy that admits TCP to one port of `pod-1`.
 fn only_port(port: u16) -> String {
     policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}, {{port: 7000, protocol: UDP}}]}}]\n"))
         .trim_start_matches("---\n")
         .to_owned()
 }
 
-/// A small file system of its own, unmounted at the end.
-struct Disk {
+/// A small tmpfs, unmounted at the end.
+struct SmallDisk {
     path: PathBuf,
-    _guard: Guard,
+    _guard: CleanupGuard,
 }
 
-impl Disk {
-    fn new(scratch: &Scratch, octets: u32) -> Self {
+impl SmallDisk {
+    fn new(scratch: &ScratchDir, bytes: u32) -> Self {
         let path = scratch.path().join("disk");
         std::fs::create_dir(&path).unwrap();
-        let size = format!("size={octets}");
+        let size = format!("size={bytes}");
         mount(Some("penstock-test"), &path, Some("tmpfs"), MsFlags::empty(), Some(size.as_str())).unwrap();
-        let _guard = Guard::new({
+        let _guard = CleanupGuard::new({
             let path = path.clone();
-            // A directory of the scratch at worst.
+            // If unmounting fails, it is a subdirectory of the scratch directory.
             move || {
                 let _ = umount2(&path, MntFlags::MNT_DETACH);
             }
@@ -46,7 +46,7 @@ impl Disk {
         Self { path, _guard }
     }
 
-    /// Takes all room that is left.
+    /// Uses up all free space.
     fn fill(&self) -> PathBuf {
         let file = self.path.join("filler");
         let mut filler = std::fs::File::create(&file).unwrap();
@@ -56,105 +56,105 @@ impl Disk {
     }
 }
 
-fn tcp(world: &World, port: u16) -> Outcome {
-    let target = world.target("test/pod-1", false);
-    probe::run_one(world.site("test/pod-0"), target, Protocol::Tcp(port), Patience::default()).unwrap()
+fn tcp(fixture: &Fixture, port: u16) -> ProbeOutcome {
+    let target = fixture.target("test/pod-1", false);
+    probe::run_one(fixture.site("test/pod-0"), target, Protocol::Tcp(port), RetryPolicy::default()).unwrap()
 }
 
-/// Forwarding and changes of policy go on: what is saved is in force soon.
-fn assert_unaffected(world: &World) {
+/// Checks that forwarding and policy changes go on: a saved change is in force soon.
+fn assert_unaffected(fixture: &Fixture) {
     for (open, closed) in [(8080, 9090), (9090, 8080)] {
-        world.save("only.yaml", &only_port(open));
+        fixture.save("only.yaml", &only_port(open));
         let deadline = Instant::now() + Duration::from_secs(5);
-        while tcp(world, closed) != Outcome::Silent || tcp(world, open) != Outcome::Reached {
+        while tcp(fixture, closed) != ProbeOutcome::Silent || tcp(fixture, open) != ProbeOutcome::Reached {
             assert!(Instant::now() < deadline, "a change of policy is not in force");
         }
     }
 }
 
 #[test]
-fn a_full_disk_stops_neither_packets_nor_policy() {
-    let disk_of = Scratch::new().unwrap();
-    let disk = Disk::new(&disk_of, 1 << 20);
+fn a_full_disk_stops_neither_packets_nor_policy_changes() {
+    let disk_of = ScratchDir::new().unwrap();
+    let disk = SmallDisk::new(&disk_of, 1 << 20);
     let verdicts = disk.path.join("verdicts.jsonl");
-    let mut world = World::of(&pods(2), |_, config| {
+    let mut fixture = Fixture::of(&pods(2), |_, config| {
         let directory = disk.path.display();
         config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\n");
         config.sections +=
             &format!("[verdict_log]\noutput = \"{directory}/verdicts.jsonl\"\neach_second = 1000\nopened = true\n");
     });
-    assert_unaffected(&world);
+    assert_unaffected(&fixture);
     let filler = disk.fill();
-    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
-    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
-    let stream = Stream::start(world.site("test/pod-0"), ALLOWED, to, Instant::now());
-    assert_unaffected(&world);
-    // A pod that comes is to be written down beside the connections; that cannot be, and it is served all the same.
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(fixture.site("test/pod-0"), ALLOWED, to, Instant::now());
+    assert_unaffected(&fixture);
+    // A new pod is recorded beside the connection table. That fails, and the pod is served anyway.
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
-    world.save("late.yaml", late.trim_start_matches("---\n"));
+    fixture.save("late.yaml", late.trim_start_matches("---\n"));
     let addresses = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
-    let seen = world.daemon.log().len();
-    world.cluster.node.add_pod("test/late", &addresses).unwrap();
-    world.daemon.log().wait_for_after(seen, "pod=test/late", Duration::from_secs(5)).unwrap();
-    let told = world.daemon.log().wait_for_after(seen, "No space left", Duration::from_secs(5)).unwrap();
-    println!("{told}");
+    let seen = fixture.daemon.log().len();
+    fixture.cluster.node.add_pod("test/late", &addresses).unwrap();
+    fixture.daemon.log().wait_for_after(seen, "pod=test/late", Duration::from_secs(5)).unwrap();
+    let logged = fixture.daemon.log().wait_for_after(seen, "No space left", Duration::from_secs(5)).unwrap();
+    println!("{logged}");
     let numbers = stream.stop();
     assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
-    // With room again the log goes on.
+    // With free space the log continues.
     let length = std::fs::metadata(&verdicts).unwrap().len();
     std::fs::remove_file(filler).unwrap();
     let deadline = Instant::now() + Duration::from_secs(5);
     while std::fs::metadata(&verdicts).unwrap().len() <= length {
         assert!(Instant::now() < deadline, "the verdict log does not go on");
-        tcp(&world, 1);
+        tcp(&fixture, 1);
     }
 }
 
 #[test]
-fn however_many_scrape_at_once_few_threads_go_through_the_connection_table() {
+fn concurrent_scrapes_use_at_most_two_threads_for_the_connection_table() {
     const SCRAPERS: usize = 64;
     let metrics: SocketAddr = "127.0.0.1:9470".parse().unwrap();
-    let world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
+    let fixture = Fixture::of(&pods(2), |_, config| config.metrics = Some(metrics));
     std::thread::scope(|scope| {
-        let scrapers: Vec<_> = (0..SCRAPERS).map(|_| scope.spawn(|| world.http(metrics, "/metrics"))).collect();
-        // On a busy machine some may be told to come again later.
+        let scrapers: Vec<_> = (0..SCRAPERS).map(|_| scope.spawn(|| fixture.http(metrics, "/metrics"))).collect();
+        // On a busy machine some may be answered with 503.
         let answers = scrapers.into_iter().map(|scraper| scraper.join().unwrap());
         assert!(answers.filter(|answer| answer.contains("penstock_connections{")).count() > 0);
     });
-    // The runtime keeps each for ten seconds, and has no more than two.
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", world.daemon.id())).unwrap().flatten();
+    // The runtime keeps each for ten seconds and has at most two.
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", fixture.daemon.id())).unwrap().flatten();
     let names: Vec<_> = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect();
     let helpers = names.iter().filter(|name| name.starts_with("tokio")).count();
     assert!((1..=2).contains(&helpers), "{helpers} for {SCRAPERS} scrapers: {names:?}");
 }
 
 #[test]
-fn a_disk_too_small_for_the_connection_table_is_told_at_the_start_in_one_line() {
-    let scratch = Scratch::new().unwrap();
-    let disk = Disk::new(&scratch, 64 << 10);
-    let world = World::of(&pods(1), |_, _| {});
+fn a_disk_too_small_for_the_connection_table_is_reported_at_startup_in_one_line() {
+    let scratch = ScratchDir::new().unwrap();
+    let disk = SmallDisk::new(&scratch, 64 << 10);
+    let fixture = Fixture::of(&pods(1), |_, _| {});
     let path = disk.path.join("conntrack");
-    let toml = std::fs::read_to_string(world.daemon.config()).unwrap();
+    let toml = std::fs::read_to_string(fixture.daemon.config()).unwrap();
     let toml = toml.replace("mapping = \"off\"", &format!("mapping = \"{}\"", path.display()));
-    let toml = toml.replace(&world.admin().display().to_string(), "off");
+    let toml = toml.replace(&fixture.admin().display().to_string(), "off");
     let other = penstock_bench::testbed::Namespace::new("other").unwrap();
     let (status, lines) =
         Daemon::launch(&other, &toml, Privileges::All).unwrap().wait(Duration::from_secs(20)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", lines.join("\n"));
-    let told: Vec<_> = lines.iter().filter(|line| line.contains("conntrack")).collect();
-    assert!(told.len() == 1 && told[0].contains("No space left"), "{}", lines.join("\n"));
+    let logged: Vec<_> = lines.iter().filter(|line| line.contains("conntrack")).collect();
+    assert!(logged.len() == 1 && logged[0].contains("No space left"), "{}", lines.join("\n"));
 }
 
-/// A daemon whose log nobody reads, into a pipe that holds a page.
-struct Unread {
+/// A daemon whose log goes to an unread pipe of one page.
+struct UnreadLogDaemon {
     child: Child,
     stderr: ChildStderr,
 }
 
-impl Unread {
-    fn start(world: &World) -> Self {
-        let mut command = world.cluster.node.namespace().command(penstock_binary().unwrap());
-        command.arg("run").arg("--config").arg(world.daemon.config()).env("NO_COLOR", "1");
+impl UnreadLogDaemon {
+    fn start(fixture: &Fixture) -> Self {
+        let mut command = fixture.cluster.node.namespace().command(penstock_binary().unwrap());
+        command.arg("run").arg("--config").arg(fixture.daemon.config()).env("NO_COLOR", "1");
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         for pipe in [stdout.as_raw_fd(), stderr.as_raw_fd()] {
@@ -178,33 +178,33 @@ impl Unread {
     }
 }
 
-impl Drop for Unread {
+impl Drop for UnreadLogDaemon {
     fn drop(&mut self) {
-        // It may have ended long ago.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 #[test]
-fn a_log_that_nobody_reads_stops_neither_packets_nor_policy_nor_the_clean_end() {
-    let mut world = World::of(&pods(2), |_, _| {});
-    world.kill();
-    let mut unread = Unread::start(&world);
+fn an_unread_log_stops_neither_packets_nor_policy_changes_nor_a_clean_exit() {
+    let mut fixture = Fixture::of(&pods(2), |_, _| {});
+    fixture.kill();
+    let mut unread = UnreadLogDaemon::start(&fixture);
     let deadline = Instant::now() + Duration::from_secs(20);
-    while tcp(&world, 8080) != Outcome::Reached {
+    while tcp(&fixture, 8080) != ProbeOutcome::Reached {
         assert!(Instant::now() < deadline, "it does not start");
     }
     // More lines than the pipe holds.
     for number in 0..100 {
-        world.save("only.yaml", &only_port(1 + number));
+        fixture.save("only.yaml", &only_port(1 + number));
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert_unaffected(&world);
-    assert!(world.status().in_force);
+    assert_unaffected(&fixture);
+    assert!(fixture.status().in_force);
     let process = Pid::from_raw(unread.child.id().cast_signed());
     kill(process, Signal::SIGUSR1).unwrap();
-    assert_unaffected(&world);
+    assert_unaffected(&fixture);
     kill(process, Signal::SIGTERM).unwrap();
     assert_eq!(unread.wait(Duration::from_secs(10)), Some(0), "it ends in order");
     let mut first = vec![0; 64];
@@ -216,48 +216,48 @@ fn descriptors(process: Pid) -> usize {
 }
 
 #[test]
-fn a_thousand_admin_clients_and_scrapers_that_never_read_stop_neither_packets_nor_policy_nor_new_pods() {
+fn a_thousand_stuck_admin_clients_and_scrapers_stop_neither_packets_nor_policy_changes_nor_new_pods() {
     const CLIENTS: usize = 1_000;
     let metrics: SocketAddr = "127.0.0.1:9469".parse().unwrap();
-    let mut world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
-    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
-    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
-    let stream = Stream::start(world.site("test/pod-0"), ALLOWED, to, Instant::now());
-    let before = descriptors(world.daemon.id());
-    let admin: Vec<UnixStream> = (0..CLIENTS).map(|_| ask_admin(world.admin())).collect();
-    let scrapers: Vec<TcpStream> = world.cluster.node.namespace().run(|| (0..50).map(|_| scrape(metrics)).collect());
-    assert_unaffected(&world);
+    let mut fixture = Fixture::of(&pods(2), |_, config| config.metrics = Some(metrics));
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(fixture.site("test/pod-0"), ALLOWED, to, Instant::now());
+    let before = descriptors(fixture.daemon.id());
+    let admin: Vec<UnixStream> = (0..CLIENTS).map(|_| ask_admin(fixture.admin())).collect();
+    let scrapers: Vec<TcpStream> = fixture.cluster.node.namespace().run(|| (0..50).map(|_| scrape(metrics)).collect());
+    assert_unaffected(&fixture);
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
-    world.save("late.yaml", late.trim_start_matches("---\n"));
+    fixture.save("late.yaml", late.trim_start_matches("---\n"));
     let addresses = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
-    let seen = world.daemon.log().len();
-    world.cluster.node.add_pod("test/late", &addresses).unwrap();
-    world.daemon.log().wait_for_after(seen, "attached pod=test/late", Duration::from_secs(10)).unwrap();
-    println!("{} descriptors, {before} before", descriptors(world.daemon.id()));
-    let limits = std::fs::read_to_string(format!("/proc/{}/limits", world.daemon.id())).unwrap();
+    let seen = fixture.daemon.log().len();
+    fixture.cluster.node.add_pod("test/late", &addresses).unwrap();
+    fixture.daemon.log().wait_for_after(seen, "attached pod=test/late", Duration::from_secs(10)).unwrap();
+    println!("{} descriptors, {before} before", descriptors(fixture.daemon.id()));
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", fixture.daemon.id())).unwrap();
     let limit: Vec<_> =
         limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
     assert_eq!(limit[3], limit[4], "as many as it may have, and not the usual 1,024");
     let numbers = stream.stop();
     assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
     drop((admin, scrapers));
-    // Those who are gone hold nothing; the late pod's port does.
+    // Resources of gone clients are released; the late pod's port is open.
     let deadline = Instant::now() + Duration::from_secs(10);
-    while descriptors(world.daemon.id()) > before + 20 {
-        assert!(Instant::now() < deadline, "{} descriptors, {before} before", descriptors(world.daemon.id()));
+    while descriptors(fixture.daemon.id()) > before + 20 {
+        assert!(Instant::now() < deadline, "{} descriptors, {before} before", descriptors(fixture.daemon.id()));
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(world.status().in_force, "and it answers");
+    assert!(fixture.status().in_force, "and it answers");
 }
 
-/// A client of the admin API that asks and does not read.
+/// A client of the admin API that sends a request and does not read.
 fn ask_admin(socket: &Path) -> UnixStream {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.write_all(b"GET /v1/status HTTP/1.1\r\nHost: node\r\n\r\n").unwrap();
     stream
 }
 
-/// A scraper that asks for many pages and reads none.
+/// A scraper that requests many pages and reads none.
 fn scrape(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5)).unwrap();
     socket2::SockRef::from(&stream).set_recv_buffer_size(4096).unwrap();

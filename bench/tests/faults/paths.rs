@@ -1,22 +1,22 @@
-//! What a path is too long for is told its sender, as any router would.
+//! ICMP errors to senders whose packets expire or do not fit, as from any router.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
-use penstock_bench::load::Wire;
+use penstock_bench::load::PacketSocket;
 use penstock_bench::probe::Site;
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 
-/// What came back for a datagram.
+/// Reply to a datagram.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Answer {
+enum IcmpAnswer {
     TimeExceeded(IpAddr),
     PortUnreachable(IpAddr),
 }
 
 /// The ICMP error in a frame, if it is one of these two (RFC 792, RFC 4443).
-fn answer(frame: &[u8]) -> Option<Answer> {
+fn answer(frame: &[u8]) -> Option<IcmpAnswer> {
     let ethertype = u16::from_be_bytes(frame.get(12..14)?.try_into().ok()?);
     let (from, kind): (IpAddr, [u8; 2]) = match ethertype {
         0x0800 if frame.get(23) == Some(&1) => {
@@ -30,14 +30,14 @@ fn answer(frame: &[u8]) -> Option<Answer> {
         _ => return None,
     };
     match (from.is_ipv4(), kind) {
-        (true, [11, 0]) | (false, [3, 0]) => Some(Answer::TimeExceeded(from)),
-        (true, [3, 3]) | (false, [1, 4]) => Some(Answer::PortUnreachable(from)),
+        (true, [11, 0]) | (false, [3, 0]) => Some(IcmpAnswer::TimeExceeded(from)),
+        (true, [3, 3]) | (false, [1, 4]) => Some(IcmpAnswer::PortUnreachable(from)),
         _ => None,
     }
 }
 
-/// Sends datagrams with a TTL of so much to a port where nobody listens, until one is answered.
-fn ask(wire: &Wire, from: &Site, to: IpAddr, ttl: u32) -> Answer {
+/// Sends datagrams with this TTL to a closed port until one is answered.
+fn ask(wire: &PacketSocket, from: &Site, to: IpAddr, ttl: u32) -> IcmpAnswer {
     let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), 0);
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
@@ -56,21 +56,21 @@ fn ask(wire: &Wire, from: &Site, to: IpAddr, ttl: u32) -> Answer {
 }
 
 #[test]
-fn a_ttl_that_runs_out_is_told_and_a_traceroute_shows_the_node_and_the_end() {
+fn time_exceeded_is_sent_and_traceroute_shows_the_node_and_the_destination() {
     let mut outside = None;
-    // Errors about a pod's own packets come in, although nothing else may.
-    let world = World::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {
+    // Errors about a pod's own packets are admitted, although nothing else is.
+    let fixture = Fixture::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {
         outside = Some(Site::from(&cluster.node.add_outside("outside").unwrap()));
     });
-    let (from, outside) = (world.site("test/pod-0"), outside.unwrap());
-    let wire = Wire::open(&from.namespace).unwrap();
+    let (from, outside) = (fixture.site("test/pod-0"), outside.unwrap());
+    let wire = PacketSocket::open(&from.namespace).unwrap();
     for v6 in [false, true] {
-        for site in [world.site("test/pod-1"), &outside] {
+        for site in [fixture.site("test/pod-1"), &outside] {
             let end = site.address(v6).unwrap();
             let first = ask(&wire, from, end, 1);
-            let Answer::TimeExceeded(hop) = first else { panic!("{first:?} on the way to {end}") };
+            let IcmpAnswer::TimeExceeded(hop) = first else { panic!("{first:?} on the way to {end}") };
             assert_ne!(hop, end, "a router's, not the end's");
-            assert_eq!(ask(&wire, from, end, 2), Answer::PortUnreachable(end), "two hops, as by any router");
+            assert_eq!(ask(&wire, from, end, 2), IcmpAnswer::PortUnreachable(end), "two hops, as by any router");
         }
     }
 }

@@ -1,32 +1,32 @@
-//! The daemon dies, by a signal or by a fault of its own: what passes meanwhile, and what after.
+//! The daemon dies, by a signal or a panic: what passes meanwhile, and afterwards.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
-use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 
-use crate::fixture::{World, pods, policy};
-use crate::stopped::Stopped;
+use crate::fixture::{Fixture, pods, policy};
+use crate::stopped::StoppedThread;
 use crate::traffic::{ALLOWED, DENIED, NODE, Sniffer, Stream};
 
 #[test]
-fn between_a_kill_and_the_next_start_not_one_packet_reaches_a_pod() {
+fn no_packet_reaches_a_pod_between_a_kill_and_the_next_start() {
     let only_pod_0 = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
-    let mut world = World::of(&(pods(3) + &policy("only", "pod-1", only_pod_0)), |_, _| {});
+    let mut fixture = Fixture::of(&(pods(3) + &policy("only", "pod-1", only_pod_0)), |_, _| {});
     let epoch = Instant::now();
     for v6 in [false, true, false] {
-        let to = SocketAddr::new(world.site("test/pod-1").address(v6).unwrap(), 7000);
-        let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+        let to = SocketAddr::new(fixture.site("test/pod-1").address(v6).unwrap(), 7000);
+        let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
         let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED), ("node", NODE)];
-        let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
+        let streams = streams.map(|(from, port)| Stream::start(fixture.site(from), port, to, epoch));
         std::thread::sleep(Duration::from_millis(300));
-        world.kill();
+        fixture.kill();
         let dead = epoch.elapsed();
         std::thread::sleep(Duration::from_millis(500));
         let starts = epoch.elapsed();
-        world.restart();
+        fixture.restart();
         std::thread::sleep(Duration::from_millis(300));
         let sent = streams.map(Stream::stop);
         let arrived = sniffer.stop();
@@ -35,41 +35,41 @@ fn between_a_kill_and_the_next_start_not_one_packet_reaches_a_pod() {
         for port in [ALLOWED, NODE] {
             let times = || arrived[&port].iter().map(|&(_, sent)| sent);
             assert!(times().any(|sent| sent < dead), "before");
-            assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "nobody judges: none passes");
+            assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "without a daemon none passes");
             let first = times().filter(|&sent| sent > starts).min().expect("after");
             println!("in force {:?} after the start (v6: {v6})", first - starts);
         }
     }
 }
 
-/// A world in which `pod-1` lets `pod-0` in alone, with these further settings.
-fn only_pod_0(pods_of_it: u8, sections: &str) -> World {
+/// A fixture in which `pod-1` admits only `pod-0`, with these further settings.
+fn only_pod_0(pods_of_it: u8, sections: &str) -> Fixture {
     let only = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
-    World::of(&(pods(pods_of_it) + &policy("only", "pod-1", only)), |_, config| config.sections.push_str(sections))
+    Fixture::of(&(pods(pods_of_it) + &policy("only", "pod-1", only)), |_, config| config.sections.push_str(sections))
 }
 
 #[test]
 fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
-    let mut world = only_pod_0(3, "[debug]\nworker_panics_after = \"2s\"\n");
+    let mut fixture = only_pod_0(3, "[debug]\nworker_panics_after = \"2s\"\n");
     let epoch = Instant::now();
-    let to = SocketAddr::new(world.site("test/pod-1").address(false).unwrap(), 7000);
-    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
     let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED), ("node", NODE)];
-    let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
-    // The runtime says so the moment it happens.
-    world.daemon.log().wait_for_after(0, "told to, to see what holds then", Duration::from_secs(10)).unwrap();
+    let streams = streams.map(|(from, port)| Stream::start(fixture.site(from), port, to, epoch));
+    // The runtime logs a panic immediately.
+    fixture.daemon.log().wait_for_after(0, "told to, to see what holds then", Duration::from_secs(10)).unwrap();
     let panicked = Instant::now();
-    let status = world.daemon.wait_until_ended(Duration::from_secs(60)).unwrap();
+    let status = fixture.daemon.wait_until_ended(Duration::from_secs(60)).unwrap();
     let (took, ended) = (panicked.elapsed(), epoch.elapsed());
     println!("ended {took:?} after the panic");
     assert_eq!(status.code(), Some(1), "{status}");
-    let told = "worker 0 on core";
-    let line = world.daemon.log().wait_for_after(0, told, Duration::from_secs(1)).unwrap();
+    let logged = "worker 0 on core";
+    let line = fixture.daemon.log().wait_for_after(0, logged, Duration::from_secs(1)).unwrap();
     assert!(line.contains("died") && line.contains("restart"), "{line}");
     std::thread::sleep(Duration::from_millis(500));
     let starts = epoch.elapsed();
-    world.change_config(|config| config.sections = config.sections.replace("2s", "1h"));
-    world.restart();
+    fixture.change_config(|config| config.sections = config.sections.replace("2s", "1h"));
+    fixture.restart();
     std::thread::sleep(Duration::from_millis(300));
     let sent = streams.map(Stream::stop);
     let arrived = sniffer.stop();
@@ -78,29 +78,29 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
     for port in [ALLOWED, NODE] {
         let times = || arrived[&port].iter().map(|&(_, sent)| sent);
         assert!(times().any(|sent| sent < ended - took), "before");
-        assert_eq!(times().filter(|&sent| sent > ended && sent < starts).count(), 0, "nobody judges: none passes");
+        assert_eq!(times().filter(|&sent| sent > ended && sent < starts).count(), 0, "without a daemon none passes");
         assert!(times().any(|sent| sent > starts), "after");
     }
 }
 
 #[test]
-fn a_worker_that_panics_where_the_setting_says_open_leaves_pods_to_the_kernel() {
-    let world = only_pod_0(3, "[fail]\nmode = \"open\"\n[debug]\nworker_panics_after = \"2s\"\n");
-    let status = world.daemon.wait_until_ended(Duration::from_secs(20)).unwrap();
+fn with_fail_mode_open_a_worker_panic_leaves_pods_to_the_kernel() {
+    let fixture = only_pod_0(3, "[fail]\nmode = \"open\"\n[debug]\nworker_panics_after = \"2s\"\n");
+    let status = fixture.daemon.wait_until_ended(Duration::from_secs(20)).unwrap();
     assert_eq!(status.code(), Some(1), "{status}");
-    let denied = (world.site("test/pod-2"), world.target("test/pod-1", false));
-    let outcome = probe::run_one(denied.0, denied.1, Protocol::Tcp(8080), Patience::default()).unwrap();
-    assert_eq!(outcome, Outcome::Reached, "the kernel knows no policy");
+    let denied = (fixture.site("test/pod-2"), fixture.target("test/pod-1", false));
+    let outcome = probe::run_one(denied.0, denied.1, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+    assert_eq!(outcome, ProbeOutcome::Reached, "the kernel knows no policy");
 }
 
 #[test]
-fn a_worker_that_is_stuck_is_told_of_by_healthz_and_forgotten_when_it_moves() {
+fn healthz_reports_a_stuck_worker_until_it_moves() {
     let metrics: SocketAddr = "127.0.0.1:9469".parse().unwrap();
-    let world = World::of(&pods(2), |_, config| config.metrics = Some(metrics));
-    let health = || world.http(metrics, "/healthz");
+    let fixture = Fixture::of(&pods(2), |_, config| config.metrics = Some(metrics));
+    let health = || fixture.http(metrics, "/healthz");
     assert!(health().starts_with("HTTP/1.1 200 "), "{}", health());
-    let worker = thread_named(world.daemon.id(), "worker-0");
-    let stopped = Stopped::new(worker);
+    let worker = thread_named(fixture.daemon.id(), "worker-0");
+    let stopped = StoppedThread::new(worker);
     let wait_for = |status: &str| {
         let deadline = Instant::now() + Duration::from_secs(10);
         while !health().contains(status) {
@@ -109,13 +109,13 @@ fn a_worker_that_is_stuck_is_told_of_by_healthz_and_forgotten_when_it_moves() {
         }
         health()
     };
-    let told = wait_for(" 503 ");
-    assert!(told.contains("worker 0 has not moved for"), "{told}");
+    let logged = wait_for(" 503 ");
+    assert!(logged.contains("worker 0 has not moved for"), "{logged}");
     drop(stopped);
     wait_for(" 200 ");
-    let to = world.target("test/pod-1", false);
-    let outcome = probe::run_one(world.site("test/pod-0"), to, Protocol::Tcp(8080), Patience::default()).unwrap();
-    assert_eq!(outcome, Outcome::Reached);
+    let to = fixture.target("test/pod-1", false);
+    let outcome = probe::run_one(fixture.site("test/pod-0"), to, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+    assert_eq!(outcome, ProbeOutcome::Reached);
 }
 
 /// The thread of this name in a process.
@@ -128,42 +128,42 @@ pub(crate) fn thread_named(process: Pid, name: &str) -> Pid {
 }
 
 #[test]
-fn where_the_setting_says_open_traffic_passes_when_the_process_is_gone_and_is_judged_after_the_restart() {
+fn with_fail_mode_open_traffic_passes_once_the_process_is_gone_and_is_evaluated_after_the_restart() {
     fail_open();
 }
 
 #[test]
 #[ignore = "takes the time of a machine that is quiet; make test-long runs it"]
-fn where_the_setting_says_open_traffic_passes_within_100_ms_of_a_kill() {
+fn with_fail_mode_open_traffic_passes_within_100_ms_of_a_kill() {
     let soonest = fail_open();
     assert!(soonest < Duration::from_millis(100), "{soonest:?} after the kill");
 }
 
-/// How soon after a kill traffic passed, at best.
+/// Shortest time after a kill until traffic passes.
 fn fail_open() -> Duration {
-    // So many that the kernel takes half a second to close what the process had open.
-    let mut world = only_pod_0(12, "[fail]\nmode = \"open\"\n");
+    // Enough pods that the kernel takes half a second to close the process' descriptors.
+    let mut fixture = only_pod_0(12, "[fail]\nmode = \"open\"\n");
     let epoch = Instant::now();
     let (mut before_it_was_gone, mut soonest) = (0, Duration::MAX);
     for v6 in [false, true] {
-        let to = SocketAddr::new(world.site("test/pod-1").address(v6).unwrap(), 7000);
-        let sniffer = Sniffer::start(world.site("test/pod-1"), to);
+        let to = SocketAddr::new(fixture.site("test/pod-1").address(v6).unwrap(), 7000);
+        let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
         let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED)];
-        let streams = streams.map(|(from, port)| Stream::start(world.site(from), port, to, epoch));
+        let streams = streams.map(|(from, port)| Stream::start(fixture.site(from), port, to, epoch));
         std::thread::sleep(Duration::from_millis(300));
         let killed = epoch.elapsed();
-        world.kill();
+        fixture.kill();
         let gone = epoch.elapsed();
         std::thread::sleep(Duration::from_millis(500));
         let starts = epoch.elapsed();
-        world.restart();
+        fixture.restart();
         let ready = epoch.elapsed();
         std::thread::sleep(Duration::from_millis(300));
         let sent = streams.map(Stream::stop);
         let arrived = sniffer.stop();
         assert!(sent.iter().all(|&count| count > 0), "the streams ran: {sent:?}");
         let mut denied = arrived[&DENIED].iter().map(|&(_, sent)| sent);
-        assert!(denied.all(|sent| sent > killed && sent < ready), "judged before and after");
+        assert!(denied.all(|sent| sent > killed && sent < ready), "evaluated before and after");
         for port in [ALLOWED, DENIED] {
             let first = arrived[&port].iter().map(|&(_, sent)| sent).find(|&sent| sent > killed).unwrap();
             println!("passes {:?} after the kill; the process took {:?} to go", first - killed, gone - killed);
@@ -172,34 +172,35 @@ fn fail_open() -> Duration {
             soonest = soonest.min(first - killed);
         }
     }
-    // What all depends on is closed first. A sender may have to wait for its core meanwhile, so that once is enough.
+    // The descriptor that everything depends on is closed first. A sender may have to wait for its core, so once is
+    // enough.
     assert!(before_it_was_gone > 0, "traffic waits until all that the process had is closed");
     soonest
 }
 
 #[test]
-fn an_update_hands_over_established_connections_and_not_one_unjudged_packet() {
-    let mut world = World::of(
+fn an_update_keeps_established_connections_and_passes_no_packet_without_a_verdict() {
+    let mut fixture = Fixture::of(
         &(pods(3) + &policy("only", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n")),
         |_, config| {
             let directory = config.manifests.parent().unwrap().display();
-            // What goes on was found in the file: a segment from the middle of a connection opens none.
+            // Connections that continue were found in the file: mid-stream pickup is off.
             config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n");
             config.sections += "[fail]\non_exit = \"keep\"\n";
         },
     );
-    let (pod_0, target) = (world.site("test/pod-0").namespace.clone(), world.target("test/pod-1", false));
-    let flow = Flow::open(&pod_0, target, 8080, Duration::from_secs(30)).unwrap();
+    let (pod_0, target) = (fixture.site("test/pod-0").namespace.clone(), fixture.target("test/pod-1", false));
+    let flow = EchoConnection::open(&pod_0, target, 8080, Duration::from_secs(30)).unwrap();
     let to = SocketAddr::new(target.1, 7000);
-    let sniffer = Sniffer::start(world.site("test/pod-1"), to);
-    let stream = Stream::start(world.site("test/pod-2"), DENIED, to, Instant::now());
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(fixture.site("test/pod-2"), DENIED, to, Instant::now());
     flow.wait_for(100, Duration::from_secs(10)).unwrap();
-    world.daemon.signal(Signal::SIGTERM).unwrap();
-    let status = world.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+    fixture.daemon.signal(Signal::SIGTERM).unwrap();
+    let status = fixture.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
     assert!(status.success(), "{status}");
     std::thread::sleep(Duration::from_millis(200));
-    world.change_config(|config| config.sections = config.sections.replace("keep", "restore"));
-    world.restart();
+    fixture.change_config(|config| config.sections = config.sections.replace("keep", "restore"));
+    fixture.restart();
     flow.wait_for(100, Duration::from_secs(20)).unwrap();
     assert!(stream.stop() > 0);
     assert_eq!(sniffer.stop().get(&DENIED), None);

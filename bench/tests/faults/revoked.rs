@@ -1,38 +1,38 @@
-//! A connection that policy has ended does not come back by a SYN on its ports.
+//! A revoked connection does not come back by a SYN on its ports.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::Forger;
 
 const PORT: u16 = 7000;
-/// How long the server's retransmissions may take on a busy machine: they begin after 0.2 s, and each waits twice as long.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout for the server's retransmissions on a busy machine: they begin after 0.2 s and double each time.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 #[test]
-fn a_syn_on_a_connection_that_policy_has_ended_does_not_bring_it_back() {
+fn a_syn_does_not_restore_a_revoked_connection() {
     let allowed = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
-    let world = World::of(&(pods(2) + &policy("of-1", "pod-1", allowed)), |_, _| {});
-    let [from, to] = ["test/pod-0", "test/pod-1"].map(|name| world.site(name));
+    let fixture = Fixture::of(&(pods(2) + &policy("of-1", "pod-1", allowed)), |_, _| {});
+    let [from, to] = ["test/pod-0", "test/pod-1"].map(|name| fixture.site(name));
     let (own, there) = (from.address(false).unwrap(), to.address(false).unwrap());
     let listener = to.namespace.run(|| TcpListener::bind((there, PORT))).unwrap();
-    let mut client = from.namespace.run(|| TcpStream::connect_timeout(&(there, PORT).into(), PATIENCE)).unwrap();
+    let mut client = from.namespace.run(|| TcpStream::connect_timeout(&(there, PORT).into(), TIMEOUT)).unwrap();
     let port = client.local_addr().unwrap().port();
     let mut server = listener.accept().unwrap().0;
     client.write_all(b"x").unwrap();
     server.read_exact(&mut [0]).unwrap();
-    let seen = world.daemon.log().len();
-    // pod-1 lets nobody in any more, and may still open what it likes.
+    let seen = fixture.daemon.log().len();
+    // pod-1 admits nobody any more and may still open connections.
     let closed = policy("of-1", "pod-1", "  policyTypes: [Ingress]\n  ingress: []\n");
-    world.save("all.yaml", &(pods(2) + &closed));
-    world.daemon.log().wait_for_after(seen, "published", PATIENCE).unwrap();
-    // What the server's stack sends from now on, again and again.
+    fixture.save("all.yaml", &(pods(2) + &closed));
+    fixture.daemon.log().wait_for_after(seen, "published", TIMEOUT).unwrap();
+    // The server's stack retransmits this from now on.
     server.write_all(b"secret").unwrap();
-    let dropped = |pod: &str, reason: &str| world.port(pod).drops.get(reason).copied().unwrap_or(0);
+    let dropped = |pod: &str, reason: &str| fixture.port(pod).drops.get(reason).copied().unwrap_or(0);
     wait(|| dropped("test/pod-1", "connection_cut") > 0, "the server's data is dropped");
-    let mut forger = Forger::of(&world, "test/pod-0");
+    let mut forger = Forger::of(&fixture, "test/pod-0");
     let syn = forger.tcp((own, port), (there, PORT), |tcp| tcp.syn = true);
     forger.send(&syn);
     wait(|| dropped("test/pod-0", "ingress_denied") > 0, "the SYN is evaluated and denied");
@@ -44,7 +44,7 @@ fn a_syn_on_a_connection_that_policy_has_ended_does_not_bring_it_back() {
             let read = client.read(&mut data);
             let none =
                 matches!(&read, Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut));
-            assert!(none, "the connection came back: {read:?}, {:?}", world.port("test/pod-1").drops);
+            assert!(none, "the connection came back: {read:?}, {:?}", fixture.port("test/pod-1").drops);
             dropped("test/pod-1", "connection_cut") >= before + 2
         },
         "what the server sends again is dropped as well",
@@ -52,7 +52,7 @@ fn a_syn_on_a_connection_that_policy_has_ended_does_not_bring_it_back() {
 }
 
 fn wait(mut until: impl FnMut() -> bool, what: &str) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !until() {
         assert!(Instant::now() < deadline, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(5));

@@ -1,29 +1,29 @@
-//! One thread of a process, stopped as by a debugger, while the others run on.
+//! Stops one thread of a process with ptrace while the others run on.
 
 use std::io;
 use std::ptr::null_mut;
 
 use nix::unistd::Pid;
 
-/// A thread that does not run until this is dropped. It also runs on when the test that stopped it ends.
-pub(crate) struct Stopped(Pid);
+/// A thread that is stopped until this is dropped, or until the test ends.
+pub(crate) struct StoppedThread(Pid);
 
-impl Stopped {
+impl StoppedThread {
     pub(crate) fn new(thread: Pid) -> Self {
         for request in [libc::PTRACE_SEIZE, libc::PTRACE_INTERRUPT] {
             request_of(request, thread).unwrap();
         }
         let mut status = 0;
-        // SAFETY: the kernel writes one int, and waits for a thread that was just told to stop.
+        // SAFETY: the kernel writes one int and waits for a thread that was just stopped.
         let waited = unsafe { libc::waitpid(thread.as_raw(), &raw mut status, libc::__WALL) };
         assert!(waited == thread.as_raw() && libc::WIFSTOPPED(status), "{status:#x}: {}", io::Error::last_os_error());
         Self(thread)
     }
 }
 
-impl Drop for Stopped {
+impl Drop for StoppedThread {
     fn drop(&mut self) {
-        // The thread may have gone with its process.
+        // The thread may have ended with its process.
         let _ = request_of(libc::PTRACE_DETACH, self.0);
     }
 }

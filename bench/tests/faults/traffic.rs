@@ -1,4 +1,4 @@
-//! Numbered datagrams, and who got which of them.
+//! Numbered datagrams and a receiver that records them by sender.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};
@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{setsockopt, sockopt};
 use penstock_bench::probe::Site;
 
-/// The senders' ports: of what policy allows, of what it denies, and of what comes from the node.
+/// Source ports of datagrams that policy allows, that it denies, and that come from the node.
 pub(crate) const ALLOWED: u16 = 40_001;
 pub(crate) const DENIED: u16 = 40_002;
 pub(crate) const NODE: u16 = 40_003;
 
-/// Numbered datagrams from one site to another, one a millisecond, each with the time at which it was sent.
+/// Numbered datagrams from one site to another, one per millisecond, each with its time of sending.
 pub(crate) struct Stream {
     ends: Arc<AtomicBool>,
     sender: JoinHandle<u64>,
 }
 
 impl Stream {
-    /// The sender's port tells one stream from another.
+    /// The source port identifies the stream.
     pub(crate) fn start(from: &Site, port: u16, to: SocketAddr, epoch: Instant) -> Self {
         let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), port);
         let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
@@ -33,7 +33,7 @@ impl Stream {
             while !ended.load(Ordering::Relaxed) {
                 let now = epoch.elapsed().as_nanos() as u64;
                 let datagram = [count.to_be_bytes(), now.to_be_bytes()].concat();
-                // A refusal that came back for an earlier one is no reason to stop.
+                // An ICMP error for an earlier datagram is reported here; go on.
                 count += u64::from(socket.send_to(&datagram, to).is_ok());
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -42,14 +42,14 @@ impl Stream {
         Self { ends, sender }
     }
 
-    /// How many were sent.
+    /// Stops; returns how many were sent.
     pub(crate) fn stop(self) -> u64 {
         self.ends.store(true, Ordering::Relaxed);
         self.sender.join().unwrap()
     }
 }
 
-/// What arrives of all streams to one socket: by the sender's port, the numbers and times of sending.
+/// Receives all streams on one socket: numbers and times of sending, by source port.
 pub(crate) struct Sniffer {
     ends: Arc<AtomicBool>,
     receiver: JoinHandle<BTreeMap<u16, Vec<(u64, Duration)>>>,
@@ -58,7 +58,7 @@ pub(crate) struct Sniffer {
 impl Sniffer {
     pub(crate) fn start(at: &Site, address: SocketAddr) -> Self {
         let socket = at.namespace.run(|| UdpSocket::bind(address)).unwrap();
-        // So that what was held up and comes all at once finds room.
+        // A large buffer for a delayed burst.
         setsockopt(&socket, sockopt::RcvBufForce, &(16 << 20)).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
         let ends = Arc::new(AtomicBool::new(false));
@@ -78,7 +78,7 @@ impl Sniffer {
     }
 
     pub(crate) fn stop(self) -> BTreeMap<u16, Vec<(u64, Duration)>> {
-        // What was sent last is still on its way.
+        // The last datagrams are still in flight.
         std::thread::sleep(Duration::from_millis(200));
         self.ends.store(true, Ordering::Relaxed);
         self.receiver.join().unwrap()

@@ -1,27 +1,27 @@
-//! Policy waits for nothing that the daemon does to ports.
+//! Policy changes do not wait for port operations.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Namespace;
 use penstock_dataplane::conntrack;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::worker::{Config, Dataplane, PortRequest};
 
-use crate::fixture::{World, pod, pods, policy};
+use crate::fixture::{Fixture, pod, pods, policy};
 
-/// What a step may take on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout of a step on a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(30);
 const LATE: &str = "test/late";
 
-/// A socket that has the queue of an interface, as one has that is not wholly closed yet.
-struct Holder {
+/// A socket that occupies an interface's queue, as one that is not yet fully closed does.
+struct QueueOccupier {
     dataplane: Dataplane,
     port: PortId,
 }
 
-impl Holder {
+impl QueueOccupier {
     fn of(namespace: &Namespace, interface: &str) -> Self {
         namespace.run(|| {
             let connections = conntrack::Config { entries: 1024, ..Default::default() };
@@ -37,48 +37,48 @@ impl Holder {
     }
 }
 
-fn ping(world: &World, to: (u32, IpAddr)) -> Outcome {
-    probe::run_one(world.site("test/pod-0"), to, Protocol::Icmp, Patience::default()).unwrap()
+fn ping(fixture: &Fixture, to: (u32, IpAddr)) -> ProbeOutcome {
+    probe::run_one(fixture.site("test/pod-0"), to, Protocol::Icmp, RetryPolicy::default()).unwrap()
 }
 
 #[test]
-fn a_change_of_policy_is_in_force_before_the_port_is_open_for_which_the_daemon_has_to_wait() {
-    let mut world = World::of(&pods(2), |_, _| {});
-    let pod_1 = world.target("test/pod-1", false);
+fn a_policy_change_does_not_wait_for_a_port_that_cannot_be_opened_yet() {
+    let mut fixture = Fixture::of(&pods(2), |_, _| {});
+    let pod_1 = fixture.target("test/pod-1", false);
     let addresses: [IpAddr; 2] = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
-    let seen = world.daemon.log().len();
-    world.cluster.node.add_pod(LATE, &addresses).unwrap();
-    world.cluster.node.settle().unwrap();
-    let interface = world.cluster.node.pod(LATE).unwrap().interface().to_owned();
-    world.daemon.log().wait_for_after(seen, "closed until its pod is known", PATIENCE).unwrap();
-    let holder = Holder::of(world.cluster.node.namespace(), &interface);
-    assert_eq!(ping(&world, pod_1), Outcome::Reached);
+    let seen = fixture.daemon.log().len();
+    fixture.cluster.node.add_pod(LATE, &addresses).unwrap();
+    fixture.cluster.node.settle().unwrap();
+    let interface = fixture.cluster.node.pod(LATE).unwrap().interface().to_owned();
+    fixture.daemon.log().wait_for_after(seen, "closed until its pod is known", TIMEOUT).unwrap();
+    let occupier = QueueOccupier::of(fixture.cluster.node.namespace(), &interface);
+    assert_eq!(ping(&fixture, pod_1), ProbeOutcome::Reached);
 
-    // The pod whose port has to wait comes in the same save as the policy; then policy alone changes.
-    let seen = world.daemon.log().len();
+    // The pod whose port has to wait is in the same save as the policy; then only policy changes.
+    let seen = fixture.daemon.log().len();
     let closed = policy("only", "pod-1", "  ingress: []\n");
-    world.save("late.yaml", (late.clone() + &closed).trim_start_matches("---\n"));
-    world.daemon.log().wait_for_after(seen, "NetworkPolicy test/only", PATIENCE).unwrap();
-    assert_eq!(ping(&world, pod_1), Outcome::Silent);
-    for (open, expected) in [("  ingress: [{}]\n", Outcome::Reached), ("  ingress: []\n", Outcome::Silent)] {
-        let seen = world.daemon.log().len();
-        world.save("late.yaml", (late.clone() + &policy("only", "pod-1", open)).trim_start_matches("---\n"));
-        world.daemon.log().wait_for_after(seen, "published: NetworkPolicy test/only", PATIENCE).unwrap();
-        assert_eq!(ping(&world, pod_1), expected);
+    fixture.save("late.yaml", (late.clone() + &closed).trim_start_matches("---\n"));
+    fixture.daemon.log().wait_for_after(seen, "NetworkPolicy test/only", TIMEOUT).unwrap();
+    assert_eq!(ping(&fixture, pod_1), ProbeOutcome::Silent);
+    for (open, expected) in [("  ingress: [{}]\n", ProbeOutcome::Reached), ("  ingress: []\n", ProbeOutcome::Silent)] {
+        let seen = fixture.daemon.log().len();
+        fixture.save("late.yaml", (late.clone() + &policy("only", "pod-1", open)).trim_start_matches("---\n"));
+        fixture.daemon.log().wait_for_after(seen, "published: NetworkPolicy test/only", TIMEOUT).unwrap();
+        assert_eq!(ping(&fixture, pod_1), expected);
     }
-    let lines = world.daemon.log().lines().split_off(seen);
+    let lines = fixture.daemon.log().lines().split_off(seen);
     let place = |text: &str| lines.iter().position(|line| line.contains(text));
     let (published, given_up) = (place("NetworkPolicy test/only").unwrap(), place("could not be attached"));
     assert!(given_up.is_none_or(|given_up| published < given_up), "policy waited:\n{}", lines.join("\n"));
     assert_eq!(place("pod=test/late"), None, "the port cannot be open yet:\n{}", lines.join("\n"));
 
-    // And the port is opened once it can be.
-    let seen = world.daemon.log().len();
-    holder.release();
-    world.daemon.log().wait_for_after(seen, "pod=test/late", PATIENCE).unwrap();
-    world.daemon.log().wait_for_after(seen, "published", PATIENCE).unwrap();
-    let it = Site::from(world.cluster.node.pod(LATE).unwrap());
-    let outcome = probe::run_one(&it, world.target("test/pod-0", false), Protocol::Icmp, Patience::default());
-    assert_eq!(outcome.unwrap(), Outcome::Reached);
+    // The port is opened once the queue is free.
+    let seen = fixture.daemon.log().len();
+    occupier.release();
+    fixture.daemon.log().wait_for_after(seen, "pod=test/late", TIMEOUT).unwrap();
+    fixture.daemon.log().wait_for_after(seen, "published", TIMEOUT).unwrap();
+    let it = Site::from(fixture.cluster.node.pod(LATE).unwrap());
+    let outcome = probe::run_one(&it, fixture.target("test/pod-0", false), Protocol::Icmp, RetryPolicy::default());
+    assert_eq!(outcome.unwrap(), ProbeOutcome::Reached);
 }

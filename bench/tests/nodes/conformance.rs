@@ -1,39 +1,39 @@
-//! The cases of a NetworkPolicy conformance tool, with its own expectations, as packets between pods of two nodes. The
-//! data is not part of the project: `../shared/conformance/` beside the repository, or wherever `PENSTOCK_CONFORMANCE`
-//! says. Where it is absent, the tests say so and skip.
+//! The cases of a NetworkPolicy conformance tool, with its expectations, as packets between pods of two nodes. The data
+//! is not part of the project: `../shared/conformance/` beside the repository, or the directory in
+//! `PENSTOCK_CONFORMANCE`. Without it the tests print a message and skip.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use penstock_bench::probe::{self, Outcome, Patience, Probe, Protocol, Service};
+use penstock_bench::probe::{self, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::fixture::{Form, World};
+use crate::fixture::{Fixture, Wiring};
 
 #[derive(Deserialize)]
 struct Suite {
-    cases: Vec<Case>,
+    cases: Vec<SuiteCase>,
 }
 
 #[derive(Deserialize)]
-struct Case {
+struct SuiteCase {
     id: u32,
     description: String,
     tags: BTreeSet<String>,
-    steps: Vec<Step>,
+    steps: Vec<SuiteStep>,
 }
 
 #[derive(Deserialize)]
-struct Step {
-    state: State,
-    expected: Vec<Expected>,
+struct SuiteStep {
+    state: SuiteState,
+    expected: Vec<SuiteExpectation>,
 }
 
 #[derive(Deserialize)]
-struct State {
+struct SuiteState {
     namespaces: Vec<SuiteNamespace>,
     pods: Vec<SuitePod>,
     policies: Option<Vec<Value>>,
@@ -62,7 +62,7 @@ struct SuitePort {
 }
 
 #[derive(Deserialize)]
-struct Expected {
+struct SuiteExpectation {
     from: String,
     to: String,
     resolved_port: u16,
@@ -72,12 +72,13 @@ struct Expected {
     is_self: bool,
 }
 
-/// The ports that the suite asks for, each over TCP and UDP.
-const SERVICES: [Service; 4] = [Service::Tcp(80), Service::Tcp(81), Service::Udp(80), Service::Udp(81)];
-/// One case in so many is taken where not all are.
+/// Ports that the suite uses, each over TCP and UDP.
+const SERVICES: [EchoService; 4] =
+    [EchoService::Tcp(80), EchoService::Tcp(81), EchoService::Udp(80), EchoService::Udp(81)];
+/// One case in so many is run by the short test.
 const SHARE: usize = 8;
-/// A denied probe is silent this often for so long.
-const PATIENCE: Patience = Patience { timeout: Duration::from_millis(150), attempts: 2 };
+/// A denied probe is sent this often with this timeout.
+const RETRIES: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(150), attempts: 2 };
 
 fn suite() -> Option<Suite> {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
@@ -89,7 +90,7 @@ fn suite() -> Option<Suite> {
     Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
 }
 
-/// On which node a pod is, by its place among all pods that the suite has in any step.
+/// Node of a pod, by its index among all pods of the suite.
 type Placement = fn(usize) -> usize;
 
 fn by_turns(place: usize) -> usize {
@@ -104,10 +105,10 @@ fn node_name(node: usize) -> String {
     format!("node-{node}")
 }
 
-/// Where each pod of the suite is.
-struct Places(BTreeMap<String, usize>);
+/// Node of each pod of the suite.
+struct PodPlacement(BTreeMap<String, usize>);
 
-impl Places {
+impl PodPlacement {
     fn new(suite: &Suite, placement: Placement) -> Self {
         let pods: BTreeSet<String> = suite.all_pods().map(SuitePod::full_name).collect();
         Self(pods.into_iter().enumerate().map(|(place, pod)| (pod, placement(place))).collect())
@@ -125,7 +126,7 @@ impl SuitePod {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    fn manifest(&self, places: &Places) -> Value {
+    fn manifest(&self, places: &PodPlacement) -> Value {
         let port = |port: &SuitePort| json!({"name": port.name, "containerPort": port.port, "protocol": port.protocol});
         let ports: Vec<Value> = self.ports.iter().map(port).collect();
         json!({
@@ -140,8 +141,8 @@ impl SuitePod {
     }
 }
 
-impl State {
-    fn manifests(&self, places: &Places) -> String {
+impl SuiteState {
+    fn manifests(&self, places: &PodPlacement) -> String {
         let namespace = |it: &SuiteNamespace| {
             let mut labels = it.labels.clone();
             labels.insert("kubernetes.io/metadata.name".to_owned(), it.name.clone());
@@ -172,69 +173,70 @@ fn nodes() -> String {
     documents([0, 1].map(node).into_iter())
 }
 
-/// Nodes with all pods that the suite has in any step, and daemons that have been told of none.
-struct Bench {
-    world: World,
-    places: Places,
+/// Nodes with all pods of the suite, and daemons without any manifest yet.
+struct SuiteRunner {
+    fixture: Fixture,
+    places: PodPlacement,
     marks: u32,
 }
 
-impl Bench {
+impl SuiteRunner {
     fn new(suite: &Suite, placement: Placement) -> Self {
-        let places = Places::new(suite, placement);
-        // The last pod of an address is as good as the first: they differ in their labels alone.
+        let places = PodPlacement::new(suite, placement);
+        // Any pod of an address will do: they differ only in their labels.
         let pods: BTreeMap<String, &SuitePod> = suite.all_pods().map(|pod| (pod.full_name(), pod)).collect();
         let namespaces: BTreeSet<&str> = pods.values().map(|pod| pod.namespace.as_str()).collect();
         let namespace = |name| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
         let pods = pods.values().map(|pod| pod.manifest(&places));
         let all = nodes() + "---\n" + &documents(namespaces.into_iter().map(namespace).chain(pods));
-        let mut form = Form::routed(true);
+        let mut wiring = Wiring::routed(true);
         // Pods of one network are on both nodes.
-        form.layout.prefixes = (32, 128);
-        let world = World::start_with(&all, form, &SERVICES, |config| config.sections += "[log]\nlevel = \"debug\"\n");
-        Self { world, places, marks: 0 }
+        wiring.layout.prefixes = (32, 128);
+        let fixture =
+            Fixture::start_with(&all, wiring, &SERVICES, |config| config.sections += "[log]\nlevel = \"debug\"\n");
+        Self { fixture, places, marks: 0 }
     }
 
-    /// Makes a state the cluster's, and waits until both nodes are in step with it.
-    fn set(&mut self, state: &State) {
-        self.world.save("all.yaml", &(nodes() + "---\n" + &state.manifests(&self.places)));
-        for (node, daemon) in self.world.daemons.iter().enumerate() {
+    /// Applies a state to the cluster and waits until both nodes have adopted it.
+    fn set(&mut self, state: &SuiteState) {
+        self.fixture.save("all.yaml", &(nodes() + "---\n" + &state.manifests(&self.places)));
+        for (node, daemon) in self.fixture.daemons.iter().enumerate() {
             let deadline = Instant::now() + Duration::from_secs(20);
-            // What is saved later is taken later. A batch of both may be too long to be told in full: then once more.
+            // Later saves are read later. If a batch contains both, its log line may be truncated: then save once more.
             loop {
                 self.marks += 1;
                 let mark = format!("mark-{}", self.marks);
                 let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": mark}});
                 let seen = daemon.log().len();
-                self.world.save("mark.yaml", &format!("{object}\n"));
+                self.fixture.save("mark.yaml", &format!("{object}\n"));
                 if daemon.log().wait_for_after(seen, &mark, Duration::from_millis(500)).is_ok() {
                     break;
                 }
-                assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", self.world.logs());
+                assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", self.fixture.logs());
             }
         }
     }
 
-    /// Sends all that a step expects something of, and tells what differs.
-    fn check(&self, expected: &[Expected], tally: &mut Tally) -> Vec<String> {
-        let is_sent = |row: &&Expected| !row.is_self && row.protocol != "SCTP";
-        let rows: Vec<&Expected> = expected.iter().filter(is_sent).collect();
+    /// Sends a probe for each expectation of a step; returns the differences.
+    fn check(&self, expected: &[SuiteExpectation], tally: &mut Tally) -> Vec<String> {
+        let is_sent = |row: &&SuiteExpectation| !row.is_self && row.protocol != "SCTP";
+        let rows: Vec<&SuiteExpectation> = expected.iter().filter(is_sent).collect();
         let probes: Vec<Probe> = rows.iter().map(|row| self.probe(row)).collect();
-        let mut outcomes = probe::run(&self.world.sites, &probes, PATIENCE).unwrap();
-        // On a machine that is busy an answer may take longer, which is no denial.
+        let mut outcomes = probe::run(&self.fixture.sites, &probes, RETRIES).unwrap();
+        // On a busy machine a reply may take longer, which is not a denial.
         let late: Vec<usize> =
-            (0..rows.len()).filter(|&at| rows[at].allowed && outcomes[at] == Outcome::Silent).collect();
+            (0..rows.len()).filter(|&at| rows[at].allowed && outcomes[at] == ProbeOutcome::Silent).collect();
         let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
-        let patience = Patience { timeout: Duration::from_secs(1), attempts: 3 };
-        for (at, outcome) in late.into_iter().zip(probe::run(&self.world.sites, &again, patience).unwrap()) {
+        let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
+        for (at, outcome) in late.into_iter().zip(probe::run(&self.fixture.sites, &again, patience).unwrap()) {
             outcomes[at] = outcome;
         }
         let mut wrong = Vec::new();
         for ((row, probe), outcome) in rows.iter().zip(&probes).zip(outcomes) {
-            let Expected { from, to, allowed, .. } = row;
+            let SuiteExpectation { from, to, allowed, .. } = row;
             let apart = self.places.0[from] != self.places.0[to];
             tally.cells[usize::from(apart)][usize::from(!allowed)] += 1;
-            if outcome != if *allowed { Outcome::Reached } else { Outcome::Silent } {
+            if outcome != if *allowed { ProbeOutcome::Reached } else { ProbeOutcome::Silent } {
                 let expected = if *allowed { "allowed" } else { "denied" };
                 wrong.push(format!("{from} to {to}, {}: expected {expected}; observed {outcome}", probe.protocol));
             }
@@ -243,9 +245,9 @@ impl Bench {
         wrong
     }
 
-    fn probe(&self, row: &Expected) -> Probe {
-        let (from, _) = self.world.target(&row.from, false);
-        let (to, destination) = self.world.target(&row.to, false);
+    fn probe(&self, row: &SuiteExpectation) -> Probe {
+        let (from, _) = self.fixture.target(&row.from, false);
+        let (to, destination) = self.fixture.target(&row.to, false);
         let protocol = match row.protocol.as_str() {
             "TCP" => Protocol::Tcp(row.resolved_port),
             "UDP" => Protocol::Udp(row.resolved_port),
@@ -255,7 +257,7 @@ impl Bench {
     }
 }
 
-/// How many cells there were: on one node and on two, allowed and denied.
+/// Number of cells: on one node and on two, allowed and denied.
 #[derive(Default)]
 struct Tally {
     cells: [[usize; 2]; 2],
@@ -264,7 +266,7 @@ struct Tally {
 
 fn run(suite: &Suite, placement: Placement, is_taken: impl Fn(usize) -> bool) {
     let start = Instant::now();
-    let mut bench = Bench::new(suite, placement);
+    let mut bench = SuiteRunner::new(suite, placement);
     let (mut tally, mut wrong, mut cases) = (Tally::default(), Vec::new(), 0);
     for (_, case) in suite.cases.iter().enumerate().filter(|(number, _)| is_taken(*number)) {
         cases += 1;
@@ -288,16 +290,16 @@ fn run(suite: &Suite, placement: Placement, is_taken: impl Fn(usize) -> bool) {
     assert!(tally.cells.iter().flatten().all(|&count| count > 100), "{:?}", tally.cells);
 }
 
-/// What a share must have, whichever cases it takes.
+/// Tags that the selected cases must include.
 const MUST_HAVE: [&str; 5] = ["named-port", "ip-block-with-except", "end-port", "action", "pathological"];
 
 #[test]
-fn a_share_of_the_conformance_cases_holds_between_pods_of_two_nodes() {
+fn a_sample_of_the_conformance_cases_passes_between_pods_of_two_nodes() {
     let mut seen: BTreeMap<&str, usize> = MUST_HAVE.map(|tag| (tag, 0)).into();
     let Some(suite) = suite() else { return };
     let mut taken = BTreeSet::new();
     for (number, case) in suite.cases.iter().enumerate() {
-        // Of what matters most the first two cases are there, too.
+        // Include the first two cases of each of the most important tags.
         let tags = seen.iter_mut().filter(|(tag, count)| case.tags.contains(**tag) && **count < 2);
         let tags: Vec<_> = tags.collect();
         if !tags.is_empty() || number % SHARE == 0 {
@@ -311,14 +313,14 @@ fn a_share_of_the_conformance_cases_holds_between_pods_of_two_nodes() {
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn all_conformance_cases_hold_between_pods_of_two_nodes() {
+fn all_conformance_cases_pass_between_pods_of_two_nodes() {
     let Some(suite) = suite() else { return };
     run(&suite, by_turns, |_| true);
 }
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn all_conformance_cases_hold_with_other_pods_on_the_same_node() {
+fn all_conformance_cases_pass_with_the_other_placement_of_pods() {
     let Some(suite) = suite() else { return };
     run(&suite, by_pairs, |_| true);
 }

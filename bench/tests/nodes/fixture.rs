@@ -1,56 +1,56 @@
-//! What the tests stand on: nodes with pods from manifests, servers on all of them, and a daemon on each node.
+//! Test fixture: nodes with pods from manifests, servers on all of them, and a daemon on each node.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use penstock_bench::cluster::{Layout, Nodes, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::cluster::{MultiNodeCluster, NodeLayout, read_objects};
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{Protocol, Servers, Service, Site};
-use penstock_bench::testbed::{Between, Daemon, DaemonConfig, Node, Outside, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, InterNodeLink, Node, Outside, ScratchDir};
 
-/// What every site serves.
-pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
-/// What is sent between all of them.
+/// Services on every site.
+pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
+/// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
-/// How nodes are wired, and what of it the daemons have.
+/// How nodes are wired, and which interfaces are uplinks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Form {
-    pub(crate) layout: Layout,
-    /// Whether the interface that leads to the other node is an uplink; else the kernel routes what comes by it.
+pub(crate) struct Wiring {
+    pub(crate) layout: NodeLayout,
+    /// Whether the interface towards the other node is an uplink; otherwise the kernel routes packets received there.
     pub(crate) uplink: bool,
 }
 
-impl Form {
-    /// Routes to a network of pods on each node.
+impl Wiring {
+    /// Routes to a pod network on each node.
     pub(crate) fn routed(uplink: bool) -> Self {
-        Self { layout: Layout { between: Between::Routes, prefixes: (24, 64), bridged: false }, uplink }
+        Self { layout: NodeLayout { between: InterNodeLink::Routes, prefixes: (24, 64), bridged: false }, uplink }
     }
 
     /// The same with the pods of each node on a bridge.
     pub(crate) fn bridged() -> Self {
         let Self { layout, uplink } = Self::routed(true);
-        Self { layout: Layout { bridged: true, ..layout }, uplink }
+        Self { layout: NodeLayout { bridged: true, ..layout }, uplink }
     }
 
     /// A tunnel between the nodes, which is their uplink.
     pub(crate) fn tunnelled() -> Self {
         let Self { layout, uplink } = Self::routed(true);
-        Self { layout: Layout { between: Between::Vxlan, ..layout }, uplink }
+        Self { layout: NodeLayout { between: InterNodeLink::Vxlan, ..layout }, uplink }
     }
 
-    /// What a node's daemon is told: each node has a core for its worker as long as there are enough.
+    /// Configuration of a node's daemon; each worker has its own core as long as there are enough.
     pub(crate) fn config(self, number: usize, node: &str, manifests: &std::path::Path) -> DaemonConfig {
         let mut config = DaemonConfig::new(node, manifests);
         if self.uplink {
             config.keys = format!("uplinks = [\"{}\"]\n", self.layout.between.uplink());
         }
         let cores = penstock_dataplane::worker::available_cores();
-        // Senders, receivers and other tests' workers are on the same cores: a worker that has slept is not to wait for all
-        // of them.
+        // Senders, receivers and other tests' workers share the cores: a worker that wakes up must not wait for all of
+        // them.
         let core = cores[number % cores.len()].0;
         config.sections += &format!("[workers]\ncores = [{core}]\npriority = \"realtime\"\n");
         config
@@ -58,41 +58,46 @@ impl Form {
 }
 
 /// Nodes with pods, each under a running daemon.
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) daemons: Vec<Daemon>,
-    pub(crate) nodes: Nodes,
+    pub(crate) nodes: MultiNodeCluster,
     /// Nodes and pods, then the machine beyond the router.
     pub(crate) sites: Vec<Site>,
     configs: Vec<DaemonConfig>,
     manifests: PathBuf,
-    scratch: Scratch,
+    scratch: ScratchDir,
     _beyond: Outside,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
+impl Fixture {
     /// With these manifests in one file, `all.yaml`.
-    pub(crate) fn start(yaml: &str, form: Form, services: &[Service]) -> Self {
-        Self::start_with(yaml, form, services, |_| {})
+    pub(crate) fn start(yaml: &str, wiring: Wiring, services: &[EchoService]) -> Self {
+        Self::start_with(yaml, wiring, services, |_| {})
     }
 
-    /// The same with more that the daemons are told.
-    pub(crate) fn start_with(yaml: &str, form: Form, services: &[Service], more: fn(&mut DaemonConfig)) -> Self {
-        let scratch = Scratch::new().unwrap();
+    /// The same with further configuration.
+    pub(crate) fn start_with(
+        yaml: &str,
+        wiring: Wiring,
+        services: &[EchoService],
+        more: fn(&mut DaemonConfig),
+    ) -> Self {
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
-        let nodes = Nodes::build(&read_objects(&manifests).unwrap(), form.layout).unwrap();
+        let nodes = MultiNodeCluster::build(&read_objects(&manifests).unwrap(), wiring.layout).unwrap();
         let beyond = nodes.router.add_outside("beyond").unwrap();
         let mut sites = nodes.sites.clone();
-        if form.layout.between == Between::Routes {
-            // Through a tunnel only the nodes know the way to pods.
+        if wiring.layout.between == InterNodeLink::Routes {
+            // With a tunnel, only the nodes have routes to pods.
             sites.push(Site::from(&beyond));
         }
-        let servers = Servers::start_all(&sites, services).unwrap();
+        let servers = EchoServers::start_all(&sites, services).unwrap();
         let configs: Vec<DaemonConfig> = (nodes.nodes.iter().enumerate())
             .map(|(number, (name, _))| {
-                let mut config = form.config(number, name, &manifests);
+                let mut config = wiring.config(number, name, &manifests);
                 more(&mut config);
                 config
             })
@@ -102,19 +107,19 @@ impl World {
         Self { daemons, nodes, sites, configs, manifests, scratch, _beyond: beyond, _servers: servers }
     }
 
-    /// Ends a node's daemon as an upgrade does, and starts the next one.
+    /// Ends a node's daemon as an upgrade does and starts the next one.
     pub(crate) fn replace_daemon(&mut self, node: usize) {
         let (status, log) = self.daemons.remove(node).stop().unwrap();
         assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
         self.daemons.insert(node, start_on(&self.nodes.nodes[node].1, &self.configs[node]));
     }
 
-    /// Saves a manifest at once.
+    /// Saves a manifest atomically.
     pub(crate) fn save(&self, file: &str, content: &str) {
         self.scratch.save(&self.manifests.join(file), content).unwrap();
     }
 
-    /// Saves a manifest that changes a policy, and waits until every node has it.
+    /// Saves a manifest that changes a policy and waits until every node has adopted it.
     pub(crate) fn publish(&self, file: &str, content: &str) {
         let seen: Vec<usize> = self.daemons.iter().map(|daemon| daemon.log().len()).collect();
         self.save(file, content);
@@ -123,10 +128,10 @@ impl World {
         }
     }
 
-    /// Judges the manifests as they are now and sends all probes.
+    /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
-        let judge = Judge::new(&read_objects(&self.manifests).unwrap());
-        Matrix::between(&self.sites, &judge, &PROTOCOLS).unwrap()
+        let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
+        Matrix::between(&self.sites, &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {
@@ -137,19 +142,19 @@ impl World {
         self.sites.iter().position(|site| site.name == name).unwrap_or_else(|| panic!("no site {name}"))
     }
 
-    /// A site as a probe's target: its servers' identity and its address of a family.
+    /// A site as the target of a probe: its server's identity and its address of a family.
     pub(crate) fn target(&self, name: &str, v6: bool) -> (u32, std::net::IpAddr) {
         (self.index(name) as u32, self.site(name).address(v6).unwrap())
     }
 
-    /// The node that a site is on, by its number; the machine beyond is on none.
+    /// Index of the node of a site; `None` for the machine beyond the router.
     pub(crate) fn node_of(&self, site: usize) -> Option<usize> {
         let name = &self.sites[site].name;
         let is_here = |(own, node): &(String, Node)| own == name || node.pods().iter().any(|pod| pod.name() == name);
         self.nodes.nodes.iter().position(is_here)
     }
 
-    /// A daemon's statistics as of now.
+    /// A daemon's current statistics.
     pub(crate) fn statistics(&self, node: usize) -> Vec<String> {
         let daemon = &self.daemons[node];
         let seen = daemon.log().len();
@@ -158,20 +163,20 @@ impl World {
         daemon.log().lines().split_off(seen)
     }
 
-    /// Fails, with what the daemons wrote, unless there is no difference.
+    /// Fails with the daemons' logs if there is a difference.
     pub(crate) fn assert_as_expected(&self, matrix: &Matrix) {
         let differences = matrix.differences();
         assert!(differences.is_empty(), "{}\n\n{}", differences.join("\n"), self.logs());
     }
 
-    /// All that the daemons wrote.
+    /// Logs of all daemons.
     pub(crate) fn logs(&self) -> String {
         let logs = self.daemons.iter().zip(&self.nodes.nodes);
         logs.map(|(daemon, (name, _))| format!("{name} wrote:\n{}\n", daemon.log().lines().join("\n"))).collect()
     }
 }
 
-/// A daemon that serves all pods of its node: those on a bridge are found a moment after it is ready.
+/// Waits until a daemon serves all pods of its node; pods on a bridge are found shortly after it is ready.
 fn start_on(node: &Node, config: &DaemonConfig) -> Daemon {
     let daemon = Daemon::start(node.namespace(), config).unwrap();
     let all = format!("pods={} ", node.pods().len());

@@ -1,5 +1,5 @@
-//! Whole nodes, and several: each a network namespace with its own pods and its own daemon, joined by a router. Needs
-//! root and a built `penstock`.
+//! One or several nodes: each a network namespace with pods and a daemon, joined by a router. Needs root and a built
+//! `penstock`.
 
 mod conformance;
 mod fixture;

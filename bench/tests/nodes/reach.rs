@@ -1,19 +1,19 @@
-//! Who reaches whom beyond single packets between pods: pods with two addresses of a family, processes on nodes, and
-//! bulk transfers over every way between nodes.
+//! Reachability beyond single packets between pods: pods with two addresses of a family, processes on nodes, and bulk
+//! transfers over every kind of path between nodes.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use penstock_bench::load::transfer;
 use penstock_bench::probe::Site;
-use penstock_bench::testbed::{Between, Offload};
+use penstock_bench::testbed::{InterNodeLink, Offload};
 
-use crate::fixture::{Form, SERVICES, World};
+use crate::fixture::{Fixture, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 
-/// Pods `twice-a` on the one node and `twice-b` on the other have two addresses of each family, and `web-a` and `db-b`
-/// are reached from the one, and not from the other.
+/// Pods `twice-a` on one node and `twice-b` on the other have two addresses of each family. `twice-a` may reach `web-a`
+/// and `db-b`; `twice-b` may not.
 fn pods_with_two_addresses() -> String {
     let pod = |node: char, number: u8| {
         let network = if node == 'a' { 1 } else { 2 };
@@ -36,7 +36,7 @@ fn pods_with_two_addresses() -> String {
     [CLUSTER, &pod('a', 40), &pod('b', 50), &policy("web"), &policy("db")].concat()
 }
 
-/// Whether a datagram from this very address of a site arrives at another one.
+/// Whether a datagram from this address of a site arrives at another site.
 fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
     const PORT: u16 = 7000;
     let there = SocketAddr::new(to.address(source.is_ipv6()).unwrap(), PORT);
@@ -45,29 +45,29 @@ fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
     let sender = from.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
     (0..3).any(|_| {
         sender.send_to(b"from here", there).unwrap();
-        let mut octets = [0; 64];
-        receiver.recv_from(&mut octets).is_ok_and(|(length, by)| &octets[..length] == b"from here" && by.ip() == source)
+        let mut bytes = [0; 64];
+        receiver.recv_from(&mut bytes).is_ok_and(|(length, by)| &bytes[..length] == b"from here" && by.ip() == source)
     })
 }
 
 #[test]
-fn every_address_of_a_pod_is_the_pods_on_its_own_node_and_on_another() {
-    let world = World::start(&pods_with_two_addresses(), Form::routed(true), &SERVICES);
+fn every_address_of_a_pod_gets_its_policy_on_its_own_node_and_on_another() {
+    let fixture = Fixture::start(&pods_with_two_addresses(), Wiring::routed(true), &SERVICES);
     // As destinations.
-    world.assert_as_expected(&world.matrix());
+    fixture.assert_as_expected(&fixture.matrix());
     // As sources.
     for (from, allowed) in [("ops/twice-a", true), ("ops/twice-b", false)] {
-        let from = world.site(from);
+        let from = fixture.site(from);
         assert_eq!(from.addresses.len(), 4);
         for to in ["shop/web-a", "shop/web-b", "shop/db-a", "shop/db-b"] {
             for &source in &from.addresses {
-                assert_eq!(arrives(from, source, world.site(to)), allowed, "{} ({source}) to {to}", from.name);
+                assert_eq!(arrives(from, source, fixture.site(to)), allowed, "{} ({source}) to {to}", from.name);
             }
         }
     }
 }
 
-/// From pod to pod, from a node's own process to a pod, and from a pod to a node's own process.
+/// From pod to pod, from a node process to a pod, and from a pod to a node process.
 const TRANSFERS: [(&str, &str); 4] = [
     ("ops/lab-b", "ops/monitor-a"),
     ("node-a", "ops/lab-b"),
@@ -75,58 +75,58 @@ const TRANSFERS: [(&str, &str); 4] = [
     ("shop/web-b", "ops/monitor-a"),
 ];
 
-fn bulk_arrives(form: Form, prepare: impl Fn(&World)) {
-    // Without policies: of interest is the way alone.
+fn bulk_arrives(wiring: Wiring, prepare: impl Fn(&Fixture)) {
+    // Without policies: only the path matters here.
     let open: Vec<&str> = CLUSTER.split("---\n").filter(|document| !document.contains("NetworkPolicy")).collect();
-    let world = World::start(&open.join("---\n"), form, &SERVICES);
-    prepare(&world);
+    let fixture = Fixture::start(&open.join("---\n"), wiring, &SERVICES);
+    prepare(&fixture);
     for (from, to) in TRANSFERS {
-        let (from, to) = (world.site(from), world.site(to));
+        let (from, to) = (fixture.site(from), fixture.site(to));
         for v6 in [false, true] {
-            let receipt = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 10_000_000);
-            assert!(receipt.is_ok(), "{form:?}, {} to {}: {receipt:?}\n{}", from.name, to.name, world.logs());
-            let receipt = receipt.unwrap();
+            let report = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 10_000_000);
+            assert!(report.is_ok(), "{wiring:?}, {} to {}: {report:?}\n{}", from.name, to.name, fixture.logs());
+            let report = report.unwrap();
             println!(
                 "{} to {} (IPv6: {v6}): {:.2} Gb/s, {} of {} segments sent again",
                 from.name,
                 to.name,
-                receipt.gigabits_per_second(),
-                receipt.retransmitted,
-                receipt.segments
+                report.gigabits_per_second(),
+                report.retransmitted,
+                report.segments
             );
-            assert!(receipt.retransmitted_share() < 0.05, "{form:?}, {} to {}: {receipt:?}", from.name, to.name);
+            assert!(report.retransmitted_share() < 0.05, "{wiring:?}, {} to {}: {report:?}", from.name, to.name);
         }
     }
-    for node in 0..world.daemons.len() {
-        let statistics = world.statistics(node).join("\n");
-        assert!(!statistics.contains("too_big"), "segments that nobody had cut were dropped: {form:?}\n{statistics}");
+    for node in 0..fixture.daemons.len() {
+        let statistics = fixture.statistics(node).join("\n");
+        assert!(!statistics.contains("too_big"), "segments that nobody had cut were dropped: {wiring:?}\n{statistics}");
     }
 }
 
 #[test]
-fn bulk_transfers_between_nodes_arrive_octet_for_octet_with_uplinks() {
-    bulk_arrives(Form::routed(true), |_| {});
+fn bulk_transfers_between_nodes_arrive_unchanged_with_uplinks() {
+    bulk_arrives(Wiring::routed(true), |_| {});
 }
 
 #[test]
-fn bulk_transfers_between_nodes_arrive_octet_for_octet_by_the_kernels_routes_alone() {
-    bulk_arrives(Form::routed(false), |_| {});
+fn bulk_transfers_between_nodes_arrive_unchanged_with_kernel_routing() {
+    bulk_arrives(Wiring::routed(false), |_| {});
 }
 
-/// A tunnel has no XDP of its own: what the node's own stack sends through it arrives uncut, and what comes by the wire may
-/// be joined before it is looked at. Neither fits into a frame.
+/// A tunnel has no XDP of its own: packets of the node's stack arrive unsegmented, and packets from the wire may have
+/// been coalesced (GRO). Neither fits into a frame.
 #[test]
-fn bulk_transfers_between_nodes_arrive_octet_for_octet_through_a_tunnel_that_is_an_uplink() {
+fn bulk_transfers_between_nodes_arrive_unchanged_through_a_tunnel_as_uplink() {
     for gro in [false, true] {
-        bulk_arrives(Form::tunnelled(), |world| {
-            for (_, node) in &world.nodes.nodes {
-                node.namespace().set_offload(Between::Routes.uplink(), Offload::Gro, gro).unwrap();
+        bulk_arrives(Wiring::tunnelled(), |fixture| {
+            for (_, node) in &fixture.nodes.nodes {
+                node.namespace().set_offload(InterNodeLink::Routes.uplink(), Offload::Gro, gro).unwrap();
             }
         });
     }
 }
 
 #[test]
-fn bulk_transfers_between_nodes_arrive_octet_for_octet_through_a_tunnel_by_the_kernels_routes_alone() {
-    bulk_arrives(Form { uplink: false, ..Form::tunnelled() }, |_| {});
+fn bulk_transfers_between_nodes_arrive_unchanged_through_a_tunnel_with_kernel_routing() {
+    bulk_arrives(Wiring { uplink: false, ..Wiring::tunnelled() }, |_| {});
 }

@@ -1,72 +1,72 @@
-//! The API server cannot be reached while pods come, go and change: what was last known is enforced, and what is new
-//! is in force soon after the server is back.
+//! The API server is unreachable while pods come, go and change: the last known state is enforced, and changes are in
+//! force soon after the server is back.
 
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::Namespace;
-use penstock_bench::testbed::api_server::InProcess;
+use penstock_bench::testbed::api_server::FakeServer;
 use serde_json::Value;
 
+use crate::fixture::{Fixture, pod, policy};
 use crate::stream::Stream;
-use crate::world::{World, pod, policy};
 
-/// How soon all that has changed must be in force after the server is back.
+/// Time limit for all changes to be in force after the server is back.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]
-fn what_changed_while_the_api_server_was_away_is_in_force_within_two_seconds_of_its_return() {
+fn changes_during_an_api_server_outage_are_in_force_within_two_seconds_of_its_end() {
     away_for(Duration::from_secs(8));
 }
 
 #[test]
 #[ignore = "takes a minute and more; make test-long runs it"]
-fn what_changed_while_the_api_server_was_away_for_a_minute_is_in_force_within_two_seconds_of_its_return() {
+fn changes_during_a_minute_of_api_server_outage_are_in_force_within_two_seconds_of_its_end() {
     away_for(Duration::from_secs(60));
 }
 
 fn away_for(length: Duration) {
-    let mut world = World::start("");
+    let mut fixture = Fixture::start("");
     for (name, address) in [("web", "10.244.1.10"), ("db", "10.244.1.11"), ("lab", "10.244.1.12")] {
-        world.add_pod(name, address);
+        fixture.add_pod(name, address);
     }
-    world.server.admin().create(&policy("db", "web")).unwrap();
-    if world.server.faulty().is_none() {
+    fixture.server.admin().create(&policy("db", "web")).unwrap();
+    if fixture.server.fake().is_none() {
         eprintln!("SKIPPED: nobody can change the objects of a real API server while it is away");
         return;
     }
-    let db = namespace_of(&world, "db");
-    let from = |world: &World, name: &str| Stream::start(&namespace_of(world, name), &db, "10.244.1.11");
-    let (web, lab) = (from(&world, "web"), from(&world, "lab"));
+    let db = namespace_of(&fixture, "db");
+    let from = |fixture: &Fixture, name: &str| Stream::start(&namespace_of(fixture, name), &db, "10.244.1.11");
+    let (web, lab) = (from(&fixture, "web"), from(&fixture, "lab"));
     let deadline = Instant::now() + Duration::from_secs(10);
     while !web.passes() || lab.passes() {
         assert!(Instant::now() < deadline, "the policy is in force");
     }
     let began = Instant::now();
-    world.server.stop();
-    world.daemon.log().wait_for_after(0, "stays in force", Duration::from_secs(10)).unwrap();
+    fixture.server.stop();
+    fixture.daemon.log().wait_for_after(0, "stays in force", Duration::from_secs(10)).unwrap();
 
-    // A pod goes, another comes under its address, and a third one; who may reach the database is changed.
+    // A pod goes, another one gets its address, a third one is created, and a policy changes.
     drop(lab);
-    world.node.remove_pod("test/lab").unwrap();
+    fixture.node.remove_pod("test/lab").unwrap();
     for (name, address) in [("heir", "10.244.1.12"), ("late", "10.244.1.13")] {
-        let closed = world.daemon.log().len();
-        world.wire_pod(name, address);
-        world.daemon.log().wait_for_after(closed, "closed until its pod is known", Duration::from_secs(10)).unwrap();
+        let closed = fixture.daemon.log().len();
+        fixture.wire_pod(name, address);
+        fixture.daemon.log().wait_for_after(closed, "closed until its pod is known", Duration::from_secs(10)).unwrap();
     }
-    let server = world.server.faulty().expect("it is the small one");
+    let server = fixture.server.fake().expect("it is the small one");
     change(
         server,
         &[pod("lab", "10.244.1.12"), policy("db", "web")],
         &[pod("heir", "10.244.1.12"), pod("late", "10.244.1.13"), policy("db", "late")],
     );
-    let (heir, late) = (from(&world, "heir"), from(&world, "late"));
+    let (heir, late) = (from(&fixture, "heir"), from(&fixture, "late"));
     while began.elapsed() < length {
         assert!(web.passes(), "what was allowed goes on after {:?}", began.elapsed());
         assert!(!heir.passes() && !late.passes(), "who is not known sends nowhere after {:?}", began.elapsed());
     }
 
     let returns = Instant::now();
-    let took = late.time_until_passing(|| world.server.resume().unwrap());
+    let took = late.time_until_passing(|| fixture.server.resume().unwrap());
     while web.passes() {
         assert!(returns.elapsed() < Duration::from_secs(20), "the old policy stays in force");
     }
@@ -76,15 +76,15 @@ fn away_for(length: Duration) {
     );
     assert!(took < SOON && last_of_web < SOON, "{took:?} and {last_of_web:?}");
     assert!(!heir.passes(), "the address is another pod's now");
-    let to_heir = Stream::start(&namespace_of(&world, "late"), &namespace_of(&world, "heir"), "10.244.1.12");
+    let to_heir = Stream::start(&namespace_of(&fixture, "late"), &namespace_of(&fixture, "heir"), "10.244.1.12");
     assert!(to_heir.passes(), "which is served");
 }
 
-fn namespace_of(world: &World, name: &str) -> Namespace {
-    world.node.pod(&format!("test/{name}")).unwrap().namespace().clone()
+fn namespace_of(fixture: &Fixture, name: &str) -> Namespace {
+    fixture.node.pod(&format!("test/{name}")).unwrap().namespace().clone()
 }
 
-fn change(server: &InProcess, gone: &[Value], new: &[Value]) {
+fn change(server: &FakeServer, gone: &[Value], new: &[Value]) {
     gone.iter().for_each(|object| server.delete_elsewhere(object).unwrap());
     new.iter().for_each(|object| server.create_elsewhere(object).unwrap());
 }

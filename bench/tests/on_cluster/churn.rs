@@ -1,4 +1,4 @@
-//! Many pods come and go, and nothing of them stays.
+//! Many pods come and go without leaks.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -6,47 +6,47 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use penstock_bench::testbed::{Daemon, network_state};
 
-use crate::world::{World, pod};
+use crate::fixture::{Fixture, pod};
 
-/// Pods at a time, and how often.
+/// Pods at a time, and number of rounds.
 const AT_ONCE: usize = 50;
 const ROUNDS: usize = 20;
 
-/// What a daemon holds that could leak.
+/// Resources of a daemon that could leak.
 #[derive(Clone, PartialEq, Eq, Debug)]
-struct Held {
-    /// Open files but for sockets.
+struct DaemonResources {
+    /// Open files except sockets.
     files: usize,
-    /// Programs and maps of the kernel.
+    /// BPF programs and maps.
     bpf: usize,
     threads: usize,
-    /// Of its statistics, the account of frames without those under way.
+    /// The frame account of its statistics, without frames in flight.
     frames: String,
     links_and_routes: Vec<String>,
 }
 
-impl Held {
-    fn by(world: &World) -> Self {
-        let process = format!("/proc/{}", world.daemon.id());
-        let targets = open_files(&world.daemon);
+impl DaemonResources {
+    fn by(fixture: &Fixture) -> Self {
+        let process = format!("/proc/{}", fixture.daemon.id());
+        let targets = open_files(&fixture.daemon);
         Self {
             files: targets.iter().filter(|target| !target.starts_with("socket:")).count(),
             bpf: targets.iter().filter(|target| target.contains("bpf")).count(),
             threads: fs::read_dir(format!("{process}/task")).unwrap().count(),
-            frames: frames(&world.daemon),
-            links_and_routes: network_state(world.node.netlink()).unwrap(),
+            frames: frames(&fixture.daemon),
+            links_and_routes: network_state(fixture.node.netlink()).unwrap(),
         }
     }
 }
 
-impl Held {
-    /// Once nothing changes any more: what is told of a pod that goes comes before the last of it is gone.
-    fn at_rest(world: &World) -> Self {
+impl DaemonResources {
+    /// Measured when stable: a pod's removal is logged before its last resource is released.
+    fn at_rest(fixture: &Fixture) -> Self {
         let deadline = Instant::now() + Duration::from_secs(30);
-        let mut held = Self::by(world);
+        let mut held = Self::by(fixture);
         loop {
             std::thread::sleep(Duration::from_secs(1));
-            let now = Self::by(world);
+            let now = Self::by(fixture);
             if now == held {
                 return now;
             }
@@ -56,7 +56,7 @@ impl Held {
     }
 }
 
-/// What its file descriptors stand for.
+/// Targets of its file descriptors.
 fn open_files(daemon: &Daemon) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{}/fd", daemon.id())).unwrap().flatten();
     let targets = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
@@ -74,7 +74,7 @@ fn frames(daemon: &Daemon) -> String {
     line.split("frames: ").nth(1).unwrap_or_default().to_owned()
 }
 
-/// Octets of memory that are its own, in KiB.
+/// Its private memory in KiB.
 fn resident(daemon: &Daemon) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.id())).unwrap();
     let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
@@ -83,58 +83,58 @@ fn resident(daemon: &Daemon) -> u64 {
 
 #[test]
 #[ignore = "minutes: make test-long"]
-fn a_thousand_pods_come_and_go_and_nothing_is_leaked() {
-    let mut world = World::start("");
-    // Once, so that what is made at first use is there.
-    round(&mut world, 0);
-    let (before, sockets_before) = (Held::at_rest(&world), sockets(&world.daemon));
-    let (memory, started) = (resident(&world.daemon), Instant::now());
+fn a_thousand_created_and_deleted_pods_leak_nothing() {
+    let mut fixture = Fixture::start("");
+    // One round first, so that allocations of the first use are done.
+    round(&mut fixture, 0);
+    let (before, sockets_before) = (DaemonResources::at_rest(&fixture), sockets(&fixture.daemon));
+    let (memory, started) = (resident(&fixture.daemon), Instant::now());
     let mut slowest = Duration::ZERO;
     for number in 1..=ROUNDS {
-        slowest = slowest.max(round(&mut world, number));
+        slowest = slowest.max(round(&mut fixture, number));
     }
-    let (after, grown) = (Held::at_rest(&world), resident(&world.daemon).saturating_sub(memory));
+    let (after, grown) = (DaemonResources::at_rest(&fixture), resident(&fixture.daemon).saturating_sub(memory));
     println!(
         "{} pods in {:.1?}; at worst {slowest:.1?} for {AT_ONCE} pods to be served; memory grew by {grown} KiB",
         AT_ONCE * ROUNDS,
         started.elapsed()
     );
-    let Held { files, bpf, threads, frames, .. } = &after;
+    let DaemonResources { files, bpf, threads, frames, .. } = &after;
     println!("{files} files, {bpf} of them BPF, {threads} threads; frames {frames}");
     assert_eq!(after, before);
-    // Connections to the API server come and go by themselves; a pod's would be a thousand.
-    let more = sockets(&world.daemon).saturating_sub(sockets_before);
+    // Connections to the API server vary; a leak of one per pod would be a thousand.
+    let more = sockets(&fixture.daemon).saturating_sub(sockets_before);
     assert!(more <= 8, "{more} sockets more than before");
     assert!(grown < 8 * 1024, "memory grew by {grown} KiB");
 }
 
-/// Pods come, are served, and go. How long it took until all were served.
-fn round(world: &mut World, number: usize) -> Duration {
+/// Creates pods, waits until they are served, and deletes them. Returns how long it took until all were served.
+fn round(fixture: &mut Fixture, number: usize) -> Duration {
     let names: Vec<String> = (0..AT_ONCE).map(|pod| format!("pod-{number}-{pod}")).collect();
     let address = |place: usize| format!("10.244.{}.{}", 1 + number % 8, 10 + place);
     for (place, name) in names.iter().enumerate() {
-        world.wire_pod(name, &address(place));
+        fixture.wire_pod(name, &address(place));
     }
     let pods: Vec<_> = names.iter().enumerate().map(|(place, name)| pod(name, &address(place))).collect();
-    let (seen, begun) = (world.daemon.log().len(), Instant::now());
-    world.server.admin().create_all(&pods).unwrap();
-    let count = |world: &World, text: &str| {
-        world.daemon.log().lines()[seen..].iter().filter(|line| line.contains(text)).count()
+    let (seen, begun) = (fixture.daemon.log().len(), Instant::now());
+    fixture.server.admin().create_all(&pods).unwrap();
+    let count = |fixture: &Fixture, text: &str| {
+        fixture.daemon.log().lines()[seen..].iter().filter(|line| line.contains(text)).count()
     };
-    wait(world, seen, 1, "snapshots with all pods", |world| count(world, "pods=50 "));
+    wait(fixture, seen, 1, "snapshots with all pods", |fixture| count(fixture, "pods=50 "));
     let took = begun.elapsed();
-    world.server.admin().delete_all(&pods).unwrap();
+    fixture.server.admin().delete_all(&pods).unwrap();
     for name in &names {
-        world.node.remove_pod(&format!("test/{name}")).unwrap();
+        fixture.node.remove_pod(&format!("test/{name}")).unwrap();
     }
-    wait(world, seen, AT_ONCE, "ports to be closed", |world| count(world, "closed"));
+    wait(fixture, seen, AT_ONCE, "ports to be closed", |fixture| count(fixture, "closed"));
     took
 }
 
-fn wait(world: &World, seen: usize, least: usize, what: &str, count: impl Fn(&World) -> usize) {
+fn wait(fixture: &Fixture, seen: usize, least: usize, what: &str, count: impl Fn(&Fixture) -> usize) {
     let deadline = Instant::now() + Duration::from_secs(60);
-    while count(world) < least {
-        let lines = world.daemon.log().lines().split_off(seen);
+    while count(fixture) < least {
+        let lines = fixture.daemon.log().lines().split_off(seen);
         assert!(Instant::now() < deadline, "waiting for {least} {what}:\n{}", lines.join("\n"));
         std::thread::sleep(Duration::from_millis(20));
     }

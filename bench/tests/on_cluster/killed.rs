@@ -1,45 +1,45 @@
-//! The daemon dies under traffic and another one starts, on a node that follows an API server.
+//! The daemon is killed under traffic and restarted, on a node that follows an API server.
 
 use std::time::{Duration, Instant};
 
-use penstock_bench::probe::{Flow, Servers, Service, Site};
+use penstock_bench::probe::{EchoConnection, EchoServers, EchoService, Site};
 
+use crate::fixture::{Fixture, policy};
 use crate::stream::Stream;
-use crate::world::{World, policy};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
-fn a_daemon_is_killed_under_traffic_and_the_next_goes_on_without_an_unjudged_packet() {
-    let mut world = World::start("");
+fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
+    let mut fixture = Fixture::start("");
     for (name, address) in [("web", "10.244.1.10"), ("db", "10.244.1.11"), ("lab", "10.244.1.12")] {
-        world.add_pod(name, address);
+        fixture.add_pod(name, address);
     }
-    world.server.admin().create(&policy("db", "web")).unwrap();
-    let site = |world: &World, name: &str| Site::from(world.node.pod(name).unwrap());
-    let [web, db, lab] = ["test/web", "test/db", "test/lab"].map(|name| site(&world, name));
+    fixture.server.admin().create(&policy("db", "web")).unwrap();
+    let site = |fixture: &Fixture, name: &str| Site::from(fixture.node.pod(name).unwrap());
+    let [web, db, lab] = ["test/web", "test/db", "test/lab"].map(|name| site(&fixture, name));
     let allowed = Stream::start(&web.namespace, &db.namespace, "10.244.1.11");
     let deadline = Instant::now() + LIMIT;
     while !allowed.passes() {
         assert!(Instant::now() < deadline, "the policy is in force");
     }
     let denied = Stream::start(&lab.namespace, &db.namespace, "10.244.1.11");
-    let _servers = Servers::start(&db, 7, &[Service::Tcp(8080)]).unwrap();
+    let _servers = EchoServers::start(&db, 7, &[EchoService::Tcp(8080)]).unwrap();
     let target = (7, "10.244.1.11".parse().unwrap());
-    // Its sender tries again after twice the time that it waited before, so that it may be as long again after the next
+    // Its sender doubles the retransmission timeout each time, so the pause may last as long again after the next
     // daemon is in force.
-    let flow = Flow::open(&web.namespace, target, 8080, 6 * LIMIT).unwrap();
+    let flow = EchoConnection::open(&web.namespace, target, 8080, 6 * LIMIT).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
 
-    world.kill();
-    // The receiver's threads may still have one in hand.
+    fixture.kill();
+    // The receiver's threads may still process one.
     std::thread::sleep(Duration::from_millis(50));
     let arrived = allowed.count();
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(allowed.count(), arrived, "while nobody judges, nothing passes");
+    assert_eq!(allowed.count(), arrived, "without a daemon nothing passes");
 
     let began = Instant::now();
-    world.restart();
+    fixture.restart();
     while allowed.count() == arrived {
         assert!(began.elapsed() < LIMIT, "nothing passes after the start");
         std::thread::sleep(Duration::from_millis(1));

@@ -1,10 +1,10 @@
-//! A node under an API server: the real one where `KUBEBUILDER_ASSETS` names its folder, else the small one. Pods are
-//! network namespaces, packets are real, and all that the daemon is told comes by plain API calls.
+//! A node with an API server: a real one if `KUBEBUILDER_ASSETS` names its directory, otherwise the small one. Pods are
+//! network namespaces, packets are real, and the daemon's input is written by plain API calls.
 
 mod away;
 mod churn;
 mod enforced;
+mod fixture;
 mod killed;
 mod scale;
 mod stream;
-mod world;

@@ -1,14 +1,14 @@
-//! A large cluster that does not rest: what following it costs, and how far behind it the tables are.
+//! A large cluster with constant changes: the cost of following it, and the delay until the tables are in force.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::api_server::{ApiServer, Who};
+use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Daemon, Node, Privileges};
 use serde_json::{Value, json};
 
-use crate::world::{configuration, namespace, pod};
+use crate::fixture::{configuration, namespace, pod};
 
 const PODS: usize = 100_000;
 const NAMESPACES: usize = 200;
@@ -18,7 +18,7 @@ const LOCAL: usize = 100;
 const EVENTS_A_SECOND: usize = 1_000;
 const SECONDS: usize = 20;
 
-/// What must hold: on a machine that does other things as well the test would measure those.
+/// Limits. The test is ignored by default, since other load on the machine would be measured too.
 const P99: Duration = Duration::from_millis(50);
 const OF_A_CORE: f64 = 0.3;
 
@@ -26,7 +26,7 @@ fn namespace_of(number: usize) -> String {
     format!("ns-{}", number % NAMESPACES)
 }
 
-/// A pod anywhere in the cluster; `turn` changes a label that policies go by.
+/// A pod anywhere in the cluster; `turn` changes a label that policies select.
 fn any_pod(number: usize, turn: usize) -> Value {
     let address = format!("10.{}.{}.{}", 64 + (number >> 16), number >> 8 & 255, number & 255);
     let mut pod = pod(&format!("pod-{number}"), &address);
@@ -36,7 +36,7 @@ fn any_pod(number: usize, turn: usize) -> Value {
     pod
 }
 
-/// Lets some pods of its namespace and of another one in, by labels.
+/// A policy that admits some pods of its namespace and of another one by labels.
 fn policy(number: usize) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
@@ -67,7 +67,7 @@ fn cluster() -> impl Iterator<Item = Value> {
     std::iter::once(node).chain(namespaces).chain((0..POLICIES).map(policy)).chain((0..PODS).map(|n| any_pod(n, 0)))
 }
 
-/// The daemon's metrics, as text.
+/// The daemon's metrics page.
 fn metrics(node: &Node) -> String {
     node.namespace().run(|| {
         let mut stream = TcpStream::connect("127.0.0.1:9469").unwrap();
@@ -84,14 +84,14 @@ fn sample(text: &str, name: &str) -> f64 {
     line.unwrap_or_else(|| panic!("no {name} in:\n{text}"))
 }
 
-/// Upper bounds of a histogram's buckets, in seconds, and how many samples are in or below each.
+/// Upper bounds of a histogram's buckets in seconds, and the cumulative number of samples.
 fn buckets(text: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{le=\"");
     let lines = text.lines().filter_map(|line| line.strip_prefix(&prefix)?.split_once("\"} "));
     lines.map(|(bound, count)| (bound.parse().unwrap_or(f64::INFINITY), count.parse().unwrap())).collect()
 }
 
-/// The bound below which 99 of 100 of the samples are that came between two readings.
+/// Upper bound of the 99th percentile of the samples between two readings.
 fn p99(before: &str, after: &str, name: &str) -> Duration {
     let (before, after) = (buckets(before, name), buckets(after, name));
     let counts: Vec<_> = after.iter().zip(&before).map(|(after, before)| (after.0, after.1 - before.1)).collect();
@@ -102,14 +102,14 @@ fn p99(before: &str, after: &str, name: &str) -> Duration {
 
 #[test]
 #[ignore = "a minute of a machine that is quiet: make test-long"]
-fn a_thousand_events_a_second_among_a_hundred_thousand_pods_are_followed() {
+fn a_thousand_events_a_second_among_100000_pods_are_followed() {
     let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
     let server = ApiServer::in_process(true, Some(node.namespace())).unwrap();
-    let fake = server.faulty().expect("it is the one in this process");
+    let fake = server.fake().expect("it is the one in this process");
     fake.put(cluster()).unwrap();
     fake.compact();
     let started = Instant::now();
-    let toml = configuration(&server.kubeconfig(Who::Penstock), "off", "");
+    let toml = configuration(&server.kubeconfig(Account::Penstock), "off", "");
     let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
     daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(120)).unwrap();
     println!("{PODS} pods and {POLICIES} policies read and in force after {:.1?}", started.elapsed());
@@ -118,7 +118,7 @@ fn a_thousand_events_a_second_among_a_hundred_thousand_pods_are_followed() {
     let (begun, total) = (Instant::now(), EVENTS_A_SECOND * SECONDS);
     let mut lag = Duration::ZERO;
     for event in 0..total {
-        // Local ones among them, and no pod twice in a row.
+        // Includes local pods; consecutive events are for different pods.
         let number = event * 7919 % PODS;
         fake.put([any_pod(number, event / PODS + 1)]).unwrap();
         let due = Duration::from_secs_f64((event + 1) as f64 / EVENTS_A_SECOND as f64);

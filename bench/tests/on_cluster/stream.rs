@@ -1,4 +1,4 @@
-//! A steady stream of datagrams from one pod to another: each packet is a question whether it may pass.
+//! A steady stream of datagrams from one pod to another, to measure when it starts and stops passing.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::Namespace;
 
-/// From one packet to the next.
+/// Interval between packets.
 const PERIOD: Duration = Duration::from_micros(250);
-/// A stream in which nothing has come for this long is denied.
+/// A stream without arrivals for this long is denied.
 const GAP: Duration = Duration::from_millis(200);
 
-/// The stream. Dropped, it ends.
+/// The stream. Dropping it stops it.
 pub(crate) struct Stream {
     arrivals: Arc<Mutex<Vec<Instant>>>,
     ends: Arc<AtomicBool>,
@@ -42,7 +42,7 @@ impl Stream {
             let ends = Arc::clone(&ends);
             move || {
                 while !ends.load(Ordering::Relaxed) {
-                    // A refusal is an answer too; what counts is what arrives.
+                    // An ICMP error is reported here; only arrivals count.
                     let _ = sender.send_to(b"may I?", to_port);
                     std::thread::sleep(PERIOD);
                 }
@@ -52,26 +52,26 @@ impl Stream {
         Self { arrivals, ends, threads }
     }
 
-    /// Whether packets arrive at present.
+    /// Whether packets currently arrive.
     pub(crate) fn passes(&self) -> bool {
         let before = self.count();
         std::thread::sleep(GAP);
         self.count() > before
     }
 
-    /// When the last packet arrived.
+    /// Time of the last arrival.
     pub(crate) fn last_arrival(&self) -> Instant {
         *self.arrivals.lock().unwrap().last().expect("some arrived")
     }
 
-    /// How many packets arrived so far.
+    /// Number of packets received so far.
     pub(crate) fn count(&self) -> usize {
         self.arrivals.lock().unwrap().len()
     }
 
-    /// Does `act`, and tells how long after its beginning the first packet arrived that had not come before.
+    /// Runs `act` on a denied stream; returns how long after its start the first packet arrived.
     pub(crate) fn time_until_passing(&self, act: impl FnOnce()) -> Duration {
-        // An interface that is new is closed within a moment of its coming up.
+        // A new interface is closed shortly after it comes up.
         let deadline = Instant::now() + Duration::from_secs(5);
         while self.passes() {
             assert!(Instant::now() < deadline, "it is denied before");
@@ -85,7 +85,7 @@ impl Stream {
         self.arrivals.lock().unwrap()[before].duration_since(begin)
     }
 
-    /// Does `act`, and tells how long after its beginning the last packet arrived.
+    /// Runs `act` on a passing stream; returns how long after its start the last packet arrived.
     pub(crate) fn time_until_denied(&self, act: impl FnOnce()) -> Duration {
         assert!(self.passes(), "it is allowed before");
         let begin = Instant::now();
@@ -101,7 +101,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // A panic has been told by then.
+            // A panic has already printed its message.
             let _ = thread.join();
         }
     }

@@ -1,7 +1,7 @@
-//! What passes between workers and the node's own stack: Services that the kernel translates, packets in a pod's name that no
-//! pod sent, and tunnels' packets from pods.
+//! Packets that pass between workers and the node's stack: Services that the kernel translates, packets with a pod's
+//! source address that no pod sent, and tunnel packets from pods.
 //!
-//! As the system tests: the real daemon on real veths, each test with a node of its own.
+//! As in the system tests: the real daemon on real veths, a separate node for each test.
 
 #[path = "../system/fixture.rs"]
 mod fixture;

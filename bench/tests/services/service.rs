@@ -1,4 +1,4 @@
-//! Services as kube-proxy makes them of nftables: a destination that the node translates.
+//! A Service as kube-proxy sets it up with nftables: a destination that the node translates.
 
 use std::io::Write as _;
 use std::net::IpAddr;
@@ -6,22 +6,22 @@ use std::process::Stdio;
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::Cluster;
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::DaemonConfig;
 use penstock_bench::testbed::{Namespace, Outside};
 
-use crate::fixture::{SERVICES, World, pods, policy};
+use crate::fixture::{Fixture, SERVICES, pods, policy};
 
-/// The Service's addresses; nobody has them.
+/// The Service's addresses; no interface has them.
 pub(crate) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
-/// Of its ports these two lead to servers, for which the probes know who answers,
+/// Ports: these two lead to echo servers,
 pub(crate) const WEB: u16 = 80;
-/// this one to whatever a test has listen there,
+/// this one to whatever a test listens with,
 pub(crate) const OWN: u16 = 5201;
-/// and this one to where nobody listens.
+/// and this one to a closed port.
 pub(crate) const CLOSED: u16 = 81;
 
-/// `pod-1` lets `pod-0` in, and nobody else.
+/// `pod-1` admits only `pod-0`.
 const POLICY: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
 
 pub(crate) fn address(text: &str) -> IpAddr {
@@ -33,7 +33,7 @@ pub(crate) fn service(v6: bool) -> IpAddr {
     address(SERVICE[usize::from(v6)])
 }
 
-/// Has a node translate the Service to this backend.
+/// Makes a node translate the Service to this backend.
 pub(crate) fn translate(node: &Namespace, backend: &Site) {
     let mut rules = String::new();
     for (family, v6) in [("ip", false), ("ip6", true)] {
@@ -50,7 +50,7 @@ pub(crate) fn translate(node: &Namespace, backend: &Site) {
         ] {
             rules += &format!("{family} daddr {to} {protocol} dport {from} dnat to {}\n", at(port));
         }
-        // What kube-proxy has too: nothing passes that the kernel takes for no part of a connection.
+        // As kube-proxy does: packets that conntrack considers invalid are dropped.
         rules += "}\n chain forward { type filter hook forward priority 0; ct state invalid drop\n}\n}\n";
     }
     run(node, "nft", &["-f", "-"], &rules);
@@ -64,42 +64,42 @@ pub(crate) fn run(namespace: &Namespace, tool: &str, arguments: &[&str], input: 
     assert!(status.success(), "{tool} {}: {status}\n{input}", arguments.join(" "));
 }
 
-/// Where a Service's backend is, and by which way it answers.
+/// Location of a Service's backend, and the path of its replies.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Backend {
+pub(crate) enum BackendPath {
     /// A pod of the same node.
     Here,
-    /// A machine elsewhere, whose packets the kernel routes.
+    /// A machine elsewhere; the kernel routes its packets.
     Elsewhere,
-    /// The same, and they come by an uplink.
+    /// The same, with replies through an uplink.
     ByUplink,
 }
 
-pub(crate) const BACKENDS: [Backend; 3] = [Backend::Here, Backend::Elsewhere, Backend::ByUplink];
+pub(crate) const BACKENDS: [BackendPath; 3] = [BackendPath::Here, BackendPath::Elsewhere, BackendPath::ByUplink];
 
-/// A node with three pods and a Service, whose backend is the last site.
-pub(crate) struct Scene {
-    pub(crate) world: World,
+/// A node with three pods and a Service whose backend is the last site.
+pub(crate) struct ServiceFixture {
+    pub(crate) fixture: Fixture,
     pub(crate) backend: Site,
     pub(crate) outside: Outside,
-    _servers: Option<probe::Servers>,
+    _servers: Option<probe::EchoServers>,
 }
 
-impl Scene {
-    pub(crate) fn new(backend: Backend) -> Self {
+impl ServiceFixture {
+    pub(crate) fn new(backend: BackendPath) -> Self {
         Self::with(backend, |_, _| {})
     }
 
-    pub(crate) fn with(backend: Backend, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+    pub(crate) fn with(backend: BackendPath, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let (mut outside, mut found) = (None, None);
-        let world = World::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
+        let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
             let machine = cluster.node.add_outside("outside").unwrap();
-            if let Backend::ByUplink = backend {
+            if let BackendPath::ByUplink = backend {
                 config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
             }
             let site = match backend {
-                Backend::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
-                Backend::Elsewhere | Backend::ByUplink => Site::from(&machine),
+                BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
+                BackendPath::Elsewhere | BackendPath::ByUplink => Site::from(&machine),
             };
             translate(cluster.node.namespace(), &site);
             (outside, found) = (Some(machine), Some(site));
@@ -107,31 +107,31 @@ impl Scene {
         });
         let backend_site = found.unwrap();
         let servers = match backend {
-            Backend::Here => None,
-            _ => Some(probe::Servers::start(&backend_site, IDENTITY_ELSEWHERE, &SERVICES).unwrap()),
+            BackendPath::Here => None,
+            _ => Some(probe::EchoServers::start(&backend_site, IDENTITY_ELSEWHERE, &SERVICES).unwrap()),
         };
-        Self { world, backend: backend_site, outside: outside.unwrap(), _servers: servers }
+        Self { fixture, backend: backend_site, outside: outside.unwrap(), _servers: servers }
     }
 
-    /// What comes of a probe of the Service from a pod.
-    pub(crate) fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> Outcome {
-        let identity = self.world.cluster.site(&self.backend.name).map_or(IDENTITY_ELSEWHERE, |index| index as u32);
-        let patience = Patience { attempts: 4, ..Patience::default() };
-        probe::run_one(self.world.site(pod), (identity, service(v6)), protocol, patience).unwrap()
+    /// Result of a probe of the Service from a pod.
+    pub(crate) fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> ProbeOutcome {
+        let identity = self.fixture.cluster.site(&self.backend.name).map_or(IDENTITY_ELSEWHERE, |index| index as u32);
+        let patience = RetryPolicy { attempts: 4, ..RetryPolicy::default() };
+        probe::run_one(self.fixture.site(pod), (identity, service(v6)), protocol, patience).unwrap()
     }
 
-    /// What the daemon has to say.
-    pub(crate) fn told(&self) -> String {
-        [self.world.daemon.log().lines(), self.world.statistics()].concat().join("\n")
+    /// The daemon's log and statistics.
+    pub(crate) fn logs(&self) -> String {
+        [self.fixture.daemon.log().lines(), self.fixture.statistics()].concat().join("\n")
     }
 
-    /// Kills the daemon and starts the next.
+    /// Kills the daemon and starts the next one.
     pub(crate) fn restart(&mut self) {
-        self.world.daemon.signal(Signal::SIGKILL).unwrap();
-        self.world.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
-        self.world.restart();
+        self.fixture.daemon.signal(Signal::SIGKILL).unwrap();
+        self.fixture.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
+        self.fixture.restart();
     }
 }
 
-/// Who the machine elsewhere says it is.
+/// Identity of the server elsewhere.
 const IDENTITY_ELSEWHERE: u32 = 77;

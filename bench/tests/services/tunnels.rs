@@ -1,4 +1,4 @@
-//! A pod does not get round policy in a wrapping that the node takes off.
+//! A pod cannot evade policy with encapsulation that the node removes.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use etherparse::{IpNumber, PacketBuilder};
 use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
 use crate::service::{OWN, address, run};
 
-/// `pod-1` lets a network elsewhere in; `pod-2` may send nothing.
+/// `pod-1` admits a network elsewhere; `pod-2` may send nothing.
 const ELSEWHERE: [&str; 2] = ["10.244.9.9", "fd00:10:244:9::9"];
 const INGRESS: &str =
     "  ingress: [{from: [{ipBlock: {cidr: 10.244.9.0/24}}, {ipBlock: {cidr: \"fd00:10:244:9::/64\"}}]}]\n";
@@ -26,21 +26,21 @@ fn tunnel(node: &Namespace, name: &str, port: u16) {
     run(node, "ip", &["link", "set", name, "up"], "");
 }
 
-fn world(settings: &str) -> (World, Outside) {
+fn fixture(settings: &str) -> (Fixture, Outside) {
     let yaml = pods(3) + &policy("served", "pod-1", INGRESS) + &policy("shut", "pod-2", "  policyTypes: [Egress]\n");
     let mut outside = None;
-    let world = World::of(&yaml, |cluster, config: &mut DaemonConfig| {
+    let fixture = Fixture::of(&yaml, |cluster, config: &mut DaemonConfig| {
         std::fs::write(config.manifests.join("other.yaml"), OTHER_NODE).unwrap();
         config.sections += settings;
         outside = Some(cluster.node.add_outside("outside").unwrap());
         tunnel(cluster.node.namespace(), "flannel.1", 8472);
     });
-    (world, outside.unwrap())
+    (fixture, outside.unwrap())
 }
 
-/// A datagram to `pod-1` from elsewhere, in VXLAN of network 1.
-fn vxlan(world: &World, v6: bool) -> Vec<u8> {
-    let to = world.site("test/pod-1").address(v6).unwrap();
+/// A datagram to `pod-1` from elsewhere, in VXLAN network 1.
+fn vxlan(fixture: &Fixture, v6: bool) -> Vec<u8> {
+    let to = fixture.site("test/pod-1").address(v6).unwrap();
     let mut inner = Vec::new();
     let ethernet = PacketBuilder::ethernet2([2, 0, 0, 0, 0, 9], TUNNEL_MAC);
     match (address(ELSEWHERE[usize::from(v6)]), to) {
@@ -54,12 +54,12 @@ fn vxlan(world: &World, v6: bool) -> Vec<u8> {
     [&[8, 0, 0, 0, 0, 0, 1, 0][..], &inner].concat()
 }
 
-/// What `pod-1` has received on its port.
-struct Ears(Vec<UdpSocket>);
+/// Sockets that receive on `pod-1`'s port.
+struct ReceiverSockets(Vec<UdpSocket>);
 
-impl Ears {
-    fn open(world: &World) -> Self {
-        let site = world.site("test/pod-1");
+impl ReceiverSockets {
+    fn open(fixture: &Fixture) -> Self {
+        let site = fixture.site("test/pod-1");
         let open = |v6| {
             let socket =
                 site.namespace.run(|| UdpSocket::bind(SocketAddr::new(site.address(v6).unwrap(), OWN))).unwrap();
@@ -75,14 +75,14 @@ impl Ears {
     }
 }
 
-/// A frame of this IP protocol.
+/// A frame with this IP protocol.
 fn of_protocol(forger: &Forger, from: IpAddr, to: IpAddr, protocol: u8) -> Vec<u8> {
     let mut frame = Vec::new();
     forger.ip(from, to).write(&mut frame, IpNumber(protocol), &[0; 40]).unwrap();
     frame
 }
 
-/// An IPv4 frame cut to whole units of eight bytes and made the first fragment of its datagram.
+/// An IPv4 frame truncated to whole units of eight bytes and marked as a first fragment.
 fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
     let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
     let payload = (frame.len() - 34) / 8 * 8;
@@ -94,7 +94,7 @@ fn first_fragment(mut frame: Vec<u8>) -> Vec<u8> {
     frame
 }
 
-/// An IPv6 frame with an empty destination-options header (RFC 8200 section 4.6) before what it has.
+/// An IPv6 frame with an empty destination-options header (RFC 8200 section 4.6) inserted before its payload.
 fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
     let protocol = std::mem::replace(&mut frame[20], 60);
     frame.splice(54..54, [protocol, 0, 1, 4, 0, 0, 0, 0]);
@@ -104,87 +104,88 @@ fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn what_a_node_would_unwrap_is_dropped_on_its_way_from_a_pod_and_counted() {
-    let (world, _outside) = world("");
-    let ears = Ears::open(&world);
-    let mut forger = Forger::of(&world, "test/pod-2");
+fn tunnel_packets_from_a_pod_that_the_node_would_decapsulate_are_dropped_and_counted() {
+    let (fixture, _outside) = fixture("");
+    let sockets = ReceiverSockets::open(&fixture);
+    let mut forger = Forger::of(&fixture, "test/pod-2");
     let nodes = [
         ["172.18.0.2", "fd00:172:18::2"],
-        // The pods' gateway, the node's address on another interface, that network's broadcast and anycast address.
+        // The pods' gateway, the node's address on another interface, that network's broadcast address and anycast
+        // address.
         ["10.244.1.1", "fd00:10:244:1::1"],
         ["198.51.100.1", "fd00:51:100::1"],
         ["198.51.100.255", "fd00:51:100::"],
         ["172.18.0.3", "fd00:172:18::3"],
     ];
     for (v6, node) in nodes.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
-        let (own, node) = (world.site("test/pod-2").address(v6).unwrap(), address(node));
+        let (own, node) = (fixture.site("test/pod-2").address(v6).unwrap(), address(node));
         for port in [8472, 4789, 6081] {
-            forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&world, v6)));
+            forger.send(&forger.udp((own, 5000), (node, port), &vxlan(&fixture, v6)));
         }
         for protocol in [4, 41, 47, 108, 115, 137] {
             forger.send(&of_protocol(&forger, own, node, protocol));
         }
-        let datagram = forger.udp((own, 5000), (node, 8472), &vxlan(&world, v6));
+        let datagram = forger.udp((own, 5000), (node, 8472), &vxlan(&fixture, v6));
         let hidden = if v6 { behind_an_option(datagram) } else { first_fragment(datagram) };
         forger.send(&hidden);
     }
-    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
-    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
-    assert_eq!(ears.heard(), 0, "nothing comes out of the tunnel");
+    let counted = count_to(&fixture, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", fixture.statistics().join("\n"));
+    assert_eq!(sockets.heard(), 0, "nothing comes out of the tunnel");
 }
 
 #[test]
-fn a_tunnels_port_that_the_settings_name_counts_too() {
-    let (world, _outside) = world("[encapsulation]\nports = [7777]\n");
-    let mut forger = Forger::of(&world, "test/pod-2");
+fn a_configured_tunnel_port_is_dropped_too() {
+    let (fixture, _outside) = fixture("[encapsulation]\nports = [7777]\n");
+    let mut forger = Forger::of(&fixture, "test/pod-2");
     for v6 in [false, true] {
-        let own = world.site("test/pod-2").address(v6).unwrap();
-        let node = world.site("node").address(v6).unwrap();
+        let own = fixture.site("test/pod-2").address(v6).unwrap();
+        let node = fixture.site("node").address(v6).unwrap();
         forger.send(&forger.udp((own, 5000), (node, 7777), b"wrapped"));
     }
-    let counted = count_to(&world, "test/pod-2", "encapsulation", forger.sent);
-    assert_eq!(counted, forger.sent, "{}", world.statistics().join("\n"));
+    let counted = count_to(&fixture, "test/pod-2", "encapsulation", forger.sent);
+    assert_eq!(counted, forger.sent, "{}", fixture.statistics().join("\n"));
 }
 
 #[test]
-fn a_port_of_a_tunnel_counts_as_soon_as_its_interface_is_there() {
-    let (world, _outside) = world("");
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let own = world.site("test/pod-2").address(false).unwrap();
-    tunnel(world.cluster.node.namespace(), "later", 5555);
+fn a_tunnel_port_is_dropped_as_soon_as_its_interface_exists() {
+    let (fixture, _outside) = fixture("");
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let own = fixture.site("test/pod-2").address(false).unwrap();
+    tunnel(fixture.cluster.node.namespace(), "later", 5555);
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 5555), &vxlan(&world, false)));
-        if crate::forger::count(&world, "test/pod-2", "encapsulation") > 0 {
+        forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 5555), &vxlan(&fixture, false)));
+        if crate::forger::count(&fixture, "test/pod-2", "encapsulation") > 0 {
             break;
         }
-        assert!(Instant::now() < deadline, "{}", world.daemon.log().lines().join("\n"));
+        assert!(Instant::now() < deadline, "{}", fixture.daemon.log().lines().join("\n"));
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 #[test]
-fn a_tunnel_to_the_node_passes_where_the_setting_says_so() {
-    let (world, _outside) = world("[encapsulation]\nfrom_pods = \"allow\"\n");
-    let ears = Ears::open(&world);
-    let mut forger = Forger::of(&world, "test/pod-2");
-    let own = world.site("test/pod-2").address(false).unwrap();
-    // The tunnel's ends are IPv4 alone.
+fn a_tunnel_to_the_node_passes_if_configured() {
+    let (fixture, _outside) = fixture("[encapsulation]\nfrom_pods = \"allow\"\n");
+    let sockets = ReceiverSockets::open(&fixture);
+    let mut forger = Forger::of(&fixture, "test/pod-2");
+    let own = fixture.site("test/pod-2").address(false).unwrap();
+    // The ends of the tunnel have IPv4 addresses only.
     for inside_v6 in [false, true] {
         let deadline = Instant::now() + Duration::from_secs(10);
-        while ears.heard() == 0 {
-            forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&world, inside_v6)));
+        while sockets.heard() == 0 {
+            forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&fixture, inside_v6)));
             std::thread::sleep(Duration::from_millis(20));
-            assert!(Instant::now() < deadline, "{}", world.statistics().join("\n"));
+            assert!(Instant::now() < deadline, "{}", fixture.statistics().join("\n"));
         }
     }
-    assert_eq!(crate::forger::count(&world, "test/pod-2", "encapsulation"), 0);
+    assert_eq!(crate::forger::count(&fixture, "test/pod-2", "encapsulation"), 0);
 }
 
 #[test]
-fn a_tunnel_that_ends_in_a_pod_is_the_pods_own_matter() {
-    let (world, _outside) = world("");
-    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-2"));
+fn a_tunnel_that_ends_in_a_pod_is_not_restricted() {
+    let (fixture, _outside) = fixture("");
+    let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"));
     for v6 in [false, true] {
         let there = SocketAddr::new(to.address(v6).unwrap(), 8472);
         let server = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
@@ -195,6 +196,6 @@ fn a_tunnel_that_ends_in_a_pod_is_the_pods_own_matter() {
             client.send_to(b"to a pod", there).unwrap();
             server.recv(&mut [0; 16]).is_ok()
         });
-        assert!(heard, "v6: {v6}\n{}", world.statistics().join("\n"));
+        assert!(heard, "v6: {v6}\n{}", fixture.statistics().join("\n"));
     }
 }

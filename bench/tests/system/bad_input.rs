@@ -1,24 +1,24 @@
-//! Bad input ends the daemon with exit code 2 and one line that names the thing, and leaves nothing attached.
+//! Bad input ends the daemon with exit code 2 and one line that names the cause, and leaves nothing attached.
 
 use std::time::Duration;
 
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, Scratch, network_state};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, ScratchDir, network_state};
 
 use crate::fixture::{pod, pods};
 
-/// A node whose daemon is not started yet.
-struct Prepared {
+/// A node whose daemon is not yet started.
+struct UnstartedNode {
     cluster: Cluster,
     config: DaemonConfig,
     privileges: Privileges,
-    scratch: Scratch,
+    scratch: ScratchDir,
     outside: Option<Outside>,
 }
 
-impl Prepared {
+impl UnstartedNode {
     fn new() -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), pods(2)).unwrap();
@@ -32,10 +32,10 @@ impl Prepared {
     }
 }
 
-/// What is made wrong, and what the line must name.
-type Case = (&'static str, fn(&mut Prepared), &'static [&'static str]);
+/// Name, the error to introduce, and what the line must contain.
+type BadInput = (&'static str, fn(&mut UnstartedNode), &'static [&'static str]);
 
-const CASES: &[Case] = &[
+const CASES: &[BadInput] = &[
     ("no privileges", |node| node.privileges = Privileges::None, &["CAP_NET_ADMIN", "root"]),
     ("an unknown key", |node| node.config.keys = "nonsense = 1\n".into(), &["penstock.toml:2", "nonsense"]),
     (
@@ -90,9 +90,9 @@ const CASES: &[Case] = &[
 ];
 
 #[test]
-fn each_ends_with_code_2_and_one_line_and_leaves_nothing() {
+fn bad_input_ends_with_code_2_and_one_line_and_leaves_nothing() {
     for (what, break_it, named) in CASES {
-        let mut node = Prepared::new();
+        let mut node = UnstartedNode::new();
         break_it(&mut node);
         let before = network_state(node.cluster.node.netlink()).unwrap();
         let namespace = node.cluster.node.namespace();

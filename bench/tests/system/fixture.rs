@@ -1,4 +1,4 @@
-//! What the tests stand on: a node with pods from manifests, servers on all of them, and the daemon.
+//! Test fixture: a node with pods from manifests, servers on all of them, and the daemon.
 #![allow(dead_code, reason = "several test programs share it, and each uses a part")]
 
 use std::fmt::Write as _;
@@ -7,98 +7,97 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
 use penstock_admin::types::{Port, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{Protocol, Servers, Service, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir};
 
-use nix::sys::signal::Signal;
-
-/// What every site serves.
-pub(crate) const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
-/// What is sent between all of them.
+/// Services on every site.
+pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
+/// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
-/// A node with pods under a running daemon.
-pub(crate) struct World {
+/// A node with pods and a running daemon.
+pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) cluster: Cluster,
     pub(crate) manifests: PathBuf,
-    pub(crate) scratch: Scratch,
+    pub(crate) scratch: ScratchDir,
     config: DaemonConfig,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
-    /// As `configs/demo` has it.
+impl Fixture {
+    /// The cluster of `configs/demo`.
     pub(crate) fn demo() -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
         Self::start(scratch, manifests, |_, _| {})
     }
 
-    /// With these manifests in one file, `all.yaml`, and the rest of `more` done before the daemon starts.
+    /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.
     pub(crate) fn of(yaml: &str, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
         Self::start(scratch, manifests, more)
     }
 
-    fn start(scratch: Scratch, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+    fn start(scratch: ScratchDir, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(scratch.path().join("admin.sock"));
         more(&mut cluster, &mut config);
-        let servers = Servers::start_all(&cluster.sites, &SERVICES).unwrap();
+        let servers = EchoServers::start_all(&cluster.sites, &SERVICES).unwrap();
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
         Self { daemon, cluster, manifests, scratch, config, _servers: servers }
     }
 
-    /// Kills the daemon and waits until it is gone.
+    /// Kills the daemon and waits until it has ended.
     pub(crate) fn kill(&mut self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
         self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
     }
 
-    /// Changes what the next daemon is started with.
+    /// Changes the configuration of the next daemon.
     pub(crate) fn change_config(&mut self, change: impl FnOnce(&mut DaemonConfig)) {
         change(&mut self.config);
     }
 
-    /// Starts the next daemon, with the configuration of the one that was killed.
+    /// Starts the next daemon after a kill.
     pub(crate) fn restart(&mut self) {
         self.daemon = Daemon::start(self.cluster.node.namespace(), &self.config).unwrap();
     }
 
-    /// Saves a manifest at once.
+    /// Saves a manifest atomically.
     pub(crate) fn save(&self, file: &str, content: &str) {
         self.scratch.save(&self.manifests.join(file), content).unwrap();
     }
 
-    /// Judges the manifests as they are now and sends all probes.
+    /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
-        let judge = Judge::new(&read_objects(&self.manifests).unwrap());
-        Matrix::measure(&self.cluster, &judge, &PROTOCOLS).unwrap()
+        let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
+        Matrix::measure(&self.cluster, &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {
         &self.cluster.sites[self.cluster.site(name).unwrap()]
     }
 
-    /// A site as a probe's target: its servers' identity and its address of a family.
+    /// A site as the target of a probe: its server's identity and its address of a family.
     pub(crate) fn target(&self, name: &str, v6: bool) -> (u32, std::net::IpAddr) {
         let index = self.cluster.site(name).unwrap();
         (index as u32, self.cluster.sites[index].address(v6).unwrap())
     }
 
-    /// The daemon's statistics as of now: its tables, and the line with the account of frames last.
+    /// The daemon's current statistics: its tables, and the line with the frame account last.
     pub(crate) fn statistics(&self) -> Vec<String> {
         let seen = self.daemon.log().len();
         self.daemon.signal(Signal::SIGUSR1).unwrap();
@@ -106,23 +105,23 @@ impl World {
         self.daemon.log().lines().split_off(seen)
     }
 
-    /// What the daemon tells of itself.
+    /// The daemon's status.
     pub(crate) fn status(&self) -> Status {
         Client::new(self.admin()).unwrap().get("/v1/status", &()).unwrap()
     }
 
-    /// Where its admin API listens.
+    /// Socket of the admin API.
     pub(crate) fn admin(&self) -> &Path {
         self.config.admin.as_deref().expect("a test that asks has left it on")
     }
 
-    /// Its figures of a pod's port.
+    /// Figures of a pod's port.
     pub(crate) fn port(&self, pod: &str) -> Port {
         let ports = self.status().ports;
         ports.into_iter().find(|port| port.pod.as_deref() == Some(pod)).expect("a port of this pod")
     }
 
-    /// A page of the metrics' port: status line, head and body. Nothing, if it does not answer.
+    /// A page of the metrics endpoint: status line, header and body; empty without an answer.
     pub(crate) fn http(&self, address: SocketAddr, path: &str) -> String {
         let ask = || -> std::io::Result<String> {
             let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
@@ -135,7 +134,7 @@ impl World {
         self.cluster.node.namespace().run(ask).unwrap_or_default()
     }
 
-    /// Fails, with what the daemon wrote, unless there is no difference.
+    /// Fails with the daemon's log if there is a difference.
     pub(crate) fn assert_as_expected(&self, matrix: &Matrix) {
         let differences = matrix.differences();
         let log = self.daemon.log().lines();
@@ -143,8 +142,8 @@ impl World {
     }
 }
 
-/// Manifests of a node named `node` and of pods `test/pod-0`, `test/pod-1`… at 10.244.1.10 and fd00:10:244:1::10
-/// and up, each labelled `app: pod-N`.
+/// Manifests of a node `node` and of pods `test/pod-0`, `test/pod-1`… at 10.244.1.10 and fd00:10:244:1::10 and up, each
+/// labelled `app: pod-N`.
 pub(crate) fn pods(count: u8) -> String {
     let mut yaml = String::from(
         "{apiVersion: v1, kind: Namespace, metadata: {name: test}}\n\
@@ -159,7 +158,7 @@ pub(crate) fn pods(count: u8) -> String {
     yaml
 }
 
-/// A document with one pod of the namespace `test`, labelled `app: NAME`.
+/// A document with one pod in the namespace `test`, labelled `app: NAME`.
 pub(crate) fn pod(name: &str, v4: &str, v6: &str) -> String {
     let mut yaml = String::new();
     write!(
@@ -172,7 +171,7 @@ pub(crate) fn pod(name: &str, v4: &str, v6: &str) -> String {
     yaml
 }
 
-/// A document with a policy of the namespace `test` for one pod; `spec` is what follows its selector.
+/// A document with a policy in the namespace `test` for one pod; `spec` follows its selector.
 pub(crate) fn policy(name: &str, of_pod: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: {name}}}\n\

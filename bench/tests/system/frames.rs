@@ -1,24 +1,24 @@
-//! No frame is lost, and an idle daemon is idle.
+//! No frame leaks, and an idle daemon uses no CPU time.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use penstock_bench::load::{Generator, Sink, UdpFlow};
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::load::{Generator, UdpFlow, UdpSink};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-use crate::fixture::{World, pod, pods};
+use crate::fixture::{Fixture, pod, pods};
 
-/// The frame account, as the daemon's statistics tell it.
+/// The frame account in the daemon's statistics.
 #[derive(Debug)]
-struct Frames {
+struct FrameAccount {
     total: u64,
     free: u64,
     fill: u64,
     in_flight: u64,
 }
 
-impl Frames {
-    /// Of a line with `total`, `free`, `fill` and `in_flight`, each followed by its number.
+impl FrameAccount {
+    /// Parses a line with `total`, `free`, `fill` and `in_flight`, each followed by its number.
     fn parse(line: &str) -> Self {
         let words: Vec<&str> = line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
         let number = |name: &str| {
@@ -34,35 +34,35 @@ impl Frames {
     }
 }
 
-/// Asks the running daemon.
-fn frames_now(world: &World) -> Frames {
-    Frames::parse(world.statistics().last().unwrap())
+/// Reads it from the running daemon.
+fn frames_now(fixture: &Fixture) -> FrameAccount {
+    FrameAccount::parse(fixture.statistics().last().unwrap())
 }
 
-/// Ends the daemon and reads its last account.
-fn frames_at_end(world: World) -> Frames {
-    let (status, log) = world.daemon.stop().unwrap();
+/// Ends the daemon and reads its last frame account.
+fn frames_at_end(fixture: Fixture) -> FrameAccount {
+    let (status, log) = fixture.daemon.stop().unwrap();
     assert!(status.success(), "{status}\n{}", log.join("\n"));
     let line = log.iter().rev().find(|line| line.contains("ended")).expect("a last line");
-    Frames::parse(line)
+    FrameAccount::parse(line)
 }
 
 #[test]
 fn frames_balance_after_a_million_forwarded_packets() {
     const GOAL: u64 = 1_000_000;
-    let world = World::of(&pods(2), |_, _| {});
-    let (from, to) = (world.site("test/pod-0"), world.site("test/pod-1"));
+    let fixture = Fixture::of(&pods(2), |_, _| {});
+    let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-1"));
     let destination = SocketAddr::new(to.address(false).unwrap(), 7000);
-    let sink = Sink::open(&to.namespace, destination).unwrap();
+    let sink = UdpSink::open(&to.namespace, destination).unwrap();
     let flow = UdpFlow {
         source_mac: from.namespace.netlink().unwrap().mac("eth0").unwrap(),
-        gateway_mac: world.cluster.node.netlink().mac(world.cluster.node.pods()[0].interface()).unwrap(),
+        gateway_mac: fixture.cluster.node.netlink().mac(fixture.cluster.node.pods()[0].interface()).unwrap(),
         source: SocketAddr::new(from.address(false).unwrap(), 40_000),
         destination,
     };
     let frame = flow.frame(64).unwrap();
     let generator = from.namespace.run(|| Generator::open("eth0")).unwrap();
-    let before = frames_now(&world);
+    let before = frames_now(&fixture);
     before.assert_balanced();
     let start = sink.arrived().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -71,18 +71,18 @@ fn frames_balance_after_a_million_forwarded_packets() {
         generator.run_for(&frame, Duration::from_millis(200)).unwrap();
     }
     std::thread::sleep(Duration::from_millis(200));
-    let after = frames_now(&world);
+    let after = frames_now(&fixture);
     after.assert_balanced();
     assert_eq!(after.total, before.total);
     assert_eq!(after.in_flight, 0, "at rest nothing is under way: {after:?}");
-    frames_at_end(world).assert_balanced();
+    frames_at_end(fixture).assert_balanced();
 }
 
-/// Waits until the daemon has written this many lines with `text` in them since line `seen`.
-fn wait_for_lines(world: &World, seen: usize, text: &str, count: u8) {
+/// Waits until the daemon has written this many lines that contain `text` since line `seen`.
+fn wait_for_lines(fixture: &Fixture, seen: usize, text: &str, count: u8) {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        let lines = world.daemon.log().lines().split_off(seen);
+        let lines = fixture.daemon.log().lines().split_off(seen);
         if lines.iter().filter(|line| line.contains(text)).count() >= usize::from(count) {
             return;
         }
@@ -92,7 +92,7 @@ fn wait_for_lines(world: &World, seen: usize, text: &str, count: u8) {
 }
 
 #[test]
-fn frames_balance_after_a_hundred_ports_came_and_went() {
+fn frames_balance_after_a_hundred_ports_opened_and_closed() {
     const ROUNDS: usize = 10;
     const PODS: u8 = 10;
     let more: Vec<(String, String, String)> = (0..PODS)
@@ -101,44 +101,44 @@ fn frames_balance_after_a_hundred_ports_came_and_went() {
         })
         .collect();
     let described: String = more.iter().map(|(name, v4, v6)| pod(name, v4, v6)).collect();
-    let mut world = World::of(&pods(1), |_, _| {});
-    world.save("more.yaml", described.trim_start_matches("---\n"));
-    let before = frames_now(&world);
+    let mut fixture = Fixture::of(&pods(1), |_, _| {});
+    fixture.save("more.yaml", described.trim_start_matches("---\n"));
+    let before = frames_now(&fixture);
     before.assert_balanced();
     for round in 0..ROUNDS {
-        let seen = world.daemon.log().len();
+        let seen = fixture.daemon.log().len();
         for (name, v4, v6) in &more {
             let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
-            world.cluster.node.add_pod(&format!("test/{name}"), &addresses).unwrap();
+            fixture.cluster.node.add_pod(&format!("test/{name}"), &addresses).unwrap();
         }
-        wait_for_lines(&world, seen, "attached", PODS);
-        let added: Vec<Site> = world.cluster.node.pods().iter().skip(1).map(Site::from).collect();
+        wait_for_lines(&fixture, seen, "attached", PODS);
+        let added: Vec<Site> = fixture.cluster.node.pods().iter().skip(1).map(Site::from).collect();
         for site in &added {
-            let there = world.target("test/pod-0", false);
-            let outcome = probe::run_one(site, there, Protocol::Tcp(8080), Patience::default()).unwrap();
-            assert_eq!(outcome, Outcome::Reached, "{} in round {round}", site.name);
+            let there = fixture.target("test/pod-0", false);
+            let outcome = probe::run_one(site, there, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+            assert_eq!(outcome, ProbeOutcome::Reached, "{} in round {round}", site.name);
         }
         for (name, _, _) in &more {
-            world.cluster.node.remove_pod(&format!("test/{name}")).unwrap();
+            fixture.cluster.node.remove_pod(&format!("test/{name}")).unwrap();
         }
-        wait_for_lines(&world, seen, "closed", PODS);
+        wait_for_lines(&fixture, seen, "closed", PODS);
     }
     std::thread::sleep(Duration::from_millis(100));
-    let after = frames_now(&world);
+    let after = frames_now(&fixture);
     after.assert_balanced();
     assert_eq!(after.total, before.total);
-    // How many a port keeps depends on what is free at the time, and so may be fewer than at the start.
+    // A port's share depends on the free frames at the time, so there may be fewer than at the start.
     assert!(after.fill <= before.fill, "the frames of closed ports are free again: {before:?}, {after:?}");
-    frames_at_end(world).assert_balanced();
+    frames_at_end(fixture).assert_balanced();
 }
 
 #[test]
 fn an_idle_daemon_uses_less_than_three_percent_of_a_core() {
-    let world = World::demo();
-    world.assert_as_expected(&world.matrix());
+    let fixture = Fixture::demo();
+    fixture.assert_as_expected(&fixture.matrix());
     std::thread::sleep(Duration::from_millis(500));
-    let (start, before) = (Instant::now(), world.daemon.processor_time().unwrap());
+    let (start, before) = (Instant::now(), fixture.daemon.processor_time().unwrap());
     std::thread::sleep(Duration::from_secs(5));
-    let used = (world.daemon.processor_time().unwrap() - before).as_secs_f64() / start.elapsed().as_secs_f64();
+    let used = (fixture.daemon.processor_time().unwrap() - before).as_secs_f64() / start.elapsed().as_secs_f64();
     assert!(used < 0.03, "{:.1} % of a core", used * 100.0);
 }

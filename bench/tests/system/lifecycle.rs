@@ -1,13 +1,13 @@
-//! The daemon comes and goes, and the node is as it was.
+//! The daemon starts and ends, and the node is as before.
 
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::probe::{self, Outcome, Patience, Protocol};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 
 /// Links, addresses, routes, rules, and the forwarding settings of all interfaces.
 fn state_of(cluster: &Cluster) -> Vec<String> {
@@ -28,7 +28,7 @@ fn state_of(cluster: &Cluster) -> Vec<String> {
     state
 }
 
-/// Waits for what the kernel does on its own a little later, then compares.
+/// Waits for asynchronous changes by the kernel, then compares.
 fn assert_as_before(cluster: &Cluster, before: &[String]) {
     let deadline = Instant::now() + Duration::from_secs(3);
     while state_of(cluster) != before && Instant::now() < deadline {
@@ -40,8 +40,8 @@ fn assert_as_before(cluster: &Cluster, before: &[String]) {
     assert!(more.is_empty() && less.is_empty(), "left behind: {more:#?}\ngone: {less:#?}");
 }
 
-fn start() -> (Cluster, Vec<String>, DaemonConfig, Scratch) {
-    let scratch = Scratch::new().unwrap();
+fn start() -> (Cluster, Vec<String>, DaemonConfig, ScratchDir) {
+    let scratch = ScratchDir::new().unwrap();
     let manifests = scratch.path().join("manifests");
     std::fs::create_dir(&manifests).unwrap();
     std::fs::write(manifests.join("all.yaml"), pods(3)).unwrap();
@@ -52,7 +52,7 @@ fn start() -> (Cluster, Vec<String>, DaemonConfig, Scratch) {
 }
 
 #[test]
-fn sigterm_and_sigint_put_links_routes_and_settings_back() {
+fn sigterm_and_sigint_restore_links_routes_and_settings() {
     let (cluster, before, config, _scratch) = start();
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
@@ -67,13 +67,13 @@ fn sigterm_and_sigint_put_links_routes_and_settings_back() {
         // Without the daemon the kernel forwards again.
         let sites = &cluster.sites;
         let there = (2, sites[2].address(false).unwrap());
-        let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, Patience::default()).unwrap();
-        assert_eq!(outcome, Outcome::Reached);
+        let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, RetryPolicy::default()).unwrap();
+        assert_eq!(outcome, ProbeOutcome::Reached);
     }
 }
 
 #[test]
-fn after_a_kill_the_next_start_works_and_clears_what_was_left() {
+fn the_start_after_a_kill_works_and_removes_leftovers() {
     let (cluster, before, config, _scratch) = start();
     let killed = Daemon::start(cluster.node.namespace(), &config).unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
@@ -82,39 +82,39 @@ fn after_a_kill_the_next_start_works_and_clears_what_was_left() {
     let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
     let sites = &cluster.sites;
     let there = (2, sites[2].address(true).unwrap());
-    let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, Patience::default()).unwrap();
-    assert_eq!(outcome, Outcome::Reached);
+    let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, RetryPolicy::default()).unwrap();
+    assert_eq!(outcome, ProbeOutcome::Reached);
     let (status, log) = daemon.stop().unwrap();
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
     assert_as_before(&cluster, &before);
 }
 
 #[test]
-fn statistics_on_a_signal_and_at_the_end_count_what_was_dropped_by_cause() {
-    let world = World::of(&(pods(2) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
+fn statistics_on_a_signal_and_at_exit_count_drops_by_reason() {
+    let fixture = Fixture::of(&(pods(2) + &policy("closed", "pod-1", "  ingress: []\n")), |_, _| {});
     let denied = probe::run_one(
-        world.site("test/pod-0"),
-        world.target("test/pod-1", false),
+        fixture.site("test/pod-0"),
+        fixture.target("test/pod-1", false),
         Protocol::Icmp,
-        Patience::default(),
+        RetryPolicy::default(),
     );
-    assert_eq!(denied.unwrap(), Outcome::Silent);
-    let statistics = world.statistics();
+    assert_eq!(denied.unwrap(), ProbeOutcome::Silent);
+    let statistics = fixture.statistics();
     let line = statistics.iter().find(|line| line.contains("test/pod-0")).expect("a line of that pod");
     assert!(line.contains("ingress_denied 3"), "{line}");
-    let (_, log) = world.daemon.stop().unwrap();
+    let (_, log) = fixture.daemon.stop().unwrap();
     assert!(log.iter().filter(|line| line.contains("ingress_denied 3")).count() == 2, "{}", log.join("\n"));
 }
 
 #[test]
-fn no_thread_of_the_daemon_shares_a_core_with_a_worker_where_there_is_another() {
+fn no_other_thread_runs_on_a_workers_core() {
     if std::thread::available_parallelism().unwrap().get() < 2 {
         eprintln!("SKIPPED: there is one core");
         return;
     }
-    let world = World::of(&pods(1), |_, _| {});
+    let fixture = Fixture::of(&pods(1), |_, _| {});
     let (mut of_workers, mut of_others, mut others) = (0, 0, 0);
-    for task in std::fs::read_dir(format!("/proc/{}/task", world.daemon.id())).unwrap().flatten() {
+    for task in std::fs::read_dir(format!("/proc/{}/task", fixture.daemon.id())).unwrap().flatten() {
         let status = std::fs::read_to_string(task.path().join("status")).unwrap();
         let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim();
         let cores = u128::from_str_radix(&field("Cpus_allowed:").replace(',', ""), 16).unwrap();

@@ -1,4 +1,4 @@
-//! A running daemon can be looked into: what it tells of itself is what real packets did.
+//! Inspection of a running daemon: what it reports matches what real packets did.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -7,15 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery, Pod, Status};
-use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, Scratch, penstock_binary};
-
-use nix::sys::signal::Signal;
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, ScratchDir, penstock_binary};
 use serde_json::Value;
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9469);
@@ -25,24 +24,24 @@ fn only_port(port: u16) -> String {
     policy("only", "pod-1", &format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n"))
 }
 
-/// A world whose daemon can be asked, and where.
-struct Open {
-    world: World,
+/// A fixture whose daemon has an admin socket and metrics.
+struct AdminFixture {
+    fixture: Fixture,
     socket: PathBuf,
-    files: Scratch,
+    files: ScratchDir,
 }
 
-impl Open {
+impl AdminFixture {
     fn start(yaml: &str, sections: &str) -> Self {
-        let files = Scratch::new().unwrap();
+        let files = ScratchDir::new().unwrap();
         let socket = files.path().join("admin.sock");
         let sections = sections.replace("FILES", &files.path().display().to_string());
-        let world = World::of(yaml, |_, config| {
+        let fixture = Fixture::of(yaml, |_, config| {
             config.admin = Some(socket.clone());
             config.metrics = Some(METRICS);
             config.sections.push_str(&sections);
         });
-        Self { world, socket, files }
+        Self { fixture, socket, files }
     }
 
     fn status(&self) -> Status {
@@ -65,9 +64,9 @@ impl Open {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Status line and body of a page of the metrics' port.
+    /// Status line and body of a page of the metrics endpoint.
     fn page(&self, path: &str) -> (String, String) {
-        http(self.world.cluster.node.namespace(), path)
+        http(self.fixture.cluster.node.namespace(), path)
     }
 
     /// All samples, by name and labels.
@@ -83,9 +82,9 @@ impl Open {
         samples.map(pair).collect()
     }
 
-    fn denied(&self) -> Outcome {
-        let (client, target) = (self.world.site("test/pod-0"), self.world.target("test/pod-1", false));
-        probe::run_one(client, target, Protocol::Tcp(9090), Patience::default()).unwrap()
+    fn denied(&self) -> ProbeOutcome {
+        let (client, target) = (self.fixture.site("test/pod-0"), self.fixture.target("test/pod-1", false));
+        probe::run_one(client, target, Protocol::Tcp(9090), RetryPolicy::default()).unwrap()
     }
 }
 
@@ -108,7 +107,7 @@ fn pod<'a>(status: &'a Status, name: &str) -> &'a Pod {
     status.pods.iter().find(|pod| pod.pod == name).expect("a pod of this name")
 }
 
-/// The sum of all samples of a family whose labels have all of these.
+/// The sum of all samples of a family whose labels include all of these.
 fn sum(metrics: &BTreeMap<String, f64>, family: &str, labels: &[&str]) -> f64 {
     let of = |name: &&String| {
         let (own, rest) = name.split_once('{').unwrap_or((name, ""));
@@ -129,12 +128,12 @@ fn wait_for<T>(mut look: impl FnMut() -> Option<T>, what: &str) -> T {
 }
 
 #[test]
-fn status_flows_and_metrics_tell_what_packets_did() {
-    let open = Open::start(&(pods(2) + &only_port(8080)), "");
-    let client = open.world.site("test/pod-0");
-    let flow = Flow::open(&client.namespace, open.world.target("test/pod-1", false), 8080, LIMIT).unwrap();
+fn status_flows_and_metrics_match_the_packets() {
+    let open = AdminFixture::start(&(pods(2) + &only_port(8080)), "");
+    let client = open.fixture.site("test/pod-0");
+    let flow = EchoConnection::open(&client.namespace, open.fixture.target("test/pod-1", false), 8080, LIMIT).unwrap();
     flow.wait_for(2_000, LIMIT).unwrap();
-    assert_eq!(open.denied(), Outcome::Silent);
+    assert_eq!(open.denied(), ProbeOutcome::Silent);
 
     let status = open.status();
     assert!(status.in_force, "{status:?}");
@@ -177,7 +176,7 @@ fn status_flows_and_metrics_tell_what_packets_did() {
 
 #[test]
 fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total() {
-    let open = Open::start(&pods(1), "");
+    let open = AdminFixture::start(&pods(1), "");
     let (_, text) = open.page("/metrics");
     let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
     let mut helped = Vec::new();
@@ -188,7 +187,7 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
         } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
             assert!(kinds.insert(name, kind).is_none() && helped.contains(&name), "{line}");
             assert!(
-                name.starts_with("penstock_") && name.bytes().all(|octet| octet.is_ascii_lowercase() || octet == b'_'),
+                name.starts_with("penstock_") && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'),
                 "{line}"
             );
         } else {
@@ -209,7 +208,7 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
         }
     }
     assert!(kinds.len() > 40, "{}", kinds.len());
-    // What the dashboard asks for is there: every name that it uses is a family's, with a suffix that its samples have.
+    // The dashboard only uses existing families, with suffixes that their samples have.
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/grafana/penstock.json");
     let dashboard = std::fs::read_to_string(path).unwrap();
     serde_json::from_str::<Value>(&dashboard).unwrap();
@@ -232,11 +231,11 @@ fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total
 }
 
 #[test]
-fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force() {
-    let open = Open::start(&(pods(2) + &only_port(8080)), "");
+fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
+    let open = AdminFixture::start(&(pods(2) + &only_port(8080)), "");
     let before = open.status();
     let saving = Instant::now();
-    open.world.save("all.yaml", &(pods(2) + &only_port(9090)));
+    open.fixture.save("all.yaml", &(pods(2) + &only_port(9090)));
     let after = wait_for(
         || {
             let status = open.status();
@@ -253,9 +252,9 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
     let took = metrics["penstock_enforced_seconds_sum"];
     let longest = saving.elapsed().as_secs_f64();
     assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in force, of {longest} s");
-    // A pod without an interface has no network, and is told with what it waits for.
+    // A pod without an interface has no network; the status names what it waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
-    open.world.save("all.yaml", &(pods(2) + &lost));
+    open.fixture.save("all.yaml", &(pods(2) + &lost));
     let waits = |waiting: &str| waiting.contains("no host route to");
     let reported = || {
         let pod = open.status().pods.into_iter().find(|pod| pod.pod == "test/lost")?;
@@ -267,10 +266,10 @@ fn a_change_is_told_for_the_pods_that_it_is_about_and_says_when_it_is_in_force()
 }
 
 #[test]
-fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
-    let open = Open::start(&(pods(2) + &only_port(8080)), "");
-    let client = open.world.site("test/pod-0");
-    let flow = Flow::open(&client.namespace, open.world.target("test/pod-1", true), 8080, LIMIT).unwrap();
+fn commands_query_the_daemon_and_report_errors() {
+    let open = AdminFixture::start(&(pods(2) + &only_port(8080)), "");
+    let client = open.fixture.site("test/pod-0");
+    let flow = EchoConnection::open(&client.namespace, open.fixture.target("test/pod-1", true), 8080, LIMIT).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
 
     let status = open.print(&["status"]);
@@ -309,7 +308,7 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
     let log = Command::new("tar").arg("xzOf").arg(&bundle).arg("penstock-dump/log.txt").output().unwrap();
     assert!(String::from_utf8_lossy(&log.stdout).contains("ready: 2 pods"), "the log is in it");
 
-    for (arguments, told) in [
+    for (arguments, logged) in [
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
         (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
@@ -318,13 +317,13 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
         let output = open.command(arguments);
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(
-            output.status.code() == Some(2) && error.contains(told) && error.lines().count() == 1,
+            output.status.code() == Some(2) && error.contains(logged) && error.lines().count() == 1,
             "{arguments:?}: {error}"
         );
     }
-    // Its socket goes with it.
+    // The daemon removes its socket.
     let socket = open.socket.clone();
-    let (status, log) = open.world.daemon.stop().unwrap();
+    let (status, log) = open.fixture.daemon.stop().unwrap();
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
     assert!(!socket.exists());
     let output = Command::new(penstock_binary().unwrap()).args(["status", "--socket"]).arg(&socket).output().unwrap();
@@ -333,33 +332,33 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
 }
 
 #[test]
-fn the_verdict_log_names_pods_and_rules_keeps_to_its_budget_and_counts_the_rest() {
+fn the_verdict_log_names_pods_and_rules_and_counts_lines_beyond_its_budget() {
     let log = "[verdict_log]\noutput = \"FILES/verdicts.jsonl\"\neach_second = 2\nopened = true\n";
-    let open = Open::start(&(pods(2) + &only_port(8080)), log);
-    let (client, target) = (open.world.site("test/pod-0"), open.world.target("test/pod-1", false));
-    let allowed = probe::run_one(client, target, Protocol::Tcp(8080), Patience::default()).unwrap();
-    assert_eq!(allowed, Outcome::Reached);
-    // Each attempt is a SYN that is denied; those beyond two in a second are counted, not told.
+    let open = AdminFixture::start(&(pods(2) + &only_port(8080)), log);
+    let (client, target) = (open.fixture.site("test/pod-0"), open.fixture.target("test/pod-1", false));
+    let allowed = probe::run_one(client, target, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+    assert_eq!(allowed, ProbeOutcome::Reached);
+    // Each attempt is a denied SYN; those beyond two in a second are counted, not logged.
     for _ in 0..5 {
-        assert_eq!(open.denied(), Outcome::Silent);
+        assert_eq!(open.denied(), ProbeOutcome::Silent);
     }
     let file = open.files.path().join("verdicts.jsonl");
     let lines = || -> Vec<Value> {
         let text = std::fs::read_to_string(&file).unwrap_or_default();
         text.lines().map(|line| serde_json::from_str(line).expect(line)).collect()
     };
-    let told = wait_for(
+    let logged = wait_for(
         || {
             let lines = lines();
             let denied = lines.iter().filter(|line| line["outcome"] == "ingress_denied").count();
             (denied >= 2 && lines.iter().any(|line| line["outcome"] == "opened")).then_some(lines)
         },
-        "both outcomes are told",
+        "both outcomes are logged",
     );
-    let opened = told.iter().find(|line| line["outcome"] == "opened" && line["dst"]["port"] == 8080).unwrap();
+    let opened = logged.iter().find(|line| line["outcome"] == "opened" && line["dst"]["port"] == 8080).unwrap();
     assert_eq!((&opened["src"]["name"], &opened["dst"]["name"]), (&"test/pod-0".into(), &"test/pod-1".into()));
     assert_eq!(opened["policy"]["ingress"], "test-ingress-only-0");
-    let denied = told.iter().find(|line| line["outcome"] == "ingress_denied").unwrap();
+    let denied = logged.iter().find(|line| line["outcome"] == "ingress_denied").unwrap();
     assert_eq!(denied["policy"]["ingress"], "denied");
     assert_eq!(denied["ingress"]["pod"], "test/pod-0");
     assert!(denied["connection"].as_str().is_some_and(|id| id.len() == 16), "{denied}");
@@ -367,17 +366,17 @@ fn the_verdict_log_names_pods_and_rules_keeps_to_its_budget_and_counts_the_rest(
     let dropped = open.status().drops["ingress_denied"];
     let suppressed = || open.metrics()["penstock_verdict_log_suppressed_total{outcome=\"ingress_denied\"}"] as u64;
     let written = || lines().iter().filter(|line| line["outcome"] == "ingress_denied").count() as u64;
-    wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is told or counted");
-    // A second's budget may begin anew between any two attempts.
+    wait_for(|| (written() + suppressed() == dropped).then_some(()), "every drop is logged or counted");
+    // The budget of a second may begin between any two attempts.
     assert!(dropped == 15 && suppressed() > 0, "{dropped} dropped, {} suppressed", suppressed());
     let counted: u64 = lines().iter().filter_map(|line| line["suppressed"]["ingress_denied"].as_u64()).sum();
     assert_eq!(counted, suppressed(), "the log says so itself");
 }
 
 #[test]
-fn a_hangup_takes_in_what_can_change_and_tells_what_cannot() {
-    let open = Open::start(&(pods(2) + &only_port(8080)), "");
-    let daemon = &open.world.daemon;
+fn sighup_applies_what_can_change_and_reports_what_cannot() {
+    let open = AdminFixture::start(&(pods(2) + &only_port(8080)), "");
+    let daemon = &open.fixture.daemon;
     let text = std::fs::read_to_string(daemon.config()).unwrap();
     let file = open.files.path().join("verdicts.jsonl");
     let changed = text.replace("64MiB", "65MiB")
@@ -385,44 +384,45 @@ fn a_hangup_takes_in_what_can_change_and_tells_what_cannot() {
     std::fs::write(daemon.config(), changed).unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let told = daemon.log().wait_for_after(seen, "configuration read again: ", LIMIT).unwrap();
-    assert!(told.contains("log.level, verdict_log.output"), "{told}");
+    let logged = daemon.log().wait_for_after(seen, "configuration read again: ", LIMIT).unwrap();
+    assert!(logged.contains("log.level, verdict_log.output"), "{logged}");
     let kept = daemon.log().wait_for_after(seen, "restart penstock", LIMIT).unwrap();
     assert!(kept.contains("umem.memory"), "{kept}");
-    assert_eq!(open.denied(), Outcome::Silent);
+    assert_eq!(open.denied(), ProbeOutcome::Silent);
     wait_for(|| std::fs::read_to_string(&file).unwrap().contains("ingress_denied").then_some(()), "the log is written");
 
     std::fs::write(daemon.config(), "node = 7\n").unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let told = daemon.log().wait_for_after(seen, "all stays as it is", LIMIT).unwrap();
-    assert!(told.contains("node = 7"), "{told}");
+    let logged = daemon.log().wait_for_after(seen, "all stays as it is", LIMIT).unwrap();
+    assert!(logged.contains("node = 7"), "{logged}");
     assert!(open.status().in_force);
 }
 
 #[test]
-fn a_second_daemon_is_refused_the_socket_of_a_live_one_and_a_killed_ones_is_replaced() {
-    let open = Open::start(&pods(1), "");
-    let text = std::fs::read_to_string(open.world.daemon.config()).unwrap();
+fn the_socket_of_a_live_daemon_is_refused_and_a_stale_one_is_replaced() {
+    let open = AdminFixture::start(&pods(1), "");
+    let text = std::fs::read_to_string(open.fixture.daemon.config()).unwrap();
     let node = Namespace::new("other").unwrap();
     let other = Daemon::launch(&node, &text, Privileges::All).unwrap();
     let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
     assert!(log.iter().any(|line| line.contains("a daemon listens there already")), "{}", log.join("\n"));
-    open.world.daemon.signal(Signal::SIGKILL).unwrap();
+    open.fixture.daemon.signal(Signal::SIGKILL).unwrap();
     wait_for(|| std::os::unix::net::UnixStream::connect(&open.socket).is_err().then_some(()), "it is dead");
     assert!(open.socket.exists(), "nobody has removed it");
-    let config = DaemonConfig { admin: Some(open.socket.clone()), ..DaemonConfig::new("node", &open.world.manifests) };
-    let again = Daemon::start(open.world.cluster.node.namespace(), &config).unwrap();
+    let config =
+        DaemonConfig { admin: Some(open.socket.clone()), ..DaemonConfig::new("node", &open.fixture.manifests) };
+    let again = Daemon::start(open.fixture.cluster.node.namespace(), &config).unwrap();
     assert_eq!(open.status().process, again.id().as_raw() as u32);
     again.stop().unwrap();
 }
 
 #[test]
-fn while_its_source_is_awaited_a_daemon_is_healthy_and_not_ready() {
-    let files = Scratch::new().unwrap();
+fn while_waiting_for_its_source_the_daemon_is_healthy_and_not_ready() {
+    let files = ScratchDir::new().unwrap();
     let (kubeconfig, socket) = (files.path().join("kubeconfig"), files.path().join("admin.sock"));
-    // Nobody listens there.
+    // A closed port.
     std::fs::write(
         &kubeconfig,
         "{apiVersion: v1, kind: Config, current-context: a, contexts: [{name: a, context: {cluster: a, user: a}}], \

@@ -1,14 +1,14 @@
-//! Policies are enforced on packets, and a change is in force at once.
+//! Policies are enforced on packets, and a change is in force immediately.
 
 use std::time::{Duration, Instant};
 
-use penstock_bench::judge::Expectation;
-use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol, time_until_reached};
-use penstock_bench::testbed::Via;
+use penstock_bench::expectation::Expectation;
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, time_until_reached};
+use penstock_bench::testbed::RouteVia;
 
-use crate::fixture::{World, pods, policy};
+use crate::fixture::{Fixture, pods, policy};
 
-/// What a change may take on a busy machine.
+/// Timeout of a change on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(1);
 
@@ -18,9 +18,9 @@ fn only_port(port: u16) -> String {
 }
 
 #[test]
-fn the_demos_packets_do_what_its_policies_say_over_both_families() {
-    let world = World::demo();
-    let matrix = world.matrix();
+fn the_demos_packets_match_its_policies_over_both_families() {
+    let fixture = Fixture::demo();
+    let matrix = fixture.matrix();
     assert_eq!(matrix.entries().len(), 8 * 7 * 2 * 4, "8 sites, 2 families, 4 protocols");
     for v6 in [false, true] {
         for expected in [true, false] {
@@ -30,99 +30,99 @@ fn the_demos_packets_do_what_its_policies_say_over_both_families() {
             assert!(count.count() > 50, "the demo has many cells that are allowed and many that are denied");
         }
     }
-    world.assert_as_expected(&matrix);
+    fixture.assert_as_expected(&matrix);
 }
 
 #[test]
-fn an_edit_cuts_an_open_connection_and_opens_what_it_allows() {
-    let world = World::of(&(pods(2) + &only_port(8080)), |_, _| {});
-    let client = world.site("test/pod-0");
+fn an_edit_revokes_an_open_connection_and_allows_the_new_port() {
+    let fixture = Fixture::of(&(pods(2) + &only_port(8080)), |_, _| {});
+    let client = fixture.site("test/pod-0");
     for v6 in [false, true] {
-        let target = world.target("test/pod-1", v6);
-        let flow = Flow::open(&client.namespace, target, 8080, SILENCE).unwrap();
+        let target = fixture.target("test/pod-1", v6);
+        let flow = EchoConnection::open(&client.namespace, target, 8080, SILENCE).unwrap();
         flow.wait_for(100, LIMIT).unwrap();
         let saved = Instant::now();
-        world.save("all.yaml", &(pods(2) + &only_port(9090)));
-        let cut = flow.wait_until_blocked(LIMIT).expect("the connection is cut");
-        println!("cut {:?} after the save", cut.saturating_duration_since(saved));
-        world.assert_as_expected(&world.matrix());
+        fixture.save("all.yaml", &(pods(2) + &only_port(9090)));
+        let cut = flow.wait_until_blocked(LIMIT).expect("the connection is revoked");
+        println!("revoked {:?} after the save", cut.saturating_duration_since(saved));
+        fixture.assert_as_expected(&fixture.matrix());
 
         let saved = Instant::now();
-        world.save("all.yaml", &(pods(2) + &only_port(8080)));
+        fixture.save("all.yaml", &(pods(2) + &only_port(8080)));
         let interval = Duration::from_millis(2);
         let reached = time_until_reached(&client.namespace, target, Protocol::Tcp(8080), interval, LIMIT).unwrap();
         let opened = reached.expect("the port opens");
         println!("opened {:?} after the save", opened.saturating_duration_since(saved));
-        world.assert_as_expected(&world.matrix());
+        fixture.assert_as_expected(&fixture.matrix());
     }
 }
 
 #[test]
 fn a_change_that_still_allows_a_connection_does_not_disturb_it() {
-    let world = World::of(&(pods(2) + &only_port(8080)), |_, _| {});
-    let client = world.site("test/pod-0");
-    let flow = Flow::open(&client.namespace, world.target("test/pod-1", false), 8080, SILENCE).unwrap();
+    let fixture = Fixture::of(&(pods(2) + &only_port(8080)), |_, _| {});
+    let client = fixture.site("test/pod-0");
+    let flow = EchoConnection::open(&client.namespace, fixture.target("test/pod-1", false), 8080, SILENCE).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
     let other = policy("other", "pod-1", "  ingress: [{ports: [{port: 9090}]}]\n");
-    let seen = world.daemon.log().len();
-    world.save("all.yaml", &(pods(2) + &only_port(8080) + &other));
-    world.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
+    let seen = fixture.daemon.log().len();
+    fixture.save("all.yaml", &(pods(2) + &only_port(8080) + &other));
+    fixture.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
     flow.wait_for(500, LIMIT).unwrap();
     assert_eq!(flow.wait_until_blocked(Duration::from_millis(1)), None);
-    world.assert_as_expected(&world.matrix());
+    fixture.assert_as_expected(&fixture.matrix());
 }
 
 #[test]
 fn a_manifest_that_does_not_parse_keeps_the_last_good_state() {
     let good = pods(2) + &only_port(8080);
-    let world = World::of(&good, |_, _| {});
-    let client = world.site("test/pod-0");
-    let target = world.target("test/pod-1", false);
-    let flow = Flow::open(&client.namespace, target, 8080, SILENCE).unwrap();
-    for (bad, told) in [
+    let fixture = Fixture::of(&good, |_, _| {});
+    let client = fixture.site("test/pod-0");
+    let target = fixture.target("test/pod-1", false);
+    let flow = EchoConnection::open(&client.namespace, target, 8080, SILENCE).unwrap();
+    for (bad, logged) in [
         (good.clone() + "---\napiVersion: v1\nkind: [Pod\n", "line="),
         (good.replace("port: 8080", "port: 70000"), "port"),
         (good.replace("ingress:", "ingres:"), "ingres"),
     ] {
-        let seen = world.daemon.log().len();
-        world.save("all.yaml", &bad);
-        let line = world.daemon.log().wait_for_after(seen, "all.yaml", LIMIT).unwrap();
-        assert!(line.contains(told), "{line}");
+        let seen = fixture.daemon.log().len();
+        fixture.save("all.yaml", &bad);
+        let line = fixture.daemon.log().wait_for_after(seen, "all.yaml", LIMIT).unwrap();
+        assert!(line.contains(logged), "{line}");
         flow.wait_for(100, LIMIT).unwrap();
-        let denied = probe::run_one(client, target, Protocol::Tcp(9090), Patience::default()).unwrap();
-        assert_eq!(denied, Outcome::Silent);
+        let denied = probe::run_one(client, target, Protocol::Tcp(9090), RetryPolicy::default()).unwrap();
+        assert_eq!(denied, ProbeOutcome::Silent);
     }
-    world.save("all.yaml", &(pods(2) + &only_port(9090)));
+    fixture.save("all.yaml", &(pods(2) + &only_port(9090)));
     assert!(flow.wait_until_blocked(LIMIT).is_some(), "the next good save is taken");
 }
 
 #[test]
-fn a_services_address_is_no_pods_to_an_egress_policy_and_its_drops_say_so() {
+fn egress_policy_treats_a_service_address_as_no_pod_and_its_drops_name_it() {
     let [service, other] = ["10.96.0.10", "10.97.0.10"].map(|text| text.parse::<std::net::IpAddr>().unwrap());
     let egress =
         |to: &str| policy("egress", "pod-0", &format!("  policyTypes: [Egress]\n  egress: [{{to: [{to}]}}]\n"));
     let to_pods = egress("{podSelector: {}}");
     let to_block = egress("{podSelector: {}}, {ipBlock: {cidr: 10.96.0.0/16}}");
     let mut outside = None;
-    let world = World::of(&(pods(2) + &to_pods), |cluster, config| {
+    let fixture = Fixture::of(&(pods(2) + &to_pods), |cluster, config| {
         config.keys += "service_cidrs = [\"10.96.0.0/16\"]\n";
-        // What a Service's address leads to stands behind the node: to be answered is to have been let out.
+        // The Service's backend is behind the node: a reply proves that the packet was let out.
         let machine = cluster.node.add_outside("services").unwrap();
         let (node, inside) = (cluster.node.netlink(), machine.namespace().netlink().unwrap());
         for address in [service, other] {
             inside.add_address(inside.index("lo").unwrap(), address.into()).unwrap();
             let link = node.index(machine.interface()).unwrap();
-            node.add_route(address.into(), link, Via::Gateway(machine.addresses()[0])).unwrap();
+            node.add_route(address.into(), link, RouteVia::Gateway(machine.addresses()[0])).unwrap();
         }
         outside = Some(machine);
     });
-    let from = world.site("test/pod-0");
-    let ask = |address| probe::run_one(from, (0, address), Protocol::Icmp, Patience::default()).unwrap();
-    assert_eq!((ask(service), ask(other)), (Outcome::Silent, Outcome::Silent));
-    let told = world.statistics().join("\n");
-    assert!(told.contains("service_denied") && told.contains("egress_denied"), "{told}");
-    let seen = world.daemon.log().len();
-    world.save("all.yaml", &(pods(2) + &to_block));
-    world.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
-    assert_eq!((ask(service), ask(other)), (Outcome::Reached, Outcome::Silent));
+    let from = fixture.site("test/pod-0");
+    let ask = |address| probe::run_one(from, (0, address), Protocol::Icmp, RetryPolicy::default()).unwrap();
+    assert_eq!((ask(service), ask(other)), (ProbeOutcome::Silent, ProbeOutcome::Silent));
+    let logged = fixture.statistics().join("\n");
+    assert!(logged.contains("service_denied") && logged.contains("egress_denied"), "{logged}");
+    let seen = fixture.daemon.log().len();
+    fixture.save("all.yaml", &(pods(2) + &to_block));
+    fixture.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
+    assert_eq!((ask(service), ask(other)), (ProbeOutcome::Reached, ProbeOutcome::Silent));
 }

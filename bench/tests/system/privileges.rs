@@ -1,28 +1,27 @@
-//! What the daemon may do once it is ready, and that this is enough for all that it has to do then.
+//! Privileges of the daemon once it is ready, and that they suffice for everything it has to do afterwards.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery};
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch, network_state};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
 use penstock_privileges::{KEPT, START};
 
-use nix::sys::signal::Signal;
-use nix::unistd::Pid;
+use crate::fixture::{Fixture, pod, pods, policy};
 
-use crate::fixture::{World, pod, pods, policy};
-
-/// How long a change of the manifests may take until it is in force.
+/// Timeout until a change of the manifests is in force.
 const IN_FORCE: Duration = Duration::from_secs(10);
 
-/// The capability sets of a thread, by the kernel's names for them, and whether it may gain privileges.
+/// Capability sets of a thread as the kernel names them, and its no_new_privs flag.
 #[derive(PartialEq, Eq, Debug)]
-struct Rights {
+struct ThreadCapabilities {
     permitted: u64,
     effective: u64,
     inheritable: u64,
@@ -31,7 +30,7 @@ struct Rights {
     no_new: bool,
 }
 
-impl Rights {
+impl ThreadCapabilities {
     fn of(process: Pid, thread: &str) -> Self {
         let status = fs::read_to_string(format!("/proc/{process}/task/{thread}/status")).unwrap();
         let field = |name: &str| {
@@ -49,18 +48,18 @@ impl Rights {
         }
     }
 
-    /// Of a thread with this in force, and no way to more.
+    /// A thread with these in force and no way to gain more.
     fn only(effective: u64, bounding: u64) -> Self {
         Self { permitted: effective, effective, inheritable: 0, ambient: 0, bounding, no_new: true }
     }
 }
 
-/// Each thread's number and name.
+/// Number and name of each thread.
 fn threads(process: Pid) -> Vec<(String, String)> {
     let entries = fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let numbers = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let named = numbers.filter_map(|number| {
-        // One that has ended meanwhile has no name any more.
+        // A thread that ended meanwhile has no name.
         let name = fs::read_to_string(format!("/proc/{process}/task/{number}/comm")).ok()?;
         Some((number, name.trim().to_owned()))
     });
@@ -71,13 +70,13 @@ fn mask(capabilities: &[caps::Capability]) -> u64 {
     capabilities.iter().map(caps::Capability::bitmask).sum()
 }
 
-/// Fails unless the control thread has exactly what is kept, and every other thread nothing.
+/// Fails unless the control thread has exactly the kept capabilities and every other thread none.
 fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let process = daemon.id();
     let threads = threads(process);
     for (number, name) in &threads {
         let kept = if *number == process.to_string() { mask(&KEPT) } else { 0 };
-        assert_eq!(Rights::of(process, number), Rights::only(kept, bounding), "thread {name}");
+        assert_eq!(ThreadCapabilities::of(process, number), ThreadCapabilities::only(kept, bounding), "thread {name}");
     }
     for wanted in expected {
         assert!(threads.iter().any(|(_, name)| name.starts_with(wanted)), "no thread {wanted} among {threads:?}");
@@ -85,29 +84,29 @@ fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
 }
 
 #[test]
-fn once_it_is_ready_one_thread_has_what_is_kept_and_no_other_has_anything() {
-    let files = Scratch::new().unwrap();
+fn once_ready_only_the_control_thread_has_capabilities() {
+    let files = ScratchDir::new().unwrap();
     let socket = files.path().join("admin.sock");
-    let world = World::of(&pods(2), |_, config| {
+    let fixture = Fixture::of(&pods(2), |_, config| {
         config.sections.push_str("\n[verdict_log]\noutput = \"stdout\"\n");
         config.admin = Some(socket.clone());
     });
-    // Asking for these starts a thread for what takes long.
+    // These requests start a helper thread.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
     let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
-    assert_only_what_is_kept(&world.daemon, mask(&KEPT), &expected);
+    assert_only_what_is_kept(&fixture.daemon, mask(&KEPT), &expected);
 }
 
-/// A daemon with no more than the systemd unit and the DaemonSet grant it.
+/// A daemon with only what the systemd unit and the DaemonSet grant.
 fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
     let privileges = Privileges::Bounded(mask(&START));
     Daemon::start_with(cluster.node.namespace(), config, privileges).unwrap()
 }
 
 #[test]
-fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pods_that_come_later() {
+fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_pods() {
     for mode in ["closed", "open"] {
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         fs::create_dir(&manifests).unwrap();
         let all = manifests.join("all.yaml");
@@ -129,12 +128,12 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         scratch.save(&all, &(yaml.clone() + &closed)).unwrap();
         daemon.log().wait_for_after(seen, "pods=2", IN_FORCE).unwrap();
         let from = Site::from(cluster.node.pod("test/pod-0").unwrap());
-        let probe = || probe::run_one(&from, (0, addresses[0]), Protocol::Icmp, Patience::default()).unwrap();
-        assert_eq!(probe(), Outcome::Silent, "fail.mode = {mode}");
+        let probe = || probe::run_one(&from, (0, addresses[0]), Protocol::Icmp, RetryPolicy::default()).unwrap();
+        assert_eq!(probe(), ProbeOutcome::Silent, "fail.mode = {mode}");
         let seen = daemon.log().len();
         scratch.save(&all, &yaml).unwrap();
         daemon.log().wait_for_after(seen, "published: ", IN_FORCE).unwrap();
-        assert_eq!(probe(), Outcome::Reached, "fail.mode = {mode}");
+        assert_eq!(probe(), ProbeOutcome::Reached, "fail.mode = {mode}");
         assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
 
         daemon.signal(Signal::SIGTERM).unwrap();
@@ -143,7 +142,7 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         let refused = |line: &&String| line.contains("Operation not permitted") || line.contains("Permission denied");
         assert_eq!(log.iter().find(refused), None);
         cluster.node.remove_pod("test/pod-1").unwrap();
-        // The kernel does some of it a little later.
+        // The kernel does some of it asynchronously.
         let state = || network_state(cluster.node.netlink()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(3);
         while state() != before && Instant::now() < deadline {
@@ -154,21 +153,21 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
 }
 
 #[test]
-fn the_admin_socket_is_its_owners_alone() {
-    // Below a directory that everybody may enter, so that the socket's own mode is what keeps others out.
-    let scratch = Scratch::new().unwrap();
+fn only_the_owner_can_use_the_admin_socket() {
+    // Below a directory that everybody may enter, so that the socket's own mode denies access.
+    let scratch = ScratchDir::new().unwrap();
     fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let socket = scratch.path().join("admin.sock");
-    let world = World::of(&pods(1), |_, config| config.admin = Some(socket.clone()));
+    let fixture = Fixture::of(&pods(1), |_, config| config.admin = Some(socket.clone()));
     assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
     UnixStream::connect(&socket).unwrap();
     let refused = std::thread::spawn(move || {
         const NOBODY: libc::c_long = 65534;
-        // SAFETY: no memory is passed; of the system call itself, unlike libc's function, only this thread is meant.
+        // SAFETY: no memory is passed. The raw system call, unlike libc's function, only affects this thread.
         let result = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
         assert_eq!(result, 0);
         UnixStream::connect(&socket).unwrap_err().kind()
     });
     assert_eq!(refused.join().unwrap(), std::io::ErrorKind::PermissionDenied);
-    drop(world);
+    drop(fixture);
 }

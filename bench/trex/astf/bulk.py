@@ -12,9 +12,9 @@ class Bulk:
     def get_profile(self, tunables, **kwargs):
         parser = Tunables(type(self))
         parser.add_argument('--streams', type=positive, default=8, help='how many connections at once')
-        parser.add_argument('--megabytes', type=positive, default=1_024, help='2^20 octets that each carries')
-        parser.add_argument('--mss', type=positive, default=1_460, help='octets of a segment')
-        parser.add_argument('--window', type=positive, default=1_024, help='2^10 octets of send and receive buffers')
+        parser.add_argument('--megabytes', type=positive, default=1_024, help='2^20 bytes that each carries')
+        parser.add_argument('--mss', type=positive, default=1_460, help='bytes of a segment')
+        parser.add_argument('--window', type=positive, default=1_024, help='2^10 bytes of send and receive buffers')
         args = parser.parse_args(tunables)
         chunks = args.megabytes * 2**20 // CHUNK
         client, server = ASTFProgram(), ASTFProgram()

@@ -13,8 +13,8 @@ class NewConnections:
     def get_profile(self, tunables, **kwargs):
         parser = Tunables(type(self))
         parser.add_argument('--cps', type=rate, default=1_000.0, help='connections a second')
-        parser.add_argument('--request', type=positive, default=128, help='octets of a request')
-        parser.add_argument('--answer', type=positive, default=1_024, help='octets of an answer')
+        parser.add_argument('--request', type=positive, default=128, help='bytes of a request')
+        parser.add_argument('--answer', type=positive, default=1_024, help='bytes of an answer')
         parser.add_argument('--denied-port', type=port, help='port of the servers that policy denies')
         parser.add_argument('--denied-cps', type=rate, default=100.0, help='connections a second to the denied port')
         args = parser.parse_args(tunables)

@@ -76,9 +76,9 @@ def template(addresses, port, client, server, group=ALLOWED, **client_options):
         tg_name=group)
 
 
-def message(kind, octets):
-    """A request or an answer of so many octets, with what an HTTP message begins with."""
+def message(kind, bytes):
+    """A request or an answer of so many bytes, with what an HTTP message begins with."""
     start = {'request': 'GET /penstock HTTP/1.1\r\nHost: pod\r\n\r\n', 'answer': 'HTTP/1.1 200 OK\r\n\r\n'}[kind]
-    if octets < len(start):
-        raise ValueError(f'--{kind} {octets}: at least {len(start)} octets')
-    return start + 'x' * (octets - len(start))
+    if bytes < len(start):
+        raise ValueError(f'--{kind} {bytes}: at least {len(start)} bytes')
+    return start + 'x' * (bytes - len(start))

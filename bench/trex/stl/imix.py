@@ -1,4 +1,4 @@
-"""Simple IMIX: frames of 64, 570 and 1518 octets, 7 to 4 to 1 by number."""
+"""Simple IMIX: frames of 64, 570 and 1518 bytes, 7 to 4 to 1 by number."""
 
 from penstock_stl import SHORTEST, Ends, Groups, Tunables, latency_stream, padded, stream
 
@@ -6,7 +6,7 @@ MIX = [(64, 7.0), (570, 4.0), (1518, 1.0)]
 
 
 class Imix:
-    """Simple IMIX: frames of 64 (66 over IPv6), 570 and 1518 octets, 7 to 4 to 1 by number; each size is a connection."""
+    """Simple IMIX: frames of 64 (66 over IPv6), 570 and 1518 bytes, 7 to 4 to 1 by number; each size is a connection."""
 
     def get_streams(self, port_id, direction, tunables, **kwargs):
         args = Tunables(type(self)).with_latency().parse_args(tunables)

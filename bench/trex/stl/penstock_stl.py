@@ -36,7 +36,7 @@ class Tunables(argparse.ArgumentParser):
         self.add_argument('--dport', type=port, default=8080, help='destination port of the first flow')
 
     def with_size(self):
-        self.add_argument('--size', type=int, default=64, help='octets of a frame, check sequence included')
+        self.add_argument('--size', type=int, default=64, help='bytes of a frame, check sequence included')
         return self
 
     def with_flows(self, default):
@@ -97,7 +97,7 @@ def padded(headers, size):
     """The packet as long as its frame is to be."""
     room = size - CHECK_SEQUENCE - len(headers)
     if room < 0:
-        raise ValueError(f'a frame of {size} octets is too short: at least {len(headers) + CHECK_SEQUENCE}')
+        raise ValueError(f'a frame of {size} bytes is too short: at least {len(headers) + CHECK_SEQUENCE}')
     return headers / ('x' * room)
 
 

@@ -34,21 +34,21 @@ def packet(told):
 
 
 def ports(told):
-    octets = packet(told)
-    return struct.unpack('!HH', octets[34:38] if octets[12:14] == b'\x08\x00' else octets[54:58])
+    bytes = packet(told)
+    return struct.unpack('!HH', bytes[34:38] if bytes[12:14] == b'\x08\x00' else bytes[54:58])
 
 
 def applied(told, number):
     """The ports of the packet in which the flow has this number: what TRex's field engine does."""
-    octets = bytearray(packet(told))
+    bytes = bytearray(packet(told))
     for step in told['vm']['instructions']:
         if step['type'] == 'write_mask_flow_var':
             assert step['pkt_cast_size'] == 2
             at, shift = step['pkt_offset'], step['shift']
             value = number << shift if shift >= 0 else number >> -shift
-            old = struct.unpack('!H', octets[at:at + 2])[0]
-            octets[at:at + 2] = struct.pack('!H', (old & ~step['mask'] | value & step['mask']) & 0xFFFF)
-    return struct.unpack('!HH', octets[34:38])
+            old = struct.unpack('!H', bytes[at:at + 2])[0]
+            bytes[at:at + 2] = struct.pack('!H', (old & ~step['mask'] | value & step['mask']) & 0xFFFF)
+    return struct.unpack('!HH', bytes[34:38])
 
 
 class Stateless(unittest.TestCase):

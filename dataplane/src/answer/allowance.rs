@@ -1,4 +1,4 @@
-//! How much may still be done: so much a second, and so much at once.
+//! A token bucket: a rate with a burst.
 
 use crate::conntrack::Timestamp;
 
@@ -11,13 +11,13 @@ pub(super) struct Allowance {
 }
 
 impl Allowance {
-    /// Full at first.
+    /// A full bucket.
     pub(super) fn new(per_second: u32, at_once: u32) -> Self {
         let most = u64::from(at_once) * 1000;
         Self { per_second: per_second.into(), most, left: most, filled: None }
     }
 
-    /// Adds what has come together since the last call.
+    /// Adds the tokens accrued since the last call.
     #[inline]
     pub(super) fn refill(&mut self, now: Timestamp) {
         let since = self.filled.map_or(0, |filled| now.as_millis().saturating_sub(filled.as_millis()));
@@ -25,7 +25,7 @@ impl Allowance {
         self.filled = Some(now);
     }
 
-    /// Takes one, if there is one.
+    /// Takes one token, if there is one.
     pub(super) fn spend(&mut self) -> bool {
         let left = self.left.checked_sub(1000);
         self.left = left.unwrap_or(self.left);

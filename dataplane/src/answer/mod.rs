@@ -1,9 +1,8 @@
-//! Packets that the node makes itself, in answer to one that it drops: ICMP errors, and TCP resets for a connection that
-//! policy has cut.
+//! Packets that the node generates in reply to dropped ones: ICMP errors, and TCP resets for revoked connections.
 //!
-//! The packet at hand is dropped and counted as ever. Its answer is built beside the batch, in a store that is allocated
-//! once; whoever runs the pipeline [takes](Answers::take) what is in it and sends it in frames of its own, or does not
-//! (replay). How many there are in a batch and in a second is bounded: RFC 4443 section 2.4(f), RFC 1812 section 4.3.2.8.
+//! The dropped packet is counted as usual. Its reply is built beside the batch in a preallocated store. The caller of
+//! the pipeline [takes](Replies::take) the replies and sends them in frames of its own, or ignores them (replay). Their
+//! number is limited per batch and per second: RFC 4443 section 2.4(f), RFC 1812 section 4.3.2.8.
 
 mod allowance;
 mod build;
@@ -15,28 +14,28 @@ use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, PortId, PortKind, Ways};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, Transport};
 
-/// What becomes of a connection that policy ends.
+/// What happens when policy revokes a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnCut {
-    /// Its packets are dropped, and its ends find out in their own time.
+    /// Its packets are dropped without a reply.
     #[default]
     Drop,
-    /// Its ends are told: both by a TCP RST; of other protocols whoever sends, by an ICMP error "administratively
+    /// Its ends are notified: TCP ends by a RST; senders of other protocols by the ICMP error "administratively
     /// prohibited".
     Reset,
 }
 
-/// Most answers to one batch.
+/// Maximum replies to one batch.
 const CAPACITY: usize = 32;
-/// Octets of the longest: an ICMPv6 error, which fits the least MTU (RFC 4443 section 2.4(c)).
+/// Bytes of the longest reply: an ICMPv6 error, which fits the minimum MTU (RFC 4443 section 2.4(c)).
 const LONGEST: usize = ETHERNET_LEN + build::LONGEST_V6;
-/// ICMP errors of one worker: in a second, and at once. The kernel's own bounds (`icmp_msgs_per_sec`, `icmp_msgs_burst`).
+/// ICMP errors of one worker per second, and burst. The kernel's own limits (`icmp_msgs_per_sec`, `icmp_msgs_burst`).
 const ERRORS: (u32, u32) = (1_000, 50);
-/// TCP resets of one worker: in a second, and at once. More, since one change of policy may cut many connections; those
-/// that are not told are dropped, and told at their next packet.
+/// TCP resets of one worker per second, and burst. Higher, since one policy change may revoke many connections. Ends
+/// that get no reset are notified at their next packet.
 const RESETS: (u32, u32) = (10_000, 1_000);
 
-/// The answers to one batch, and how many more there may be.
+/// The replies to one batch, and the limits for more.
 pub struct Answers {
     on_cut: OnCut,
     store: Box<[Answer]>,
@@ -46,7 +45,7 @@ pub struct Answers {
     withheld: u64,
 }
 
-/// One answer: a frame, and the port that it is to leave by.
+/// A reply frame and its egress port.
 #[derive(Clone)]
 struct Answer {
     octets: [u8; LONGEST],
@@ -55,7 +54,7 @@ struct Answer {
 }
 
 impl Answers {
-    /// No answers yet.
+    /// No replies yet.
     pub fn new(on_cut: OnCut) -> Self {
         let none = Answer { octets: [0; LONGEST], length: 0, port: PortId(0) };
         Self {
@@ -68,18 +67,18 @@ impl Answers {
         }
     }
 
-    /// The answers to the last batch, each with the port that it is to leave by. They are taken once.
+    /// The replies to the last batch, each with its egress port. They are returned once.
     pub fn take(&mut self) -> impl Iterator<Item = (PortId, &[u8])> {
         let count = std::mem::take(&mut self.count);
         self.store[..count].iter().map(|answer| (answer.port, &answer.octets[..answer.length]))
     }
 
-    /// How many answers were due since the last call and not given, because there had been too many.
+    /// Number of replies suppressed by the limits since the last call.
     pub fn take_withheld(&mut self) -> u64 {
         std::mem::take(&mut self.withheld)
     }
 
-    /// A new batch begins; answers that nobody took are forgotten.
+    /// Starts a new batch; replies that were not taken are discarded.
     #[inline]
     pub(crate) fn begin(&mut self, now: Timestamp) {
         self.count = 0;
@@ -87,10 +86,10 @@ impl Answers {
         self.resets.refill(now);
     }
 
-    /// Answers a packet of a connection that policy has cut, if that is to be done.
+    /// Replies to a packet of a revoked connection, if configured.
     ///
-    /// `next` is the sequence number that the packet's destination expects of its source: given when the connection was
-    /// cut just now, so that the other end is told too. Later packets answer their sender alone.
+    /// `next` is the sequence number that the packet's destination expects from its source. It is given if this packet
+    /// caused the revocation, so that the other end is notified too. Later packets notify only their sender.
     #[cold]
     pub(crate) fn cut(
         &mut self,
@@ -110,8 +109,9 @@ impl Answers {
             return;
         }
         let acknowledges = segment.flags.contains(TcpFlags::ACK);
-        // RFC 9293 section 3.5.2: a reset takes its number from the acknowledgement that it answers, so that it is the
-        // very next one that the sender expects (RFC 5961 section 3.2); where there is none, it acknowledges.
+        // RFC 9293 section 3.5.2: a reset takes its number from the acknowledgement that it replies to, so that it is
+        // exactly the next one that the sender expects (RFC 5961 section 3.2); without an acknowledgement it
+        // acknowledges.
         let numbers = if acknowledges { (segment.ack, None) } else { (0, Some(segment.end())) };
         self.reset(forwarding, ways.back, &packet.flow.reversed(), numbers);
         if let Some(next) = next {
@@ -136,7 +136,7 @@ impl Answers {
         }
     }
 
-    /// Answers a packet with an ICMP error, if one may be sent about it.
+    /// Replies to a packet with an ICMP error, if allowed.
     #[cold]
     pub(crate) fn error(
         &mut self,
@@ -163,7 +163,7 @@ impl Answers {
     }
 }
 
-/// Room for one more answer, if there may be one.
+/// Storage for one more reply, if the limits allow it.
 fn next<'a>(store: &'a mut [Answer], count: &mut usize, allowance: &mut Allowance) -> Option<&'a mut Answer> {
     let answer = store.get_mut(*count).filter(|_| allowance.spend())?;
     *count += 1;
@@ -171,7 +171,7 @@ fn next<'a>(store: &'a mut [Answer], count: &mut usize, allowance: &mut Allowanc
 }
 
 impl Answer {
-    /// Writes the Ethernet header of this way to `destination`; `None` if there is none.
+    /// Writes the Ethernet header for this port and `destination`; `None` if there is no port.
     fn address(&mut self, forwarding: &Forwarding, way: Option<PortId>, destination: Address) -> Option<()> {
         self.port = way?;
         let port = forwarding.port(self.port)?;
@@ -183,8 +183,8 @@ impl Answer {
     }
 }
 
-/// Whether an ICMP error may be sent about a packet: not about another error, nor about a fragment that is not its
-/// datagram's first (RFC 1812 section 4.3.2.7, RFC 4443 section 2.4(e)). About ICMP only where it is known to be none.
+/// Whether an ICMP error may be sent about a packet: not about another error, nor about a fragment other than the first
+/// (RFC 1812 section 4.3.2.7, RFC 4443 section 2.4(e)). About ICMP only if it is known not to be an error.
 fn may_be_answered(packet: &Packet) -> bool {
     match packet.transport {
         Transport::Tcp(_) | Transport::Udp | Transport::Sctp { .. } | Transport::EchoRequest => true,
@@ -193,8 +193,8 @@ fn may_be_answered(packet: &Packet) -> bool {
     }
 }
 
-/// Whose address an ICMP error carries: the node's, which is the router. What leaves by the host port carries that of
-/// the packet's destination: the node's stack drops what comes in with an address of its own.
+/// Source address of an ICMP error: the node's, as the router. Errors that leave through the host port have the address
+/// of the packet's destination, since the node's stack drops packets from its own addresses.
 fn source(forwarding: &Forwarding, ways: Ways, packet: &Packet) -> Option<Address> {
     let egress = forwarding.port(ways.back?)?;
     let node = forwarding.node_address(packet.flow.src.is_v4()).filter(|_| egress.kind != PortKind::Host);

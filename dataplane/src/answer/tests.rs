@@ -1,4 +1,4 @@
-//! Answers as the pipeline gives them, read again by etherparse; checksums are summed independently.
+//! Replies of the pipeline, parsed by etherparse; checksums are computed independently.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -29,7 +29,7 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// A node with two pods, `web` and `db`, of which `db` lets everything in, or nothing.
+/// A node with two pods, `web` and `db`; `db` admits everything or nothing.
 struct Node {
     pipeline: Pipeline,
     snapshot: Snapshot,
@@ -77,7 +77,7 @@ impl Node {
         self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
     }
 
-    /// A batch of these frames: what becomes of the first, and the answers.
+    /// Processes a batch of these frames; returns the verdict on the first one and the replies.
     fn send_all(&mut self, port: PortId, all: &[Vec<u8>]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
         let mut frames = MemoryFrames::new();
         all.iter().for_each(|frame| frames.push(frame.clone()).unwrap());
@@ -123,7 +123,7 @@ fn tcp(from: (&str, u16), to: (&str, u16), kind: &str, numbers: (u32, u32), payl
     frame
 }
 
-/// Asserts that all checksums of an answer are right, and that it can be parsed.
+/// Asserts that all checksums of a reply are valid and that it can be parsed.
 fn check(frame: &[u8]) -> Packet {
     let packet = parse(frame).unwrap_or_else(|cause| panic!("an answer is refused by our own parser: {cause}"));
     assert_eq!(usize::from(packet.layout.end), frame.len(), "no octet too many");
@@ -137,10 +137,10 @@ fn check(frame: &[u8]) -> Packet {
     packet
 }
 
-/// A RST: the port that it leaves by, from, to, sequence and acknowledgement number.
+/// A RST: egress port, source, destination, sequence and acknowledgement number.
 type Rst = (PortId, (IpAddr, u16), (IpAddr, u16), u32, Option<u32>);
 
-/// The RST that an answer is.
+/// Parses a reply as a RST.
 fn rst((port, frame): &(PortId, Vec<u8>)) -> Rst {
     let packet = check(frame);
     assert_eq!(frame[..12], [[2, 0, 0, 0, port.0 as u8, 2], [2, 0, 0, 0, port.0 as u8, 1]].concat(), "its MACs");
@@ -152,7 +152,7 @@ fn rst((port, frame): &(PortId, Vec<u8>)) -> Rst {
     (*port, (src.into(), src_port), (dst.into(), dst_port), tcp.sequence_number(), acknowledged)
 }
 
-/// The ICMP error that an answer is: type, code, the four octets behind the checksum, and what it quotes.
+/// Parses a reply as an ICMP error: type, code, the four bytes behind the checksum, and the quoted packet.
 fn icmp(frame: &[u8]) -> (IpAddr, IpAddr, u8, u8, [u8; 4], Vec<u8>) {
     let packet = check(frame);
     let sliced = SlicedPacket::from_ethernet(frame).unwrap();
@@ -184,7 +184,8 @@ fn both_ends_of_a_tcp_connection_that_is_cut_are_reset_with_the_numbers_that_the
         };
         established(&mut node);
         node.publish(false);
-        // A retransmission of what `db` has long had: its own number would not be the one that `db` expects.
+        // A retransmission of data that `db` has already received: its own number would not be the one that `db`
+        // expects.
         let (verdict, answers) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
         assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
         let (at_web, at_db) = ((ip(web), 40_000), (ip(db), 5432));
@@ -220,7 +221,8 @@ fn who_sends_on_another_connection_that_is_cut_is_told_by_icmp() {
         let (kind, code) = if v6 == 1 { (1, 1) } else { (3, 13) };
         let from_node = ip(NODE_IPS[v6]);
         assert_eq!(icmp(&answers[0].1), (from_node, ip(web), kind, code, [0; 4], datagram[14..].to_vec()));
-        // Through the host port it comes as from the pod: the node's stack takes nothing from outside with its own address.
+        // Through the host port the source is the pod: the node's stack accepts no packet from outside with its own
+        // address.
         let (_, answers) = node.send(HOST, &udp(world, db, 64, 9));
         assert_eq!((answers[0].0, icmp(&answers[0].1).0, icmp(&answers[0].1).1), (HOST, ip(db), ip(world)));
     }
@@ -258,13 +260,13 @@ fn a_packet_whose_hops_run_out_is_answered_by_the_node() {
 fn errors_and_later_fragments_are_not_answered() {
     let mut node = Node::new(OnCut::Reset);
     assert_eq!(node.send(WEB, &udp(WEB_IPS[0], DB_IPS[0], 64, 8)).0, Verdict::Forward(DB));
-    // `db` answers with an ICMP error whose TTL is at its end.
+    // `db` replies with an ICMP error whose TTL expires.
     let quoted = &udp(WEB_IPS[0], DB_IPS[0], 64, 8)[14..];
     let mut error = Vec::new();
     let unreachable = etherparse::Icmpv4Type::DestinationUnreachable(etherparse::icmpv4::DestUnreachableHeader::Port);
     builder(DB_IPS[0], WEB_IPS[0], 1).icmpv4(unreachable).write(&mut error, quoted).unwrap();
     assert_eq!(node.send(DB, &error), (Verdict::Drop(Cause::TtlExpired), vec![]));
-    // A first fragment is answered, a later one of the same datagram is not.
+    // A first fragment gets a reply, a later one of the same datagram does not.
     let fragment = |offset: u16| {
         let mut header =
             etherparse::Ipv4Header::new(24, 1, etherparse::ip_number::UDP, [10, 0, 0, 1], [10, 0, 0, 2]).unwrap();

@@ -1,4 +1,4 @@
-//! What can be set about the connection table.
+//! Configuration of the connection table.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,29 +8,29 @@ use super::state::{SctpState, State, TcpState};
 use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
 
-/// Settings of a [`super::ConnTable`].
+/// Configuration of a [`super::ConnTable`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Config {
-    /// Connections that it holds; 1,048,576 by default. Each takes 64 octets, and with tags and the room that
-    /// keeps groups from filling up about 74.
+    /// Capacity in connections; 1,048,576 by default. Each takes 64 bytes, about 74 with tags and the spare room that
+    /// keeps groups from filling up.
     pub entries: usize,
-    /// Most connections of one owner; a quarter of `entries` if not given.
+    /// Maximum number of connections of one owner; a quarter of `entries` if `None`.
     pub quota: Option<u32>,
-    /// How long an idle connection is kept.
+    /// Idle timeouts.
     pub timeouts: Timeouts,
-    /// Whether a TCP segment (or an SCTP chunk) from the middle of a connection may open one.
+    /// Whether a TCP segment or SCTP chunk from mid-stream may open a connection.
     pub pick_up: PickUp,
-    /// File in which the table lives, so that it outlasts the process; in memory of its own if not given.
+    /// File of the table, so that it outlasts the process; anonymous memory if `None`.
     pub mapping: Option<PathBuf>,
 }
 
 impl Config {
-    /// Fewest connections that a table can be made for.
+    /// Minimum capacity of a table.
     pub const MIN_ENTRIES: usize = 64;
-    /// Most connections that a table can be made for: 2²⁸, 19 GiB.
+    /// Maximum capacity of a table: 2²⁸, 19 GiB.
     pub const MAX_ENTRIES: usize = 1 << 28;
 
-    /// The quota in force.
+    /// The effective quota.
     pub fn quota(&self) -> u32 {
         self.quota.unwrap_or((self.entries / 4) as u32).max(1)
     }
@@ -49,22 +49,22 @@ impl Default for Config {
     }
 }
 
-/// When a packet from the middle of a connection may open one, and then only while its owner has used less than half of
-/// what it may have. Whoever sends a single acknowledgement makes such an entry, and cannot be told from a connection that
-/// the table has lost.
+/// When a mid-stream packet may open a connection, and then only while its owner uses less than half of its quota. A
+/// single ACK from any sender creates such an entry and cannot be distinguished from a connection that the table has
+/// lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PickUp {
     /// Never.
     Never,
-    /// Until this moment, unless the table was [found](super::Opened::Found): connections that a lost table held go on.
+    /// Until this time, unless the table was [found](super::TableOrigin::Found): connections of a lost table continue.
     AfterLoss(Timestamp),
-    /// Until this moment: connections go on that were opened while no table was kept.
+    /// Until this time: connections that were opened while no table existed continue.
     Until(Timestamp),
-    /// Always: for captures, which begin in the middle.
+    /// Always: for captures, which begin in mid-stream.
     Always,
 }
 
-/// A setting of the connection table that cannot be.
+/// An invalid setting of the connection table.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The table's size is out of range.
@@ -91,9 +91,9 @@ pub enum ConfigError {
 
 macro_rules! timeouts {
     ($($(#[doc = $doc:literal])+ $name:ident = $seconds:literal,)+) => {
-        /// How long a connection may be idle, by protocol and state. Names and defaults are those of the
-        /// kernel's `net.netfilter.nf_conntrack_*` settings (Documentation/networking/nf_conntrack-sysctl.rst);
-        /// what they mean to the second is kept to within a second.
+        /// Idle timeouts by protocol and state. Names and defaults are those of the kernel's
+        /// `net.netfilter.nf_conntrack_*` settings (Documentation/networking/nf_conntrack-sysctl.rst). They are kept to
+        /// within a second.
         #[derive(Clone, PartialEq, Eq, Debug)]
         pub struct Timeouts { $($(#[doc = $doc])+ pub $name: Duration,)+ }
 
@@ -132,8 +132,7 @@ timeouts! {
     tcp_timeout_syn_recv = 60,
     /// TCP, handshake complete: five days.
     tcp_timeout_established = 432_000,
-    /// TCP, after a RST of which it is not known whether its receiver took it; or taken up in the middle, and not answered
-    /// yet.
+    /// TCP, after a RST that its receiver may or may not accept; or picked up in mid-stream and not yet answered.
     tcp_timeout_unacknowledged = 300,
     /// TCP, one FIN.
     tcp_timeout_fin_wait = 120,
@@ -179,7 +178,7 @@ impl Timeouts {
         }
     }
 
-    /// How long a connection of this protocol may be idle in this state.
+    /// Idle timeout of a connection of this protocol in this state.
     pub fn of(&self, protocol: Protocol, state: State) -> Duration {
         match (state, protocol) {
             (State::Tcp(state), _) => match state {
@@ -202,7 +201,7 @@ impl Timeouts {
                 SctpState::ShutdownAckSent => self.sctp_timeout_shutdown_ack_sent,
                 SctpState::Closed => self.sctp_timeout_closed,
             },
-            // As long as either side may still try: TCP retransmits at least every two minutes (RFC 6298).
+            // As long as either side may retransmit: TCP does so at least every two minutes (RFC 6298).
             (State::Cut, Protocol::TCP) => self.tcp_timeout_unacknowledged,
             (State::Cut, Protocol::SCTP) => self.sctp_timeout_established,
             (State::Unreplied, Protocol::UDP) => self.udp_timeout,
@@ -214,10 +213,10 @@ impl Timeouts {
     }
 }
 
-/// Where [`State::Cut`] stands among the states' numbers: no state has it.
+/// Index of [`State::Revoked`] among the state numbers; no state uses it.
 const CUT: u8 = 15;
 
-/// The timeouts as the packet path reads them: ticks by class of protocol and number of state.
+/// The timeouts in ticks, by protocol class and state number, as the packet path reads them.
 pub(super) struct Lifetimes([[u32; 16]; 6]);
 
 impl Lifetimes {
@@ -234,7 +233,7 @@ impl Lifetimes {
         Self(table)
     }
 
-    /// Most ticks without a packet for what `control` shows; none if it is no state.
+    /// Idle timeout in ticks for the state in `control`; zero if it is not a state.
     #[inline]
     pub(super) fn of(&self, protocol: Protocol, control: Control) -> u32 {
         let code = if control.is_revoked() { CUT } else { control.state() };

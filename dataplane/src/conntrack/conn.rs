@@ -1,4 +1,4 @@
-//! A connection that was found, and what its packets do to it.
+//! A handle to a connection that was found, and the updates by its packets.
 
 use std::time::Duration;
 
@@ -13,8 +13,8 @@ use super::track::{self, Step};
 use crate::packet::{Flow, Orientation, Protocol, Transport};
 use crate::snapshot::Epoch;
 
-/// A connection as it was when it was found. Other workers may change or remove it at any time; what is asked of the
-/// handle then answers for the connection that was found, and what is told to it never reaches another one.
+/// A connection at the time it was found. Other workers may change or remove it at any time. The handle then still
+/// describes the connection that was found, and its updates never reach another one.
 #[derive(Clone, Copy)]
 pub struct Conn<'t> {
     table: &'t ConnTable,
@@ -24,39 +24,39 @@ pub struct Conn<'t> {
     control: Control,
 }
 
-/// What became of a packet that was given to its connection.
+/// Result of applying a packet to its connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Update {
-    /// It belongs to the connection, which is now in this state.
+    /// The packet belongs to the connection, which is now in this state.
     Accepted(State),
-    /// It does not belong into the connection as it is: out of window, or of a kind that cannot come now.
+    /// The packet does not fit the connection: it is out of window or not allowed in this state.
     Invalid,
-    /// Policy has ended the connection, and this is no packet that opens another.
+    /// Policy has revoked the connection, and the packet does not open a new one.
     Cut,
-    /// It opens another connection where this one has ended or was never answered. Ask policy about the packet's own
-    /// direction, and if it may open one, [replace](Conn::replace) this one.
+    /// The packet opens a new connection in place of one that has ended or was never answered. Evaluate policy for the
+    /// packet's own direction and, if allowed, [replace](Conn::replace) this one.
     Opens,
-    /// A SYN from the side that did not open this live connection. Ask policy about the packet's own direction, and if it
-    /// may pass, [let it](Conn::hold_syn).
+    /// A SYN from the answering side of a live connection. Evaluate policy for the packet's own direction and, if
+    /// allowed, [hold it](Conn::hold_syn).
     AsksInReverse,
-    /// A SYN-ACK that acknowledges a SYN which this live connection has let through: both ends have forgotten the
-    /// connection and open another. Ask policy about the direction of that SYN, and if it may open one,
-    /// [restart](Conn::restart) this one.
+    /// A SYN-ACK that acknowledges a held SYN of this live connection: both ends have lost the connection and open a
+    /// new one. Evaluate policy for the direction of that SYN and, if allowed, [restart](Conn::restart) this one.
     Restarts,
-    /// There is no such connection any more: it was removed meanwhile. Go on as for a packet without a connection.
+    /// The connection was removed meanwhile. Handle the packet as one without a connection.
     Ended,
 }
 
-/// What became of a connection about which policy was asked again.
+/// Result of evaluating policy again for a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Judged {
-    /// It goes on as it was: allowed, or cut. Also where another thread has asked under a newer epoch: that answer stays.
+    /// Unchanged: still allowed, or still revoked. Also if another thread evaluated it under a newer epoch; that
+    /// verdict stays.
     Kept,
-    /// It was allowed and is not any more: this verdict has cut it.
+    /// It was allowed and is no longer: this verdict has revoked it.
     Cut,
-    /// It was cut and is allowed again.
+    /// It was revoked and is allowed again.
     Restored,
-    /// It is gone.
+    /// It was removed.
     Gone,
 }
 
@@ -78,26 +78,26 @@ impl<'t> Conn<'t> {
         self.control.original()
     }
 
-    /// Whether a packet travelling this way answers the connection's opener.
+    /// Whether a packet in this direction is a reply to the connection's opener.
     #[inline]
     pub fn is_reply(&self, orientation: Orientation) -> bool {
         orientation != self.control.original()
     }
 
-    /// Whose quota it counts against. Ask before [`Conn::update`]: one that is accepted shows that the answer was this
-    /// connection's, and not its successor's in the same entry.
+    /// Owner whose quota it counts against. Call it before [`Conn::update`]: if that accepts, the owner was this
+    /// connection's and not that of a later one in the same entry.
     #[inline]
     pub fn owner(&self) -> OwnerId {
         self.entry.owner()
     }
 
-    /// Whether its packets cross the node's own stack, in both directions.
+    /// Whether its packets traverse the node's own stack, in both directions.
     #[inline]
     pub fn via_host(&self) -> bool {
         self.control.is_via_host()
     }
 
-    /// From now on its packets cross the node's own stack. False if it is gone.
+    /// Marks its packets as traversing the node's own stack. False if it was removed.
     #[cold]
     pub fn set_via_host(&mut self) -> bool {
         while self.refresh() {
@@ -116,26 +116,26 @@ impl<'t> Conn<'t> {
         State::of(self.hashed.protocol(), self.control).unwrap_or(State::Unreplied)
     }
 
-    /// How long ago its last packet was, to within a second.
+    /// Time since its last packet, to within a second.
     pub fn idle(&self, now: Timestamp) -> Duration {
         TICK * self.control.tick().age(now.tick())
     }
 
-    /// Whether policy was asked about it under this epoch or a newer one. Epochs are told apart by their low 23 bits.
+    /// Whether it was evaluated under this epoch or a newer one. Epochs are compared by their low 23 bits.
     #[inline]
     pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
         self.control.epoch().covers(EpochTag::of(epoch))
     }
 
-    /// Whether policy has ended it.
+    /// Whether policy has revoked it.
     #[inline]
     pub fn is_cut(&self) -> bool {
         self.control.is_revoked()
     }
 
-    /// Notes what policy said of it under this epoch: a connection that is not allowed any more is cut, and one that was
-    /// cut and is allowed again is restored. Of several threads that ask at once, one learns that it did so. Verdict and
-    /// epoch change in one step, and an older epoch never takes the place of a newer one.
+    /// Records the verdict of this epoch: a connection that is no longer allowed is revoked, and a revoked one that is
+    /// allowed again is restored. If several threads do so at once, exactly one gets the result `Revoked` or
+    /// `Restored`. Verdict and epoch change atomically, and an older epoch never replaces a newer one.
     pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
         let epoch = EpochTag::of(epoch);
         loop {
@@ -159,14 +159,14 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// The sequence number that whoever receives what travels this way expects next: one past the highest that was let
-    /// through. `None` if that is not known, or the protocol is not TCP.
+    /// The sequence number that the receiver of packets in this direction expects next: one past the highest that
+    /// passed. `None` if unknown, or if the protocol is not TCP.
     pub fn next_sequence(&self, orientation: Orientation) -> Option<u32> {
         let (_, tracked) = self.entry.tracking(self.control).filter(|_| self.hashed.protocol() == Protocol::TCP)?;
         Window::unpack(tracked[orientation as usize]).next()
     }
 
-    /// Lets one of its packets act on it.
+    /// Applies one of its packets.
     #[inline(always)]
     pub fn update(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
         match self.act(orientation, transport, now, false) {
@@ -175,13 +175,13 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// [`Conn::update`] for a packet that [`Update::AsksInReverse`] and that policy allows: the SYN is remembered until it
-    /// is answered.
+    /// [`Conn::update`] for a packet that is an allowed [`Update::ReverseSyn`]: the SYN is held until it is answered.
     pub fn hold_syn(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> Update {
         self.act_again(orientation, transport, now, true)
     }
 
-    /// [`Conn::update`] after another thread was faster. Each round that fails does so because another's succeeded.
+    /// Retries [`Conn::update`] after another thread changed the entry. A round only fails because another thread's
+    /// succeeded.
     #[cold]
     #[inline(never)]
     fn act_again(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp, allowed: bool) -> Update {
@@ -195,7 +195,7 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// Reads the control word again; false if the connection is gone.
+    /// Reads the control word again; false if the connection was removed.
     fn refresh(&mut self) -> bool {
         let control = self.entry.control();
         let is_there = control.is_same_generation(self.control);
@@ -205,8 +205,8 @@ impl<'t> Conn<'t> {
         is_there
     }
 
-    /// [`Conn::update`], unless another thread has changed the entry since its control word was read. `allowed`: a SYN from
-    /// the side that did not open the connection may pass.
+    /// [`Conn::update`], unless another thread changed the entry since its control word was read. `allowed`: a SYN from
+    /// the answering side may pass.
     #[inline(always)]
     fn act(
         &mut self,
@@ -231,7 +231,7 @@ impl<'t> Conn<'t> {
             return self.accept(State::Tcp(TcpState::Established), tracked, tracking, now);
         }
         if control.is_revoked() {
-            // Remembered for as long as its ends go on trying. If another thread was faster, it did the same.
+            // A revoked connection stays while its ends retransmit. If another thread was faster, it did the same.
             let _ = self.entry.exchange(control, control.with(control.state(), now));
             return Some(if track::opens(transport) { Update::Opens } else { Update::Cut });
         }
@@ -244,7 +244,7 @@ impl<'t> Conn<'t> {
             Step::Hold(..) if orientation != control.original() && !allowed => Some(Update::AsksInReverse),
             Step::Hold(tracking, syn) => {
                 self.entry.hold_syn(control, syn);
-                // It proves nothing yet: the connection ages on.
+                // It proves nothing yet, so the connection's time is not refreshed.
                 self.accept(state, tracked, tracking, control.tick())
             }
             Step::Pass => Some(Update::Accepted(state)),
@@ -254,8 +254,8 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// Removes it for a packet that [`Update::Opens`] another and that policy allows; enter that one then. False if the
-    /// connection is not one that such a packet replaces any more.
+    /// Removes it for an allowed packet that [`Update::Opens`] a new one; insert that one then. False if such a packet
+    /// no longer replaces the connection.
     pub fn replace(mut self, orientation: Orientation, transport: &Transport, now: Timestamp) -> bool {
         loop {
             if !self.refresh() {
@@ -267,8 +267,8 @@ impl<'t> Conn<'t> {
                 Some(_) => return false,
                 None => continue,
             }
-            // Its time may be another now. If policy has restored it meanwhile, or a packet moved it on, the packet is
-            // put to it again.
+            // The tick may differ by now. If policy restored the connection meanwhile, or a packet changed its state,
+            // the packet is applied again.
             let is_as_seen = self.refresh()
                 && self.control.state() == seen.state()
                 && self.control.is_revoked() == seen.is_revoked();
@@ -279,8 +279,8 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// Makes it the connection that a SYN has opened which it had let through, and which this packet, a SYN-ACK,
-    /// acknowledges. Policy has allowed the SYN's direction under `epoch`. False if that is not so any more.
+    /// Turns it into the connection opened by its held SYN, which this SYN-ACK acknowledges. Policy has allowed the
+    /// SYN's direction under `epoch`. False if that no longer applies.
     pub fn restart(&mut self, epoch: Epoch, orientation: Orientation, transport: &Transport, now: Timestamp) -> bool {
         while self.refresh() {
             let control = self.control;
@@ -304,7 +304,7 @@ impl<'t> Conn<'t> {
         false
     }
 
-    /// Goes on from what was tracked to what is now; `None` if another thread was faster.
+    /// Replaces the tracked state by a new one; `None` if another thread was faster.
     #[inline(always)]
     fn accept(&mut self, next: State, tracked: Tracking, tracking: Tracking, now: Tick) -> Option<Update> {
         let control = self.control;
@@ -332,7 +332,7 @@ impl<'t> Conn<'t> {
     #[inline(always)]
     fn exchange(&mut self, tracked: Tracking, tracking: Tracking, wanted: Control) -> bool {
         let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
-        // Windows first: if the process ends between the steps, they are merely ahead of the state.
+        // Windows first: if the process ends between the steps, they are only ahead of the state.
         let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
             && self.entry.exchange_tracking(high, tracked[1], tracking[1])
             && (wanted == self.control || self.entry.exchange(self.control, wanted).is_ok());
@@ -342,7 +342,7 @@ impl<'t> Conn<'t> {
         done
     }
 
-    /// Removes it. False if it was gone already.
+    /// Removes it. False if it was already removed.
     pub fn remove(self) -> bool {
         let mut control = self.control;
         while control.is_same_generation(self.control) {

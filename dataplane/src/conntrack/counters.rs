@@ -1,4 +1,4 @@
-//! What the table has done, by outcome.
+//! Counters of the table's operations.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -6,11 +6,11 @@ use crossbeam::utils::CachePadded;
 
 macro_rules! events {
     ($($(#[doc = $doc:literal])+ $variant:ident = $field:ident,)+) => {
-        /// Something that the table counts.
+        /// An operation that the table counts.
         #[derive(Clone, Copy)]
         pub(super) enum Event { $($variant,)+ }
 
-        /// What the table has done since it was made. Each outcome is counted once, under one name.
+        /// Operations of the table since it was created. Each operation is counted once.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Statistics { $($(#[doc = $doc])+ pub $field: u64,)+ }
 
@@ -21,7 +21,7 @@ macro_rules! events {
                 Self { $($field: sums[Event::$variant as usize],)+ }
             }
 
-            /// Each count with its name.
+            /// Each counter with its name.
             pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
                 [$((stringify!($field), self.$field)),+].into_iter()
             }
@@ -30,29 +30,29 @@ macro_rules! events {
 }
 
 events! {
-    /// Connections entered.
+    /// Connections inserted.
     Created = created,
-    /// Inserts that found their connection already there: the other direction, or another worker, was first.
+    /// Inserts that found the connection already present, from the other direction or by another worker.
     Raced = raced,
-    /// Inserts that began again because another one of the same key was under way.
+    /// Inserts that were retried because another insert of the same key was in progress.
     Retried = retried,
-    /// Connections whose timeout passed.
+    /// Connections removed by their timeout.
     Expired = expired,
-    /// Connections that ended and were opened again by a new SYN or INIT.
+    /// Connections that had ended and were reopened by a new SYN or INIT.
     Reopened = reopened,
-    /// Connections removed by the caller: cut by policy, or their pod went.
+    /// Connections removed by the caller because their pod was removed.
     Removed = removed,
-    /// Connections that were ending, evicted for a new one.
+    /// Closing connections evicted for a new one.
     EvictedClosing = evicted_closing,
-    /// Connections of which one side alone was heard, evicted for a new one.
+    /// Connections evicted for a new one while only one side had sent.
     EvictedUnanswered = evicted_unanswered,
     /// Connections that were answered once, evicted for a new one.
     EvictedAnswered = evicted_answered,
     /// Connections evicted for another one of the same owner, which was at its quota.
     EvictedQuota = evicted_quota,
-    /// New connections refused because there was no room and nothing to evict.
+    /// New connections rejected because there was no room and nothing to evict.
     RefusedFull = refused_full,
-    /// New connections refused because their owner was at its quota and had nothing to evict.
+    /// New connections rejected because their owner was at its quota and had nothing to evict.
     RefusedQuota = refused_quota,
     /// Packets that belong to no connection and cannot open one.
     RefusedCannotOpen = refused_cannot_open,
@@ -60,7 +60,7 @@ events! {
 
 const STRIPES: usize = 16;
 
-/// Counters that workers add to without sharing cache lines, as long as there are at most 16 of them.
+/// Counters that up to 16 workers increment without sharing cache lines.
 pub(super) struct Counters([CachePadded<[AtomicU64; EVENTS]>; STRIPES]);
 
 impl Counters {
@@ -84,7 +84,7 @@ impl Counters {
     }
 }
 
-/// This thread's stripe.
+/// Index of this thread's stripe.
 #[inline]
 fn stripe() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);

@@ -1,4 +1,4 @@
-//! One connection: a cache line of eight words, each of them atomic.
+//! One connection: a cache line of eight atomic words.
 
 use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, fence, overwrite};
@@ -7,24 +7,24 @@ use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
 use crate::snapshot::Epoch;
 
-/// Whose quota a connection counts against: a small number that the caller gives to each pod (its port's, say).
+/// Owner of connections for quotas: a small number that the caller assigns to each pod, such as that of its port.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 #[repr(transparent)]
 pub struct OwnerId(pub u16);
 
-/// The low 23 bits of an [`Epoch`], as an entry keeps them. Compared by order (RFC 1982), not by equality: of two within
-/// 2²² of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) takes older ones away long
-/// before they come that far apart.
+/// Epoch tag: the low 23 bits of an [`Epoch`], as stored in an entry. Compared by serial number arithmetic (RFC 1982):
+/// of two within 2²² of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) clears older
+/// ones long before they are that far apart.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct EpochTag(u32);
 
 impl EpochTag {
     const BITS: u32 = Epoch::TAG_BITS;
     const MASK: u32 = (1 << Self::BITS) - 1;
-    /// Of a connection that no snapshot of this process has been asked about. No published epoch has it
+    /// Tag of a connection that was not evaluated under any snapshot of this process. No published epoch has it
     /// ([`Epoch::next`]).
     pub(super) const NONE: Self = Self(0);
-    /// An entry this far behind loses its tag at the next sweep.
+    /// A sweep clears the tag of an entry this far behind.
     const STALE: u32 = 1 << (Self::BITS - 2);
 
     #[inline]
@@ -32,34 +32,34 @@ impl EpochTag {
         Self(epoch.0 & Self::MASK)
     }
 
-    /// Whether what was decided under this tag still holds under `wanted`: it is as new, or newer.
+    /// Whether a verdict under this tag is still valid under `wanted`: it is equal or newer.
     #[inline]
     pub(super) const fn covers(self, wanted: Self) -> bool {
         self.0 != Self::NONE.0 && self.0.wrapping_sub(wanted.0) & Self::MASK < 1 << (Self::BITS - 1)
     }
 
-    /// Whether it is so far behind `now` that it must go before the numbers come round.
+    /// Whether it is so far behind `now` that it must be cleared before the numbers wrap.
     pub(super) const fn is_stale(self, now: Self) -> bool {
         self.0 != Self::NONE.0 && !self.covers(now) && now.0.wrapping_sub(self.0) & Self::MASK >= Self::STALE
     }
 }
 
-/// The control word: who holds the entry, what changes with packets, and what policy said of it under which epoch. Every
-/// change of hands, of state and of verdict is one compare-and-swap of it.
+/// The control word: whether the entry is in use, per-packet state, and the verdict with the epoch of its evaluation.
+/// Every change of use, state and verdict is one compare-and-swap of this word.
 ///
 /// | bits | |
 /// |---|---|
-/// | 0–3 | state: 0 free, 1 claimed, else the number of the connection's state |
-/// | 4 | tentative: written, but not yet known to be the only entry of its key |
+/// | 0–3 | state: 0 free, 1 claimed, otherwise the number of the connection's state |
+/// | 4 | tentative: written, but not yet confirmed as the only entry of its key |
 /// | 5 | orientation of the original direction |
-/// | 6 | revoked: policy has ended the connection; the state stays as it was |
-/// | 7 | via host: its packets cross the node's own stack |
+/// | 6 | revoked by policy; the state is kept |
+/// | 7 | via host: its packets traverse the node's own stack |
 /// | 8–29 | tick of the last packet |
-/// | 30–52 | tag of the epoch under which policy was last asked |
-/// | 53–63 | generation: counts how often the entry has been claimed |
+/// | 30–52 | tag of the epoch under which policy was last evaluated |
+/// | 53–63 | generation: number of times the entry was claimed |
 ///
-/// The generation wraps after 2¹¹ claims. A compare-and-swap that waited so long would in addition have to meet the
-/// same state, epoch and tick to go wrong.
+/// The generation wraps after 2¹¹ claims. A compare-and-swap delayed that long would also have to find the same state,
+/// epoch and tick to go wrong.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Control(pub(super) u64);
 
@@ -76,13 +76,13 @@ const EPOCH: u64 = (EpochTag::MASK as u64) << EPOCH_AT;
 const GENERATION_AT: u32 = EPOCH_AT + EpochTag::BITS;
 const _: () = assert!(GENERATION_AT == 53);
 
-/// State number of an entry that is free.
+/// State number of a free entry.
 pub(super) const FREE: u8 = 0;
 /// State number of an entry that one thread is writing or clearing.
 pub(super) const CLAIMED: u8 = 1;
 
 impl Control {
-    /// A tentative connection in an entry that was claimed at this generation.
+    /// A tentative connection in an entry claimed at this generation.
     pub(super) fn tentative(claimed: Self, state: u8, orientation: Orientation, epoch: EpochTag, tick: Tick) -> Self {
         Self(
             u64::from(state)
@@ -104,7 +104,7 @@ impl Control {
         self.state() == FREE
     }
 
-    /// Whether a connection is in it, tentative or not.
+    /// Whether it contains a connection, tentative or not.
     #[inline]
     pub(super) const fn is_written(self) -> bool {
         self.state() > CLAIMED
@@ -115,13 +115,13 @@ impl Control {
         self.0 & TENTATIVE != 0
     }
 
-    /// Whether a connection is in it that everyone may see.
+    /// Whether it contains a connection visible to all.
     #[inline]
     pub(super) const fn is_live(self) -> bool {
         self.is_written() && !self.is_tentative()
     }
 
-    /// Whether policy has ended the connection.
+    /// Whether policy has revoked the connection.
     #[inline]
     pub(super) const fn is_revoked(self) -> bool {
         self.0 & REVOKED != 0
@@ -136,7 +136,7 @@ impl Control {
         Self(if via_host { self.0 | VIA_HOST } else { self.0 & !VIA_HOST })
     }
 
-    /// Whether the connection is in the state of this number, and not revoked.
+    /// Whether the connection is in the state of this number and not revoked.
     #[inline]
     pub(super) const fn is_in(self, state: u8) -> bool {
         self.0 & (STATE | REVOKED) == state as u64
@@ -162,7 +162,7 @@ impl Control {
         self.0 >> GENERATION_AT
     }
 
-    /// Whether both are of one connection, between one claim of the entry and the next.
+    /// Whether both belong to one connection, between one claim of the entry and the next.
     #[inline]
     pub(super) const fn is_same_generation(self, other: Self) -> bool {
         self.generation() == other.generation() && self.is_written() && other.is_written()
@@ -172,13 +172,13 @@ impl Control {
         Self(self.0 & !TENTATIVE)
     }
 
-    /// The same connection in another state, or at another time.
+    /// The same connection with another state or time.
     #[inline]
     pub(super) const fn with(self, state: u8, tick: Tick) -> Self {
         Self(self.0 & !STATE & !TICK | state as u64 | (tick.0 as u64) << TICK_AT)
     }
 
-    /// The same connection as policy decided of it under this epoch.
+    /// The same connection with the verdict of this epoch.
     #[inline]
     pub(super) const fn with_verdict(self, epoch: EpochTag, allowed: bool) -> Self {
         let revoked = if allowed { 0 } else { REVOKED };
@@ -190,12 +190,12 @@ impl Control {
         Self(self.0 & !ORIENTATION | (orientation as u64) << ORIENTATION_AT)
     }
 
-    /// Held by one thread, in the same generation.
+    /// Claimed by one thread, in the same generation.
     pub(super) const fn claimed(self) -> Self {
         Self(self.generation() << GENERATION_AT | CLAIMED as u64)
     }
 
-    /// Held by one thread for a new connection: the next generation.
+    /// Claimed by one thread for a new connection, in the next generation.
     pub(super) const fn claimed_anew(self) -> Self {
         Self((self.generation() + 1) << GENERATION_AT | CLAIMED as u64)
     }
@@ -206,18 +206,18 @@ impl Control {
     }
 }
 
-/// What tracking keeps of each direction: the window of TCP, the tag of SCTP, indexed by [`Orientation`]. Of other
+/// Tracking state of each direction, indexed by [`Orientation`]: the window for TCP, the tag for SCTP. For other
 /// protocols the first word is the tick of the first packet.
 pub(super) type Tracking = [u64; 2];
 
-/// What an entry is opened with, beside its key.
+/// Initial content of an entry besides its key.
 #[derive(Clone, Copy)]
 pub(super) struct Contents {
     pub(super) owner: OwnerId,
     pub(super) tracking: Tracking,
 }
 
-/// What an entry holds.
+/// A consistent copy of an entry.
 pub(super) struct Loaded {
     pub(super) control: Control,
     pub(super) key: KeyWords,
@@ -225,22 +225,22 @@ pub(super) struct Loaded {
     pub(super) tracking: Tracking,
 }
 
-/// The name word above the key's 40 bits: owner in bits 40–55, then a flag, then a held SYN.
+/// The last key word above the key's 40 bits: owner in bits 40–55, then a flag, then a held SYN.
 const OWNER_AT: u32 = NAME_BITS;
 const OWNER: u64 = 0xffff << OWNER_AT;
-/// The owner is not counted any more: the entry is being cleared.
+/// The owner is no longer counted: the entry is being cleared.
 const UNCOUNTED: u64 = 1 << 56;
-/// What is kept of a SYN that a live connection has let through ([`super::tcp::HeldSyn`]): bits 57–63.
+/// State of a SYN that a live connection has let through ([`super::tcp::HeldSyn`]): bits 57–63.
 const HELD_SYN_AT: u32 = 57;
 
-/// Words of a key before the last. Loom makes do with the first, or it would never come to an end.
+/// Address words of a key. Loom uses only one, since it would not terminate otherwise.
 const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
 
 /// One entry of the table. All zero is a free entry.
 ///
-/// Reading without a lock: an entry's key is written only while its control word says *claimed*, so a reader that
-/// finds the same generation *written* before and after it read the key has read one connection's key.
-/// [`Entry::load`] does so.
+/// Lock-free reads: an entry's key is written only while its control word is *claimed*. A reader that finds the same
+/// generation *written* before and after reading the key has therefore read the key of one connection.
+/// [`TableEntry::load`] does so.
 #[repr(C, align(64))]
 pub(super) struct Entry {
     control: AtomicU64,
@@ -260,13 +260,13 @@ impl Entry {
         Self { control: zero(), addresses: std::array::from_fn(|_| zero()), name: zero(), tracking: [zero(), zero()] }
     }
 
-    /// The control word; what another thread wrote before it set the word is seen.
+    /// The control word, with acquire ordering.
     #[inline]
     pub(super) fn control(&self) -> Control {
         Control(self.control.load(Ordering::Acquire))
     }
 
-    /// Compare-and-swap of the control word; the word found on failure.
+    /// Compare-and-swap of the control word; returns the current word on failure.
     #[inline]
     pub(super) fn exchange(&self, from: Control, to: Control) -> Result<(), Control> {
         match self.control.compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire) {
@@ -275,16 +275,16 @@ impl Entry {
         }
     }
 
-    /// Takes the entry for a new connection; the control word to write it under.
+    /// Claims the entry for a new connection; returns the control word to write it under.
     pub(super) fn claim(&self) -> Option<Control> {
         let free = self.control();
         let claimed = free.claimed_anew();
         (free.is_free() && self.exchange(free, claimed).is_ok()).then_some(claimed)
     }
 
-    /// Writes a connection into an entry that this thread has claimed, and shows it.
+    /// Writes a connection into an entry that this thread has claimed, and publishes it.
     pub(super) fn publish(&self, control: Control, key: &KeyWords, contents: Contents) {
-        // A reader that sees any of the words below also sees, by its own fence, that the entry was claimed.
+        // A reader that sees any of the words below also sees, through its own fence, that the entry was claimed.
         fence(Ordering::Release);
         for (word, value) in self.addresses.iter().zip(key) {
             word.store(*value, Ordering::Relaxed);
@@ -296,23 +296,23 @@ impl Entry {
         self.control.store(control.0, Ordering::Release);
     }
 
-    /// Gives back an entry that this thread has claimed.
+    /// Frees an entry that this thread has claimed.
     pub(super) fn free(&self, claimed: Control) {
         self.control.store(claimed.freed().0, Ordering::Release);
     }
 
-    /// The control word, if the entry holds a connection of this key.
+    /// The control word, if the entry contains a connection with this key.
     #[inline(always)]
     pub(super) fn matches(&self, key: &KeyWords) -> Option<Control> {
         let before = self.control();
-        // No early exit between the words: the comparison is one branch, and it is nearly always taken.
+        // No early exit between the words: the comparison is one branch, which is nearly always taken.
         let name = (self.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
         let words = self.addresses.iter().zip(key);
         let differs = words.fold(name, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
         (differs == 0 && self.still(before)).then_some(before)
     }
 
-    /// What the entry holds as of one moment, or `None` if there is no connection or it changed hands meanwhile.
+    /// A consistent copy of the entry, or `None` if it is free or was claimed meanwhile.
     pub(super) fn load(&self) -> Option<Loaded> {
         let control = self.control();
         let mut key = [0; 5];
@@ -325,14 +325,14 @@ impl Entry {
         self.still(control).then_some(Loaded { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking })
     }
 
-    /// Whether what was read since `before` was read belongs to the connection that `before` shows.
+    /// Whether words read since `before` was read belong to the connection of `before`.
     #[inline]
     fn still(&self, before: Control) -> bool {
         fence(Ordering::Acquire);
         before.is_same_generation(Control(self.control.load(Ordering::Relaxed)))
     }
 
-    /// The tracking words of the connection that `control` shows, if it is still there, with its control word of now.
+    /// The tracking words of the connection of `control`, if it still exists, with its current control word.
     #[inline]
     pub(super) fn tracking(&self, control: Control) -> Option<(Control, Tracking)> {
         let now = self.control();
@@ -343,7 +343,7 @@ impl Entry {
         self.still(now).then_some((now, tracking))
     }
 
-    /// The tracking words as they are while the control word is exactly this one; `None` if it is not.
+    /// The tracking words while the control word is exactly this one; `None` if it is not.
     #[inline]
     pub(super) fn tracking_under(&self, control: Control) -> Option<Tracking> {
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
@@ -351,42 +351,43 @@ impl Entry {
         (self.control.load(Ordering::Relaxed) == control.0).then_some(tracking)
     }
 
-    /// Compare-and-swap of a tracking word. It names no generation: the word itself tells connections apart (32 bits of
-    /// it are a sequence number or a verification tag), and `from` was read while the connection was there.
+    /// Compare-and-swap of a tracking word. It contains no generation: 32 bits are a sequence number or verification
+    /// tag, which distinguish connections, and `from` was read while the connection existed.
     #[inline]
     pub(super) fn exchange_tracking(&self, orientation: Orientation, from: u64, to: u64) -> bool {
         from == to
             || self.tracking[orientation as usize].compare_exchange(from, to, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
-    /// Forgets what tracking knows; only while no other thread uses the table.
+    /// Resets the tracking words; only while no other thread uses the table.
     pub(super) fn set_tracking(&self, tracking: Tracking) {
         for (word, value) in self.tracking.iter().zip(tracking) {
             word.store(value, Ordering::Relaxed);
         }
     }
 
-    /// Whose quota the connection counts against. Only a caller that then changes the control word it read before by
-    /// compare-and-swap, or holds the entry, may trust it.
+    /// Owner whose quota the connection counts against. Only valid for a caller that afterwards changes the previously
+    /// read control word by compare-and-swap, or has claimed the entry.
     #[inline]
     pub(super) fn owner(&self) -> OwnerId {
         OwnerId((self.name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
     }
 
-    /// The owner of a connection that this thread has claimed to clear it. From here on [`Entry::exchange_owner`] fails, so
-    /// that the owner returned is the one that it is counted for.
+    /// The owner of a connection that this thread has claimed for clearing. Afterwards [`TableEntry::exchange_owner`]
+    /// fails, so the returned owner is the one it is counted for.
     pub(super) fn take_owner(&self) -> OwnerId {
         OwnerId((self.name.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
     }
 
-    /// Gives the connection that `control` shows to another owner; the one before, or `None` if the connection is gone.
+    /// Assigns the connection of `control` to another owner; returns the previous one, or `None` if the connection was
+    /// removed.
     pub(super) fn exchange_owner(&self, control: Control, to: OwnerId) -> Option<OwnerId> {
         let mut name = self.name.load(Ordering::Relaxed);
         loop {
             if !self.still(control) || name & UNCOUNTED != 0 {
                 return None;
             }
-            // Whoever clears the entry after this sets UNCOUNTED first, and finds the new owner.
+            // A thread that clears the entry later sets UNCOUNTED first and finds the new owner.
             let wanted = name & !OWNER | u64::from(to.0) << OWNER_AT;
             match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return Some(OwnerId((name >> OWNER_AT) as u16)),
@@ -395,13 +396,13 @@ impl Entry {
         }
     }
 
-    /// What is kept of a SYN, if tracking says that there is one; trusted as [`Entry::owner`] is.
+    /// The held SYN, if the tracking words indicate one; valid under the conditions of [`TableEntry::owner`].
     #[inline]
     pub(super) fn held_syn(&self) -> HeldSyn {
         HeldSyn((self.name.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
     }
 
-    /// Keeps a SYN with the connection that `control` shows, if that is still there.
+    /// Stores a held SYN in the connection of `control`, if it still exists.
     pub(super) fn hold_syn(&self, control: Control, syn: HeldSyn) {
         let mut name = self.name.load(Ordering::Relaxed);
         while self.still(control) {
@@ -413,7 +414,8 @@ impl Entry {
         }
     }
 
-    /// The address that opened the connection that `control` shows: its words of the key. Trusted as [`Entry::owner`] is.
+    /// Whether the connection of `control` was opened from this address, given as key words. Valid under the conditions
+    /// of [`TableEntry::owner`].
     #[inline]
     pub(super) fn is_opened_by(&self, control: Control, source: &[u64; 2]) -> bool {
         let words = match control.original() {
@@ -423,7 +425,7 @@ impl Entry {
         words.is_some_and(|words| words.iter().zip(source).all(|(word, part)| word.load(Ordering::Relaxed) == *part))
     }
 
-    /// The protocol, which only a caller that holds a control word of the same stay may trust.
+    /// The protocol; only valid for a caller with a control word of the same generation.
     #[inline]
     pub(super) fn protocol(&self) -> Protocol {
         Protocol((self.name.load(Ordering::Relaxed) >> 32) as u8)

@@ -1,4 +1,4 @@
-//! Whose entry a new connection may have when there is no free one.
+//! Eviction: which connection makes room for a new one.
 
 use super::counters::Event;
 use super::entry::{Control, OwnerId};
@@ -9,17 +9,17 @@ use super::time::Tick;
 use crate::packet::Orientation;
 use crate::prefetch::prefetch;
 
-/// What makes a connection a better victim than another. Ordered: the least goes.
+/// Eviction order; the lowest rank is evicted first.
 ///
-/// What is ending goes first. Then a flood from one address takes from itself before it takes from others; and what anyone
-/// can make alone goes before what two sides have agreed to.
+/// Expired and closing connections go first. Then a flood from one address evicts its own connections before others;
+/// and connections that one side can create alone go before those that both sides have confirmed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
     ending: Ending,
     /// Opened by another address than the new connection.
     is_of_another: bool,
     class: EvictionClass,
-    /// Counts down with age: the least recently used goes.
+    /// Decreases with age: the least recently used goes first.
     freshness: u32,
 }
 
@@ -31,10 +31,10 @@ enum Ending {
 }
 
 impl ConnTable {
-    /// Takes an entry in one of the two groups of `hashed` from a connection that goes for a new one, and of this owner if
-    /// one is given; `None` if there is no such connection.
+    /// Evicts a connection from one of the two groups of `hashed` and claims its entry; only of this owner if one is
+    /// given. `None` if no connection can be evicted.
     ///
-    /// A connection that was touched or re-used since it was read stays, and the search begins again.
+    /// A connection that was updated or replaced since it was read stays, and the search starts again.
     pub(super) fn evict(&self, hashed: &Hashed, owner: Option<OwnerId>, now: Tick) -> Option<Held> {
         loop {
             let (rank, slot, control) = self.victim(hashed, owner, now)?;
@@ -80,15 +80,15 @@ impl ConnTable {
         best
     }
 
-    /// How good a victim an entry is for a connection from `source`; `None` if it is none.
+    /// Rank of an entry for a new connection from `source`; `None` if it cannot be evicted.
     fn rank(&self, slot: u32, control: Control, source: &[u64; 2], now: Tick) -> Option<Rank> {
         if !control.is_live() {
             return None;
         }
         let entry = self.entry(slot);
         let protocol = entry.protocol();
-        // By the state that it was in, also if policy has ended it: one that both sides had agreed to is remembered while
-        // either may still send, or a packet of the side that answered would open it the other way.
+        // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
+        // still send. Otherwise a packet of the answering side would open a connection in the other direction.
         let class = State::from_code(protocol, control.state())?.eviction_class();
         let (ending, class) = match class {
             _ if self.is_expired(protocol, control, now) => (Ending::Expired, EvictionClass::Closing),

@@ -1,28 +1,28 @@
-//! Fragments: the later ones of a datagram have no ports, so they follow the first one's.
+//! Fragments: later fragments of a datagram have no ports and follow its first fragment.
 //!
-//! The first fragment carries the ports and is judged like any packet; when it passes, it is remembered here, and the
-//! later ones get its flow. A later fragment that comes before its first one, or whose first one did not pass, finds
-//! nothing and is dropped. One that overlaps the first one's bytes finds nothing either: it could replace the headers
-//! that were judged (RFC 1858, RFC 3128, RFC 5722). Those bytes count from where offsets count from: in IPv6 that is behind
-//! the Fragment header, and extension headers may stand there before the transport header (RFC 8200 section 4.5).
+//! The first fragment contains the ports and is evaluated like any packet. If it passes, it is recorded here, and the
+//! later fragments get its flow. A later fragment that arrives before its first one, or whose first one was dropped,
+//! finds no record and is dropped. So is one that overlaps the first one's bytes, since it could replace the headers
+//! that were evaluated (RFC 1858, RFC 3128, RFC 5722). Overlap is computed from where fragment offsets count: in IPv6
+//! behind the Fragment header, where extension headers may precede the transport header (RFC 8200 section 4.5).
 //!
-//! Overlaps of later fragments with each other pass. A first fragment holds all headers, so no bytes that policy judged
-//! are at stake, and the receiver throws such a datagram away whole (RFC 5722; Linux does so in IPv4 too).
+//! Later fragments that overlap each other pass. The first fragment contains all headers, so no evaluated bytes are
+//! affected, and the receiver discards such a datagram (RFC 5722; Linux does so in IPv4 too).
 //!
-//! A second first fragment under the same identification is judged on its own. If it passes, the later ones follow it: a
-//! sender of many datagrams uses its 65,536 IPv4 identifications again within seconds. Later fragments must then begin
-//! behind both, as long as the one that reached further is remembered. The pieces of two first fragments are not kept from
-//! a receiver that puts a datagram together of overlapping ones, against RFC 5722; each of the two was allowed.
+//! A second first fragment with the same identification is evaluated separately. If it passes, the later ones follow
+//! it: a fast sender reuses its 65,536 IPv4 identifications within seconds. Later fragments must then begin behind both
+//! first fragments, as long as the longer one is recorded. A receiver that reassembles overlapping fragments against
+//! RFC 5722 may combine fragments of both; each of the two was allowed.
 //!
-//! Later fragments may come in any order among themselves. One that comes before its first is not held: whoever sends
-//! fragments without a first one would have frames of the UMEM kept for nothing, and so take them from all other pods. Linux sends
-//! a datagram's fragments in order and a veth keeps it; where a network changes it, the datagram is lost as if one of
-//! its fragments were, and the drop is counted as [`Fragment`](crate::Cause::Fragment).
+//! Later fragments may arrive in any order. One that arrives before its first fragment is not queued: senders of
+//! fragments without a first one would otherwise hold UMEM frames that other pods need. Linux sends a datagram's
+//! fragments in order and a veth preserves the order. If a network reorders them, the datagram is lost as if one of its
+//! fragments were, and the drop is counted as [`Fragment`](crate::DropReason::Fragment).
 //!
-//! The cache is shared by all workers and bounded: sets of eight entries of a cache line, read and written without
-//! locks like the connection table's. When a set is full, the port that has most of it gives up its oldest datagram. So
-//! a port that floods replaces its own, and ports that flood take what others have in a set only where there are as many
-//! of them as the set has entries. All that comes by an uplink is of one port.
+//! The cache is shared by all workers and bounded: sets of eight entries of one cache line each, read and written
+//! without locks like the connection table. If a set is full, the port with most entries in it loses its oldest
+//! datagram. A flooding port therefore replaces its own entries, and flooding ports can only take all of a set if there
+//! are as many of them as entries. Everything received on an uplink belongs to one port.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -31,20 +31,20 @@ use super::time::{Tick, Timestamp};
 use crate::forward::PortId;
 use crate::packet::{Flow, Packet, Protocol};
 
-/// Datagrams under way whose first fragment has passed.
+/// Datagrams in transit whose first fragment has passed.
 pub struct Fragments {
     sets: Box<[[Entry; WAYS]]>,
     seed: Seed,
 }
 
 const WAYS: usize = 8;
-/// Sets: 4096 datagrams, 256 KiB.
+/// Number of sets: 4096 datagrams, 256 KiB.
 const SETS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 512 };
-/// Ticks that a datagram is remembered: 30 s, as long as the kernel waits for the rest of one (`ipfrag_time`).
+/// Ticks that a datagram is kept: 30 s, the kernel's reassembly timeout (`ipfrag_time`).
 const LIFETIME: u32 = 59;
 
-/// All zero is a free entry. The control word: bits 0–21 tick, bit 22 set while one thread writes, bit 23 set when it
-/// holds a datagram, from bit 24 on a count of writes.
+/// All zero is a free entry. The control word: bits 0–21 tick, bit 22 set while one thread writes, bit 23 set if it
+/// contains a datagram, from bit 24 on a write counter.
 #[derive(Default)]
 #[repr(C, align(64))]
 struct Entry {
@@ -59,7 +59,7 @@ const HELD: u64 = 1 << 23;
 const WRITE: u64 = 1 << 24;
 
 type Key = [u64; 5];
-/// The word of a key that holds identification, port and protocol, and where the port begins in it.
+/// Index of the key word with identification, port and protocol, and the shift of the port in it.
 const LAST: usize = 4;
 const PORT_SHIFT: u32 = 32;
 
@@ -68,8 +68,7 @@ impl Fragments {
         Self { sets: (0..SETS).map(|_| Default::default()).collect(), seed: Seed::random() }
     }
 
-    /// Remembers the first fragment of a datagram, which was let through. `port` is the one that it came in by. Any other
-    /// packet is left alone.
+    /// Records the first fragment of a datagram that has passed; `port` is its ingress port. Other packets are ignored.
     pub fn remember(&self, packet: &Packet, port: PortId, now: Timestamp) {
         if packet.fragment.is_none_or(|fragment| !fragment.is_first()) {
             return;
@@ -81,14 +80,14 @@ impl Fragments {
         let Some((entry, before)) = set.iter().find_map(|entry| Some((entry, entry.read(&key, now)?))) else {
             return victim(set, port, (hash >> 32) as usize, now).write(&key, first, now);
         };
-        // A longer one before it counts for as long as it would have without this one, and no longer: identifications come
-        // again, and the path's MTU may have shrunk since.
+        // An earlier, longer one keeps its original expiry: identifications are reused, and the path MTU may have
+        // shrunk since.
         let (end, since) = if before.end > first.end { (before.end, entry.tick()) } else { (first.end, now) };
         entry.write(&key, Datagram { end, ..first }, since);
     }
 
-    /// The flow of a later fragment, with the ports of the first one; `None` if that is not known, or if this one
-    /// overlaps it.
+    /// The flow of a later fragment, with the ports of the first one; `None` if that is unknown or this one overlaps
+    /// it.
     pub fn flow_of(&self, packet: &Packet, port: PortId, now: Timestamp) -> Option<Flow> {
         let fragment = packet.fragment.filter(|fragment| !fragment.is_first())?;
         let key = key(packet, port)?;
@@ -102,13 +101,13 @@ impl Fragments {
     }
 }
 
-/// What is remembered of a datagram's first fragment.
+/// Record of a datagram's first fragment.
 #[derive(Clone, Copy)]
 struct Datagram {
     protocol: Protocol,
     src_port: u16,
     dst_port: u16,
-    /// Where later fragments may begin.
+    /// Lowest valid offset of later fragments.
     end: u16,
 }
 
@@ -129,8 +128,8 @@ impl Datagram {
     }
 }
 
-/// The entry that a datagram from `port` takes: one that holds nothing, or else the oldest of the port that has most. A
-/// port that has as many as any other gives up one of its own. Ticks are long, so `turn` decides among those of one.
+/// The entry to use for a datagram from `port`: a free one, or the oldest of the port with most entries. A port that
+/// has as many as any other replaces its own. Ticks are long, so `turn` selects among entries of the same tick.
 fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
     let holders = set.each_ref().map(Entry::port);
     let count = |port: PortId| holders.iter().filter(|holder| **holder == port).count();
@@ -142,7 +141,7 @@ fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
         let (class, age) = match set[way].age(now) {
             Age::Free => (3, 0),
             Age::Held(age) => (if gives_up { 2 } else { 0 }, age),
-            // Another worker is at it, and the write will not be made: better than to take one of another port.
+            // Another worker is writing it, and this write is skipped: better than evicting another port's entry.
             Age::Writing => (u32::from(gives_up), 0),
         };
         (class, age, (way + turn) % WAYS)
@@ -150,8 +149,8 @@ fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
     &set[(0..WAYS).max_by_key(|way| rank(*way)).unwrap_or(0)]
 }
 
-/// What all fragments of a datagram have in common: RFC 791 section 3.2, RFC 8200 section 4.5. The protocol counts in
-/// IPv4 only: in IPv6 other headers may stand between the fragment's and the transport's.
+/// The fields shared by all fragments of a datagram: RFC 791 section 3.2, RFC 8200 section 4.5. The protocol only
+/// counts in IPv4: in IPv6 other headers may precede the transport header.
 fn key(packet: &Packet, port: PortId) -> Option<Key> {
     let Flow { src, dst, protocol, .. } = packet.flow;
     let protocol = if src.is_v4() { protocol.0 } else { 0 };
@@ -161,18 +160,18 @@ fn key(packet: &Packet, port: PortId) -> Option<Key> {
     Some([a, b, c, d, last])
 }
 
-/// How good an entry is to write over.
+/// Whether an entry can be replaced.
 enum Age {
-    /// It holds nothing, or what has expired.
+    /// Free or expired.
     Free,
-    /// It holds a datagram of so many ticks.
+    /// In use, with an age in ticks.
     Held(u32),
     /// Another thread is writing it.
     Writing,
 }
 
 impl Entry {
-    /// The datagram under this key, if it is held and young enough.
+    /// The datagram with this key, if it is recorded and has not expired.
     fn read(&self, key: &Key, now: Tick) -> Option<Datagram> {
         let before = self.control.load(Ordering::Acquire);
         if before & (HELD | WRITING) != HELD || tick(before).age(now) > LIFETIME {
@@ -180,7 +179,7 @@ impl Entry {
         }
         let is_equal = self.key.iter().zip(key).all(|(word, wanted)| word.load(Ordering::Relaxed) == *wanted);
         let value = self.value.load(Ordering::Relaxed);
-        // As in the connection table: what was read is whole if nobody has begun to write since.
+        // As in the connection table: the copy is consistent if no write has begun since.
         fence(Ordering::Acquire);
         (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(Datagram::of_word(value))
     }
@@ -199,14 +198,14 @@ impl Entry {
         tick(self.control.load(Ordering::Relaxed))
     }
 
-    /// The port whose datagram it holds or held last. Free entries are taken before ports are compared, so it does not
-    /// matter that one that was never written names a port too.
+    /// The port of its current or last datagram. Free entries are used before ports are compared, so the port of an
+    /// entry that was never written does not matter.
     fn port(&self) -> PortId {
         PortId((self.key[LAST].load(Ordering::Relaxed) >> PORT_SHIFT) as u16)
     }
 
-    /// Writes over the entry, unless another thread is doing so: then that datagram has it, and this one's later
-    /// fragments find nothing.
+    /// Overwrites the entry unless another thread is doing so. In that case the later fragments of this datagram find
+    /// no record.
     fn write(&self, key: &Key, first: Datagram, now: Tick) {
         let before = self.control.load(Ordering::Relaxed);
         let writing = (before & !(WRITE - 1)).wrapping_add(WRITE) | WRITING;
@@ -238,7 +237,7 @@ mod tests {
     const NOW: Timestamp = Timestamp::from_millis(5_000_000);
     const PORT: PortId = PortId(3);
 
-    /// A fragment of 1480 octets of datagram `id` at `offset`, from port 1000 to port 53.
+    /// A fragment of 1480 bytes of datagram `id` at `offset`, from port 1000 to port 53.
     fn fragment(v6: bool, id: u32, offset: u16) -> Packet {
         let address = |n: u128| Address::from_bits(if v6 { 0xfd << 120 | n } else { 0xffff_0a00_0000 | n });
         let ports = if offset == 0 { (1000, 53) } else { (0, 0) };
@@ -289,7 +288,7 @@ mod tests {
     #[test]
     fn what_overlaps_counts_from_behind_the_fragment_header_and_not_from_the_transport_header() {
         let fragments = Fragments::new();
-        // 64 bytes of extension headers of 1480 behind the Fragment header.
+        // 64 bytes of extension headers out of 1480 behind the Fragment header.
         let mut first = fragment(true, 7, 0);
         first.layout.transport += 64;
         fragments.remember(&first, PORT, NOW);
@@ -298,7 +297,7 @@ mod tests {
         }
     }
 
-    /// Identifications come again, so the second is no error; its fragments are its own.
+    /// Identifications are reused, so the second one is valid and its fragments follow it.
     #[test]
     fn after_a_second_first_fragment_the_later_ones_follow_it_and_begin_behind_both() {
         for v6 in [false, true] {
@@ -348,7 +347,7 @@ mod tests {
         assert!(left.iter().filter(|id| **id > 90_000).count() > left.len() * 8 / 10, "mostly the latest");
     }
 
-    /// The number of the set that a datagram falls into.
+    /// The set of a datagram.
     fn set_of(fragments: &Fragments, packet: &Packet, port: PortId) -> usize {
         fragments.seed.hash(&key(packet, port).unwrap()) as usize % SETS
     }
@@ -384,7 +383,7 @@ mod tests {
     fn a_port_that_is_alone_has_the_whole_of_a_set_and_gives_it_up_to_one_that_comes() {
         let fragments = Fragments::new();
         let passes = |id, port| fragments.flow_of(&fragment(false, id, 1480), port, NOW).is_some();
-        // Begins so many datagrams that fall into the first set.
+        // Begins `count` datagrams that fall into the first set.
         let begin = |port, count| -> Vec<u32> {
             let is_first = |id: &u32| set_of(&fragments, &fragment(false, *id, 0), port) == 0;
             let ids: Vec<u32> = (0..).filter(is_first).take(count).collect();

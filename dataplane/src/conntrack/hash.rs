@@ -1,4 +1,4 @@
-//! From a packet's flow to its place in the table.
+//! Hashing: from a packet's flow to its position in the table.
 
 use std::hash::Hasher;
 
@@ -6,11 +6,11 @@ use siphasher::sip::SipHasher13;
 
 use crate::packet::{Address, Flow, FlowKey, Orientation, Protocol};
 
-/// A connection's key as an entry holds it: lower address, higher address (most significant half first), then
-/// ports and protocol. IPv4 is IPv4-mapped IPv6, as in [`Address`].
+/// A connection's key as stored in an entry: lower address, higher address (most significant half first), then ports
+/// and protocol. IPv4 is IPv4-mapped IPv6, as in [`Address`].
 pub(super) type KeyWords = [u64; 5];
 
-/// Bits of the last key word that belong to the key: two ports and the protocol.
+/// Bits of the last word that belong to the key: two ports and the protocol.
 pub(super) const NAME_BITS: u32 = 40;
 /// Mask of [`NAME_BITS`].
 pub(super) const NAME_MASK: u64 = (1 << NAME_BITS) - 1;
@@ -33,17 +33,17 @@ pub(super) fn key_of(words: &KeyWords) -> FlowKey {
     }
 }
 
-/// Random numbers that keep a sender from choosing connections that fall into one group of the table.
+/// Random secrets that prevent a sender from choosing connections of one group.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Seed {
-    /// What the table's hash is made with.
+    /// Secret of the table's hash.
     pub(super) table: [u64; 6],
-    /// What numbers of connections are made with: they are written to logs, and must say nothing of the table's hash.
+    /// Secret of connection ids, which are logged and must reveal nothing about the table's hash.
     pub(super) names: [u64; 2],
 }
 
 impl Seed {
-    /// Words that it takes in a file.
+    /// Number of words in a file.
     pub(super) const WORDS: usize = 8;
 
     pub(super) fn random() -> Self {
@@ -60,9 +60,9 @@ impl Seed {
         [a, b, c, d, e, f, g, h]
     }
 
-    /// One number for both directions of a flow's connection. SipHash is a pseudorandom function: from any numbers that
-    /// were seen, nothing follows about another's, nor about the table's hash, which has a key of its own. It takes some ten
-    /// times as long as that hash, so it is for records alone.
+    /// The connection id of a flow, the same for both directions. SipHash is a pseudorandom function with a separate
+    /// secret: known ids reveal nothing about other ids or the table's hash. It takes about ten times as long as that
+    /// hash, so it is only for logs.
     pub(super) fn name(&self, flow: &Flow) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.names[0], self.names[1]);
         for word in key_words(&flow.key().0) {
@@ -71,7 +71,7 @@ impl Seed {
         hasher.finish()
     }
 
-    /// A keyed hash of 64 bits by folded multiplication: each word meets a secret before it is multiplied.
+    /// A keyed 64-bit hash by folded multiplication; each word is combined with a secret before it is multiplied.
     #[inline]
     pub(super) fn hash(&self, key: &KeyWords) -> u64 {
         let [s0, s1, s2, s3, s4, s5] = self.table;
@@ -88,7 +88,7 @@ fn fold(a: u64, b: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// A flow made ready for the table by [`super::ConnTable::prepare`].
+/// A flow prepared for lookups by [`super::ConnTable::prepare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Hashed {
     pub(super) words: KeyWords,
@@ -108,18 +108,18 @@ impl Hashed {
         Self { words, hash: seed.hash(&words), hint: NO_HINT, orientation }
     }
 
-    /// Which way the packet travels.
+    /// Direction of the packet.
     #[inline]
     pub const fn orientation(&self) -> Orientation {
         self.orientation
     }
 
-    /// The key of its connection.
+    /// Key of its connection.
     pub fn key(&self) -> FlowKey {
         key_of(&self.words)
     }
 
-    /// The flow that was prepared.
+    /// The prepared flow.
     pub fn flow(&self) -> Flow {
         self.key().flow(self.orientation)
     }
@@ -129,7 +129,7 @@ impl Hashed {
         Protocol((self.words[4] >> 32) as u8)
     }
 
-    /// Its tag in the groups that it may be in; never 0, which means *no entry*.
+    /// Its tag in its groups; never 0, which means *no entry*.
     #[inline]
     pub(super) const fn tag(&self) -> u16 {
         tag(self.hash)
@@ -142,13 +142,13 @@ pub(super) const fn tag(hash: u64) -> u16 {
     if tag == 0 { 1 } else { tag }
 }
 
-/// The group that a connection of this hash belongs into first, of `groups`.
+/// The home group of this hash, out of `groups`.
 #[inline]
 pub(super) const fn home(hash: u64, groups: u32) -> u32 {
     (((hash >> 32) * groups as u64) >> 32) as u32
 }
 
-/// The group that takes it when its home is crowded: another one than its home, of `groups`, which are at least 2.
+/// The alternate group, used when the home group is crowded; different from it. `groups` is at least 2.
 #[inline]
 pub(super) const fn alternate(hash: u64, groups: u32) -> u32 {
     let other = home(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15), groups);
@@ -196,10 +196,10 @@ mod tests {
         }
     }
 
-    /// The arithmetic by which the number in the log was once made of the table's hash, turned round.
+    /// Inverse of the formula that once derived the logged id from the table's hash.
     fn hash_of_old_number(number: u64) -> u64 {
         const FACTOR: u64 = 0xbf58_476d_1ce4_e5b9;
-        // Newton's iteration doubles the bits that are right: 3, 6, … 96.
+        // Newton's iteration doubles the correct bits: 3, 6, … 96.
         let inverse = (0..5).fold(FACTOR, |x, _| x.wrapping_mul(2u64.wrapping_sub(FACTOR.wrapping_mul(x))));
         let mixed = number.wrapping_mul(inverse);
         mixed ^ mixed >> 29 ^ mixed >> 58
@@ -218,15 +218,15 @@ mod tests {
         };
         let old = 0x1234_5678_9abc_def0_u64;
         assert_eq!(hash_of_old_number((old ^ old >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9)), old, "it is the inverse");
-        // Three ways to get a group from a number. Each is right for one of 64 by chance: 1000 of 64,000, with a standard
-        // deviation of 31, and six of them on either side.
+        // Three ways to guess a group from an id. Each succeeds by chance for one in 64: 1000 of 64,000 with a standard
+        // deviation of 31; six of them on either side.
         let guesses: [fn(u64) -> u32; 3] = [
             |number| home(hash_of_old_number(number), GROUPS),
             |number| home(number, GROUPS),
             |number| number as u32 % GROUPS,
         ];
         let mut right = [0u32; 3];
-        // How the numbers of one group's connections fall into 64 ranges, which they should all do alike.
+        // How the ids of one group's connections are distributed over 64 ranges.
         let mut ranges = [0u32; GROUPS as usize];
         for n in 0..64_000 {
             let group = home(Hashed::new(&seed, &flow(n)).hash, GROUPS);

@@ -1,8 +1,8 @@
-//! The mapping that a table lives in: memory of its own, or a file that outlasts the process.
+//! The memory of a table: anonymous, or a file that outlasts the process.
 //!
-//! A file is a page of [`Header`], the tags, then the entries. It is made under another name and moved into place
-//! when it is whole. Every change to the table is one atomic word, and what an entry says of itself decides, so the
-//! file is usable after a process died at any point; [`super::recover`] clears what was under way.
+//! A file is a page with the [`FileHeader`], the tags, then the entries. It is created under another name and renamed
+//! when complete. Every change to the table is one atomic word and an entry describes itself, so the file is usable
+//! after a process died at any point; [`super::recover`] clears operations in progress.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
@@ -18,24 +18,24 @@ use super::hash::Seed;
 use super::opened::{OpenError, Opened, Unusable};
 use super::tags::{LANES, Tags};
 
-/// Entries and tags, in a mapping that begins all zero: free.
+/// Entries and tags in a mapping that is initially zero: free.
 pub(super) struct Storage {
     entries: NonNull<Entry>,
     tags: NonNull<Tags>,
     groups: usize,
-    /// What the two point into.
+    /// The mapping that the pointers refer to.
     _map: MmapMut,
-    /// Held under lock as long as the table lives.
+    /// Locked as long as the table exists.
     _file: Option<File>,
 }
 
-// SAFETY: the pointers are into the mapping that the value owns, and all that lies there is atomics.
+// SAFETY: the pointers refer to the mapping that the value owns, and everything in it is atomic.
 unsafe impl Send for Storage {}
 // SAFETY: as above.
 unsafe impl Sync for Storage {}
 
 impl Storage {
-    /// Memory for this many groups: what is in the file if it can be used, else free entries.
+    /// Memory for this many groups: the content of the file if it is usable, otherwise free entries.
     pub(super) fn open(groups: u32, mapping: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
         let Some(path) = mapping else {
             let bytes = table_len(groups);
@@ -69,10 +69,10 @@ impl Storage {
     fn new(mut map: MmapMut, file: Option<File>, tags_at: usize, groups: u32) -> Self {
         let groups = groups as usize;
         assert!(map.len() >= tags_at + table_len(groups as u32), "the mapping holds the table");
-        // From a unique reference: what is made of it is written through.
+        // Derived from a unique reference, so that writes through it are valid.
         let base = NonNull::from(&mut map[..]).cast::<u8>();
-        // SAFETY: both parts lie within the mapping (asserted), one behind the other. A mapping begins on a page, and
-        // header and tags are multiples of 64 octets long, so that both begin at multiples of 64.
+        // SAFETY: both parts are within the mapping (asserted), one after the other. A mapping is page-aligned, and
+        // header and tags are multiples of 64 bytes, so both parts are aligned to 64.
         let (tags, entries) =
             unsafe { (base.add(tags_at).cast(), base.add(tags_at + groups * size_of::<Tags>()).cast()) };
         Self { entries, tags, groups, _map: map, _file: file }
@@ -80,7 +80,7 @@ impl Storage {
 
     #[inline]
     pub(super) fn entries(&self) -> &[Entry] {
-        // SAFETY: the mapping holds so many, aligned, and any bits are valid atomics.
+        // SAFETY: the mapping contains this many, aligned, and any bit pattern is a valid atomic.
         unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.groups * LANES as usize) }
     }
 
@@ -91,7 +91,7 @@ impl Storage {
     }
 }
 
-/// Octets of tags and entries.
+/// Bytes of tags and entries.
 fn table_len(groups: u32) -> usize {
     groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<Entry>())
 }
@@ -107,8 +107,8 @@ impl From<io::Error> for FileError {
     }
 }
 
-/// How long a file may be in use by a process that is about to end: by a child, too, that was forked while its parent
-/// had the file open, and has not come to its own program yet.
+/// How long to wait for the lock of a process that is about to end, or of a child forked while its parent had the file
+/// open that has not called exec yet.
 const LOCK_PATIENCE: Duration = Duration::from_millis(500);
 
 fn lock(file: &File) -> Result<(), FileError> {
@@ -124,8 +124,8 @@ fn lock(file: &File) -> Result<(), FileError> {
 }
 
 fn map(file: &File) -> io::Result<MmapMut> {
-    // SAFETY: other processes that keep to the lock leave the file alone; all that is read from the mapping while it
-    // is shared is atomics, for which any bits are valid, and the header, which is checked before it is used.
+    // SAFETY: other processes that respect the lock do not change the file. While the mapping is shared, only atomics
+    // are read from it, for which any bit pattern is valid, and the header, which is verified before use.
     let map = unsafe { MmapOptions::new().map_mut(file)? };
     settle_in(&map);
     Ok(map)
@@ -139,7 +139,7 @@ fn settle_in(map: &MmapMut) {
     let _ = map.advise(memmap2::Advice::PopulateWrite);
 }
 
-/// Makes an empty table and moves it to `path`.
+/// Creates an empty table and renames it to `path`.
 fn make(groups: u32, path: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
@@ -151,13 +151,14 @@ fn make(groups: u32, path: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     made
 }
 
-/// Makes the file of an empty table.
+/// Creates the file of an empty table.
 fn fill(groups: u32, new: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     let _ = std::fs::remove_file(new);
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(new)?;
     lock(&file)?;
     let len = HEADER_LEN + table_len(groups);
-    // Now, not at the first write into a hole: a full file system then is an error here, and no SIGBUS later.
+    // Allocate now rather than on the first write to a hole: a full file system is an error here instead of a SIGBUS
+    // later.
     nix::fcntl::posix_fallocate(&file, 0, len as i64).map_err(io::Error::from)?;
     let mut map = map(&file)?;
     let seed = Seed::random();
@@ -165,23 +166,23 @@ fn fill(groups: u32, new: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     Ok((file, map, seed))
 }
 
-/// Octets before the tags: a page.
+/// Bytes before the tags: a page.
 const HEADER_LEN: usize = 4096;
 
-/// What says whether a file is a table that this program can use. Words are in the machine's own byte order: the file
-/// never leaves the machine.
+/// Identifies a file as a table that this program can use. Words are in native byte order: the file never leaves the
+/// machine.
 struct Header {
     words: [u64; Self::WORDS],
 }
 
 impl Header {
-    /// Magic, version, groups, identity of the boot (2), seed, checksum.
+    /// Magic, version, groups, boot id (2), seed, checksum.
     const WORDS: usize = Self::SEED_AT + Seed::WORDS + 1;
     const SEED_AT: usize = 5;
     const CHECKSUM_AT: usize = Self::WORDS - 1;
     /// "penstock" in ASCII.
     const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
-    /// Of all that lies in the file: to be raised whenever the meaning of any bit changes.
+    /// Version of the file format; increase it whenever the meaning of any bit changes.
     const VERSION: u64 = 2;
 
     fn new(groups: u32, seed: &Seed) -> io::Result<Self> {
@@ -201,7 +202,7 @@ impl Header {
         bytes
     }
 
-    /// The seed of a table of this many groups, if that is what `file` holds.
+    /// The seed of the table in `file`, if it is valid and has this many groups.
     fn check(file: &[u8], groups: u32) -> Result<Seed, Unusable> {
         let bytes = file.get(..size_of::<Self>()).ok_or(Unusable::Torn)?;
         let mut words = [0u64; Self::WORDS];
@@ -229,14 +230,14 @@ impl Header {
         Ok(Seed::from_words(words[Self::SEED_AT..Self::CHECKSUM_AT].try_into().expect("as many words")))
     }
 
-    /// Against accidents, not against malice: who may write the file may do as he likes.
+    /// Detects accidental damage. It is no protection against someone who can write the file.
     fn checksum(words: &[u64]) -> u64 {
         const PRIME: u64 = 0x9e37_79b9_7f4a_7c15;
         words.iter().fold(PRIME, |sum, word| (sum.rotate_left(29) ^ word).wrapping_mul(PRIME))
     }
 }
 
-/// Which start of the machine this is: its clock, and its pods, begin anew with each.
+/// The kernel's boot id: the monotonic clock and the pods start again with each boot.
 fn boot() -> io::Result<[u64; 2]> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();

@@ -1,18 +1,20 @@
-//! The connection table: one for all workers, fixed in size, without locks.
+//! The connection table: one for all workers, of fixed size, lock-free.
 //!
-//! - A connection has **one entry**, found by the packets of both its directions: the key is canonical, and the
-//!   entry knows which direction opened it. An entry is a cache line of atomic words.
-//! - Finding, entering, updating and expiring take **no lock**, allocate nothing and wait for nobody. A thread that
-//!   stops in the middle holds at most one entry, which the others do without.
-//! - The table is **set-associative**: a key hashes (with a seed that is random at each start) to a home group of 32
-//!   entries and to an alternate one for when the home is crowded. A line of tags says which of the 32 to look at.
-//! - When both groups are full, connections that are ending make room first, then those of which one side alone was heard,
-//!   the least recently used first; never one that both sides have agreed to. An owner (pod) has a share, no more than what
-//!   others leave free, within which it evicts its own.
+//! - A connection has **one entry** for the packets of both directions: the key is canonical, and the entry records
+//!   which direction opened it. An entry is a cache line of atomic words.
+//! - Lookup, insertion, update and expiry take **no lock**, allocate nothing and never wait. A thread that stalls
+//!   occupies at most one entry.
+//! - The table is **set-associative**: a key hashes (with a random seed) to a home group of 32 entries and to an
+//!   alternate group that is used when the home group is crowded. A cache line of tags selects the candidates among the
+//!   32.
+//! - If both groups are full, closing connections are evicted first, then those of which only one side has sent, least
+//!   recently used first; never those that both sides have confirmed. An owner (pod) has a share, limited to what
+//!   others leave free, within which it evicts its own connections.
 //!
-//! The usual course for a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then for
-//! each [`ConnTable::find`]; for a hit policy is asked again if it is not [of the current epoch](Conn::is_of_epoch), then it
-//! is [updated](Conn::update); for a miss policy is asked and the connection [inserted](ConnTable::insert).
+//! For a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then [`ConnTable::find`] for
+//! each. On a hit, evaluate policy again unless it was [evaluated under the current epoch](Conn::is_evaluated_under),
+//! then [update](Conn::update) the connection. On a miss, evaluate policy and [insert](ConnTable::insert) the
+//! connection.
 
 mod config;
 mod conn;

@@ -1,4 +1,4 @@
-//! The table against a plain map with a clock: random sequences of what the pipeline does with it.
+//! Model test: random sequences of the pipeline's operations on the table and on a plain map with a clock.
 
 use std::collections::HashMap;
 
@@ -15,19 +15,19 @@ use crate::snapshot::Epoch;
 enum Op {
     /// A packet of connection `n`, from its client or its server.
     Packet { n: u8, reply: bool },
-    /// The server refuses TCP connection `n`.
+    /// The server rejects TCP connection `n`.
     Refusal { n: u8 },
-    /// Connection `n` is judged again, and stays, is cut or is restored.
+    /// Connection `n` is evaluated again, and stays, is revoked or is restored.
     Judge { n: u8, epoch: u32, allowed: bool },
     /// Connection `n` is removed.
     Remove { n: u8 },
     /// Time passes.
     Advance { seconds: u64 },
-    /// A sweep goes on by some entries.
+    /// A sweep of some entries.
     Sweep { steps: usize },
-    /// The pod of this owner goes.
+    /// The pod of this owner is removed.
     PodGone { owner: u16 },
-    /// This client's address goes.
+    /// This client's address is removed.
     AddressGone { client: u8 },
 }
 
@@ -52,7 +52,7 @@ fn address(last: u8) -> Address {
     Address::from_v4_octets([10, 0, 0, last])
 }
 
-/// The flow of connection `n` from its client; protocols take turns, and some clients have a higher address than the
+/// The flow of connection `n` from its client. Protocols alternate, and some clients have a higher address than the
 /// server and some a lower one.
 fn flow(n: u8) -> Flow {
     let protocol = [Protocol::UDP, Protocol::TCP, Protocol::ICMP, Protocol::UDP][usize::from(n % 4)];
@@ -69,13 +69,13 @@ fn transport(protocol: Protocol, reply: bool) -> Transport {
         Protocol::UDP => Transport::Udp,
         Protocol::ICMP if reply => Transport::EchoReply,
         Protocol::ICMP => Transport::EchoRequest,
-        // Without pick-up an acknowledgement opens nothing, and a SYN is all that the client says.
+        // Without mid-stream pickup an acknowledgement opens nothing, and the client only sends a SYN.
         _ if reply => segment(TcpFlags::ACK, 7, 7),
         _ => segment(TcpFlags::SYN, 100, 0),
     }
 }
 
-/// What the map keeps of a connection.
+/// The map's entry of a connection.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Known {
     original: Flow,
@@ -95,23 +95,23 @@ struct Model {
     quota: usize,
 }
 
-/// As large as the table.
+/// Same capacity as the table.
 const ENTRIES: usize = 64;
 
 impl Model {
-    /// Most connections that an owner may have while there are so many in all.
+    /// Maximum number of connections of an owner with this many in total.
     fn limit(&self, all: usize) -> usize {
         self.quota.min(ENTRIES.saturating_sub(all).max(1))
     }
 }
 
-/// Half seconds, as the table counts.
+/// Half seconds, the table's resolution.
 fn ticks(millis: u64) -> u64 {
     millis / 512
 }
 
 impl Known {
-    /// The state that is seen.
+    /// The visible state.
     fn shown(&self) -> State {
         if self.is_cut { State::Cut } else { self.state }
     }
@@ -129,7 +129,7 @@ impl Known {
     fn is_expired(&self, now: u64) -> bool {
         ticks(now) - ticks(self.last) > self.lifetime()
     }
-    /// What goes first when room is needed by a connection from `source`, as the documents promise it; `None`: never.
+    /// The documented eviction rank for a connection from `source`; `None`: never evicted.
     fn rank(&self, source: Address, now: u64) -> Option<Rank> {
         let (ending, class) = match self.state {
             _ if self.is_expired(now) => (0, 0),
@@ -142,10 +142,10 @@ impl Known {
     }
 }
 
-/// Ending or not, of another source or not, answered or not, and when it was used last.
+/// Closing or not, of another source or not, answered or not, and the time of last use.
 type Rank = (u8, bool, u8, u64);
 
-/// Runs one packet as the pipeline does, and checks what becomes of it.
+/// Runs one packet like the pipeline, and checks the result.
 fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport) {
     let now = Timestamp::from_millis(model.millis);
     let hashed = table.prepare(&flow);
@@ -215,7 +215,7 @@ fn expected_state(known: &Known, reply: bool, transport: &Transport, now: u64) -
     };
     let closed = known.state == State::Tcp(TcpState::Close);
     if segment.flags.contains(TcpFlags::RST) {
-        // Of a refused connection nothing but the SYN was seen of the client, and nothing of the server's numbers.
+        // Only the SYN of the client was seen, and nothing of the server's numbers.
         Expected::State(State::Tcp(TcpState::Close))
     } else if segment.flags.contains(TcpFlags::SYN) {
         if closed { Expected::Opens } else { Expected::State(known.state) }
@@ -226,10 +226,10 @@ fn expected_state(known: &Known, reply: bool, transport: &Transport, now: u64) -
     }
 }
 
-/// Enters a connection, and checks it against what there is room for.
+/// Inserts a connection and checks the result against the available room.
 fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport, owner: OwnerId) {
     let (now, key) = (Timestamp::from_millis(model.millis), flow.key().0);
-    // The insert clears an expired entry of its own key.
+    // The insert removes an expired entry of its own key.
     let expired = model.known.remove(&key);
     let hashed = table.prepare(&flow);
     let groups = [home(hashed.hash, table.groups), alternate(hashed.hash, table.groups)];
@@ -274,7 +274,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
     }
 }
 
-/// So many of the candidates made room, or as many as there are; none in their own group would have gone before them.
+/// This many of the candidates were evicted, or as many as there are; none in their group ranked before them.
 fn evicted(table: &ConnTable, model: &mut Model, mut candidates: HashMap<FlowKey, (u32, Rank)>, wanted: usize) {
     let is_there =
         |key: &FlowKey| table.lookup(&table.prepare(&key.flow(crate::packet::Orientation::LowToHigh))).is_some();
@@ -351,7 +351,7 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
     }
 }
 
-/// All that can be seen of the table is what the map holds.
+/// The visible content of the table equals the map.
 fn compare(table: &ConnTable, model: &Model) {
     let listed: HashMap<FlowKey, Connection> = table
         .iter(Timestamp::from_millis(model.millis))

@@ -1,27 +1,27 @@
-//! How a table comes to be, and why it may not.
+//! Origin of a table, and the errors of opening one.
 
 use std::path::PathBuf;
 
 use super::config::ConfigError;
 
-/// How a table came to be.
+/// How a table was obtained.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Opened {
-    /// It begins empty: in memory, or in a file that was not there.
+    /// Created empty: in memory, or in a file that did not exist.
     New,
-    /// It was found in its file, and its connections go on.
+    /// Found in its file; its connections continue.
     Found,
-    /// What was in its place was no use, and a new one was made, empty.
+    /// Created empty in place of an unusable file.
     Remade(Unusable),
 }
 
-/// Why a file is no use as a table.
+/// Why a file is unusable as a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Unusable {
-    /// It is something else.
+    /// It is not a connection table.
     #[error("the file is no connection table")]
     Foreign,
-    /// Another version of the program made it.
+    /// It was created by another version of the program.
     #[error("the connection table is of version {found}, not {wanted}")]
     Version {
         /// Its version.
@@ -29,37 +29,37 @@ pub enum Unusable {
         /// The version of this program.
         wanted: u64,
     },
-    /// It was made for another number of connections.
+    /// It was created for another number of connections.
     #[error("the connection table is of another size than is set")]
     Size,
-    /// It is not whole.
+    /// It is damaged.
     #[error("the connection table is torn")]
     Torn,
-    /// It was made before the machine was last started.
+    /// It was created before the machine was last booted.
     #[error("the connection table is from before the machine was started")]
     OtherBoot,
 }
 
-/// Why a table could not be made.
+/// Why a table could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// A setting cannot be.
+    /// A setting is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// There is not enough memory.
     #[error("connection table: no {bytes} octets of memory ({source}): set conntrack entries lower")]
     Memory {
-        /// How much was asked for.
+        /// Bytes requested.
         bytes: usize,
-        /// What the kernel says.
+        /// Error of the kernel.
         source: std::io::Error,
     },
-    /// The file cannot be opened, made or mapped.
+    /// The file cannot be opened, created or mapped.
     #[error("connection table {path}: {source}: make its directory, or set another mapping")]
     File {
         /// The file.
         path: PathBuf,
-        /// What the kernel says.
+        /// Error of the kernel.
         source: std::io::Error,
     },
     /// Another process uses the file.

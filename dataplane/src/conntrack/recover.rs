@@ -1,4 +1,4 @@
-//! Taking over a table that another process left in its file.
+//! Recovery of a table that another process left in its file.
 
 use std::sync::atomic::Ordering as CountOrdering;
 
@@ -12,8 +12,8 @@ use super::tcp::Window;
 use crate::packet::{Flow, Protocol};
 
 impl ConnTable {
-    /// Makes a table that was found fit for use, before any other thread has it: what was under way is cleared, what is
-    /// damaged removed, every connection left is to be judged again, and its windows begin with its next segments.
+    /// Prepares a found table for use before other threads access it: clears operations in progress, removes damaged
+    /// entries, marks every connection for evaluation, and resets windows so that they begin with the next segments.
     pub(super) fn recover(&mut self) {
         for slot in 0..self.capacity() as u32 {
             let (group, lane) = (slot / LANES, slot % LANES);
@@ -32,7 +32,7 @@ impl ConnTable {
         }
     }
 
-    /// What is in an entry, if a connection is there whole and where it belongs.
+    /// The content of an entry, if it is consistent and at a valid position.
     fn sound(&self, slot: u32) -> Option<Loaded> {
         let loaded = self.entry(slot).load()?;
         let hash = self.seed.hash(&loaded.key);
@@ -43,7 +43,7 @@ impl ConnTable {
 
     fn take_over(&self, slot: u32, loaded: &Loaded) {
         let (entry, control) = (self.entry(slot), loaded.control);
-        // No other thread has the table yet: nothing can have changed the word.
+        // No other thread uses the table yet: the word cannot have changed.
         let _ = entry.exchange(control, control.with_verdict(EpochTag::NONE, !control.is_revoked()));
         if key_of(&loaded.key).protocol == Protocol::TCP {
             entry.set_tracking(loaded.tracking.map(Window::unsynchronised));
@@ -51,16 +51,16 @@ impl ConnTable {
         _ = self.count(loaded.owner);
     }
 
-    /// Gives every connection to the owner that `owner` names for the flow that opened it, and removes those for which
-    /// it names none; how many those were.
+    /// Assigns to every connection the owner that `owner` returns for the flow that opened it, and removes those
+    /// without; returns how many were removed.
     ///
-    /// To be called once after a table was [found](super::Opened::Found), before the first snapshot is published under
-    /// which connections are entered: owners are numbered anew by every process, and a pod may have gone in between.
-    /// Workers may use the table meanwhile. Quotas do not remove what is there.
+    /// Call it once after a table was [found](super::TableOrigin::Found), before publishing the first snapshot under
+    /// which connections are inserted: owners are numbered per process, and a pod may have gone in between. Workers may
+    /// use the table meanwhile. Quotas do not remove existing connections.
     pub fn assign_owners(&self, mut owner: impl FnMut(&Flow) -> Option<OwnerId>) -> usize {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
-            // Until it is done or the connection is gone: a worker may touch it in between.
+            // Repeat until it is done or the connection was removed: a worker may update it in between.
             while let Some(Loaded { control, key, .. }) = self.entry(slot).load()
                 && control.is_live()
             {
@@ -79,9 +79,9 @@ impl ConnTable {
         removed
     }
 
-    /// Gives the connection that `control` shows to this owner, unless it has changed.
+    /// Assigns the connection of `control` to this owner, unless it has changed.
     fn give_to(&self, slot: u32, control: Control, owner: OwnerId) -> bool {
-        // Counted first, so that whoever removes it then finds it counted.
+        // Counted first, so that a thread that then removes it finds it counted.
         self.owner(owner).fetch_add(1, CountOrdering::Relaxed);
         let before = self.entry(slot).exchange_owner(control, owner);
         self.owner(before.unwrap_or(owner)).fetch_sub(1, CountOrdering::Relaxed);

@@ -1,15 +1,15 @@
-//! SCTP associations as a firewall between the two ends tracks them: states and verification tags (RFC 9260).
+//! SCTP associations as tracked by a firewall between the ends: states and verification tags (RFC 9260).
 //!
-//! The tag that a side must put into every packet is chosen by the other side, in a chunk that is not looked into; it
-//! is learnt from the first packet that carries it. What is kept of a side is that tag, and a bit that it is known.
+//! The tag that a side must put into every packet is chosen by the other side, in a chunk that is not parsed. It is
+//! learnt from the first packet that carries it. The state of a side is that tag and a bit that it is known.
 
 use super::state::SctpState;
 use crate::packet::SctpChunk;
 
-/// What a packet does to its association; see [`super::track::Step`].
+/// The effect of a packet on its association; see [`super::track::Step`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// New state, and what is kept of the packet's sender and receiver.
+    /// New state, and the tracking words of the packet's sender and receiver.
     Accept(SctpState, u64, u64),
     Pass,
     Invalid,
@@ -18,7 +18,7 @@ pub(super) enum Step {
 
 const KNOWN: u64 = 1 << 32;
 
-/// An association's first packet: its state and what is kept of sender and receiver.
+/// The first packet of an association: its state and the tracking words of sender and receiver.
 pub(super) fn open(chunk: SctpChunk, tag: u32, pick_up: bool) -> Option<(SctpState, u64, u64)> {
     match chunk {
         // RFC 9260 section 8.5.1: INIT carries the tag 0.
@@ -75,12 +75,12 @@ fn after(state: SctpState, from_opener: bool, chunk: SctpChunk) -> Option<SctpSt
     use SctpState as S;
     Some(match (chunk, state) {
         (SctpChunk::Abort, _) | (SctpChunk::ShutdownComplete, S::ShutdownAckSent | S::Closed) => S::Closed,
-        // Until the other side is heard, too.
+        // Until the other side has sent too.
         (_, S::PickedUp) => S::PickedUp,
         (SctpChunk::InitAck, S::CookieWait) if !from_opener => S::CookieWait,
         (SctpChunk::CookieEcho, S::CookieWait | S::CookieEchoed) if from_opener => S::CookieEchoed,
         (SctpChunk::CookieAck, S::CookieEchoed) if !from_opener => S::Established,
-        // Again, because the answer was lost.
+        // Retransmitted because the reply was lost.
         (SctpChunk::InitAck | SctpChunk::CookieEcho | SctpChunk::CookieAck, S::CookieEchoed | S::Established) => state,
         (SctpChunk::Shutdown, S::Established) => {
             if from_opener {
@@ -91,7 +91,7 @@ fn after(state: SctpState, from_opener: bool, chunk: SctpChunk) -> Option<SctpSt
         }
         (SctpChunk::Shutdown, S::ShutdownSent | S::ShutdownReceived | S::ShutdownAckSent) => state,
         (SctpChunk::ShutdownAck, S::ShutdownSent | S::ShutdownReceived | S::ShutdownAckSent) => S::ShutdownAckSent,
-        // Data may ride behind COOKIE ECHO, and its answer behind COOKIE ACK.
+        // Data may follow COOKIE ECHO in the same packet, and its reply may follow COOKIE ACK.
         (SctpChunk::Other, S::CookieEchoed | S::Established | S::ShutdownSent | S::ShutdownReceived) => state,
         _ => return None,
     })
@@ -103,7 +103,7 @@ mod tests {
     use SctpChunk::*;
     use SctpState as S;
 
-    /// Sender is the opening side, chunk, tag, and the state after it (`None`: refused).
+    /// Whether the opener sends it, the chunk, the tag, and the resulting state (`None`: invalid).
     type Packet = (bool, SctpChunk, u32, Option<S>);
 
     const HANDSHAKE: [Packet; 4] = [

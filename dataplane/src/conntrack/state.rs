@@ -1,4 +1,4 @@
-//! The states that a connection can be in, and which of them make room for others.
+//! Connection states, and which of them are evicted for others.
 
 use super::entry::Control;
 use crate::packet::Protocol;
@@ -6,23 +6,23 @@ use crate::packet::Protocol;
 /// The state of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum State {
-    /// A TCP connection's.
+    /// Of a TCP connection.
     Tcp(TcpState),
-    /// An SCTP association's.
+    /// Of an SCTP association.
     Sctp(SctpState),
-    /// Any other protocol: only the opening side has been heard.
+    /// Other protocols: only the opening side has sent.
     Unreplied,
-    /// Any other protocol: both sides have been heard.
+    /// Other protocols: both sides have sent.
     Replied,
-    /// Any other protocol: both sides have been heard, and the opening one again two seconds after the first packet or
-    /// later, as `nf_conntrack_udp_packet` has it (net/netfilter/nf_conntrack_proto_udp.c).
+    /// Other protocols: both sides have sent, and the opening one again two seconds after the first packet or later, as
+    /// in `nf_conntrack_udp_packet` (net/netfilter/nf_conntrack_proto_udp.c).
     Assured,
-    /// Any protocol: policy has ended it, and no packet of it passes. It is remembered because a packet of its
-    /// answering side would otherwise be taken for one that opens a connection the other way.
+    /// Any protocol: revoked by policy; no packet of it passes. The entry is kept because a packet of the answering
+    /// side would otherwise open a connection in the other direction.
     Cut,
 }
 
-/// States of a TCP connection as a firewall between its ends sees them. Names follow nf_conntrack's.
+/// TCP states as seen by a firewall between the ends. Names follow nf_conntrack.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum TcpState {
@@ -34,8 +34,8 @@ pub enum TcpState {
     SynReceived = 4,
     /// The handshake is complete.
     Established = 5,
-    /// Established, and a RST in the window was let through that may or may not be valid to its receiver (RFC 5961
-    /// section 3.2): the next segment re-establishes it.
+    /// Established, and an in-window RST has passed that its receiver may or may not accept (RFC 5961 section 3.2): the
+    /// next segment re-establishes it.
     Resetting = 6,
     /// One side has sent a FIN.
     FinWait = 7,
@@ -47,11 +47,11 @@ pub enum TcpState {
     TimeWait = 10,
     /// Ended by a RST.
     Close = 11,
-    /// Taken up in the middle of a connection, of which one side has been heard so far.
+    /// Picked up in mid-stream; only one side has sent so far.
     PickedUp = 12,
 }
 
-/// States of an SCTP association. Names follow nf_conntrack's.
+/// SCTP association states. Names follow nf_conntrack.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum SctpState {
@@ -69,18 +69,18 @@ pub enum SctpState {
     ShutdownAckSent = 7,
     /// SHUTDOWN COMPLETE or ABORT was seen.
     Closed = 8,
-    /// Taken up in the middle of an association, of which one side has been heard so far.
+    /// Picked up in mid-stream; only one side has sent so far.
     PickedUp = 9,
 }
 
-/// What goes for a new connection when there is no room. Ordered: what goes first is least.
+/// Eviction order of connections; the lowest class is evicted first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum EvictionClass {
-    /// Ended or nearly so.
+    /// Ended or closing.
     Closing,
-    /// One side alone has been heard, or the other has not confirmed that it was: anyone can make such entries.
+    /// Only one side has sent, or the other's reply is not confirmed: anyone can create such entries.
     Unanswered,
-    /// Both sides have been heard, once.
+    /// Both sides have sent once.
     Answered,
     /// Never evicted for another connection.
     Kept,
@@ -99,8 +99,7 @@ impl State {
         }
     }
 
-    /// Whether it goes for a new connection when there is no room. [`State::Cut`] goes by the state that the connection was
-    /// in.
+    /// Its eviction class. [`State::Revoked`] has the class of its previous state.
     pub(super) const fn eviction_class(self) -> EvictionClass {
         match self {
             Self::Tcp(state) => match state {
@@ -123,14 +122,14 @@ impl State {
         }
     }
 
-    /// The state of the connection that `control` shows, or `None` if there is none of its number.
+    /// The state of the connection of `control`, or `None` if its number is not a state.
     #[inline]
     pub(super) const fn of(protocol: Protocol, control: Control) -> Option<Self> {
         if control.is_revoked() { Some(Self::Cut) } else { Self::from_code(protocol, control.state()) }
     }
 
-    /// Its number in the control word; 0 and 1 are no states of a connection. [`State::Cut`] has none: it is a flag beside
-    /// the state that the connection was in.
+    /// Its number in the control word; 0 and 1 are not connection states. [`State::Revoked`] has none: it is a flag
+    /// besides the previous state.
     pub(super) const fn code(self) -> u8 {
         match self {
             Self::Tcp(state) => state as u8,
@@ -142,7 +141,7 @@ impl State {
         }
     }
 
-    /// The state of this number in a connection of `protocol`, or `None` if there is none.
+    /// The state of this number for `protocol`, or `None` if there is none.
     pub(super) const fn from_code(protocol: Protocol, code: u8) -> Option<Self> {
         Some(match (protocol, code) {
             (Protocol::TCP, _) => match TcpState::from_code(code) {
@@ -162,7 +161,7 @@ impl State {
 }
 
 impl TcpState {
-    /// Every state, in the order of its number.
+    /// All states, in the order of their numbers.
     pub const ALL: [Self; 11] = [
         Self::SynSent,
         Self::SynSent2,
@@ -200,7 +199,7 @@ impl TcpState {
 }
 
 impl SctpState {
-    /// Every state, in the order of its number.
+    /// All states, in the order of their numbers.
     pub const ALL: [Self; 8] = [
         Self::CookieWait,
         Self::CookieEchoed,

@@ -1,4 +1,4 @@
-//! Going through the table: expiry in small steps, listings, and removal of all that a pod leaves behind.
+//! Table walks: incremental expiry, listings, and removal of a pod's connections.
 
 use std::time::Duration;
 
@@ -12,20 +12,20 @@ use super::time::{TICK, Timestamp};
 use crate::packet::{Address, Flow};
 use crate::snapshot::Epoch;
 
-/// Where a sweep goes on. Several sweeps may run at once, each with its own.
+/// Position of a sweep. Several sweeps may run at once, each with its own cursor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SweepCursor {
     group: u32,
 }
 
-/// What one step of a sweep did.
+/// Result of one step of a sweep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Swept {
-    /// Entries passed over, free ones included.
+    /// Entries examined, free ones included.
     pub examined: usize,
-    /// Connections removed because their timeout had passed.
+    /// Connections removed by their timeout.
     pub expired: usize,
-    /// Whether the sweep has come to the table's end and begins anew.
+    /// Whether the sweep reached the end of the table and starts again.
     pub wrapped: bool,
 }
 
@@ -36,21 +36,21 @@ pub struct Connection {
     pub original: Flow,
     /// Its state.
     pub state: State,
-    /// Whose quota it counts against.
+    /// Owner whose quota it counts against.
     pub owner: OwnerId,
-    /// How long ago its last packet was, to within a second.
+    /// Time since its last packet, to within a second.
     pub idle: Duration,
-    /// How much longer it is kept without another packet, to within a second.
+    /// Time until it expires without another packet, to within a second.
     pub expires_in: Duration,
 }
 
 impl ConnTable {
-    /// Removes expired connections among the next `steps` entries (rounded up to a whole group), and takes the epoch from
-    /// those whose epoch is so old, as of `epoch`, that its number may come again: policy is asked about them at their next
+    /// Removes expired connections among the next `steps` entries (rounded up to a whole group). Clears the epoch tag
+    /// of entries that are so far behind `epoch` that the tag may be reused; policy is evaluated again at their next
     /// packet.
     ///
-    /// A million entries take some 30 ms; swept every few seconds in steps of a few hundred between batches, a
-    /// connection outlives its timeout by no more than one round, and is not found meanwhile.
+    /// A million entries take some 30 ms. With a sweep every few seconds, in steps of a few hundred between batches, a
+    /// connection outlives its timeout by at most one round, and is not found meanwhile.
     pub fn sweep(&self, cursor: &mut SweepCursor, steps: usize, now: Timestamp, epoch: Epoch) -> Swept {
         let (now, epoch) = (now.tick(), EpochTag::of(epoch));
         let mut swept = Swept::default();
@@ -60,7 +60,7 @@ impl ConnTable {
                 let control = self.entry(slot).control();
                 swept.expired += usize::from(self.expire(slot, control, now));
                 if control.is_live() && control.epoch().is_stale(epoch) {
-                    // If it fails, a packet was just there, and policy was asked.
+                    // If it fails, a packet was just processed, and policy was evaluated.
                     let unasked = control.with_verdict(EpochTag::NONE, !control.is_revoked());
                     let _ = self.entry(slot).exchange(control, unasked);
                 }
@@ -76,7 +76,7 @@ impl ConnTable {
         swept
     }
 
-    /// The connections in the table, in no order. One that comes or goes meanwhile may or may not be among them.
+    /// The connections of the table, in no order. One that is inserted or removed meanwhile may or may not be included.
     pub fn iter(&self, now: Timestamp) -> impl Iterator<Item = Connection> + '_ {
         (0..self.groups).flat_map(|group| self.occupied(group)).filter_map(move |slot| {
             let Loaded { control, key, owner, .. } = self.entry(slot).load()?;
@@ -93,16 +93,16 @@ impl ConnTable {
         })
     }
 
-    /// Removes all connections of an owner; how many there were. For a pod that goes.
+    /// Removes all connections of an owner when its pod is removed; returns how many.
     ///
-    /// A worker that is just entering one may do so after this has passed by: publish a snapshot without the pod
-    /// first, and such an entry is of an older epoch, and is judged again at its next packet.
+    /// A worker may insert one after this has passed its group. Publish a snapshot without the pod first: such an entry
+    /// then has an older epoch and is evaluated again at its next packet.
     pub fn remove_owner(&self, owner: OwnerId) -> usize {
         self.remove_where(|_, found| found == owner)
     }
 
-    /// Removes all connections that have one of these addresses on either end; how many there were. For addresses that
-    /// may come back as another pod's. What is said of [`ConnTable::remove_owner`] holds here too.
+    /// Removes all connections with one of these addresses on either end; returns how many. For addresses that may be
+    /// reused by another pod. The remark at [`ConnTable::remove_owner`] applies here too.
     pub fn remove_addresses(&self, addresses: &[Address]) -> usize {
         self.remove_where(|flow, _| addresses.contains(&flow.src) || addresses.contains(&flow.dst))
     }
@@ -110,7 +110,7 @@ impl ConnTable {
     fn remove_where(&self, mut unwanted: impl FnMut(&Flow, OwnerId) -> bool) -> usize {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
-            // Until it is gone or another's: a packet may touch it in between.
+            // Repeat until it is removed or replaced: a packet may update it in between.
             while let Some(Loaded { control, key, owner, .. }) = self.entry(slot).load()
                 && control.is_live()
                 && unwanted(&key_of(&key).flow(control.original()), owner)
@@ -125,7 +125,7 @@ impl ConnTable {
         removed
     }
 
-    /// The entries of a group that have a tag.
+    /// The used entries of a group.
     pub(super) fn occupied(&self, group: u32) -> impl Iterator<Item = u32> + use<> {
         bits(self.tags(group).used_lanes()).map(move |lane| group * LANES + lane)
     }

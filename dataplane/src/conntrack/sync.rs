@@ -1,4 +1,4 @@
-//! The atomics of the connection table: the real ones, or loom's when interleavings are explored.
+//! Atomics of the connection table: the standard ones, or loom's for exploring interleavings.
 
 #[cfg(not(all(test, feature = "loom")))]
 pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -6,12 +6,12 @@ pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(all(test, feature = "loom"))]
 pub(super) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// How a word is exchanged whose order with other words does not matter. Loom knows which of two writes came later
-/// only if one has seen the other, so there both must acquire and release.
+/// Ordering for exchanging a word whose order relative to other words does not matter. Loom only knows which of two
+/// writes is later if one has seen the other, so it needs acquire and release.
 pub(super) const EXCHANGE: Ordering =
     if cfg!(all(test, feature = "loom")) { Ordering::AcqRel } else { Ordering::Relaxed };
 
-/// A relaxed store to a word that other threads may be exchanging.
+/// A relaxed store to a word that other threads may exchange concurrently.
 #[inline]
 pub(super) fn overwrite(word: &AtomicU64, value: u64) {
     if cfg!(all(test, feature = "loom")) {

@@ -1,4 +1,4 @@
-//! The table: finding a connection, and entering one.
+//! The table: lookup and insertion.
 
 use std::sync::atomic::{AtomicU32, Ordering as CountOrdering};
 
@@ -23,7 +23,7 @@ use crate::packet::{Flow, Protocol, Transport};
 use crate::prefetch::prefetch;
 use crate::snapshot::Epoch;
 
-/// The connections of all workers. See the [module](super) for what it promises.
+/// The connections of all workers. See the [module](super) for its guarantees.
 pub struct ConnTable {
     pub(super) storage: Storage,
     pub(super) seed: Seed,
@@ -31,9 +31,9 @@ pub struct ConnTable {
     pub(super) lifetimes: Lifetimes,
     pub(super) counters: Counters,
     pub(super) opened: Opened,
-    /// Connections by owner.
+    /// Number of connections of each owner.
     owners: Box<[AtomicU32]>,
-    /// Connections of all owners. Counted as they come and go, so that it may be off by the few under way.
+    /// Number of connections of all owners. It may be off by the few that are being inserted or removed.
     total: CachePadded<AtomicU32>,
     fragments: Fragments,
     entries: u32,
@@ -41,64 +41,64 @@ pub struct ConnTable {
     pick_up: PickUp,
 }
 
-/// A connection to enter.
+/// A connection to insert.
 #[derive(Clone, Copy, Debug)]
 pub struct NewConn<'a> {
-    /// The first packet's flow, prepared; its direction is the connection's original one.
+    /// The prepared flow of the first packet; its direction becomes the original one.
     pub hashed: &'a Hashed,
     /// The first packet.
     pub transport: &'a Transport,
-    /// Whose quota it counts against.
+    /// Owner whose quota it counts against.
     pub owner: OwnerId,
-    /// Whether its packets cross the node's own stack, in both directions.
+    /// Whether its packets traverse the node's own stack, in both directions.
     pub via_host: bool,
-    /// Under which snapshot policy allowed it.
+    /// The snapshot under which policy allowed it.
     pub epoch: Epoch,
-    /// Now.
+    /// Current time.
     pub now: Timestamp,
 }
 
-/// What [`ConnTable::insert`] did.
+/// Result of [`ConnTable::insert`].
 pub enum Insertion<'t> {
-    /// The connection was entered, with the state that its first packet gives it.
+    /// The connection was inserted, with the state of its first packet.
     Created(Conn<'t>),
-    /// It was there already, since just now: go on with it as if it had been found.
+    /// It was inserted by another thread meanwhile: handle it as if it had been found.
     Found(Conn<'t>),
 }
 
-/// Why a connection was not entered.
+/// Why a connection was not inserted.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum Refused {
-    /// Both groups that it may be in are full of connections that are not evicted for another.
+    /// Both of its groups are full of connections that cannot be evicted.
     #[error("the connection table is full")]
     Full,
-    /// Its owner has as many connections as it may, and none near that could make room.
+    /// Its owner is at its quota, and nothing in its groups can be evicted.
     #[error("the owner's share of the connection table is used up")]
     Quota,
-    /// No connection opens with such a packet.
+    /// Such a packet cannot open a connection.
     #[error("the packet cannot open a connection")]
     CannotOpen,
 }
 
-/// An entry and the control word under which this thread saw or holds it.
+/// A slot and the control word under which this thread saw or claimed it.
 pub(super) type Held = (u32, Control);
 
-/// Owners that are counted.
+/// Number of owners that are counted.
 pub(super) const OWNERS: usize = if cfg!(all(test, feature = "loom")) { 4 } else { 1 << 16 };
 
-/// One in so many entries is an owner's always (and one in any case), as long as there is room at all.
+/// Share that an owner always has (and at least one connection), as long as there is any room.
 const SMALL_SHARE: u32 = 1024;
 
-/// A home group with more entries than this sends new ones to its alternate, if that has fewer. Below it an entry
-/// is where it is looked for first.
+/// If the home group has more entries than this, new ones go to the alternate group if that has fewer. Below it entries
+/// are in the group that is searched first.
 const CROWDED: u32 = LANES * 3 / 4;
 
 impl ConnTable {
-    /// A table of the given size, in memory or in the file that `config` names.
+    /// Creates a table of the configured size, in memory or in the configured file.
     ///
     /// # Errors
-    /// A setting that cannot be, no memory, or a file that cannot be opened. A file that is torn or not a table of
-    /// this size and version is no error: a new one is made, and [`ConnTable::opened`] says so.
+    /// An invalid setting, no memory, or a file that cannot be opened. A file that is damaged or not a table of this
+    /// size and version is not an error: it is replaced, which [`ConnTable::origin`] reports.
     pub fn new(config: &Config) -> Result<Self, OpenError> {
         config.check()?;
         let groups = group_count(config.entries);
@@ -126,22 +126,22 @@ impl ConnTable {
         Ok(table)
     }
 
-    /// How the table came to be.
+    /// How the table was obtained.
     pub fn opened(&self) -> &Opened {
         &self.opened
     }
 
-    /// Entries that the table has room for; somewhat more than were asked for.
+    /// Capacity in entries; slightly more than configured.
     pub fn capacity(&self) -> usize {
         self.storage.entries().len()
     }
 
-    /// Octets that the table takes: entries and tags.
+    /// Bytes of the table: entries and tags.
     pub fn memory(&self) -> usize {
         size_of_val(self.storage.entries()) + size_of_val(self.storage.tags())
     }
 
-    /// Connections in the table; it may be off by the few that are coming and going.
+    /// Number of connections; it may be off by the few that are being inserted or removed.
     pub fn len(&self) -> usize {
         self.total.load(CountOrdering::Relaxed) as usize
     }
@@ -151,23 +151,23 @@ impl ConnTable {
         self.len() == 0
     }
 
-    /// Connections of this owner.
+    /// Number of connections of this owner.
     pub fn len_of(&self, owner: OwnerId) -> u32 {
         self.owner(owner).load(CountOrdering::Relaxed)
     }
 
-    /// What the table has done so far.
+    /// Counters since the table was created.
     pub fn statistics(&self) -> Statistics {
         self.counters.statistics()
     }
 
-    /// Datagrams in fragments.
+    /// Fragmented datagrams.
     pub fn fragments(&self) -> &Fragments {
         &self.fragments
     }
 
-    /// Makes a flow ready: hashes it, and asks for the tags of its group to be fetched. With a batch, prepare all
-    /// its packets first, then [`ConnTable::locate`] all, then [`ConnTable::find`].
+    /// Prepares a flow: hashes it and prefetches the tags of its group. With a batch, prepare all packets first, then
+    /// [`ConnTable::locate`] all, then [`ConnTable::find`].
     #[inline(always)]
     pub fn prepare(&self, flow: &Flow) -> Hashed {
         let hashed = Hashed::new(&self.seed, flow);
@@ -175,16 +175,16 @@ impl ConnTable {
         hashed
     }
 
-    /// A number for the connection of a flow, the same for both its directions and for as long as the table lives, and
-    /// for logs: connections of the same ends one after the other have the same. Different ones have different numbers
-    /// but for a chance of one in 2⁶⁴ a pair. It is made with a key of its own and says nothing of the connection's place in
-    /// the table, so that nobody can choose connections that collide by reading logs.
+    /// An id for the connection of a flow, the same for both directions and for the lifetime of the table, for use in
+    /// logs. Consecutive connections between the same ends have the same id. Different ones collide with a probability
+    /// of 2⁻⁶⁴ per pair. It is derived with a separate secret and reveals nothing about the connection's position in
+    /// the table, so logs do not help to choose colliding connections.
     pub fn connection_id(&self, flow: &Flow) -> u64 {
         self.seed.name(flow)
     }
 
-    /// Looks at the tags of a prepared flow and asks for the entry that it may be in to be fetched. Never needed, but
-    /// it saves [`ConnTable::find`] the wait for memory if enough other work lies between the two.
+    /// Compares the tags of a prepared flow and prefetches the candidate entry. Optional: it saves [`ConnTable::find`]
+    /// the memory latency if enough other work lies between the two.
     #[inline(always)]
     pub fn locate(&self, hashed: &mut Hashed) {
         let group = home(hashed.hash, self.groups);
@@ -197,22 +197,22 @@ impl ConnTable {
         }
     }
 
-    /// The connection that this packet belongs to, whichever its direction. One whose timeout has passed is not found.
+    /// The connection of this packet, in either direction. Expired ones are not found.
     #[inline(always)]
     pub fn find(&self, hashed: &Hashed, now: Timestamp) -> Option<Conn<'_>> {
         let (slot, control) = self.lookup(hashed)?;
         (!self.is_expired(hashed.protocol(), control, now.tick())).then(|| Conn::new(self, hashed, slot, control))
     }
 
-    /// The connection of the packet that an ICMP error quotes. Its state does not change by that.
+    /// The connection of the packet quoted by an ICMP error. Its state is not changed.
     pub fn related(&self, quoted: &Flow, now: Timestamp) -> Option<Conn<'_>> {
         self.find(&self.prepare(quoted), now)
     }
 
-    /// Enters a connection. Two workers that enter the same one at once, from either direction, end with one entry.
+    /// Inserts a connection. If two workers insert the same one concurrently, from either direction, one entry remains.
     ///
     /// # Errors
-    /// Why there is no room for it; each is counted.
+    /// Why it was rejected; each reason is counted.
     pub fn insert(&self, new: &NewConn<'_>) -> Result<Insertion<'_>, Refused> {
         let hashed = new.hashed;
         let now = new.now.tick();
@@ -229,7 +229,7 @@ impl ConnTable {
                     self.counters.count(Event::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
                 }
-                // Look again, whether it is gone now, was touched, or another thread removes it.
+                // Check again whether it was removed or updated, or another thread is removing it.
                 self.expire(slot, control, now);
                 continue;
             }
@@ -251,7 +251,7 @@ impl ConnTable {
         }
     }
 
-    /// Whether a packet from the middle of a connection may open one for this owner now.
+    /// Whether a mid-stream packet may currently open a connection for this owner.
     fn picks_up(&self, owner: OwnerId, now: Timestamp) -> bool {
         match self.pick_up {
             PickUp::Never => false,
@@ -261,7 +261,7 @@ impl ConnTable {
         }
     }
 
-    /// An entry for a new connection, claimed and counted against its owner.
+    /// A claimed entry for a new connection, counted for its owner.
     fn make_room(&self, new: &NewConn<'_>) -> Result<Held, Refused> {
         let now = new.now.tick();
         let limit = self.limit();
@@ -271,7 +271,7 @@ impl ConnTable {
                 self.counters.count(Event::RefusedQuota);
                 return Err(Refused::Quota);
             };
-            // The table has filled up since its owner came to have so many: it gives back one more.
+            // The table has filled up since its owner got so many connections: evict one more of them.
             if self.len_of(new.owner) > self.limit()
                 && let Some((slot, claimed)) = self.evict(new.hashed, Some(new.owner), now)
             {
@@ -287,14 +287,14 @@ impl ConnTable {
         })
     }
 
-    /// Most connections that an owner may have now: no more than are still free, so that there is room for others however
-    /// many owners take all that they can (dynamic thresholds: Choudhury and Hahne, 1998); but always a few.
+    /// Current maximum number of connections of an owner: at most the number of free entries, so that others have room
+    /// however many owners use their maximum (dynamic thresholds: Choudhury and Hahne, 1998); but always a few.
     fn limit(&self) -> u32 {
         let free = self.entries.saturating_sub(self.total.load(CountOrdering::Relaxed));
         self.quota.min(free.max(self.entries / SMALL_SHARE).max(1))
     }
 
-    /// Counts one more connection of `owner`; how many it had before.
+    /// Counts one more connection of `owner`; returns the previous number.
     pub(super) fn count(&self, owner: OwnerId) -> u32 {
         self.total.fetch_add(1, CountOrdering::Relaxed);
         self.owner(owner).fetch_add(1, CountOrdering::Relaxed)
@@ -305,7 +305,8 @@ impl ConnTable {
         self.total.fetch_sub(1, CountOrdering::Relaxed);
     }
 
-    /// Claims a free entry in the home group, or in the alternate if the home is crowded and that is less so.
+    /// Claims a free entry in the home group, or in the alternate one if the home group is crowded and the other is
+    /// less so.
     fn claim_free(&self, hashed: &Hashed) -> Option<Held> {
         let (first, second) = (home(hashed.hash, self.groups), alternate(hashed.hash, self.groups));
         let crowded = self.tags(first).occupancy();
@@ -322,24 +323,24 @@ impl ConnTable {
         })
     }
 
-    /// Writes a connection into a claimed entry and shows it to other inserts, as tentative.
+    /// Writes a connection into a claimed entry and publishes it to other inserts as tentative.
     fn publish(&self, (slot, control): Held, hashed: &Hashed, contents: Contents) {
-        // The tag goes first: whoever sees the entry written and scans the tags finds it.
+        // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
         self.entry(slot).publish(control, &hashed.words, contents);
     }
 
-    /// Makes one tentative entry of this key the connection that all see, and all others vanish. The entry that it is
-    /// now, which another insert may have made; `None` if `candidate` vanished without one taking its place.
+    /// Confirms one tentative entry of this key as the visible connection and removes all others. Returns the confirmed
+    /// entry, which another insert may have made, or `None` if `candidate` was removed without a replacement.
     ///
-    /// Why no two entries of a key are ever live: let P confirm p and Q confirm q, where p is the lower slot. Each
-    /// scanned after its candidate was published, with a sequentially consistent fence between, so one of the two
-    /// scans saw the other's candidate.
-    /// 1. Q saw p tentative: it gave q up for p, the lower. It saw p live: it gave q up.
-    /// 2. P saw q tentative: it took q away, the higher, so that Q's confirmation fails; or it could not because q had
-    ///    become live, and gave p up. It saw q live: it gave p up.
+    /// Why two entries of a key are never live: let P confirm p and Q confirm q, where p is the lower slot. Each
+    /// scanned after its candidate was published, with a sequentially consistent fence between, so one of the two scans
+    /// saw the other's candidate.
+    /// 1. Q saw p tentative: it gave up q for p, the lower one. Q saw p live: it gave up q.
+    /// 2. P saw q tentative: it removed q, the higher one, so that Q's confirmation fails; or it could not because q
+    /// had become live, and gave up p. P saw q live: it gave up p.
     ///
-    /// Nobody waits: who finds another's candidate finishes that one's work instead.
+    /// No thread waits: one that finds another's candidate completes that insert instead.
     fn settle(&self, hashed: &Hashed, mut candidate: Held) -> Option<Held> {
         'candidates: loop {
             // Between the publication of the candidate (ours, or another's that we have seen) and the scan.
@@ -365,7 +366,8 @@ impl ConnTable {
             }
             return match self.entry(slot).exchange(control, control.confirmed()) {
                 Ok(()) => {
-                    // Counted here, not by who made the candidate: it may be gone again before that one looks.
+                    // Counted here and not by the thread that made the candidate, since it may be removed before that
+                    // thread continues.
                     self.counters.count(Event::Created);
                     Some((slot, control.confirmed()))
                 }
@@ -375,7 +377,7 @@ impl ConnTable {
         }
     }
 
-    /// Takes a tentative entry away.
+    /// Removes a tentative entry.
     ///
     /// # Errors
     /// The entry, if it has become live; it stays.
@@ -390,7 +392,7 @@ impl ConnTable {
         }
     }
 
-    /// Entries that hold this key, live or tentative.
+    /// Entries with this key, live or tentative.
     fn written<'a>(&'a self, hashed: &'a Hashed) -> impl Iterator<Item = Held> + 'a {
         [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)].into_iter().flat_map(move |group| {
             bits(self.tags(group).lanes_with(hashed.tag())).filter_map(move |lane| {
@@ -400,7 +402,7 @@ impl ConnTable {
         })
     }
 
-    /// The live entry of this key.
+    /// The live entry with this key.
     #[inline(always)]
     pub(super) fn lookup(&self, hashed: &Hashed) -> Option<Held> {
         if hashed.hint != NO_HINT
@@ -413,13 +415,13 @@ impl ConnTable {
         self.search(hashed)
     }
 
-    /// [`ConnTable::lookup`] without a hint, or with one that was wrong.
+    /// [`ConnTable::lookup`] without a hint, or after a wrong one.
     #[inline(never)]
     fn search(&self, hashed: &Hashed) -> Option<Held> {
         self.written(hashed).find(|(_, control)| control.is_live())
     }
 
-    /// Whether a connection's timeout has passed.
+    /// Whether a connection has expired.
     #[inline]
     pub(super) fn is_expired(&self, protocol: Protocol, control: Control, now: Tick) -> bool {
         let age = control.tick().age(now);
@@ -427,8 +429,8 @@ impl ConnTable {
         age > 0 && age > self.lifetimes.of(protocol, control)
     }
 
-    /// Removes the connection that `control` shows if its timeout has passed. One that was touched or re-used since
-    /// `control` was read stays: its control word differs.
+    /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
+    /// stays: its control word differs.
     pub(super) fn expire(&self, slot: u32, control: Control, now: Tick) -> bool {
         let entry = self.entry(slot);
         if !control.is_live() || !self.is_expired(entry.protocol(), control, now) {
@@ -442,14 +444,14 @@ impl ConnTable {
         expired
     }
 
-    /// Frees an entry that this thread claimed from the connection that `control` shows.
+    /// Frees an entry that this thread has claimed from the connection of `control`.
     pub(super) fn release(&self, slot: u32, control: Control) {
         self.forget(slot);
         self.entry(slot).free(control.claimed());
     }
 
-    /// Takes tag and quota from an entry that this thread claimed from a connection, before it is freed or used for
-    /// another: a tag cleared later could be the next connection's.
+    /// Removes tag and owner count of an entry that this thread has claimed, before it is freed or reused: a tag
+    /// cleared later could belong to the next connection.
     pub(super) fn forget(&self, slot: u32) {
         self.tags(slot / LANES).clear(slot % LANES);
         self.uncount(self.entry(slot).take_owner());
@@ -471,8 +473,8 @@ impl ConnTable {
     }
 }
 
-/// Groups for this many connections: a tenth more room than they need, so that two groups to choose from are enough
-/// until all are in.
+/// Number of groups for this many connections: a tenth more room than needed, so that two groups suffice for each until
+/// all are inserted.
 fn group_count(entries: usize) -> u32 {
     if cfg!(all(test, feature = "loom")) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
 }

@@ -1,8 +1,8 @@
-//! The tags of one group: a cache line that says which of its entries may be the one looked for.
+//! Tags of a group: a cache line that indicates which of its entries may match.
 
 use super::sync::{AtomicU64, EXCHANGE, Ordering};
 
-/// Entries in a group, each with a tag of 16 bits.
+/// Entries in a group, each with a 16-bit tag.
 #[cfg(not(all(test, feature = "loom")))]
 pub(super) const LANES: u32 = 32;
 /// Few, so that all interleavings can be explored.
@@ -10,11 +10,11 @@ pub(super) const LANES: u32 = 32;
 pub(super) const LANES: u32 = 2;
 
 const WORDS: usize = LANES.div_ceil(4) as usize;
-/// Every lane.
+/// All lanes.
 pub(super) const ALL: u32 = u32::MAX >> (32 - LANES);
 
-/// The tags of a group. 0 means that the entry is free, or not ready; any other tag that it may hold a
-/// connection whose hash ends so. Tags only guide: an entry's own words decide.
+/// The tags of a group. 0 means that the entry is free or not ready. Any other tag means that it may contain a
+/// connection whose hash ends in it. Tags are only hints: the words of the entry decide.
 #[repr(C, align(64))]
 pub(super) struct Tags([AtomicU64; WORDS]);
 
@@ -24,7 +24,7 @@ impl Tags {
         Self(std::array::from_fn(|_| AtomicU64::new(0)))
     }
 
-    /// The lanes whose tag is `tag`, as bits.
+    /// The lanes with this tag, as bits.
     #[inline]
     pub(super) fn lanes_with(&self, tag: u16) -> u32 {
         let words: [u64; WORDS] = std::array::from_fn(|word| self.0[word].load(Ordering::Relaxed));
@@ -56,12 +56,12 @@ impl Tags {
         self.used_lanes().count_ones()
     }
 
-    /// Sets the tag of a lane whose tag is 0. Only the owner of the lane's entry may.
+    /// Sets the tag of a lane whose tag is 0. Only the thread that has claimed the entry may do so.
     pub(super) fn set(&self, lane: u32, tag: u16) {
         self.0[lane as usize / 4].fetch_or(u64::from(tag) << (lane % 4 * 16), EXCHANGE);
     }
 
-    /// Takes the tag from a lane. Only the owner of the lane's entry may.
+    /// Clears the tag of a lane. Only the thread that has claimed the entry may do so.
     pub(super) fn clear(&self, lane: u32) {
         self.0[lane as usize / 4].fetch_and(!(0xffff << (lane % 4 * 16)), EXCHANGE);
     }
@@ -78,7 +78,7 @@ fn equal_portable(words: &[u64; WORDS], tag: u16) -> u32 {
     let wanted = ONES * u64::from(tag);
     words.iter().enumerate().fold(0, |lanes, (index, word)| {
         let differs = word ^ wanted;
-        // The top bit of a lane ends up set if and only if all of the lane is zero; no carry leaves a lane.
+        // The top bit of a lane ends up set if and only if the whole lane is zero; no carry leaves a lane.
         let equal = !(((differs & LOW) + LOW) | differs | LOW);
         lanes | (((equal >> 15).wrapping_mul(GATHER) >> 48) as u32 & 0xf) << (index * 4)
     })

@@ -1,77 +1,77 @@
-//! TCP as a firewall between the two ends tracks it: states and windows.
+//! TCP as tracked by a firewall between the ends: states and windows.
 //!
-//! The bounds on sequence and acknowledgement numbers are those of G. van Rooij, *Real Stateful TCP Packet
-//! Filtering in IP Filter* (2001), on which the kernel's `tcp_in_window` (net/netfilter/nf_conntrack_proto_tcp.c)
-//! rests too. What is kept of a direction fits 64 bits; where that needed rounding it errs towards letting a segment
-//! through to its receiver, which judges by exact numbers.
+//! The bounds on sequence and acknowledgement numbers are those of G. van Rooij, *Real Stateful TCP Packet Filtering in
+//! IP Filter* (2001), which the kernel's `tcp_in_window` (net/netfilter/nf_conntrack_proto_tcp.c) uses too. The state
+//! of a direction fits into 64 bits. Where that requires rounding, it errs towards letting a segment pass to its
+//! receiver, which checks exactly.
 
 use super::state::TcpState;
 use crate::packet::{TcpFlags, TcpSegment};
 
-/// What a segment does to its connection; see [`super::track::Step`].
+/// The effect of a segment on its connection; see [`super::track::Step`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// New state, and the windows of the segment's sender and receiver as the table keeps them.
+    /// New state, and the tracking words of the segment's sender and receiver.
     Accept(TcpState, u64, u64),
-    /// The window of the segment's sender, marked, and what is kept of the SYN beside it.
+    /// The tracking word of the segment's sender, marked, and the held SYN.
     Hold(u64, HeldSyn),
     Pass,
     Invalid,
     Open,
-    /// The windows of the segment's sender and receiver, with which the new connection begins.
+    /// The tracking words of the segment's sender and receiver for the new connection.
     Restart(u64, u64),
 }
 
-/// What is known of the octets that one side sends.
+/// Tracked state of the bytes that one side sends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Window {
-    /// One past the highest sequence number that it has sent.
+    /// One past the highest sequence number sent.
     end: u32,
-    /// Sequence number up to which the other side has said it would take; rounded up to [`LIMIT_GRAIN`].
+    /// Highest sequence number that the other side has offered to accept; rounded up to [`LIMIT_GRAIN`].
     limit: u32,
-    /// Logarithm to base 2 of the greatest window that it has itself offered, rounded up.
+    /// Base-2 logarithm of the largest window that it has itself offered, rounded up.
     reach: u8,
-    /// Shift of the windows that it offers; [`UNKNOWN_SCALE`] if its SYN was not seen.
+    /// Window scale of its offers; [`UNKNOWN_SCALE`] if its SYN was not seen.
     scale: u8,
     /// [`SEEN`], [`FIN`] and [`FIN_ACKED`].
     marks: u8,
 }
 
-/// Greatest window (RFC 7323 section 2.3): 1 GiB.
+/// Largest window (RFC 7323 section 2.3): 1 GiB.
 const MAX_WINDOW: u32 = 1 << 30;
-/// Greatest shift of a window (RFC 7323 section 2.3).
+/// Largest window scale (RFC 7323 section 2.3).
 const MAX_SCALE: u8 = 14;
-/// Stands for a shift that is not known. Taken as the greatest.
+/// An unknown window scale; treated as the largest.
 const UNKNOWN_SCALE: u8 = 15;
 /// Acknowledgements may be this far behind what was sent even if the window is smaller: 65,535 and a segment.
 const MIN_ACK_WINDOW: u32 = 66_000;
-/// A SYN may carry this much data that its receiver need not take (RFC 7413).
+/// A SYN may carry this much data without an offered window (RFC 7413).
 const MAX_SYN_DATA: u32 = 9_000;
-/// Limits are kept in 20 bits.
+/// Limits are stored in 20 bits.
 const LIMIT_GRAIN: u32 = 1 << 12;
-/// Where a word keeps the limit.
+/// Position of the limit in a word.
 const LIMIT_MASK: u64 = 0xf_ffff << 32;
 
 const REACH_AT: u32 = 52;
 const SCALE_AT: u32 = 57;
 const MARKS_AT: u32 = 61;
 
-/// Its `end` comes from a segment of its own.
+/// Its `end` comes from one of its own segments.
 const SEEN: u8 = 1;
 /// It has sent a FIN.
 const FIN: u8 = 2;
 /// The other side has acknowledged that FIN.
 const FIN_ACKED: u8 = 4;
-/// Without [`FIN`], since no FIN is acknowledged before it is sent: a [`HeldSyn`] of this side's is kept.
+/// Without [`FIN`], since a FIN is not acknowledged before it is sent: a [`HeldSyn`] of this side is stored.
 const HOLDS_SYN: u8 = FIN_ACKED;
 
-/// What is kept, beside its window, of a SYN that a side of a live connection has sent: seven bits. If the other side
-/// acknowledges the SYN, both have forgotten the connection and begin another. If it does not, the connection goes on as
-/// if there had been no SYN.
+/// Seven bits about a SYN that one side of a live connection has sent, stored besides its window. If the other side
+/// acknowledges the SYN, both have lost the connection and open a new one. Otherwise the connection continues as if the
+/// SYN had not been sent.
 ///
-/// Bits 0–1 are the side's marks [`FIN`] and [`FIN_ACKED`] as they were. Bits 2–6 are a hash of the number that
-/// acknowledges the SYN: enough to tell attempts apart. Whether a SYN-ACK may restart a connection does not hang on it:
-/// only its receiver, who knows the number, goes on with it, and policy is asked.
+/// Bits 0–1 are the side's previous marks [`FIN`] and [`FIN_ACKED`]. Bits 2–6 are a hash of the number that
+/// acknowledges the SYN: enough to distinguish attempts. Security does not depend on it: only the receiver of a
+/// SYN-ACK, which knows the number, continues with it, and policy is evaluated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct HeldSyn(pub(super) u8);
 
@@ -89,13 +89,13 @@ impl HeldSyn {
         self.0 >> 2 == Self::hash(ack)
     }
 
-    /// The marks of its side before it.
+    /// The previous marks of its side.
     const fn marks(self) -> u8 {
         (self.0 & 3) << 1
     }
 }
 
-/// A limit where a word keeps it, rounded up.
+/// A limit at its position in a word, rounded up.
 #[inline(always)]
 const fn limit_bits(limit: u32) -> u64 {
     ((limit.wrapping_add(LIMIT_GRAIN - 1) >> 12) as u64) << 32
@@ -133,13 +133,13 @@ impl Window {
             | u64::from(self.marks) << MARKS_AT
     }
 
-    /// This word without what its numbers were: the next segment of either side is believed. For a table that was
-    /// found again after segments may have passed it by.
+    /// This word with its numbers reset: the next segment of either side sets them. For a table that was found again
+    /// after segments may have bypassed it.
     pub(super) fn unsynchronised(word: u64) -> u64 {
         word & !(u64::from(SEEN) << MARKS_AT)
     }
 
-    /// A side whose SYN this is.
+    /// The side that sent this SYN.
     fn from_syn(segment: &TcpSegment) -> Self {
         let end = segment.end();
         Self {
@@ -151,34 +151,34 @@ impl Window {
         }
     }
 
-    /// Whether a [`HeldSyn`] of this side's is kept.
+    /// Whether a [`HeldSyn`] of this side is stored.
     #[inline]
     const fn holds_syn(&self) -> bool {
         self.marks & (FIN | FIN_ACKED) == HOLDS_SYN
     }
 
-    /// This window while a SYN of its side's is kept.
+    /// This window with a held SYN of its side.
     fn holding(self) -> Self {
         Self { marks: self.marks & SEEN | HOLDS_SYN, ..self }
     }
 
-    /// This window as it was before.
+    /// This window as before the held SYN.
     fn without(self, held: HeldSyn) -> Self {
         if self.holds_syn() { Self { marks: self.marks & SEEN | held.marks(), ..self } } else { self }
     }
 
-    /// The window of a side whose SYN this number acknowledges; what it offers is not known, and taken as the greatest.
+    /// The window of a side whose SYN this number acknowledges; its offer is unknown and treated as the largest.
     fn of_acked_syn(ack: u32) -> Self {
         Self { end: ack, limit: ack, reach: 16, scale: UNKNOWN_SCALE, marks: SEEN }
     }
 
-    /// Whether `ack` acknowledges the SYN that this side has sent last.
+    /// Whether `ack` acknowledges the last SYN of this side.
     #[inline]
     const fn is_syn_acked_by(&self, ack: u32) -> bool {
         self.end.wrapping_sub(ack) <= MAX_SYN_DATA
     }
 
-    /// The sequence number that follows all that it has sent, if that is known.
+    /// The sequence number after everything it has sent, if known.
     pub(super) fn next(&self) -> Option<u32> {
         self.is(SEEN).then_some(self.end)
     }
@@ -189,13 +189,13 @@ impl Window {
         self.marks & mark != 0
     }
 
-    /// The greatest window that it has offered.
+    /// The largest window that it has offered.
     #[inline]
     const fn offered(&self) -> u32 {
         1 << self.reach
     }
 
-    /// The window that this segment of its offers, in octets.
+    /// The window offered by this segment, in bytes.
     #[inline(always)]
     fn offer(&self, segment: &TcpSegment) -> u32 {
         let shift = if segment.flags.contains(TcpFlags::SYN) { 0 } else { self.scale.min(MAX_SCALE) };
@@ -203,13 +203,13 @@ impl Window {
     }
 }
 
-/// The exponent of the least power of two that is at least `window`; at most 30.
+/// The exponent of the smallest power of two that is at least `window`; at most 30.
 #[inline]
 fn log2(window: u32) -> u8 {
     window.clamp(1, MAX_WINDOW).next_power_of_two().trailing_zeros() as u8
 }
 
-/// What kind of segment its control bits make it.
+/// Segment type according to its flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Syn,
@@ -219,7 +219,7 @@ enum Kind {
     Plain,
 }
 
-/// The kind of a segment, or `None` if no TCP sends such bits together.
+/// The segment type, or `None` for an invalid combination of flags.
 #[inline]
 fn kind(flags: TcpFlags) -> Option<Kind> {
     const SYN: u8 = TcpFlags::SYN.0;
@@ -227,7 +227,7 @@ fn kind(flags: TcpFlags) -> Option<Kind> {
     const RST: u8 = TcpFlags::RST.0;
     const ACK: u8 = TcpFlags::ACK.0;
     match flags.0 & (SYN | FIN | RST | ACK) {
-        // Nearly all segments are of this kind.
+        // Nearly all segments are of this type.
         n if n & !FIN == ACK => Some(Kind::Plain),
         SYN => Some(Kind::Syn),
         n if n == SYN | ACK => Some(Kind::SynAck),
@@ -236,7 +236,7 @@ fn kind(flags: TcpFlags) -> Option<Kind> {
     }
 }
 
-/// A connection's first segment: the state that it opens, and the windows of its sender and its receiver.
+/// A connection's first segment: the state that it opens, and the windows of its sender and receiver.
 pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Window, Window)> {
     match kind(segment.flags)? {
         Kind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::default())),
@@ -254,7 +254,7 @@ pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Win
     }
 }
 
-/// A later segment of a connection in `state`, with the windows of its sender and receiver as the table keeps them.
+/// A later segment of a connection in `state`, with the tracking words of its sender and receiver.
 #[inline(always)]
 pub(super) fn step(
     state: TcpState,
@@ -264,7 +264,7 @@ pub(super) fn step(
     segment: &TcpSegment,
     held: HeldSyn,
 ) -> Step {
-    // Unpacked where they are needed: those of a plain segment then never leave the registers.
+    // Unpacked lazily, so that those of a plain segment stay in registers.
     let windows = || (Window::unpack(sender), Window::unpack(receiver));
     match kind(segment.flags) {
         Some(Kind::Plain) => plain(state, windows(), from_opener, segment, held),
@@ -275,11 +275,11 @@ pub(super) fn step(
     }
 }
 
-/// [`step`] for nearly every segment: one without SYN, FIN or RST, of a connection that is established, of which both sides
-/// were seen and neither has ended. The windows of its sender and receiver as they are after it; `None` if the segment is
-/// of another kind, widens its sender's window, or is refused, all of which [`step`] decides.
+/// Fast path of [`step`] for nearly every segment: no SYN, FIN or RST, on an established connection of which both sides
+/// were seen and neither has ended. Returns the new tracking words of sender and receiver; `None` if the segment is of
+/// another type, widens its sender's window, or is invalid, all of which [`step`] handles.
 ///
-/// It works on the words as they are kept: unpacked and packed again, a segment takes twice the instructions.
+/// It works on the packed words: unpacking and packing doubles the instructions of a segment.
 #[inline(always)]
 pub(super) fn go_on(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<(u64, u64)> {
     const BITS: u8 = TcpFlags::SYN.0 | TcpFlags::FIN.0 | TcpFlags::RST.0 | TcpFlags::ACK.0;
@@ -298,7 +298,7 @@ pub(super) fn go_on(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<
     Some((kept | numbers, receiver & !LIMIT_MASK | limit))
 }
 
-/// Of a segment's sender and of its receiver.
+/// Of a segment's sender and receiver.
 type Windows = (Window, Window);
 
 #[inline(always)]
@@ -309,17 +309,17 @@ fn accept(state: TcpState, sender: Window, receiver: Window) -> Step {
 #[inline(never)]
 fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
     match state {
-        // Again, or a new attempt with another initial number.
+        // A retransmission, or a new attempt with another initial sequence number.
         TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
         TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
         TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
         TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => Step::Open,
-        // Again.
+        // A retransmission.
         TcpState::SynReceived if segment.end() == sender.end => Step::Pass,
         _ if sender.holds_syn() => Step::Hold(sender.pack(), HeldSyn::new(segment, held.marks())),
-        // RFC 9293 section 3.10.7.4, RFC 5961 section 4: a receiver that knows the connection answers with an
-        // acknowledgement, and if the sender has forgotten it, that answer makes it send the RST that ends it. A receiver
-        // that has forgotten it, too, answers with a SYN-ACK.
+        // RFC 9293 section 3.10.7.4, RFC 5961 section 4: a receiver that still has the connection replies with an ACK.
+        // If the sender has lost the connection, it replies to that ACK with a RST. A receiver that has lost it too
+        // replies with a SYN-ACK.
         _ => Step::Hold(sender.holding().pack(), HeldSyn::new(segment, sender.marks & (FIN | FIN_ACKED))),
     }
 }
@@ -369,16 +369,16 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
     let has_ack = segment.flags.contains(TcpFlags::ACK);
     if state == TcpState::SynSent {
         return match from_opener {
-            // It gives up. With another number it answers what we have not seen the cause of: its receiver judges.
+            // It gives up. With another number it replies to something that was not seen here: its receiver decides.
             true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
             true => Step::Pass,
-            // RFC 9293 section 3.10.7.3: a refusal acknowledges the SYN.
+            // RFC 9293 section 3.10.7.3: a rejection acknowledges the SYN.
             false if has_ack && receiver.is_syn_acked_by(segment.ack) => accept(TcpState::Close, sender, receiver),
             false => Step::Invalid,
         };
     }
     if receiver.holds_syn() && has_ack && held.is_acked_by(segment.ack) {
-        // It refuses the SYN that was let through: to it there is no connection.
+        // It rejects the SYN that passed: it has no connection.
         return accept(TcpState::Close, sender, receiver);
     }
     // Some stacks set ACK and leave the number zero.
@@ -386,8 +386,8 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
     if !fits(&sender, &receiver, segment.seq, segment.end(), ack) {
         return Step::Invalid;
     }
-    // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it
-    // is less where bytes were lost between here and there, which cannot be seen from here.
+    // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it is
+    // lower if bytes were lost behind this point, which cannot be seen here.
     let exact = sender.is(SEEN) && segment.seq == sender.end;
     match state {
         TcpState::Established | TcpState::Resetting if !exact => accept(TcpState::Resetting, sender, receiver),
@@ -397,15 +397,16 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 
 #[inline(always)]
 fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
-    // What fits shows that to its sender the connection lives: a SYN on it is not answered any more.
+    // A segment that fits shows that its sender still has the connection: a held SYN on it will not be answered any
+    // more.
     let (mut sender, mut receiver) = (sender.without(held), receiver.without(held));
     let (end, ack) = (segment.end(), segment.ack);
     if !sender.is(SEEN) && receiver.is(SEEN) {
-        // What it has received may have passed by unseen, and what was seen be sent again.
+        // What it has received may have bypassed us, and what was seen may be retransmitted.
         receiver.end = later(receiver.end, ack);
     }
     match state {
-        // The answering side believes in an older connection (RFC 9293 section 3.5.1): the opener will reset it.
+        // The answering side has an older connection (RFC 9293 section 3.5.1): the opener will reset it.
         TcpState::SynSent if !from_opener && end == segment.seq => return Step::Pass,
         TcpState::SynSent | TcpState::SynSent2 => return Step::Invalid,
         _ if !fits(&sender, &receiver, segment.seq, end, ack) => return Step::Invalid,
@@ -433,8 +434,8 @@ fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
     accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
 }
 
-/// Where a side is that is heard again: at what is told of it now, unless that is so little behind what was known that it
-/// is a segment sent again, or an acknowledgement of what came before a gap. What was sent beyond it may have arrived.
+/// Position of a side that is seen again: the reported one, unless it is so little behind the known one that the
+/// segment is a retransmission or an acknowledgement from before a gap. Data sent beyond it may have arrived.
 #[inline]
 fn resume(known: u32, told: u32, window: u32) -> u32 {
     if known.wrapping_sub(told) <= window { known } else { told }
@@ -454,15 +455,14 @@ fn after_plain(state: TcpState, sender: &Window, receiver: &Window, from_opener:
     }
 }
 
-/// Whether a segment lies within what both sides have sent and offered. A side that has not been seen yet sets no
-/// bounds.
+/// Whether a segment lies within what both sides have sent and offered. A side that was not seen yet sets no bounds.
 #[inline(always)]
 fn fits(sender: &Window, receiver: &Window, seq: u32, end: u32, ack: u32) -> bool {
     let sent = !sender.is(SEEN)
-        // Not beyond what the receiver takes, and not so old that the receiver cannot still be missing it.
+        // Not beyond the offered window, and not so old that the receiver cannot still be missing it.
         || (at_or_before(seq, sender.limit) && at_or_before(sender.end.wrapping_sub(receiver.offered()), end));
     let acknowledged = !receiver.is(SEEN)
-        // Nothing that was never sent, and not so old that it says nothing any more.
+        // Nothing that was never sent, and not so old that it is meaningless.
         || (at_or_before(ack, receiver.end)
             && at_or_before(receiver.end.wrapping_sub(sender.offered().max(MIN_ACK_WINDOW)), ack));
     sent && acknowledged

@@ -1,4 +1,4 @@
-//! The table as its callers see it.
+//! Tests of the table's public interface.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub(super) fn table(entries: usize) -> ConnTable {
     ConnTable::new(&Config { entries, ..Config::default() }).unwrap()
 }
 
-/// The flow of number `n` from a client to 10.0.0.1:53.
+/// Flow number `n` from a client to 10.0.0.1:53.
 pub(super) fn flow(n: u32) -> Flow {
     Flow {
         src: Address::from_v4_octets((0x0a01_0000 + (n >> 14)).to_be_bytes()),
@@ -55,7 +55,7 @@ pub(super) fn insert_for<'t>(
     table.insert(&NewConn { hashed, transport, owner, via_host: false, epoch: Epoch(1), now })
 }
 
-/// Connection `n` of an owner of its own, so that no share but the table's size bounds how many there are.
+/// Connection `n` with an owner of its own, so that only the table's size limits their number.
 pub(super) fn insert_alone(table: &ConnTable, flow: &Flow, n: u32, transport: &Transport, now: Timestamp) -> bool {
     insert_for(table, flow, transport, OwnerId(n as u16), now).is_ok()
 }
@@ -151,7 +151,7 @@ fn an_idle_connection_expires_and_a_touched_one_does_not() {
     assert_eq!((table.len(), table.statistics().expired), (1, 1));
 }
 
-/// Makes a connection of `flow` that is kept: both sides were heard, and the opening one went on.
+/// Makes the connection of `flow` one that is never evicted: both sides have sent, and the opening one again.
 fn establish(table: &ConnTable, flow: &Flow, owner: OwnerId, now: Timestamp) -> Result<(), Refused> {
     let began = Timestamp::from_millis(now.as_millis() - 3000);
     let way = flow.key().1;
@@ -162,7 +162,7 @@ fn establish(table: &ConnTable, flow: &Flow, owner: OwnerId, now: Timestamp) -> 
     Ok(())
 }
 
-/// Enters connections with `enter` until every entry is taken.
+/// Inserts connections with `enter` until every entry is used.
 fn fill(table: &ConnTable, mut enter: impl FnMut(u32)) {
     for n in 0..60_000 {
         if table.len() == table.capacity() {
@@ -186,13 +186,13 @@ fn an_established_connection_is_never_evicted_for_a_new_one() {
     let s = table.statistics();
     assert_eq!(s.refused_full, refused + 100);
     assert_eq!((s.evicted_closing, s.evicted_unanswered, s.evicted_answered, s.expired), (0, 0, 0, 0));
-    // Once they have expired there is room again, swept or not.
+    // Once they have expired there is room again, even without a sweep.
     let later = NOW.plus(Duration::from_secs(200));
     assert!(insert_alone(&table, &tcp(0), 62_000, &syn(), later));
     assert_eq!(table.statistics().expired, 1);
 }
 
-/// A connection as old as `since`, made what `kind` says by its packets.
+/// A connection last used at `since`, brought into the state `kind` by packets.
 fn entry_of(table: &ConnTable, kind: &str, n: u32, since: Timestamp) {
     let segment = |flags: TcpFlags, seq, ack| {
         Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, ..TcpSegment::default() })
@@ -218,8 +218,8 @@ fn entry_of(table: &ConnTable, kind: &str, n: u32, since: Timestamp) {
     }
 }
 
-/// What kind of connection makes room for a new one where every entry is one of these two kinds, half and half, those of
-/// the second kind used later.
+/// The kind of connection that is evicted for a new one if every entry is one of these two kinds, half each, and those
+/// of the second kind were used later.
 fn goes_first(older: &str, younger: &str) -> [u64; 3] {
     let table = table(64);
     let later = NOW.plus(Duration::from_secs(5));
@@ -272,7 +272,7 @@ fn among_connections_that_nobody_answered_the_least_recently_used_goes() {
 fn a_flood_from_one_address_takes_from_itself_before_it_takes_from_others() {
     let table = table(1000);
     let from = |host: u8, n: u32| Flow { src: Address::from_v4_octets([192, 0, 2, host]), ..flow(n) };
-    // Older than all of the flood, and the pod is at its share.
+    // Older than the whole flood, and the pod is at its share.
     for n in 0..50 {
         insert(&table, &from(1, n), &Transport::Udp, NOW).unwrap();
     }
@@ -294,7 +294,7 @@ fn however_many_owners_take_all_they_can_there_is_room_for_another() {
     }
     assert!((0..20).all(|owner| table.len_of(OwnerId(owner)) > 0));
     assert!(table.len() < table.capacity() * 95 / 100, "{} of {}", table.len(), table.capacity());
-    // Entries that nobody answered make room, also for owners that come late; what is established stays.
+    // Unanswered entries are evicted, also for owners that come late; established ones stay.
     for n in 0..9 {
         establish(&table, &flow(200_000 + n), OwnerId(99), NOW).unwrap();
     }
@@ -429,7 +429,7 @@ fn a_listing_says_how_long_a_connection_is_kept() {
     assert_eq!(table.iter(later.plus(Duration::from_secs(102))).count(), 0, "expired ones are not listed");
 }
 
-/// Four threads do all that can be done, on so few connections that they meet all the time.
+/// Four threads run all operations on so few connections that they collide all the time.
 #[test]
 fn threads_that_meet_leave_a_sound_table() {
     use std::collections::HashSet;
@@ -449,7 +449,7 @@ fn threads_that_meet_leave_a_sound_table() {
             random ^= random >> 7;
             random ^= random << 17;
             let n = (random >> 8) as u32 % FLOWS;
-            // All threads' clocks run on together, with some of them ahead.
+            // The threads' clocks advance together, some of them ahead of others.
             let now = NOW.plus(Duration::from_millis(operations / 4 + (random >> 40) % 1000));
             let asked = if random & 1 == 0 { flow(n) } else { flow(n).reversed() };
             let mut hashed = table.prepare(&asked);

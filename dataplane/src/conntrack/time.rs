@@ -1,16 +1,16 @@
-//! Time as the connection table keeps it.
+//! Time in the connection table.
 
 use std::time::Duration;
 
-/// A moment on a monotonic clock, in milliseconds. The caller reads the clock, once a batch.
+/// A point on a monotonic clock, in milliseconds. The caller reads the clock once per batch.
 ///
-/// A table in a file outlives its process, so its timestamps must too: give it [`Timestamp::now`], which counts
-/// from the machine's start. A table in memory takes any clock that does not run backwards (a capture's, a test's).
+/// A table in a file outlives its process, so its timestamps must too: use [`Timestamp::now`], which counts from boot.
+/// A table in memory accepts any clock that does not run backwards (of a capture or a test).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Timestamp(u64);
 
 impl Timestamp {
-    /// A moment this many milliseconds after the clock's zero.
+    /// The time this many milliseconds after the clock's zero.
     #[inline]
     pub const fn from_millis(millis: u64) -> Self {
         Self(millis)
@@ -22,14 +22,14 @@ impl Timestamp {
         self.0
     }
 
-    /// Milliseconds since the machine started (`CLOCK_MONOTONIC`, which all processes share).
+    /// Milliseconds since boot (`CLOCK_MONOTONIC`, which all processes share).
     pub fn now() -> Self {
         let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)
             .expect("every Linux kernel has CLOCK_MONOTONIC");
         Self(now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000)
     }
 
-    /// This moment and `duration`, which is cut to whole milliseconds.
+    /// This time plus `duration`, truncated to whole milliseconds.
     #[inline]
     #[must_use]
     pub const fn plus(self, duration: Duration) -> Self {
@@ -45,8 +45,8 @@ impl Timestamp {
 /// A tick is 512 ms.
 const TICK_SHIFT: u32 = 9;
 
-/// A coarse moment: ticks of 512 ms, modulo 2²² (24.8 days). Coarse because it must fit the control word, and
-/// because a busy connection then writes its time twice a second rather than once a packet.
+/// Coarse time: ticks of 512 ms, modulo 2²² (24.8 days). Coarse because it must fit into the control word, and because
+/// a busy connection then writes its time twice a second rather than for each packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Tick(pub(super) u32);
 
@@ -55,11 +55,11 @@ impl Tick {
     pub(super) const BITS: u32 = 22;
     /// All bits of a tick.
     pub(super) const MASK: u32 = (1 << Self::BITS) - 1;
-    /// An age in this last stretch of the circle is a clock slightly ahead of the reader's (another worker's
-    /// batch began later): 9.3 hours.
+    /// An age in the last part of the range means a clock slightly ahead of the reader's (another worker's batch began
+    /// later): 9.3 hours.
     const AHEAD: u32 = 1 << 16;
 
-    /// Ticks from `self` to `now`; zero if `self` lies slightly ahead of `now`.
+    /// Ticks from `self` to `now`; zero if `self` is slightly ahead of `now`.
     #[inline]
     pub(super) const fn age(self, now: Self) -> u32 {
         let age = now.0.wrapping_sub(self.0) & Self::MASK;
@@ -67,18 +67,18 @@ impl Tick {
     }
 }
 
-/// The ticks after which a timeout has surely passed: rounded up.
+/// The number of ticks after which a timeout has certainly passed: rounded up.
 pub(super) const fn ticks(timeout: Duration) -> u32 {
     let ticks = timeout.as_millis().div_ceil(1 << TICK_SHIFT);
     if ticks > MAX_TICKS as u128 { MAX_TICKS } else { ticks as u32 }
 }
 
-/// One tick in milliseconds: how much longer than its timeout a connection may live before it counts as expired.
+/// One tick in milliseconds: how much longer than its timeout a connection may exist before it counts as expired.
 pub(super) const TICK: Duration = Duration::from_millis(1 << TICK_SHIFT);
 
 const MAX_TICKS: u32 = Tick::MASK - 2 * Tick::AHEAD;
 
-/// The longest timeout that ticks can measure, with room for a sweep that comes late: 23 days.
+/// The longest timeout that ticks can measure, with slack for a late sweep: 23 days.
 pub(super) const LONGEST_TIMEOUT: Duration = Duration::from_secs(23 * 86_400);
 
 #[cfg(test)]

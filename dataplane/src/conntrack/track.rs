@@ -1,4 +1,4 @@
-//! What a packet does to the connection that it belongs to: pure functions from state to state.
+//! The effect of a packet on its connection: pure state transition functions.
 
 use std::time::Duration;
 
@@ -9,25 +9,26 @@ use super::time::{self, Tick};
 use super::{sctp, tcp};
 use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Transport};
 
-/// What a packet does to its connection.
+/// The effect of a packet on its connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
-    /// It passes, and the connection goes on with this.
+    /// It passes, and this is the connection's new state.
     Accept(State, Tracking),
-    /// A SYN on a live connection: it passes for its receiver to judge, and is kept with the connection, which else stays
-    /// as it is.
+    /// A SYN on a live connection: it passes for its receiver to decide and is held with the connection, which
+    /// otherwise stays unchanged.
     Hold(Tracking, HeldSyn),
-    /// It passes for its receiver to judge, and proves nothing: the connection stays as it is and ages on.
+    /// It passes for its receiver to decide and proves nothing: the connection stays unchanged and its timeout is not
+    /// refreshed.
     Pass,
-    /// It does not belong into the connection as it is.
+    /// It is invalid in the connection's state.
     Invalid,
-    /// It opens a new connection where this one has ended, or was never answered.
+    /// It opens a new connection in place of one that has ended or was never answered.
     Open,
-    /// It answers a SYN that was kept: the connection begins anew, opened by the other side than the packet's, with this.
+    /// It answers a held SYN: the connection restarts in the SYN's direction, with this.
     Restart(Tracking),
 }
 
-/// The first packet of a connection: the state and tracking that it starts with, or `None` if it cannot open one.
+/// The first packet of a connection: its initial state and tracking words, or `None` if it cannot open one.
 pub(super) fn open(
     protocol: Protocol,
     orientation: Orientation,
@@ -52,7 +53,7 @@ pub(super) fn open(
     }
 }
 
-/// A later packet of a connection in `state`, travelling `orientation` where `original` opened it.
+/// A later packet of a connection in `state`, in direction `orientation`; `original` opened it.
 #[inline(always)]
 pub(super) fn step(
     state: State,
@@ -88,7 +89,7 @@ pub(super) fn step(
                 sctp::Step::Open => Step::Open,
             }
         }
-        // A later fragment has been let through by its first one; it only shows that the connection is in use.
+        // A later fragment passes with its first one; it only shows that the connection is in use.
         (_, Transport::LaterFragment) => Step::Accept(state, tracked),
         (State::Unreplied | State::Replied | State::Assured, transport) => match (transport, from_opener) {
             (Transport::EchoRequest | Transport::Udp | Transport::Other, true) => {
@@ -103,18 +104,18 @@ pub(super) fn step(
     }
 }
 
-/// How long after its first packet the opening side must still send for the connection to be a stream.
+/// Time after its first packet at which the opening side must still send for the connection to be a stream.
 const STREAM: u32 = time::ticks(Duration::from_secs(2));
 
-/// The state after another packet of the opening side, by a protocol without a handshake.
+/// The state after another packet of the opening side, for a protocol without a handshake.
 #[inline]
 fn after_opener(state: State, tracked: Tracking, now: Tick) -> State {
     let began = Tick(tracked[0] as u32);
     if state == State::Replied && began.age(now) >= STREAM { State::Assured } else { state }
 }
 
-/// [`step`] for nearly every segment of an established TCP connection: what is tracked after it, or `None` where [`step`]
-/// is to decide.
+/// Fast path of [`step`] for nearly every segment of an established TCP connection: the new tracking words, or `None`
+/// if [`step`] must decide.
 #[inline(always)]
 pub(super) fn go_on(tracked: Tracking, orientation: Orientation, segment: &TcpSegment) -> Option<Tracking> {
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);

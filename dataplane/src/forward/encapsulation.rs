@@ -1,7 +1,7 @@
-//! What a node takes out of its wrapping when a pod sends it there.
+//! Tunnel packets from pods that a node would decapsulate.
 //!
-//! A packet inside of another is judged by nobody: the node's stack unwraps what is addressed to it and routes what it finds,
-//! with a source of the sender's choosing. So pods send no such thing to a node's address.
+//! Policy does not see an encapsulated packet: the node's stack decapsulates packets to its addresses and routes the
+//! content, whose source the sender chose. So pods may not send such packets to a node's address.
 
 use std::net::IpAddr;
 
@@ -10,24 +10,24 @@ use rustc_hash::FxHashSet;
 
 use crate::packet::{Address, Packet, Transport};
 
-/// UDP ports of tunnels, whether this node is known to have one there or not: other nodes may, and some are not told of by
-/// any interface. VXLAN by IANA and as Linux has it by default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS), MPLS in UDP
-/// (RFC 7510), L2TP and GTP-U and its predecessor.
+/// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
+/// some tunnels have no interface. VXLAN by IANA and Linux' default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS),
+/// MPLS in UDP (RFC 7510), L2TP, GTP-U and its predecessor.
 pub const WELL_KNOWN_TUNNEL_PORTS: [u16; 9] = [4789, 8472, 6081, 6080, 4754, 6635, 1701, 2152, 3386];
 
-/// IP protocols that Linux unwraps without asking for a key (`inet_add_protocol` and `inet6_add_protocol` in net/): IPIP, IPv6
-/// (sit, ip6_tunnel), GRE, IPComp, PIM (its register messages), L2TP, MPLS in IP, Ethernet (segment routing). ESP and AH are
-/// not among them: they pass for whoever has the key.
+/// IP protocols that Linux decapsulates without a key (`inet_add_protocol` and `inet6_add_protocol` in net/): IPIP,
+/// IPv6 (sit, ip6_tunnel), GRE, IPComp, PIM (register messages), L2TP, MPLS in IP, Ethernet (segment routing). ESP and
+/// AH are not included: they require a key.
 const PROTOCOLS: [u8; 8] = [4, 41, 47, 103, 108, 115, 137, 143];
 
-/// Which packets of pods are refused, because a node would unwrap them. None, unless it is told.
+/// The packets of pods that are dropped because a node would decapsulate them. None by default.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Encapsulation {
-    /// UDP ports of tunnels, in order.
+    /// UDP tunnel ports, sorted.
     ports: Vec<u16>,
     /// Addresses of nodes.
     nodes: FxHashSet<Address>,
-    /// Blocks all of which this node takes for its own.
+    /// Blocks whose addresses this node treats as its own.
     blocks: Vec<IpNet>,
     on: bool,
 }
@@ -45,8 +45,8 @@ impl Hint {
 }
 
 impl Encapsulation {
-    /// To these nodes nothing may be sent that they would unwrap: neither the protocols that Linux unwraps nor UDP to these
-    /// ports. `blocks` are what this node takes for its own beyond single addresses: broadcast and anycast addresses, too.
+    /// Blocks packets to these nodes that they would decapsulate: the protocols that Linux decapsulates, and UDP to
+    /// these ports. `blocks` are the node's own addresses beyond single ones: broadcast and anycast addresses.
     pub fn refused(
         ports: impl IntoIterator<Item = u16>,
         nodes: impl IntoIterator<Item = Address>,

@@ -1,7 +1,7 @@
-//! Where a judged packet goes: logical ports, next hops and the MAC addresses of both ends.
+//! Forwarding of allowed packets: logical ports, next hops and MAC addresses.
 //!
-//! A *logical port* is a pod (or the node, or an uplink); the queues that its packets come through belong
-//! to [`crate::io`]. Keeping the two apart leaves room for other ways to reach a pod.
+//! A *logical port* is a pod, the node or an uplink; the queues of its interface belong to [`crate::io`]. The
+//! separation allows other ways to reach a pod.
 
 mod encapsulation;
 
@@ -15,7 +15,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::packet::{Address, Packet, Scope};
 pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
-/// A logical port of this node. Small and dense: it indexes arrays.
+/// A logical port of this node. Numbers are small and dense: they index arrays.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(transparent)]
 pub struct PortId(pub u16);
@@ -34,7 +34,7 @@ impl fmt::Display for PortId {
     }
 }
 
-/// An Ethernet address in wire order.
+/// A MAC address in network byte order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Mac(pub [u8; 6]);
 
@@ -51,42 +51,43 @@ impl fmt::Debug for Mac {
     }
 }
 
-/// What stands behind a port.
+/// What is behind a port.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PortKind {
-    /// The host side of a pod's veth: packets from it must carry one of the pod's addresses.
+    /// The host side of a pod's veth: packets received on it must have one of the pod's source addresses.
     Pod,
-    /// The veth pair into the node's own stack: its sources are trusted, and it takes what no pod has.
+    /// The veth pair into the node's own stack (the host port): its source addresses are trusted, and it receives
+    /// packets for addresses that are not local pods.
     Host,
-    /// A NIC or tunnel device from which packets for local pods come.
+    /// A NIC or tunnel device that receives packets for local pods.
     Uplink,
 }
 
-/// A port as the packet path needs it.
+/// Port data for the packet path.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Port {
-    /// What stands behind it.
+    /// What is behind it.
     pub kind: PortKind,
-    /// Source MAC of what is sent out of it.
+    /// Source MAC of frames sent on it.
     pub own_mac: Mac,
-    /// Destination MAC of what is sent out of it.
+    /// Destination MAC of frames sent on it.
     pub peer_mac: Mac,
-    /// Largest IP packet that may be sent out of it, in octets, without the Ethernet header.
+    /// MTU: maximum length of an IP packet sent on it, in bytes, without the Ethernet header.
     pub mtu: u16,
-    /// Addresses whose packets it may send; empty for host and uplink ports, which may send any.
+    /// Allowed source addresses; empty for host and uplink ports, which may use any.
     pub addresses: Vec<Address>,
 }
 
-/// The ports by which the two ends of a packet are reached.
+/// The ports towards the two ends of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Ways {
-    /// Where the packet goes.
+    /// Towards the packet's destination.
     pub(crate) ahead: Option<PortId>,
-    /// Where an answer to its sender goes.
+    /// Towards its sender, for replies.
     pub(crate) back: Option<PortId>,
 }
 
-/// The forwarding table of one snapshot: which port an address is behind.
+/// The forwarding table of a snapshot: the port of each address.
 #[derive(Clone, Debug, Default)]
 pub struct Forwarding {
     ports: Vec<Option<Port>>,
@@ -94,14 +95,14 @@ pub struct Forwarding {
     node: Vec<Address>,
     services: Vec<IpNet>,
     host: Option<PortId>,
-    /// Addresses of this node's pods that have no port.
+    /// Addresses of this node's pods without a port.
     portless: FxHashSet<Address>,
     encapsulation: Arc<Encapsulation>,
     /// [`Encapsulation::hint`], where every packet finds it.
     encapsulation_hint: encapsulation::Hint,
 }
 
-/// An address was given to two ports.
+/// An address was assigned to two ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "address {address} is on port {first} and on port {second}: one address belongs to one pod; correct the pods' status.podIPs"
@@ -109,9 +110,9 @@ pub struct Forwarding {
 pub struct AddressTaken {
     /// The address.
     pub address: Address,
-    /// The port that has it.
+    /// The port that already has it.
     pub first: PortId,
-    /// The port that was to get it too.
+    /// The port that it was to be assigned to.
     pub second: PortId,
 }
 
@@ -121,25 +122,25 @@ impl Forwarding {
         Self { node: node.into_iter().collect(), ..Self::default() }
     }
 
-    /// The same, and Services have their addresses from these blocks.
+    /// Sets the blocks of Service addresses.
     #[must_use]
     pub fn with_services(self, blocks: &[IpNet]) -> Self {
         Self { services: blocks.to_vec(), ..self }
     }
 
-    /// The same, and these addresses are of this node's pods too, though they have no port (yet, or any more).
+    /// Sets addresses of this node's pods that have no port (yet, or any more).
     #[must_use]
     pub fn with_portless(self, addresses: impl IntoIterator<Item = Address>) -> Self {
         Self { portless: addresses.into_iter().collect(), ..self }
     }
 
-    /// The same, and pods may not send to the nodes what these would decapsulate.
+    /// Sets the tunnel packets that pods may not send to nodes.
     #[must_use]
     pub fn with_encapsulation(self, encapsulation: Arc<Encapsulation>) -> Self {
         Self { encapsulation_hint: encapsulation.hint(), encapsulation, ..self }
     }
 
-    /// Adds a port under an identifier of the caller's choice; the last host port given is the one used.
+    /// Adds a port with this identifier. With several host ports the last one is used.
     pub fn insert(&mut self, id: PortId, port: Port) -> Result<(), AddressTaken> {
         for &address in &port.addresses {
             if let Some(&first) = self.pods.get(&address).filter(|&&first| first != id) {
@@ -165,7 +166,7 @@ impl Forwarding {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// The port that a packet for `destination` leaves by: its pod's, else the host port.
+    /// The egress port for `destination`: its pod's port, otherwise the host port.
     #[inline]
     pub fn next_hop(&self, destination: Address) -> Option<PortId> {
         self.pods.get(&destination).copied().or(self.host)
@@ -177,19 +178,19 @@ impl Forwarding {
         self.host
     }
 
-    /// Whether this is an address of a pod of this node, whether that has a port or not.
+    /// Whether this is an address of a pod of this node, with or without a port.
     #[inline]
     pub fn is_local_pod(&self, address: Address) -> bool {
         self.pods.contains_key(&address) || self.portless.contains(&address)
     }
 
-    /// Whether this is an address of a pod of this node that has no port.
+    /// Whether this is an address of a pod of this node without a port.
     #[inline]
     pub fn is_portless_pod(&self, address: Address) -> bool {
         self.portless.contains(&address) && !self.pods.contains_key(&address)
     }
 
-    /// Whether a packet from a pod is one that a node would decapsulate.
+    /// Whether a packet from a pod would be decapsulated by a node.
     #[inline(always)]
     pub fn would_be_decapsulated(&self, packet: &Packet) -> bool {
         self.encapsulation_hint.may_apply_to(packet) && self.is_decapsulated(packet)
@@ -201,19 +202,19 @@ impl Forwarding {
         self.encapsulation.applies_to(packet) && self.pod_port(packet.flow.dst).is_none()
     }
 
-    /// The local pod's port that has this address.
+    /// The port of the local pod with this address.
     #[inline]
     pub fn pod_port(&self, address: Address) -> Option<PortId> {
         self.pods.get(&address).copied()
     }
 
-    /// An address of the node itself, of this family, by which others can name it.
+    /// An address of the node in this family, as the source of ICMP errors.
     pub fn node_address(&self, v4: bool) -> Option<Address> {
         let usable = |address: &Address| address.scope() == Scope::Routable;
         self.node.iter().copied().find(|address| address.is_v4() == v4 && usable(address))
     }
 
-    /// Whether this is an address of the node itself.
+    /// Whether this is an address of the node.
     #[inline]
     pub fn is_node(&self, address: Address) -> bool {
         self.node.contains(&address)

@@ -1,7 +1,7 @@
-//! Which frame is where: the pool of free frames, and the account that must balance.
+//! Frame accounting: the pool of free frames, and the account of where all frames are.
 //!
-//! Beside the rings' positions, which give the [`FrameAccount`], every frame has a holder in [`FramePool`]. It is how
-//! the frames that the kernel still holds when a socket closes are found again: those in its fill, RX, TX and
+//! The [`FrameAccount`] is derived from ring positions. In addition every frame has an owner in [`FramePool`]. That
+//! allows reclaiming the frames that the kernel still holds when a socket closes: those in its fill, RX, TX and
 //! completion rings and in its own cache alike.
 
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use crossbeam::queue::ArrayQueue;
 use xsk_rs::FrameDesc;
 
-/// How many frames are where at one moment.
+/// Number of frames in each place at one time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FrameAccount {
     /// All frames of the UMEM.
     pub total: u32,
     /// In the pool or in a worker's cache.
     pub free: u32,
-    /// With the kernel for receiving, or received and not yet read.
+    /// In a fill ring, or received and not yet read.
     pub fill: u32,
-    /// Being sent, or on the way to another worker.
+    /// Being sent, or in transit to another worker.
     pub in_flight: u32,
 }
 
@@ -29,31 +29,31 @@ impl FrameAccount {
     }
 }
 
-/// The number of an open queue, by which its frames are marked.
+/// Number of an open queue, which marks its frames.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(crate) struct Slot(u16);
 
 impl Slot {
-    /// Numbers that a slot can have.
+    /// Number of possible slots.
     pub(crate) const COUNT: u16 = 0x4000;
 
-    /// The slot with this number, which is below [`Slot::COUNT`].
+    /// The slot with this number, which must be below [`Slot::COUNT`].
     pub(crate) fn new(number: u16) -> Self {
         assert!(number < Self::COUNT, "slot {number} is out of range");
         Self(number)
     }
 }
 
-/// Who has a frame.
+/// Owner of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Holder {
-    /// Nobody: it is in the pool or in a worker's cache.
+    /// None: it is in the pool or in a worker's cache.
     Free,
-    /// On its way from one worker to another.
+    /// In transit from one worker to another.
     HandOver,
-    /// The queue, for receiving.
+    /// A queue, for receiving.
     Fill(Slot),
-    /// The queue, for sending.
+    /// A queue, for sending.
     Transmit(Slot),
 }
 
@@ -71,10 +71,10 @@ impl Holder {
     }
 }
 
-/// The free frames that no worker has in its cache, and the holder of every frame.
+/// The free frames that are in no worker's cache, and the owner of every frame.
 ///
-/// A frame's holder is written by who passes the frame on, before it is passed on; so stores of one frame are ordered
-/// by the very queue or ring that it goes through, and relaxed stores do.
+/// A frame's owner is written before the frame is passed on, by the thread that passes it on. So stores for one frame
+/// are ordered by the queue or ring that it passes through, and relaxed stores suffice.
 #[derive(Debug)]
 pub(crate) struct FramePool {
     frames: Box<[FrameDesc]>,
@@ -84,7 +84,7 @@ pub(crate) struct FramePool {
 }
 
 impl FramePool {
-    /// A pool with all of these frames free, which are in the order of their addresses, `frame_size` octets each.
+    /// A pool in which all of these frames are free. They are sorted by address, `frame_size` bytes each.
     pub(crate) fn new(frames: Vec<FrameDesc>, frame_size: u32) -> Self {
         let free = ArrayQueue::new(frames.len().max(1));
         for index in 0..frames.len() as u32 {
@@ -94,12 +94,12 @@ impl FramePool {
         Self { frames: frames.into(), holders, free, shift: frame_size.trailing_zeros() }
     }
 
-    /// How many frames there are.
+    /// Number of frames.
     pub(crate) fn total(&self) -> u32 {
         self.frames.len() as u32
     }
 
-    /// How many are free and in no worker's cache.
+    /// Number of free frames that are in no worker's cache.
     pub(crate) fn available(&self) -> u32 {
         self.free.len() as u32
     }
@@ -109,7 +109,7 @@ impl FramePool {
         frame.addr() >> self.shift
     }
 
-    /// Says who has this frame from now on.
+    /// Sets the owner of this frame.
     #[inline]
     pub(crate) fn mark(&self, frame: &FrameDesc, holder: Holder) {
         self.holders[self.index(frame)].store(holder.encode(), Ordering::Relaxed);
@@ -119,7 +119,7 @@ impl FramePool {
         self.free.pop().map(|index| self.frames[index as usize])
     }
 
-    /// Takes back a frame that is marked free already.
+    /// Returns a frame that is already marked free.
     fn give_back(&self, frame: &FrameDesc) {
         self.free.push(self.index(frame) as u32).expect("a frame was given back twice");
     }
@@ -137,8 +137,8 @@ impl FramePool {
         self.give_back(frame);
     }
 
-    /// Frees all frames that a queue holds; its socket must be closed, and no worker may have the queue any more.
-    /// Says how many they were.
+    /// Frees all frames of a queue; its socket must be closed, and no worker may use the queue any more. Returns how
+    /// many there were.
     pub(crate) fn reclaim(&self, slot: Slot) -> u32 {
         let (fill, transmit) = (Holder::Fill(slot).encode(), Holder::Transmit(slot).encode());
         let mut found = 0;
@@ -153,7 +153,7 @@ impl FramePool {
         found
     }
 
-    /// How many frames are where by their holders: a second opinion on [`FrameAccount`], which goes by the rings.
+    /// The account by owners, to verify the [`FrameAccount`] that is derived from the rings.
     pub(crate) fn census(&self) -> FrameAccount {
         let mut account = FrameAccount { total: self.total(), ..FrameAccount::default() };
         for holder in &self.holders {
@@ -167,7 +167,7 @@ impl FramePool {
     }
 }
 
-/// A worker's own few free frames, so that it seldom goes to the pool.
+/// A worker's cache of free frames, so that it rarely uses the pool.
 #[derive(Debug)]
 pub(crate) struct FrameCache {
     frames: Vec<FrameDesc>,
@@ -185,7 +185,7 @@ impl FrameCache {
         self.frames.len()
     }
 
-    /// Takes a free frame, from the pool when the cache is empty. Still marked free.
+    /// Takes a free frame, from the pool if the cache is empty. It is still marked free.
     #[inline]
     pub(crate) fn take(&mut self, pool: &FramePool) -> Option<FrameDesc> {
         if self.frames.is_empty() {
@@ -211,7 +211,7 @@ impl FrameCache {
         self.frames.push(frame);
     }
 
-    /// Gives all frames back to the pool.
+    /// Returns all frames to the pool.
     pub(crate) fn empty_into(&mut self, pool: &FramePool) {
         for frame in self.frames.drain(..) {
             pool.give_back(&frame);
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Frames that are not of a UMEM: a pool never looks into one, but all have address zero.
+    /// Frames without a UMEM: a pool never accesses their content, but all have address zero.
     fn one_frame() -> FramePool {
         FramePool::new(vec![FrameDesc::default()], 2048)
     }

@@ -1,4 +1,4 @@
-//! A batch of received frames, as the pipeline sees it.
+//! A batch of received frames, as input of the pipeline.
 
 use xsk_rs::FrameDesc;
 
@@ -6,7 +6,7 @@ use super::Umem;
 use crate::pipeline::Frames;
 use crate::prefetch::prefetch;
 
-/// Frames received on one queue, which belong to the worker that received them until it passes them on.
+/// Frames received on one queue. They belong to the worker that received them until it passes them on.
 #[derive(Debug)]
 pub struct RxBatch<'a> {
     umem: &'a Umem,
@@ -16,18 +16,19 @@ pub struct RxBatch<'a> {
 impl<'a> RxBatch<'a> {
     /// # Safety
     ///
-    /// The frames must be frames of this UMEM, all different, taken from an RX ring and not passed on since.
+    /// The frames must belong to this UMEM, be distinct, have been taken from an RX ring, and not have been passed on
+    /// since.
     pub(crate) unsafe fn new(umem: &'a Umem, frames: &'a mut [FrameDesc]) -> Self {
-        // Whoever sent them wrote them on another core: without this the parser waits for one header after the other.
+        // The sender wrote them on another core: without prefetching, the parser waits for each header in turn.
         for frame in &*frames {
-            // SAFETY: the frame is of this UMEM, and no octet of it is read.
+            // SAFETY: the frame belongs to this UMEM, and none of its bytes are read.
             let headers = unsafe { umem.xsk().data(frame) };
             headers.contents().first().into_iter().for_each(prefetch);
         }
         Self { umem, frames }
     }
 
-    /// The octets of all frames together.
+    /// Total bytes of all frames.
     pub(crate) fn octets(&self) -> u64 {
         self.frames.iter().map(|frame| frame.lengths().data() as u64).sum()
     }
@@ -41,8 +42,8 @@ impl Frames for RxBatch<'_> {
 
     #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
-        // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has, and the borrow of `self` keeps
-        // it from being viewed a second time while the result lives.
+        // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has. The borrow of `self`
+        // prevents a second view of it while the result lives.
         unsafe { self.umem.octets_mut(&mut self.frames[index]) }
     }
 }

@@ -1,32 +1,32 @@
-//! What can go wrong with the UMEM and with ports, each in one line that names the thing, the value and the remedy.
+//! Errors of the UMEM and of ports, each in one line with thing, value and remedy.
 
 use std::io;
 
 use crate::forward::PortId;
 
-/// The UMEM could not be made.
+/// The UMEM could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum UmemError {
-    /// AF_XDP takes other sizes only.
+    /// AF_XDP only supports other sizes.
     #[error("frame_size = {0}: must be 2048 or 4096")]
     FrameSize(u32),
     /// A ring's size must be a power of two.
     #[error("ring_size = {0}: must be a power of two from 64 to 32768")]
     RingSize(u32),
-    /// Too few frames to move a packet, or more than can be numbered.
+    /// Too few frames to move a packet, or more than supported.
     #[error("frames = {frames}: must be from {least} (two rings of {ring_size}) to 16777216")]
     Frames {
-        /// The number asked for.
+        /// The configured number.
         frames: u32,
-        /// The smallest that works.
+        /// The minimum number.
         least: u32,
         /// Entries of a ring.
         ring_size: u32,
     },
-    /// The kernel has no AF_XDP.
+    /// The kernel lacks AF_XDP.
     #[error("this kernel has no AF_XDP sockets ({0}): CONFIG_XDP_SOCKETS=y is needed")]
     NoAfXdp(io::Error),
-    /// The process may not use AF_XDP.
+    /// The process is not permitted to use AF_XDP.
     #[error("AF_XDP is not permitted ({0}): run as root or with CAP_NET_RAW, CAP_NET_ADMIN, CAP_BPF and CAP_IPC_LOCK")]
     NotPermitted(io::Error),
     /// There is not enough memory, or it may not be locked.
@@ -34,17 +34,17 @@ pub enum UmemError {
         "no memory for a UMEM of {octets} octets ({source}): reduce frames or raise the limit of locked memory (ulimit -l)"
     )]
     NoMemory {
-        /// How much was asked for.
+        /// Bytes requested.
         octets: u64,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("cannot make the UMEM: {step}: {source}")]
     Kernel {
-        /// What was being done.
+        /// The failed step.
         step: &'static str,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
@@ -52,13 +52,13 @@ pub enum UmemError {
 /// A port could not be opened or closed.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
-    /// There is no such interface.
+    /// The interface does not exist.
     #[error("interface {interface} does not exist in this network namespace: correct the name or create the interface")]
     NoInterface {
         /// Its name.
         interface: String,
     },
-    /// It is not up.
+    /// The interface is down.
     #[error("interface {interface} is down: set it up (ip link set dev {interface} up)")]
     Down {
         /// Its name.
@@ -76,7 +76,7 @@ pub enum PortError {
         /// The largest MTU that such frames hold.
         largest: u32,
     },
-    /// Another socket has the queue.
+    /// Another socket uses the queue.
     #[error("queue {queue} of interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
     QueueBusy {
         /// Its name.
@@ -91,26 +91,26 @@ pub enum PortError {
         interface: String,
         /// Frames that a queue needs.
         needed: u32,
-        /// Frames that are free.
+        /// Free frames.
         free: u32,
         /// All frames.
         total: u32,
     },
-    /// All port numbers are taken.
+    /// All port numbers are used.
     #[error("interface {interface}: no more than {max} ports can be open at once: close some first")]
     TooManyPorts {
         /// The interface.
         interface: String,
-        /// How many there can be.
+        /// Maximum number of ports.
         max: usize,
     },
     /// The port is not open.
     #[error("port {0} is not open: it was closed, or never opened")]
     NotOpen(PortId),
-    /// A worker that had to take part is gone.
+    /// A worker involved has died.
     #[error("worker {0} is dead: restart the dataplane")]
     WorkerDied(usize),
-    /// A worker that has died has not closed the port's sockets in time.
+    /// A dead worker has not closed the port's sockets in time.
     #[error(
         "port {port} of interface {interface} is not closed: worker {worker} died and still holds its socket; restart the dataplane"
     )]
@@ -122,14 +122,14 @@ pub enum PortError {
         /// The worker.
         worker: usize,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("interface {interface}: {step}: {source}")]
     Kernel {
         /// The interface.
         interface: String,
-        /// What was being done.
+        /// The failed step.
         step: &'static str,
-        /// What the kernel said.
+        /// Error of the kernel.
         source: io::Error,
     },
 }

@@ -1,75 +1,74 @@
-//! How many frames a queue keeps in its fill ring.
+//! Fill ring sizing: how many frames a queue keeps for receiving.
 //!
-//! A frame in a fill ring comes back only with a packet, so what a silent port keeps nobody else has. And a frame costs
-//! more than its octets: for each port the kernel keeps 128 octets for every frame of the UMEM (`struct xdp_buff_xsk` in
-//! include/net/xsk_buff_pool.h), which at 110 ports is seven times the frame itself. So there are few frames, and they
-//! go where bursts come.
+//! A frame in a fill ring returns only with a packet, so the frames of a silent port are unavailable to others. And a
+//! frame costs more than its bytes: for each port the kernel keeps 128 bytes for every frame of the UMEM (`struct
+//! xdp_buff_xsk` in include/net/xsk_buff_pool.h), which with 110 ports is seven times the frame itself. So there are
+//! few frames, and they are given to ports with bursts.
 //!
-//! What a queue may keep depends on what is free at the time, the dynamic threshold by which switches share a buffer
-//! among their ports (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a
-//! small share for whoever has had neither bursts nor many packets yet, a large one for who has. So some frames are always
-//! free, however many queues want all.
+//! A queue's maximum depends on the number of free frames, like the dynamic threshold by which switches share a buffer
+//! among their ports (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998):
+//! a small share for queues with neither bursts nor many packets, a large one for others. So some frames are always
+//! free, however many queues want more.
 //!
-//! A worker may lose its core when it never did before: to a thread that the kernel lets run until its next tick, or to the
-//! host of a virtual machine. So a queue wants room for what comes meanwhile at the pace of its packets, and does not wait
-//! for the first loss to tell.
+//! A worker may lose its core at any time: to a thread that the kernel runs until its next tick, or to the hypervisor.
+//! So a queue wants room for the packets that arrive meanwhile at its packet rate, without waiting for a first loss.
 
 use std::time::{Duration, Instant};
 
 use crate::pipeline::BATCH;
 
-/// How many frames a queue wants in its fill ring, by the bursts that it had and the pace of its packets.
+/// Number of frames that a queue wants in its fill ring, based on its bursts and its packet rate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FillTarget {
     most: u32,
-    /// Room for the bursts that it had, and for what comes while the worker is away.
+    /// Room for past bursts, and for the packets that arrive while the worker is not running.
     wanted: u32,
-    /// Packets that came one batch upon the other, all but the last of them full: what was waiting.
+    /// Packets of consecutive batches, all but the last of them full: packets that were waiting.
     burst: u32,
     /// The longest burst since the last review.
     longest: u32,
-    /// Packets until the next review, and when the last was.
+    /// Packets until the next review, and the time of the last one.
     until_review: u32,
     reviewed: Option<Instant>,
 }
 
 impl FillTarget {
-    /// What a queue may have in any case.
+    /// Minimum of a queue.
     pub(crate) const LEAST: u32 = BATCH as u32;
-    /// Without bursts a queue keeps one frame of so many that are free.
+    /// A queue without bursts gets one of this many free frames.
     const IDLE_SHARE: u32 = 64;
-    /// With bursts it may keep one of so many: if `n` queues have the longest, `n / (BURST_SHARE + n)` of the frames are
-    /// theirs.
+    /// A queue with bursts gets one of this many: if `n` queues use their maximum, `n / (BURST_SHARE + n)` of the
+    /// frames are theirs.
     const BURST_SHARE: u32 = 4;
-    /// Packets from one review to the next.
+    /// Packets between reviews.
     const REVIEW: u32 = 1024;
-    /// How long a worker may be away and nothing be lost, as far as frames go: two ticks of a kernel with 250 a second, until
-    /// the next of which another thread may keep its core.
+    /// Time without running that a worker's frames must cover: two ticks of a kernel with 250 Hz, until the next of
+    /// which another thread may keep its core.
     const AWAY: Duration = Duration::from_millis(8);
 
-    /// That of a new queue, whose ring has `ring_size` entries, at least [`FillTarget::LEAST`].
+    /// For a new queue whose ring has `ring_size` entries, at least [`FillTarget::LEAST`].
     pub(crate) fn new(ring_size: u32) -> Self {
         Self { most: ring_size, wanted: Self::LEAST, burst: 0, longest: 0, until_review: Self::REVIEW, reviewed: None }
     }
 
-    /// How many frames the queue is to have while so many are free.
+    /// Number of frames for the queue while this many are free.
     #[inline]
     pub(crate) fn allowed(&self, free: u32) -> u32 {
         let idle = (free / Self::IDLE_SHARE).max(Self::LEAST);
         self.wanted.min(free / Self::BURST_SHARE).max(idle).min(self.most)
     }
 
-    /// Takes note of a batch that came; `now` may be the moment when the turn began.
+    /// Records a received batch; `now` may be the start of the poll iteration.
     #[inline]
     pub(crate) fn note(&mut self, count: u32, now: Instant) {
         self.burst += count;
         self.longest = self.longest.max(self.burst);
-        // Twice what was waiting: as much may come again before these are back.
+        // Twice what was waiting: as much may arrive again before these frames are back.
         self.wanted = self.wanted.max((2 * self.burst).min(self.most));
         if count < BATCH as u32 {
             self.burst = 0;
         } else {
-            // More would say nothing more.
+            // Longer bursts make no difference.
             self.burst = self.burst.min(self.most);
         }
         self.until_review = self.until_review.saturating_sub(count);
@@ -78,7 +77,7 @@ impl FillTarget {
         }
     }
 
-    /// Sees how quickly packets come, and gives up by and by what is no longer needed.
+    /// Measures the packet rate, and gradually gives up frames that are no longer needed.
     #[inline(never)]
     fn review(&mut self, now: Instant) {
         let needed = self.reviewed.map_or(0, |before| {
@@ -102,10 +101,10 @@ mod tests {
     /// Many more than any queue wants.
     const PLENTY: u32 = 1 << 20;
 
-    /// Between two batches: so slowly that it is bursts that count.
+    /// Interval between batches: so slow that only bursts count.
     const SLOW: Duration = Duration::from_secs(1);
 
-    /// A queue that has had this many bursts of so many packets, a batch each so often.
+    /// A queue after this many bursts of so many packets, with this pause between batches.
     fn after_at(mut target: FillTarget, bursts: u32, packets: u32, pause: Duration) -> FillTarget {
         let mut now = target.reviewed.unwrap_or_else(Instant::now);
         let mut note = |count| {
@@ -131,10 +130,10 @@ mod tests {
         assert_eq!(after(new, 1, 400).wanted, 800);
         let busy = after(new, 1, 100_000);
         assert_eq!(busy.wanted, 1024, "no more than its ring holds");
-        // The review that the bursts were part of is to end first.
+        // The review that includes the bursts has to end first.
         assert_eq!(after(busy, 3 * 1024 / 32, 32).wanted, 784, "an eighth less each time");
         assert!((115..132).contains(&after(busy, 100_000, 32).wanted), "four times what comes");
-        // What a burst in each review needs, it keeps.
+        // It keeps what a burst in each review needs.
         let mut bursts = busy;
         for _ in 0..100 {
             bursts = after(after(bursts, 20, 32), 1, 400);
@@ -144,12 +143,12 @@ mod tests {
 
     #[test]
     fn a_queue_wants_room_for_what_comes_in_eight_milliseconds_before_it_ever_had_a_burst() {
-        // Eight packets so often.
+        // Eight packets per pause.
         for (pause, packets) in [(1000, 64), (400, 160), (100, 640), (64, 1000), (10, 1024)] {
             let pause = Duration::from_micros(pause);
             let steady = after_at(FillTarget::new(1024), 2 * 1024 / 8, 8, pause);
             assert_eq!(steady.wanted, packets, "{pause:?}");
-            // And no more than that for long.
+            // The extra room is given up when the rate falls.
             let calm = after_at(steady, 20 * 1024 / 8, 8, Duration::from_millis(1));
             assert!(calm.wanted <= steady.wanted && calm.wanted < 100, "{pause:?}: {calm:?}");
         }

@@ -1,8 +1,8 @@
-//! Sending segments that leave as one: by a packet socket whose messages tell the kernel where to cut (PACKET_VNET_HDR in
-//! packet(7), `struct virtio_net_hdr` in linux/virtio_net.h), which AF_XDP has no word for.
+//! Sending TCP segments as one GSO packet: through a packet socket whose messages tell the kernel how to segment
+//! (PACKET_VNET_HDR in packet(7), `struct virtio_net_hdr` in linux/virtio_net.h), which AF_XDP does not support.
 //!
-//! The kernel then has one packet to take through the receiver's stack instead of up to 64; a device that wants segments
-//! gets them cut.
+//! The kernel then takes one packet through the receiver's stack instead of up to 64. For a device that needs segments
+//! it segments the packet.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,14 +15,15 @@ use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, So
 use crate::packet::Joined;
 use crate::pipeline::BATCH;
 
-/// The packet sockets that are open, by the cookie of their network namespace: one for all ports of it. To close one the
-/// kernel waits for an RCU grace period (`packet_release` in net/packet/af_packet.c), which at a socket for each of a hundred
-/// ports would be seconds until a dead process's sockets are gone.
+/// The open packet sockets by the cookie of their network namespace: one for all ports in it. Closing one takes the
+/// kernel an RCU grace period (`packet_release` in net/packet/af_packet.c). With a socket for each of a hundred ports
+/// it would take seconds until all sockets of a dead process are closed.
 #[derive(Debug, Default)]
 pub(crate) struct GsoSockets(Vec<(u64, Weak<GsoSocket>)>);
 
 impl GsoSockets {
-    /// The one of the calling thread's network namespace, in which `other` was made, too. Needs CAP_NET_RAW, as AF_XDP does.
+    /// The socket of the calling thread's network namespace, in which `other` was created. Needs CAP_NET_RAW, as AF_XDP
+    /// does.
     pub(crate) fn open(&mut self, other: BorrowedFd<'_>) -> io::Result<Arc<GsoSocket>> {
         let cookie = namespace_cookie(other)?;
         self.0.retain(|(_, socket)| socket.strong_count() > 0);
@@ -36,7 +37,7 @@ impl GsoSockets {
     }
 }
 
-/// What tells a socket's network namespace from others for as long as the system runs (SO_NETNS_COOKIE, Linux 5.14).
+/// Identifies a socket's network namespace uniquely while the system runs (SO_NETNS_COOKIE, Linux 5.14).
 fn namespace_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
     // SAFETY: both live across the call, and the length is that of the buffer.
@@ -52,7 +53,7 @@ fn namespace_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A packet socket of a network namespace. It receives nothing.
+/// A packet socket in a network namespace. It receives nothing.
 #[derive(Debug)]
 pub(crate) struct GsoSocket {
     socket: OwnedFd,
@@ -90,7 +91,7 @@ impl GsoSocket {
     }
 }
 
-/// The way out of one interface for segments that leave as one.
+/// Sends GSO packets on one interface.
 #[derive(Debug)]
 pub(crate) struct GsoPort {
     socket: Arc<GsoSocket>,
@@ -98,7 +99,7 @@ pub(crate) struct GsoPort {
 }
 
 impl GsoPort {
-    /// That of an interface of the calling thread's network namespace, which is the socket's.
+    /// For an interface of the calling thread's network namespace, which must be the socket's.
     pub(crate) fn new(socket: Arc<GsoSocket>, interface: &str) -> io::Result<Self> {
         let address = libc::sockaddr_ll {
             sll_family: libc::AF_PACKET as u16,
@@ -109,14 +110,14 @@ impl GsoPort {
             sll_halen: 0,
             sll_addr: [0; 8],
         };
-        // SAFETY: it is a whole address of the family that it names.
+        // SAFETY: it is a complete address of the family that it names.
         let to = unsafe {
             LinkAddr::from_raw((&raw const address).cast(), Some(size_of::<libc::sockaddr_ll>() as libc::socklen_t))
         };
         Ok(Self { socket, to: to.ok_or(io::ErrorKind::InvalidInput)? })
     }
 
-    /// Sends these frames, which are the joined ones, as one. An error: nothing of them was sent.
+    /// Sends these joined frames as one GSO packet. On an error nothing was sent.
     pub(crate) fn send<'a>(&self, joined: &Joined, frames: impl Iterator<Item = &'a [u8]>) -> Result<(), Errno> {
         let header = virtio_net_hdr(joined);
         let mut parts = [(); 2 + BATCH].map(|()| IoSlice::new(&[]));

@@ -1,4 +1,4 @@
-//! What must be known of a network interface before a port is opened on it.
+//! Properties of a network interface that are needed to open a port on it.
 
 use std::ffi::c_char;
 use std::io;
@@ -8,33 +8,33 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use super::PortError;
 
-/// Octets that the kernel keeps free before a received packet (`XDP_PACKET_HEADROOM` in linux/bpf.h).
+/// Headroom of the kernel before a received packet (`XDP_PACKET_HEADROOM` in linux/bpf.h), in bytes.
 const HEADROOM: u32 = 256;
-/// Octets of an Ethernet header.
+/// Bytes of an Ethernet header.
 const ETHERNET: u32 = 14;
 
-/// The largest MTU whose packets fit into frames of this size, in octets.
+/// The largest MTU whose packets fit into frames of this size, in bytes.
 pub const fn largest_mtu(frame_size: u32) -> u32 {
     frame_size.saturating_sub(HEADROOM + ETHERNET)
 }
 
-/// An interface of the calling thread's network namespace, as it is at the moment.
+/// Current properties of an interface in the calling thread's network namespace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct InterfaceFacts {
     /// Its name.
     pub name: String,
     /// Its MTU.
     pub mtu: u32,
-    /// Whether it is set up.
+    /// Whether it is up.
     pub up: bool,
-    /// How many RX queues it has in use.
+    /// Number of RX queues in use.
     pub queues: u32,
-    /// How many TX queues it has in use.
+    /// Number of TX queues in use.
     pub tx_queues: u32,
 }
 
 impl InterfaceFacts {
-    /// Asks the kernel.
+    /// Queries the kernel.
     pub fn read(name: &str) -> Result<Self, PortError> {
         let missing = || PortError::NoInterface { interface: name.to_owned() };
         if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains('\0') {
@@ -53,7 +53,7 @@ impl InterfaceFacts {
         Ok(Self { name: name.to_owned(), mtu, up, queues, tx_queues })
     }
 
-    /// Refuses an interface that is down or whose packets may be longer than a frame.
+    /// Rejects an interface that is down or whose packets may be longer than a frame.
     pub fn check(&self, frame_size: u32) -> Result<(), PortError> {
         let largest = largest_mtu(frame_size);
         if self.mtu > largest {
@@ -83,26 +83,25 @@ struct Channels {
 
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// What an interface's driver or its stack does with packets beside sending and receiving them; `None` where that is not
-/// told.
+/// Offloads of an interface's driver and stack; `None` if unknown.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Offloads {
-    /// TCP segments are cut by the device: longer packets than the MTU come to it.
+    /// TCP segmentation by the device (TSO): it receives packets longer than the MTU.
     pub tso: Option<bool>,
-    /// Packets are cut just before the device.
+    /// Segmentation just before the device (GSO).
     pub gso: Option<bool>,
-    /// Received packets are merged by the stack.
+    /// Coalescing of received packets by the stack (GRO).
     pub gro: Option<bool>,
-    /// Received packets are merged by the device.
+    /// Coalescing of received packets by the device (LRO).
     pub lro: Option<bool>,
-    /// Checksums of received packets are checked by the device.
+    /// Checksum verification of received packets by the device.
     pub rx_checksum: Option<bool>,
-    /// Checksums of sent packets are finished by the device.
+    /// Checksum completion of sent packets by the device.
     pub tx_checksum: Option<bool>,
 }
 
 impl Offloads {
-    /// Asks the kernel about an interface of the calling thread's network namespace.
+    /// Queries the kernel about an interface in the calling thread's network namespace.
     pub fn read(name: &str) -> Result<Self, PortError> {
         let missing = || PortError::NoInterface { interface: name.to_owned() };
         if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.contains('\0') {
@@ -143,7 +142,7 @@ const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GGRO: u32 = 0x2b;
 const ETH_FLAG_LRO: u32 = 1 << 15;
 
-/// One `struct ifreq`, used for one question after the other.
+/// A `struct ifreq`, reused for several requests.
 struct Request<'a> {
     control: &'a OwnedFd,
     // SAFETY-relevant: always holds a NUL-terminated name, which `new` put there.
@@ -152,7 +151,7 @@ struct Request<'a> {
 
 impl<'a> Request<'a> {
     fn new(control: &'a OwnedFd, name: &str) -> Self {
-        // SAFETY: `ifreq` is plain data for which all zeros is a value.
+        // SAFETY: `ifreq` is plain data for which all zeros is valid.
         let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
         for (to, from) in ifreq.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
             *to = from as c_char;
@@ -161,9 +160,9 @@ impl<'a> Request<'a> {
     }
 
     fn ask(&mut self, question: libc::Ioctl) -> io::Result<()> {
-        // SAFETY: all questions asked take a `struct ifreq`, which lives across the call. The one that goes on from it to
-        // further memory, SIOCETHTOOL, is asked in `value` and `queues` alone, which put a pointer to a live structure of
-        // the command's own form into it first.
+        // SAFETY: all requests take a `struct ifreq`, which lives across the call. The only one that refers to further
+        // memory, SIOCETHTOOL, is made in `value` and `queues`, which first store a pointer to a live structure of the
+        // command's own type in it.
         match unsafe { libc::ioctl(self.control.as_raw_fd(), question, &mut self.ifreq) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -182,7 +181,7 @@ impl<'a> Request<'a> {
         Ok(i32::from(unsafe { self.ifreq.ifr_ifru.ifru_flags }) & libc::IFF_UP != 0)
     }
 
-    /// The answer to a question of ethtool that is one number; `None` where there is none.
+    /// A single-number answer of ethtool; `None` if there is none.
     fn value(&mut self, command: u32) -> Option<u32> {
         let mut value = EthtoolValue { command, data: 0 };
         self.ifreq.ifr_ifru.ifru_data = (&raw mut value).cast();
@@ -190,7 +189,7 @@ impl<'a> Request<'a> {
         self.ask(libc::SIOCETHTOOL).ok().map(|()| value.data)
     }
 
-    /// RX and TX queues; one of each where the driver does not tell.
+    /// RX and TX queues; one of each if the driver does not report them.
     fn queues(&mut self) -> (u32, u32) {
         let mut channels = Channels { command: ETHTOOL_GCHANNELS, ..Channels::default() };
         self.ifreq.ifr_ifru.ifru_data = (&raw mut channels).cast();

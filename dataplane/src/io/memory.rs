@@ -1,8 +1,8 @@
-//! Frames in plain memory: for tests, replay and the fuzzer, which have no socket.
+//! Frames in ordinary memory: for tests, replay and the fuzzer, which have no socket.
 
 use crate::pipeline::{BATCH, Frames};
 
-/// A batch of frames in plain memory.
+/// A batch of frames in ordinary memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct MemoryFrames {
     frames: Vec<Vec<u8>>,
@@ -14,7 +14,7 @@ impl MemoryFrames {
         Self::default()
     }
 
-    /// Adds a frame, from its Ethernet header on. Gives it back when the batch is full.
+    /// Adds a frame, starting with its Ethernet header. Returns it if the batch is full.
     pub fn push(&mut self, frame: Vec<u8>) -> Result<(), Vec<u8>> {
         if self.frames.len() == BATCH {
             return Err(frame);
@@ -23,12 +23,12 @@ impl MemoryFrames {
         Ok(())
     }
 
-    /// Takes all frames out, in order.
+    /// Removes all frames, in order.
     pub fn drain(&mut self) -> impl Iterator<Item = Vec<u8>> + '_ {
         self.frames.drain(..)
     }
 
-    /// The octets of frame `index`, or `None` beyond the last.
+    /// The bytes of frame `index`, or `None` beyond the last.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         self.frames.get(index).map(Vec::as_slice)
     }

@@ -1,7 +1,7 @@
-//! Where frames come from and go to: the UMEM and its account, and the queues of a port.
+//! Frame I/O: the UMEM and its account, and the queues of a port.
 //!
-//! One [`Umem`] holds the frames of all ports, so that a packet moves between ports and workers without a byte being
-//! copied. Every frame is at any time in exactly one place; the account says how many are where.
+//! One [`Umem`] holds the frames of all ports, so a packet moves between ports and workers without copying. Every frame
+//! is in exactly one place at any time; the account says how many are where.
 
 mod account;
 mod batch;

@@ -1,4 +1,4 @@
-//! The memory that all frames live in.
+//! The memory of all frames.
 
 use std::io::{self, Write};
 use std::num::NonZeroU32;
@@ -13,17 +13,17 @@ use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::{FramePool, UmemError};
 
-/// Whether the UMEM lies on huge pages.
+/// Whether the UMEM uses huge pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePages {
-    /// When there are enough free ones; [`Umem::pages`] says.
+    /// If enough are free; [`Umem::pages`] reports it.
     #[default]
     Auto,
     /// Never.
     Never,
 }
 
-/// On which pages the UMEM came to lie.
+/// The kind of pages that the UMEM uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pages {
     /// Huge ones.
@@ -32,16 +32,16 @@ pub enum Pages {
     Ordinary,
 }
 
-/// Size and shape of the UMEM.
+/// Dimensions of the UMEM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UmemConfig {
-    /// How many frames.
+    /// Number of frames.
     pub frames: u32,
-    /// Octets a frame: 2048 or 4096.
+    /// Bytes of a frame: 2048 or 4096.
     pub frame_size: u32,
     /// Entries of each ring of a queue: a power of two from 64 to 32768.
     pub ring_size: u32,
-    /// On which pages.
+    /// Kind of pages.
     pub huge_pages: HugePages,
 }
 
@@ -67,33 +67,33 @@ impl UmemConfig {
     }
 }
 
-/// One memory for the frames of all ports.
+/// The memory of the frames of all ports.
 #[derive(Debug)]
 pub struct Umem {
     xsk: xsk_rs::Umem,
     config: UmemConfig,
     pages: Pages,
     pool: FramePool,
-    // The lock is never taken: it makes the rings, which are not to be shared, something that can be.
+    // The lock is never taken: it makes the rings, which are not `Sync`, shareable.
     _anchor: Mutex<Anchor>,
 }
 
 /// The socket that the UMEM is registered with.
 ///
-/// Every other socket is bound with reference to it (XDP_SHARED_UMEM), which the kernel allows as long as it is bound
-/// itself; and libxdp does not close it before the UMEM goes. Were it a port's, that port could never be closed, and
-/// no port opened any more once its interface had gone. So it is bound to the loopback interface of a network
-/// namespace of its own, which nothing else holds and which stays as long as the socket does.
+/// Every other socket is bound with a reference to it (XDP_SHARED_UMEM), which the kernel allows while it is bound
+/// itself; and libxdp does not close it before the UMEM. If it belonged to a port, that port could never be closed, and
+/// no port could be opened once its interface was gone. So it is bound to the loopback interface of a private network
+/// namespace, which nothing else uses and which exists as long as the socket.
 type Anchor = (TxQueue, RxQueue, FillQueue, CompQueue);
 
 impl Umem {
     /// Maps the memory and registers it with the kernel.
     pub fn new(config: UmemConfig) -> Result<Self, UmemError> {
         let config = config.validated()?;
-        // A thread of its own, since a thread cannot always return to the network namespace that it left.
+        // On a separate thread, since a thread cannot always return to the network namespace that it left.
         let made = thread::spawn(move || {
-            // Without CAP_SYS_ADMIN it must be the loopback interface of the namespace that we are in, which does as
-            // well for one dataplane in it.
+            // Without CAP_SYS_ADMIN it must be the loopback interface of the current namespace, which suffices for one
+            // dataplane in it.
             let _ = unshare(CloneFlags::CLONE_NEWNET);
             Self::register(config)
         });
@@ -126,7 +126,7 @@ impl Umem {
             .build()
             .expect("the sizes were checked");
         let count = NonZeroU32::new(config.frames).expect("the number of frames was checked");
-        // munmap(2) wants whole huge pages, so that a size that does not fill them cannot lie on them.
+        // munmap(2) requires whole huge pages, so a size that is not a multiple cannot use them.
         if config.huge_pages == HugePages::Auto
             && config.octets().is_multiple_of(HUGE_PAGE)
             && let Ok((xsk, frames)) = xsk_rs::Umem::new(built, count, true)
@@ -138,12 +138,12 @@ impl Umem {
         Ok((xsk, frames, Pages::Ordinary))
     }
 
-    /// Its size and shape.
+    /// Its dimensions.
     pub fn config(&self) -> &UmemConfig {
         &self.config
     }
 
-    /// On which pages it came to lie.
+    /// The kind of pages that it uses.
     pub fn pages(&self) -> Pages {
         self.pages
     }
@@ -152,42 +152,42 @@ impl Umem {
         &self.pool
     }
 
-    /// Makes `octets` what the frame holds; they must fit it.
+    /// Writes `bytes` into the frame; they must fit.
     ///
     /// # Safety
     ///
     /// It must be a frame of this UMEM that nobody else has.
     pub(crate) unsafe fn write(&self, frame: &mut FrameDesc, octets: &[u8]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let mut data = unsafe { self.xsk.data_mut(frame) };
         let mut cursor = data.cursor();
         cursor.set_pos(0);
         cursor.write_all(octets).expect("an answer is shorter than the smallest frame");
     }
 
-    /// The octets of a frame.
+    /// The bytes of a frame.
     ///
     /// # Safety
     ///
     /// It must be a frame of this UMEM that nobody else has while the result lives.
     #[inline]
     pub(super) unsafe fn octets(&self, frame: &FrameDesc) -> &[u8] {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let data = unsafe { self.xsk.data(frame) };
         let octets = data.contents();
-        // SAFETY: the octets lie in the UMEM, and `data` is a mere view of them.
+        // SAFETY: the bytes are in the UMEM, and `data` is only a view of them.
         unsafe { std::slice::from_raw_parts(octets.as_ptr(), octets.len()) }
     }
 
-    /// The same to be changed.
+    /// The bytes of a frame, mutable.
     ///
     /// # Safety
     ///
-    /// As for [`Umem::octets`].
+    /// As for [`Umem::bytes`].
     #[inline]
     #[expect(clippy::mut_from_ref, reason = "a frame is the caller's, whatever else has the UMEM")]
     pub(super) unsafe fn octets_mut(&self, frame: &mut FrameDesc) -> &mut [u8] {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let mut data = unsafe { self.xsk.data_mut(frame) };
         let octets = data.contents_mut();
         // SAFETY: as above.
@@ -199,7 +199,7 @@ impl Umem {
     }
 }
 
-/// What every socket is made with. The first one's flags count for all that share its UMEM.
+/// Configuration of every socket. The flags of the first one apply to all that share its UMEM.
 pub(super) fn socket_config(ring_size: u32) -> SocketConfig {
     let ring = QueueSize::new(ring_size).expect("the ring size was checked");
     SocketConfig::builder()
@@ -210,7 +210,7 @@ pub(super) fn socket_config(ring_size: u32) -> SocketConfig {
         .build()
 }
 
-/// The system's error below an error of xsk-rs.
+/// The system error that caused an error of xsk-rs.
 pub(super) fn system_error(error: &dyn std::error::Error) -> io::Error {
     match error.source().and_then(|source| source.downcast_ref::<io::Error>()) {
         Some(source) => {

@@ -13,18 +13,18 @@ use super::{FillTarget, FrameCache, FramePool, GsoPort, Holder, PortError, RxBat
 use crate::packet::{Joined, LEAST_TO_JOIN, finish_open};
 use crate::pipeline::BATCH;
 
-/// What came of waking the kernel to send.
+/// Result of waking the kernel to send.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kick {
-    /// The kernel has taken all that was in the TX ring.
+    /// The kernel has taken everything from the TX ring.
     Drained,
-    /// It took a part; it is to be woken again.
+    /// It took a part and must be woken again.
     More,
     /// It took nothing: the interface is down, or its queue is full.
     Stalled,
 }
 
-/// What the kernel lost at a socket (`struct xdp_statistics` in linux/if_xdp.h).
+/// Packets that the kernel dropped at a socket (`struct xdp_statistics` in linux/if_xdp.h).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct XskStatistics {
     pub(crate) rx_dropped: u64,
@@ -33,8 +33,8 @@ pub(crate) struct XskStatistics {
     pub(crate) invalid_descriptors: u64,
 }
 
-/// A socket bound to one queue of an interface. It belongs to one worker at a time: xsk-rs and libxdp see to it that closing
-/// is serialised, and all else is this value's alone.
+/// A socket bound to one queue of an interface. It belongs to one worker at a time: xsk-rs and libxdp serialise
+/// closing, and everything else is owned by this value.
 #[derive(Debug)]
 pub(crate) struct XskQueue {
     slot: Slot,
@@ -43,21 +43,21 @@ pub(crate) struct XskQueue {
     fill: FillQueue,
     completion: CompQueue,
     ring_size: u32,
-    /// Frames with the kernel for receiving, or received and not read.
+    /// Frames in the fill ring, or received and not yet read.
     filled: u32,
-    /// How many those should be.
+    /// Target for that number.
     fill_target: FillTarget,
-    /// Frames put into the TX ring and not seen in the completion ring yet.
+    /// Frames put into the TX ring and not yet seen in the completion ring.
     outstanding: u32,
-    /// The kernel refuses the socket for good: its interface is gone.
+    /// The kernel rejects the socket permanently: its interface is gone.
     dead: bool,
-    /// For segments that leave as one, if any do.
+    /// For GSO packets, if enabled.
     gso: Option<GsoPort>,
 }
 
 impl XskQueue {
-    /// Makes a socket, binds it to a queue of an interface of the calling thread's network namespace, and puts its
-    /// first frames into the fill ring. One wake-up is to send `budget` packets.
+    /// Creates a socket, binds it to a queue of an interface in the calling thread's network namespace, and puts its
+    /// first frames into the fill ring. One wake-up shall send `budget` packets.
     pub(crate) fn open(
         umem: &Umem,
         interface: &str,
@@ -96,7 +96,7 @@ impl XskQueue {
         this.raise_budget(budget);
         let wanted = fill_target.allowed(pool.available()) as usize;
         let frames: Vec<FrameDesc> = std::iter::from_fn(|| pool.take_for(slot)).take(wanted).collect();
-        // SAFETY: the frames are of this UMEM and were free until now.
+        // SAFETY: the frames belong to this UMEM and were free until now.
         let taken = unsafe { this.fill.produce(&frames) };
         for frame in &frames[taken..] {
             pool.release(frame);
@@ -105,13 +105,13 @@ impl XskQueue {
         Ok(this)
     }
 
-    /// Has segments leave by this as one where they may, from now on.
+    /// Enables GSO packets on this socket.
     pub(crate) fn join_segments(&mut self, gso: GsoPort) {
         self.gso = Some(gso);
     }
 
-    /// Lets one wake-up send more than 32 packets, where the kernel has the option (Linux 6.17), and makes the send buffer
-    /// large enough for it. Without it all is sent too, by more wake-ups.
+    /// Lets one wake-up send more than 32 packets if the kernel has the option (Linux 6.17), and enlarges the send
+    /// buffer accordingly. Without it everything is sent too, with more wake-ups.
     fn raise_budget(&self, budget: u32) {
         const XDP_MAX_TX_SKB_BUDGET: i32 = 9;
         let sndbuf = self.ring_size.saturating_mul(4096).min(i32::MAX as u32);
@@ -131,18 +131,18 @@ impl XskQueue {
         self.rx.fd().as_raw_fd()
     }
 
-    /// The socket, for the XDP program's map and for waiting.
+    /// The socket, for the XDP program's map and for polling.
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the socket is open as long as `self` lives.
         unsafe { BorrowedFd::borrow_raw(self.fd()) }
     }
 
-    /// Frames with the kernel for receiving, or received and not read.
+    /// Frames in the fill ring, or received and not yet read.
     pub(crate) fn in_fill(&self) -> u32 {
         self.filled
     }
 
-    /// Whether it has fewer frames for receiving than it is to have.
+    /// Whether it has fewer frames for receiving than its target.
     pub(crate) fn wants_frames(&self, pool: &FramePool) -> bool {
         self.filled < self.fill_target.allowed(pool.available())
     }
@@ -152,13 +152,13 @@ impl XskQueue {
         self.outstanding
     }
 
-    /// Whether the kernel refuses the socket for good.
+    /// Whether the kernel rejects the socket permanently.
     pub(crate) fn is_dead(&self) -> bool {
         self.dead
     }
 
-    /// Reads up to a batch of received frames; the caller has them from now on, though they are marked as the
-    /// queue's until they are passed on. `now` may be the moment when the turn began.
+    /// Reads up to a batch of received frames. The caller owns them from now on, though they are marked as the queue's
+    /// until they are passed on. `now` may be the start of the poll iteration.
     #[inline]
     pub(crate) fn receive<'a>(
         &mut self,
@@ -166,17 +166,17 @@ impl XskQueue {
         frames: &'a mut [FrameDesc; BATCH],
         now: Instant,
     ) -> RxBatch<'a> {
-        // SAFETY: the ring's frames are of the UMEM that the socket was made with.
+        // SAFETY: the ring's frames belong to the UMEM that the socket was created with.
         let count = unsafe { self.rx.consume(frames) };
         if count > 0 {
             self.filled -= count as u32;
             self.fill_target.note(count as u32, now);
         }
-        // SAFETY: these were just taken from the RX ring, which never holds a frame twice.
+        // SAFETY: these were just taken from the RX ring, which never contains a frame twice.
         unsafe { RxBatch::new(umem, &mut frames[..count]) }
     }
 
-    /// Puts frames into the TX ring in order, as many as there is room for, and says how many.
+    /// Puts frames into the TX ring in order, as many as fit, and returns how many.
     #[inline]
     pub(crate) fn send(&mut self, frames: &mut [FrameDesc], umem: &Umem) -> usize {
         let wanted = frames.len() as u32;
@@ -188,25 +188,25 @@ impl XskQueue {
             }
             umem.pool().mark(frame, Holder::Transmit(self.slot));
         }
-        // SAFETY: the frames are of this UMEM, and the caller passes them on with this call.
+        // SAFETY: the frames belong to this UMEM, and the caller passes them on with this call.
         let sent = unsafe { self.tx.produce(&frames[..room]) };
         debug_assert_eq!(sent, room, "the ring has the room that it said it has");
         self.outstanding += sent as u32;
         sent
     }
 
-    /// The segments at the start of these frames that are to leave as one, if any are.
+    /// The segments at the start of these frames that can be sent as one GSO packet, if any.
     #[inline]
     pub(crate) fn join(&self, umem: &Umem, frames: &[FrameDesc]) -> Option<Joined> {
         if self.gso.is_none() || frames.first()?.lengths().data() < LEAST_TO_JOIN {
             return None;
         }
-        // SAFETY: the frames are the caller's, who is about to send them.
+        // SAFETY: the frames are the caller's, which is about to send them.
         Joined::at_start(frames.iter().map(|frame| unsafe { umem.octets(frame) }))
     }
 
-    /// Sends these frames, the joined ones, as one. What is in the TX ring must have been sent before. `false`: the kernel did
-    /// not take it, and the frames are to be sent one by one.
+    /// Sends these joined frames as one GSO packet. The TX ring must have been drained before. `false`: the kernel did
+    /// not take it, and the frames must be sent one by one.
     pub(crate) fn send_joined(&self, umem: &Umem, frames: &[FrameDesc], joined: &Joined) -> bool {
         let Some(gso) = &self.gso else { return false };
         // SAFETY: as above.
@@ -220,8 +220,8 @@ impl XskQueue {
 
     /// Wakes the kernel to send what is in the TX ring.
     ///
-    /// In copy mode one wake-up sends 32 packets at most (TX_BATCH_SIZE in net/xdp/xsk.c) unless the budget could be
-    /// raised, and the rest waits for the next: it must be given until the ring is drained, whatever else happens.
+    /// In copy mode one wake-up sends at most 32 packets (TX_BATCH_SIZE in net/xdp/xsk.c) unless the budget could be
+    /// raised. The rest waits for the next wake-up, so repeat it until the ring is drained.
     pub(crate) fn kick(&mut self) -> Kick {
         let before = self.unsent();
         if before == 0 || self.dead {
@@ -238,7 +238,7 @@ impl XskQueue {
         }
     }
 
-    /// Frees the frames whose packets have been sent, and says how many.
+    /// Frees the frames of sent packets and returns how many.
     #[inline]
     pub(crate) fn complete(
         &mut self,
@@ -248,7 +248,7 @@ impl XskQueue {
     ) -> u32 {
         let mut total = 0;
         loop {
-            // SAFETY: the ring's frames are of the UMEM that the socket was made with.
+            // SAFETY: the ring's frames belong to the UMEM that the socket was created with.
             let count = unsafe { self.completion.consume(scratch) };
             for frame in &scratch[..count] {
                 cache.give(*frame, pool);
@@ -261,7 +261,7 @@ impl XskQueue {
         }
     }
 
-    /// Puts free frames into the fill ring where it lacks `least` or more of what it wants and may have.
+    /// Puts free frames into the fill ring if it lacks `least` or more of its target.
     #[inline]
     pub(crate) fn refill(
         &mut self,
@@ -286,7 +286,7 @@ impl XskQueue {
             if count == 0 {
                 return;
             }
-            // SAFETY: the frames are of this UMEM and were free until now.
+            // SAFETY: the frames belong to this UMEM and were free until now.
             let taken = unsafe { self.fill.produce(&scratch[..count]) };
             self.filled += taken as u32;
             for frame in &scratch[taken..count] {
@@ -298,8 +298,8 @@ impl XskQueue {
         }
     }
 
-    /// Sends what is still in the TX ring before the queue is closed, for as long as that moves and not after
-    /// `deadline`. What remains is dropped with the socket.
+    /// Sends what is still in the TX ring before the queue is closed, while there is progress and until `deadline`. The
+    /// rest is dropped with the socket.
     pub(crate) fn settle(&mut self, deadline: Instant, pool: &FramePool) {
         let mut scratch = [FrameDesc::default(); BATCH];
         let mut cache = FrameCache::new();
@@ -316,7 +316,7 @@ impl XskQueue {
         cache.empty_into(pool);
     }
 
-    /// What the kernel lost at the socket with this descriptor.
+    /// Packets that the kernel dropped at the socket with this descriptor.
     pub(crate) fn statistics(socket: BorrowedFd<'_>) -> io::Result<XskStatistics> {
         let mut raw: libc::xdp_statistics = libc::xdp_statistics {
             rx_dropped: 0,
@@ -349,9 +349,9 @@ impl XskQueue {
     }
 }
 
-/// Makes and binds a socket. A queue that was closed a moment ago is free only when the kernel's deferred work is
-/// done, which waits for a lock that all changes of interfaces take (`xp_release_deferred` in net/xdp/xsk_buff_pool.c):
-/// hence the patience with one that is busy.
+/// Creates and binds a socket. A recently closed queue is only free when the kernel's deferred work is done, which
+/// waits for a lock that all interface changes take (`xp_release_deferred` in net/xdp/xsk_buff_pool.c): so a busy queue
+/// is retried.
 fn bind(
     umem: &Umem,
     interface: &str,
@@ -361,7 +361,7 @@ fn bind(
     let name = interface.parse().map_err(|_| PortError::NoInterface { interface: interface.to_owned() })?;
     let deadline = Instant::now() + patience;
     let (tx, rx, rings) = loop {
-        // SAFETY: no program is loaded by libxdp, which is what sharing a UMEM and queue would need.
+        // SAFETY: libxdp loads no program, which is what sharing a UMEM and queue would need.
         let result = unsafe { Socket::new(socket_config(umem.config().ring_size), umem.xsk(), &name, queue) };
         match result {
             Ok(queues) => break queues,

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// An IP address as the packet path keeps it: 128 bits in numeric order, IPv4 as IPv4-mapped IPv6
-/// (`::ffff:a.b.c.d`, RFC 4291 section 2.5.5.2).
+/// An IP address of the packet path: 128 bits in numeric order, IPv4 as IPv4-mapped IPv6 (`::ffff:a.b.c.d`, RFC 4291
+/// section 2.5.5.2).
 ///
-/// One width means one flow key, one hash and one table for both families. A packet whose IPv6 header
-/// itself carries a mapped address is refused by the parser, so the two spaces never meet.
+/// One width means one flow key, one hash and one table for both families. The parser rejects packets whose IPv6 header
+/// itself contains a mapped address, so the two ranges never overlap.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 #[repr(transparent)]
 pub struct Address(u128);
@@ -16,25 +16,25 @@ pub struct Address(u128);
 const MAPPED: u128 = 0xffff_0000_0000;
 
 impl Address {
-    /// From the four octets of an IPv4 header, in network order.
+    /// From the four bytes of an IPv4 header, in network order.
     #[inline]
     pub const fn from_v4_octets(octets: [u8; 4]) -> Self {
         Self(MAPPED | u32::from_be_bytes(octets) as u128)
     }
 
-    /// From the sixteen octets of an IPv6 header, in network order.
+    /// From the sixteen bytes of an IPv6 header, in network order.
     #[inline]
     pub const fn from_v6_octets(octets: [u8; 16]) -> Self {
         Self(u128::from_be_bytes(octets))
     }
 
-    /// From the numeric value that [`Address::bits`] gives.
+    /// From the numeric value returned by [`Address::bits`].
     #[inline]
     pub const fn from_bits(bits: u128) -> Self {
         Self(bits)
     }
 
-    /// The numeric value; the first octet on the wire is the most significant.
+    /// The numeric value; the first byte on the wire is the most significant.
     #[inline]
     pub const fn bits(self) -> u128 {
         self.0
@@ -43,7 +43,7 @@ impl Address {
     /// Whether this is an IPv4 address.
     #[inline]
     pub const fn is_v4(self) -> bool {
-        // By halves: a comparison of 128 bits that were shifted takes twice the instructions.
+        // In halves: a comparison of shifted 128-bit values takes twice the instructions.
         (self.0 >> 64) as u64 == 0 && self.0 as u64 >> 32 == MAPPED as u64 >> 32
     }
 
@@ -53,7 +53,7 @@ impl Address {
         if self.is_v4() { Some(self.0 as u32) } else { None }
     }
 
-    /// The four octets of an IPv4 address in network order, or `None` for IPv6.
+    /// The four bytes of an IPv4 address in network order, or `None` for IPv6.
     #[inline]
     pub const fn v4_octets(self) -> Option<[u8; 4]> {
         match self.v4_bits() {
@@ -62,18 +62,18 @@ impl Address {
         }
     }
 
-    /// Whether this is an IPv4 address whose first octet alone says that its [`scope`](Self::scope) is
-    /// [`Scope::Routable`]: true of nearly all of them, and quick to tell.
+    /// Whether this is an IPv4 address whose first byte alone shows that its [`scope`](Self::scope) is
+    /// [`AddressScope::Routable`]: a fast check that is true for nearly all of them.
     #[inline]
     pub const fn is_plainly_routable(self) -> bool {
         self.is_v4() && matches!(V4_SCOPES[(self.0 as u32 >> 24) as usize], Scope::Routable)
     }
 
-    /// How far packets with this address as their source or destination may travel.
+    /// How far packets with this source or destination address may travel.
     #[inline]
     pub const fn scope(self) -> Scope {
         match self.v4_bits() {
-            // One comparison for nearly all addresses: each packet asks twice.
+            // One comparison for nearly all addresses: two checks per packet.
             Some(v4) => match V4_SCOPES[(v4 >> 24) as usize] {
                 Scope::Routable => Scope::Routable,
                 Scope::Link if v4 >> 16 != 0xa9fe => Scope::Routable,
@@ -88,7 +88,7 @@ impl Address {
     }
 }
 
-/// By the first octet of an IPv4 address, the scope that it has or may have.
+/// By the first byte of an IPv4 address, the scope that it has or may have.
 const V4_SCOPES: [Scope; 256] = {
     let mut scopes = [Scope::Routable; 256];
     (scopes[0], scopes[127], scopes[169], scopes[255]) = (Scope::Host, Scope::Host, Scope::Link, Scope::Many);
@@ -100,10 +100,10 @@ const V4_SCOPES: [Scope; 256] = {
     scopes
 };
 
-/// How far packets with an address as their source or destination may travel.
+/// How far packets with an address as source or destination may travel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Scope {
-    /// A router may carry them.
+    /// Routers may forward them.
     Routable,
     /// Multicast in either family, or the IPv4 limited broadcast address.
     Many,

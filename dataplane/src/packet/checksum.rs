@@ -1,4 +1,4 @@
-//! The Internet checksum (RFC 1071) and what forwarding must do about it.
+//! The Internet checksum (RFC 1071) and its maintenance by forwarding.
 //!
 //! A sum here is a plain one's-complement sum of 16-bit words in network order, folded to 16 bits and *not*
 //! complemented; a checksum field holds its complement.
@@ -7,17 +7,17 @@ use super::{Address, Protocol};
 
 /// A running one's-complement sum.
 ///
-/// Words are added in the machine's own byte order, which the sum does not mind (RFC 1071 section 2B), and
-/// swapped once at the end.
+/// Words are added in native byte order, which does not affect the sum (RFC 1071 section 2B), and swapped once at the
+/// end.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Sum(u64);
 
 impl Sum {
-    /// Adds octets that start at an even offset of the summed data.
+    /// Adds bytes that start at an even offset of the summed data.
     #[inline]
     pub fn add_bytes(self, bytes: &[u8]) -> Self {
-        // Four lanes of 32-bit words into 64-bit accumulators: no carry can be lost below 16 GiB of data, and
-        // the loop is one that the compiler turns into vector adds.
+        // Four lanes of 32-bit words in 64-bit accumulators: no carry can be lost below 16 GiB of data, and the
+        // compiler vectorises the loop.
         let mut lanes = [0u64; 4];
         let mut chunks = bytes.chunks_exact(16);
         for chunk in &mut chunks {
@@ -36,8 +36,8 @@ impl Sum {
         Self(sum)
     }
 
-    /// Adds an IPv4 header, a multiple of four octets and at least twenty. It nearly always has twenty, for which a loop
-    /// that the compiler makes ready for any number takes longer than the sum.
+    /// Adds an IPv4 header, a multiple of four bytes and at least twenty. It nearly always has twenty; a general loop
+    /// takes longer than the sum.
     #[inline]
     pub(super) fn add_ipv4_header(self, header: &[u8]) -> Self {
         let add = |sum: u64, word: &[u8]| sum + u64::from(u32::from_ne_bytes([word[0], word[1], word[2], word[3]]));
@@ -56,11 +56,11 @@ impl Sum {
         Self(self.0 + u64::from(word.to_be()))
     }
 
-    /// The pseudo-header of TCP and UDP: RFC 9293 section 3.1 for IPv4, RFC 8200 section 8.1 for IPv6.
-    /// `length` is that of transport header and payload in octets.
+    /// The pseudo-header of TCP and UDP: RFC 9293 section 3.1 for IPv4, RFC 8200 section 8.1 for IPv6. `length` is that
+    /// of transport header and payload in bytes.
     #[inline]
     pub fn pseudo_header(src: Address, dst: Address, protocol: Protocol, length: u16) -> Self {
-        // Both are of one family: the parser sees to it.
+        // Both are of one family: the parser ensures it.
         let sum = if src.is_v4() {
             let word = |address: Address| u64::from((address.bits() as u32).to_be());
             Self(word(src) + word(dst))
@@ -73,7 +73,7 @@ impl Sum {
     /// The sum folded to 16 bits, host byte order, not complemented.
     #[inline]
     pub fn folded(self) -> u16 {
-        // Two rounds by halves of 32 bits leave at most 32 bits, two of 16 bits at most 16.
+        // Two rounds on 32-bit halves leave at most 32 bits, two on 16-bit halves at most 16.
         let sum = (self.0 & 0xffff_ffff) + (self.0 >> 32);
         let sum = (sum as u32).wrapping_add((sum >> 32) as u32);
         let sum = (sum & 0xffff) + (sum >> 16);
@@ -81,8 +81,8 @@ impl Sum {
     }
 }
 
-/// The header checksum field after a 16-bit word of the header changed (RFC 1624 equation 3). All values in
-/// host byte order.
+/// The header checksum field after a 16-bit word of the header changed (RFC 1624 equation 3). All values are in host
+/// byte order.
 #[inline]
 pub(super) fn updated(field: u16, before: u16, after: u16) -> u16 {
     let sum = u32::from(!field) + u32::from(!before) + u32::from(after);
@@ -90,20 +90,20 @@ pub(super) fn updated(field: u16, before: u16, after: u16) -> u16 {
     !((sum + (sum >> 16)) as u16)
 }
 
-/// Finishes the checksum of a TCP or UDP packet whose sender left that to the device.
+/// Completes the checksum of a TCP or UDP packet whose sender left it to the device.
 ///
-/// A pod's stack sends with `CHECKSUM_PARTIAL` (Linux `include/linux/skbuff.h`): the field then holds the
-/// folded pseudo-header sum alone. `transport` is header and payload, `field_at` the field's offset in it.
-/// A packet whose field is anything else is left as it is. Returns whether it was finished.
+/// A pod's stack sends with `CHECKSUM_PARTIAL` (Linux `include/linux/skbuff.h`): the field then contains only the
+/// folded pseudo-header sum. `transport` is header and payload, `field_at` the field's offset in it. A packet whose
+/// field is anything else is unchanged. Returns whether the checksum was completed.
 #[inline]
 pub(super) fn finish_partial(transport: &mut [u8], field_at: usize, pseudo: Sum, protocol: Protocol) -> bool {
     let Some(&[high, low]) = transport.get(field_at..field_at + 2) else { return false };
     if u16::from_be_bytes([high, low]) != pseudo.folded() {
         return false;
     }
-    // The field already holds the pseudo-header's sum, so summing the octets as they are is the whole sum.
+    // The field already contains the pseudo-header's sum, so the sum of the bytes is complete.
     let checksum = match !Sum::default().add_bytes(transport).folded() {
-        // RFC 768: zero would mean that no checksum was computed.
+        // RFC 768: zero would mean that there is no checksum.
         0 if protocol == Protocol::UDP => 0xffff,
         checksum => checksum,
     };
@@ -111,8 +111,8 @@ pub(super) fn finish_partial(transport: &mut [u8], field_at: usize, pseudo: Sum,
     true
 }
 
-/// Finishes the CRC32c of an SCTP packet (RFC 9260 section 6.8) that left its pod as zero, for the device to
-/// fill. Returns whether it was finished.
+/// Completes the CRC32c of an SCTP packet (RFC 9260 section 6.8) that left its pod as zero for the device. Returns
+/// whether it was completed.
 pub(super) fn finish_sctp(transport: &mut [u8]) -> bool {
     if transport.get(8..12) != Some(&[0; 4]) {
         return false;
@@ -144,7 +144,7 @@ mod tests {
         #[test]
         fn an_update_gives_what_a_new_sum_would(mut words in prop::collection::vec(any::<u16>(), 2..20), after: u16) {
             let sum = |words: &[u16]| !words.iter().fold(Sum::default(), |sum, &word| sum.add_word(word)).folded();
-            // A header is never all zero, so the two forms of zero cannot be confused.
+            // A header is never all zero, so the two representations of zero cannot be confused.
             words[1] |= 1;
             let field = sum(&words);
             let before = std::mem::replace(&mut words[0], after);

@@ -1,4 +1,4 @@
-//! What names a connection: the flow as a packet shows it, and the key that both directions share.
+//! Flows as packets show them, and the connection key shared by both directions.
 
 use std::fmt;
 
@@ -21,8 +21,8 @@ impl Protocol {
     /// Stream Control Transmission Protocol, RFC 9260.
     pub const SCTP: Self = Self(132);
 
-    /// Whether source and destination ports open its header (TCP, UDP, SCTP): the protocols that a
-    /// NetworkPolicy port can name.
+    /// Whether its header starts with source and destination ports (TCP, UDP, SCTP): the protocols that a NetworkPolicy
+    /// port can name.
     #[inline]
     pub const fn has_ports(self) -> bool {
         matches!(self, Self::TCP | Self::UDP | Self::SCTP)
@@ -48,7 +48,7 @@ impl fmt::Debug for Protocol {
     }
 }
 
-/// Who talks to whom, as one packet shows it.
+/// Addresses, protocol and ports of one packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Flow {
     /// Source address.
@@ -57,21 +57,21 @@ pub struct Flow {
     pub dst: Address,
     /// Transport protocol, behind any IPv6 extension headers.
     pub protocol: Protocol,
-    /// Source port in host byte order; 0 where the protocol has no ports. ICMP queries have [a pair](Flow::identifier)
-    /// that stands for their identifier and says who asks.
+    /// Source port in host byte order; 0 if the protocol has no ports. ICMP queries have [a pair](Flow::identifier)
+    /// that encodes their identifier and the querying end.
     pub src_port: u16,
-    /// Destination port, as the source port.
+    /// Destination port, like the source port.
     pub dst_port: u16,
 }
 
 impl Flow {
-    /// The same flow as its other end sends it.
+    /// The flow of packets in the other direction.
     #[inline]
     pub const fn reversed(self) -> Self {
         Self { src: self.dst, dst: self.src, protocol: self.protocol, src_port: self.dst_port, dst_port: self.src_port }
     }
 
-    /// The ports for people: of ICMP queries the identifier on the asking side and 0 on the other.
+    /// The ports for display: of ICMP queries the identifier on the querying side and 0 on the other.
     pub fn shown_ports(&self) -> (u16, u16) {
         match (self.protocol, self.identifier()) {
             (_, Some((identifier, Asker::Source))) => (identifier, 0),
@@ -81,7 +81,7 @@ impl Flow {
         }
     }
 
-    /// The key that both directions share, and which of the two this packet is.
+    /// The key shared by both directions, and the direction of this packet.
     #[inline]
     pub fn key(&self) -> (FlowKey, Orientation) {
         let (src, dst) = ((self.src, self.src_port), (self.dst, self.dst_port));
@@ -92,7 +92,7 @@ impl Flow {
     }
 }
 
-/// Which end of an ICMP query asks.
+/// The querying end of an ICMP query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Asker {
     /// The packet is a request.
@@ -101,8 +101,8 @@ pub enum Asker {
     Destination,
 }
 
-/// The canonical name of a connection: its two ends in numeric order of (address, port), so that both
-/// directions have the same key.
+/// The key of a connection: its two ends in numeric order of (address, port), so that both directions have the same
+/// key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct FlowKey {
     /// The end with the lower (address, port).
@@ -118,7 +118,7 @@ pub struct FlowKey {
 }
 
 impl FlowKey {
-    /// The flow of a packet of this connection that travels in the given direction.
+    /// The flow of a packet of this connection in the given direction.
     #[inline]
     pub const fn flow(&self, orientation: Orientation) -> Flow {
         let low_to_high = Flow {
@@ -135,7 +135,7 @@ impl FlowKey {
     }
 }
 
-/// Which way a packet travels relative to its [`FlowKey`].
+/// Direction of a packet relative to its [`FlowKey`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
 pub enum Orientation {
@@ -146,7 +146,7 @@ pub enum Orientation {
 }
 
 impl Orientation {
-    /// The other way.
+    /// The opposite direction.
     #[inline]
     pub const fn opposite(self) -> Self {
         match self {
@@ -162,7 +162,7 @@ mod tests {
     use proptest::prelude::*;
 
     prop_compose! {
-        // Few distinct values, so that equal addresses and equal ports come up often.
+        // Few distinct values, so that addresses and ports are often equal.
         fn any_flow()(src in 0u128..4, dst in 0u128..4, protocol in 0u8..3, src_port in 0u16..4, dst_port in 0u16..4) -> Flow {
             Flow { src: Address::from_bits(src), dst: Address::from_bits(dst), protocol: Protocol(protocol), src_port, dst_port }
         }

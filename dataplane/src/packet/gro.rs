@@ -1,13 +1,14 @@
-//! TCP segments that may leave as one, as generic receive offload joins them (`tcp_gro_receive` in net/ipv4/tcp_offload.c).
+//! TCP segments that can be sent as one packet, joined like generic receive offload (`tcp_gro_receive` in
+//! net/ipv4/tcp_offload.c).
 //!
-//! They are of one connection and follow one another without a gap, all but the last of one length, and differ in nothing
-//! that a receiver would see of them: whoever cuts the whole again has just these segments.
+//! They belong to one connection and follow each other without a gap, all but the last have the same length, and they
+//! differ in nothing that a receiver would see: segmenting the whole yields exactly these segments again.
 
 use super::rewrite::LONG;
 use super::{ETHERNET_LEN, Protocol, Sum, TcpFlags};
 use crate::pipeline::BATCH;
 
-/// Octets of the shortest frame that may leave joined with others.
+/// Minimum bytes of a frame that can be joined with others.
 pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 /// Most octets of the whole: beyond, no device takes it uncut (`GSO_LEGACY_MAX_SIZE` in linux/netdevice.h).
 const MOST: usize = 65_535;
@@ -15,17 +16,17 @@ const MOST: usize = 65_535;
 const HEADERS_LEAST: usize = ETHERNET_LEN + 20 + 20;
 const HEADERS: usize = ETHERNET_LEN + 40 + 60;
 
-/// A whole TCP segment in a frame, its checksum right or left open.
+/// A complete TCP segment in a frame, with a valid or partial checksum.
 #[derive(Clone, Copy)]
 struct Segment<'a> {
     frame: &'a [u8],
-    /// Where the TCP header begins, and where the payload does.
+    /// Offsets of the TCP header and of the payload.
     tcp: usize,
     payload: usize,
 }
 
 impl<'a> Segment<'a> {
-    /// With this much payload at least. `None`: none that could be joined with others, whatever they are.
+    /// A segment with at least this much payload. `None`: it cannot be joined with others.
     #[inline]
     fn of(frame: &'a [u8], least: u16) -> Option<Self> {
         if frame.len() < HEADERS_LEAST {
@@ -34,7 +35,7 @@ impl<'a> Segment<'a> {
         let word = |at: usize| usize::from(u16::from_be_bytes([frame[at], frame[at + 1]]));
         const IP: usize = ETHERNET_LEN;
         let (tcp, end, addresses) = match (word(12), frame[IP]) {
-            // Five words of header; whole, and not to be fragmented, so that the identification says nothing (RFC 6864).
+            // Five words of header; complete, and with DF set, so that the identification is meaningless (RFC 6864).
             (0x0800, 0x45) if word(IP + 6) == 0x4000 && frame[IP + 9] == Protocol::TCP.0 => {
                 (IP + 20, IP + word(IP + 2), IP + 12)
             }
@@ -53,7 +54,7 @@ impl<'a> Segment<'a> {
             .add_bytes(&frame[addresses..tcp])
             .add_word(u16::from(Protocol::TCP.0))
             .add_word((end - tcp) as u16);
-        // What the sender's stack left to its device, nobody can have spoilt on the way.
+        // A checksum left to the device was not on a wire, so it cannot be wrong.
         let is_open = word(tcp + 16) == usize::from(pseudo.folded());
         (is_open || pseudo.add_bytes(&frame[tcp..]).folded() == 0xffff).then_some(Self { frame, tcp, payload })
     }
@@ -71,7 +72,7 @@ impl<'a> Segment<'a> {
         TcpFlags(self.frame[self.tcp + 13]).contains(TcpFlags::PSH)
     }
 
-    /// Whether its headers are the other's but for lengths, identification, sequence number, PSH and checksums.
+    /// Whether its headers are equal except for lengths, identification, sequence number, PSH and checksums.
     fn is_alike(&self, other: &Self) -> bool {
         let same = |from: usize, to: usize| self.frame[from..to] == other.frame[from..to];
         const IP: usize = ETHERNET_LEN;
@@ -80,7 +81,7 @@ impl<'a> Segment<'a> {
             _ => same(IP, IP + 4) && same(IP + 6, self.tcp),
         };
         let tcp = self.tcp;
-        // Flags differ at most in PSH: `of` takes no others.
+        // Flags differ at most in PSH: `of` accepts no others.
         (self.tcp, self.payload) == (other.tcp, other.payload)
             && same(0, IP)
             && network
@@ -91,21 +92,21 @@ impl<'a> Segment<'a> {
     }
 }
 
-/// Segments that leave as one.
+/// Segments to be sent as one packet.
 pub(crate) struct Joined {
-    /// How many they are, two at least.
+    /// Number of segments, at least two.
     pub(crate) count: usize,
-    /// Payload of each of them but the last, which may have less, in octets.
+    /// Payload bytes of each segment; the last one may have fewer.
     pub(crate) segment: u16,
-    /// Where the TCP header begins.
+    /// Offset of the TCP header.
     pub(crate) tcp: u16,
-    /// Where in each frame the payload begins.
+    /// Offset of the payload in each frame.
     pub(crate) payload: usize,
     headers: [u8; HEADERS],
 }
 
 impl Joined {
-    /// Those that the first of these frames begins. `None`: it is to leave by itself.
+    /// The joinable segments at the start of these frames. `None`: the first one must be sent alone.
     #[inline]
     pub(crate) fn at_start<'a>(mut frames: impl Iterator<Item = &'a [u8]>) -> Option<Self> {
         let first = Segment::of(frames.next()?, LONG)?;
@@ -139,18 +140,18 @@ impl Joined {
         })
     }
 
-    /// Headers of the whole, from the Ethernet header on; the TCP checksum is left for the device to finish.
+    /// Headers of the whole, starting with Ethernet; the TCP checksum is left to the device.
     pub(crate) fn headers(&self) -> &[u8] {
         &self.headers[..self.payload]
     }
 
-    /// Whether it is IPv4; else it is IPv6.
+    /// Whether it is IPv4; otherwise it is IPv6.
     pub(crate) fn is_v4(&self) -> bool {
         self.headers[ETHERNET_LEN] >> 4 == 4
     }
 }
 
-/// Headers of the whole, a frame of `length` octets.
+/// Headers of the whole, a frame of `length` bytes.
 fn headers(first: &Segment<'_>, length: usize, pushed: bool) -> [u8; HEADERS] {
     const IP: usize = ETHERNET_LEN;
     let (tcp, mut headers) = (first.tcp, [0; HEADERS]);
@@ -181,7 +182,7 @@ mod tests {
     use etherparse::{IpHeaders, Ipv4Header, Ipv6Header, PacketBuilder, TcpHeader, TcpOptionElement};
     use proptest::prelude::*;
 
-    /// A segment as its sender meant it.
+    /// A segment as sent.
     #[derive(Clone)]
     struct Sent {
         v6: bool,
@@ -231,7 +232,7 @@ mod tests {
         }
     }
 
-    /// A stream cut into segments, the last of which pushes; the sequence numbers go round.
+    /// A stream split into segments, the last of which has PSH; the sequence numbers wrap.
     fn stream(v6: bool, segment: usize, octets: usize) -> Vec<Sent> {
         let all: Vec<u8> = (0..octets).map(|at| (at * 7 + at / 251) as u8).collect();
         let seq = |index: usize| (u32::MAX - 700).wrapping_add((index * segment) as u32);
@@ -249,7 +250,7 @@ mod tests {
         sent.iter().map(Sent::frame).collect()
     }
 
-    /// What leaves, its checksum finished as a device would.
+    /// The packet that is sent, with its checksum completed as by a device.
     fn whole(joined: &Joined, frames: &[Vec<u8>]) -> Vec<u8> {
         let payloads = frames[..joined.count].iter().flat_map(|frame| &frame[joined.payload..]);
         let mut whole: Vec<u8> = joined.headers().iter().chain(payloads).copied().collect();
@@ -257,7 +258,7 @@ mod tests {
         whole
     }
 
-    /// Leaves the checksum open, as a pod's stack does.
+    /// Leaves the checksum partial, as a pod's stack does.
     fn open(frame: &mut [u8], v6: bool) {
         let (tcp, addresses) = if v6 { (54, 22) } else { (34, 26) };
         let length = (frame.len() - tcp) as u16;
@@ -359,7 +360,7 @@ mod tests {
         }
     }
 
-    /// The segments that a whole is cut into, with identification, checksums and PSH left out, which are the last one's or
+    /// The segments that a whole is split into, without identification, checksums and PSH, which are the last one's or
     /// follow from the rest.
     fn cut(joined: &Joined, frames: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let (whole, tcp) = (whole(joined, frames), usize::from(joined.tcp));

@@ -1,12 +1,12 @@
-//! ICMP and ICMPv6: queries with their identifiers, errors with what they quote.
+//! ICMP and ICMPv6: queries with their identifiers, and errors with the packets they quote.
 
 use super::flow::{Asker, Flow, Protocol};
 use super::transport::Transport;
 use crate::Cause;
 
-/// The queries whose replies carry the request's identifier, in bytes 4 and 5 of both.
+/// The queries whose replies contain the request's identifier, in bytes 4 and 5 of both.
 ///
-/// Linux tracks these too (`net/netfilter/nf_conntrack_proto_icmp.c`), and those that RFC 6918 has done away with.
+/// Linux tracks these too (`net/netfilter/nf_conntrack_proto_icmp.c`), and obsolete ones (RFC 6918).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 enum Query {
@@ -21,7 +21,7 @@ enum Query {
 impl Query {
     const ALL: [Self; 3] = [Self::Echo, Self::Timestamp, Self::ExtendedEcho];
 
-    /// The query that a message of this type is part of, and who asks in it.
+    /// The query type of a message and its querying end.
     #[inline]
     const fn of(protocol: Protocol, kind: u8) -> Option<(Self, Asker)> {
         match (protocol, kind) {
@@ -37,11 +37,12 @@ impl Query {
 }
 
 impl Flow {
-    /// Names a query by ports: the asker's is its identifier, the other's as much more as the number of the kind of query.
+    /// Encodes a query in the ports: the querier's port is the identifier, the other one is the identifier plus the
+    /// number of the query type.
     ///
-    /// Two hosts that query each other are two connections, whatever their identifiers, and so are two kinds of query. For
-    /// the pairs of two queries to be one and the same from both ends, their kinds would have to add up to 0 modulo 2¹⁶. No
-    /// pair is (0, 0) either, which is that of messages without an identifier.
+    /// Two hosts that query each other have two connections whatever their identifiers. So have two types of query
+    /// between them. For the port pairs of two queries to be equal from both ends, their types would have to add up to
+    /// 0 modulo 2¹⁶. No pair is (0, 0) either, which stands for messages without an identifier.
     #[inline]
     fn set_identifier(&mut self, query: Query, identifier: u16, asker: Asker) {
         let ports = (identifier, identifier.wrapping_add(query as u16));
@@ -51,7 +52,7 @@ impl Flow {
         };
     }
 
-    /// The identifier of an ICMP query, and who asks.
+    /// The identifier of an ICMP query and its querying end.
     pub fn identifier(&self) -> Option<(u16, Asker)> {
         if !matches!(self.protocol, Protocol::ICMP | Protocol::ICMPV6) {
             return None;
@@ -67,7 +68,7 @@ impl Flow {
     }
 }
 
-/// Takes the identifier of a query into its flow; `None` if the message is none.
+/// Stores a query's identifier in its flow; `None` if the message is not a query.
 #[inline]
 pub(super) fn query(header: &[u8; 8], flow: &mut Flow) -> Option<Transport> {
     let (query, asker) = Query::of(flow.protocol, header[0])?;
@@ -78,20 +79,20 @@ pub(super) fn query(header: &[u8; 8], flow: &mut Flow) -> Option<Transport> {
     })
 }
 
-/// An ICMP message at offset `at` of its frame.
+/// Parses an ICMP message at offset `at` of its frame.
 #[inline(never)]
 pub(super) fn v4(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
     match header[0] {
         // Unreachable, time exceeded, parameter problem. Source quench is deprecated (RFC 6633).
         3 | 11 | 12 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
-        // A redirect would change routes behind the policy's back.
+        // A redirect would change routes independently of policy.
         5 => Err(Cause::Redirect),
         _ => Ok(query(header, flow).unwrap_or(Transport::Other)),
     }
 }
 
-/// An ICMPv6 message at offset `at` of its frame.
+/// Parses an ICMPv6 message at offset `at` of its frame.
 #[inline(never)]
 pub(super) fn v6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Cause> {
     let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
@@ -99,7 +100,7 @@ pub(super) fn v6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Ca
         // Unreachable, packet too big, time exceeded, parameter problem.
         1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
         137 => Err(Cause::Redirect),
-        // RFC 4861: what is honest of these went to the kernel before it came here.
+        // RFC 4861: the XDP program passed valid ones to the kernel.
         133..=136 => Err(Cause::NeighbourDiscovery),
         _ => Ok(query(header, flow).unwrap_or(Transport::Other)),
     }
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
     use crate::packet::Address;
 
-    /// The flow of a query from host `from` to host `to`, of hosts 1 and 2.
+    /// The flow of a query from host `from` to host `to`, out of hosts 1 and 2.
     fn flow(query: Query, identifier: u16, (from, to): (u8, u8), asker: Asker) -> Flow {
         let address = |host: u8| Address::from_v4_octets([10, 0, 0, host]);
         let mut flow = Flow { src: address(from), dst: address(to), protocol: Protocol::ICMP, ..Flow::default() };

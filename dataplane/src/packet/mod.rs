@@ -1,4 +1,4 @@
-//! A packet: parsed once into a validated view, named by its flow, rewritten in place.
+//! Packets: parsed once into a validated view, identified by their flow, rewritten in place.
 
 mod address;
 mod checksum;

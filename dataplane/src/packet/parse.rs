@@ -1,4 +1,4 @@
-//! From octets to a validated view: every length is checked here once, and nowhere after.
+//! From bytes to a validated view: every length is checked here once, and nowhere after.
 
 use std::num::NonZeroU16;
 
@@ -8,12 +8,12 @@ use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
 use super::{Address, Flow, Protocol, Sum, icmp};
 use crate::Cause;
 
-/// Octets of an Ethernet II header.
+/// Bytes of an Ethernet II header.
 pub const ETHERNET_LEN: usize = 14;
-/// IPv6 extension headers that are followed before giving up; a sender that needs more has no honest reason.
+/// Maximum number of IPv6 extension headers; legitimate senders do not need more.
 const MAX_EXTENSION_HEADERS: usize = 6;
 
-/// A fragment's place in its datagram.
+/// Position of a fragment in its datagram.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fragment {
     id: u32,
@@ -94,33 +94,33 @@ pub struct Layout {
     pub end: u16,
 }
 
-/// A packet whose headers have been validated.
+/// A packet with validated headers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Packet {
-    /// Who talks to whom. For an ICMP error the outer packet's addresses, without ports.
+    /// Addresses, protocol and ports. For an ICMP error the outer packet's addresses, without ports.
     pub flow: Flow,
-    /// What the connection table needs to know.
+    /// Fields for the connection table.
     pub transport: Transport,
-    /// Where its parts are.
+    /// Offsets of its parts.
     pub layout: Layout,
     /// TTL or hop limit as received.
     pub ttl: u8,
-    /// Set on fragments, the first one included.
+    /// Set on all fragments, the first one included.
     pub fragment: Option<Fragment>,
 }
 
 impl Packet {
-    /// Length of the IP packet in octets.
+    /// Length of the IP packet in bytes.
     #[inline]
     pub fn ip_len(&self) -> u16 {
         self.layout.end - self.layout.network
     }
 }
 
-/// Parses a frame from its Ethernet header on.
+/// Parses a frame, starting with its Ethernet header.
 ///
 /// # Errors
-/// The cause by which a packet that is not understood is dropped.
+/// The reason to drop a packet that cannot be parsed.
 #[inline]
 pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
     let mut packet = Packet::default();
@@ -128,8 +128,8 @@ pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
     Ok(packet)
 }
 
-/// [`parse`](fn@parse) where the packet is to lie in the end: it is too large to be handed from function to function.
-/// What is in it after an error means nothing.
+/// [`parse`](fn@parse) into an existing packet, which is too large to be passed between functions. After an error its
+/// content is meaningless.
 #[inline(always)]
 pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     if plain(frame, packet).is_some() {
@@ -138,10 +138,11 @@ pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause>
     parse_any(frame, packet)
 }
 
-/// [`parse_into`] for nearly every packet: TCP without SYN, or UDP, in one whole datagram over IPv4 without options. `None`
-/// is for all else, what is wrong included: [`parse_any`] then says what it is. Where both understand a packet they agree.
+/// Fast path of [`parse_into`] for nearly every packet: TCP without SYN, or UDP, unfragmented, over IPv4 without
+/// options. `None` for everything else, invalid packets included, which [`parse_any`] then handles. Where both accept a
+/// packet, they agree.
 ///
-/// All that it reads is behind one comparison of the frame's length.
+/// A single comparison of the frame's length covers all accesses.
 #[inline(always)]
 fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
     const IP: usize = ETHERNET_LEN;
@@ -149,7 +150,7 @@ fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
     let head = frame.first_chunk::<{ TRANSPORT + 20 }>()?;
     let word = |at: usize| u16::from_be_bytes([head[at], head[at + 1]]);
     let long = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-    // Version 4 and five words of header; neither an offset nor more fragments.
+    // Version 4 and five words of header; no offset and no more fragments.
     let is_plain = word(12) == EtherType::IPV4.0 && head[IP] == 0x45 && word(IP + 6) & 0x3fff == 0;
     let end = usize::from(word(IP + 2).checked_add(IP as u16)?);
     let header = &head[IP..TRANSPORT];
@@ -244,8 +245,8 @@ fn ipv4_header(bytes: &[u8]) -> Result<Ipv4HeaderSlice<'_>, Cause> {
     })
 }
 
-/// Walks the options: their lengths must fit, and none may route by the source's will (RFC 7126 section 4.3:
-/// a later router would take the packet past the destination that policy judged).
+/// Checks the options: their lengths must fit, and source routes are rejected (RFC 7126 section 4.3: a later router
+/// would forward the packet past the destination that policy evaluated).
 fn check_ipv4_options(mut options: &[u8]) -> Result<(), Cause> {
     const END: u8 = 0;
     const NO_OPERATION: u8 = 1;
@@ -274,7 +275,7 @@ fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     }
     let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
     if src.is_v4() || dst.is_v4() {
-        // RFC 4942 section 2.2: mapped addresses have no place on the wire.
+        // RFC 4942 section 2.2: mapped addresses must not appear on the wire.
         return Err(Cause::Malformed);
     }
     let chain = extension_headers(&frame[..end], at + 40, header.next_header().0)?;
@@ -303,8 +304,8 @@ struct Chain {
     fragment: Option<Fragment>,
 }
 
-/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header. A chain that the packet does not hold whole
-/// is refused, in a first fragment too (RFC 7112 section 5).
+/// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header. An incomplete chain is rejected, in a
+/// first fragment too (RFC 7112 section 5).
 fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain, Cause> {
     const HOP_BY_HOP: u8 = 0;
     const ROUTING: u8 = 43;
@@ -324,7 +325,7 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
             return Err(Cause::Truncated);
         };
         let octets = match next {
-            // Behind an atomic fragment's header, too: no sender cuts a datagram twice.
+            // Also behind an atomic fragment's header: no sender fragments a datagram twice.
             FRAGMENT if has_fragment_header => return Err(Cause::ExtensionHeaders),
             FRAGMENT => {
                 has_fragment_header = true;
@@ -334,7 +335,7 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
                 fragment = Fragment::new(u32::from_be_bytes([c, d, e, f]), word, word & 1 == 1, len);
                 8
             }
-            // RFC 5095 and RFC 8754: a router named by the source would take it past the judged destination.
+            // RFC 5095 and RFC 8754: a router named by the source would forward it past the evaluated destination.
             ROUTING if b > 0 => return Err(Cause::SourceRoute),
             AUTHENTICATION => (usize::from(length) + 2) * 4,
             _ => (usize::from(length) + 1) * 8,
@@ -351,12 +352,12 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
     Err(Cause::ExtensionHeaders)
 }
 
-/// Offsets are kept in 16 bits; no frame is that long.
+/// Offsets have 16 bits; no frame is that long.
 fn to_offset(offset: usize) -> Result<u16, Cause> {
     u16::try_from(offset).map_err(|_| Cause::TooBig)
 }
 
-/// The transport header, once all else of the packet is known.
+/// Parses the transport header after the other headers.
 #[inline(always)]
 fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     let (flow, layout) = (&mut packet.flow, packet.layout);
@@ -366,7 +367,7 @@ fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
         return Ok(());
     }
     let bytes = &frame[usize::from(layout.transport)..usize::from(layout.end)];
-    // Assigned in each arm, so that each writes its own kind and nothing is put together for all of them.
+    // Assigned in each arm, so that each writes its own variant without a common temporary.
     match flow.protocol {
         Protocol::TCP => packet.transport = tcp(bytes, flow)?,
         Protocol::UDP => packet.transport = udp(bytes, flow, packet.fragment.is_some())?,
@@ -405,7 +406,7 @@ fn tcp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     }))
 }
 
-/// The window-scale option's shift count, at most 14 (RFC 7323 section 2.3).
+/// The shift of the window-scale option, at most 14 (RFC 7323 section 2.3).
 fn window_scale(mut options: &[u8]) -> Option<u8> {
     loop {
         options = match *options {
@@ -434,7 +435,7 @@ fn udp(bytes: &[u8], flow: &mut Flow, first_fragment: bool) -> Result<Transport,
 
 #[inline(never)]
 fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
-    // Common header and the first chunk's type; a packet without a chunk is none (RFC 9260 section 3).
+    // Common header and the first chunk's type; a packet without a chunk is invalid (RFC 9260 section 3).
     let Some(header) = bytes.first_chunk::<16>() else { return Err(Cause::Truncated) };
     set_ports(header, flow)?;
     let chunk = match header[12] {
@@ -452,10 +453,10 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
     Ok(Transport::Sctp { chunk, tag })
 }
 
-/// The flow of the packet that an ICMP error quotes, or `None` where too little of it is there.
+/// The flow of the packet quoted by an ICMP error, or `None` if too little of it is present.
 ///
-/// `quoted_at` is the offset of the quoted IP header. Eight octets behind it are what RFC 792 promises: ports
-/// and echo identifiers, but not a whole header, so nothing else is looked at.
+/// `quoted_at` is the offset of the quoted IP header. RFC 792 only guarantees eight bytes behind it: ports and echo
+/// identifiers, but not a whole header, so nothing else is parsed.
 pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow> {
     let frame = frame.get(..usize::from(packet.layout.end))?;
     let at = usize::from(quoted_at);
@@ -493,7 +494,7 @@ mod tests {
 
     use super::*;
 
-    /// A frame of TCP or UDP over IPv4, padded, in which some octets may be others, with its header checksum made good.
+    /// A frame of TCP or UDP over IPv4, padded, with some bytes changed and a valid header checksum.
     fn any_frame() -> impl Strategy<Value = Vec<u8>> {
         let change = (12usize..60, any::<u8>());
         let changes = prop::collection::vec(change, 0..3);

@@ -1,41 +1,41 @@
-//! What forwarding changes in a frame: MACs, TTL or hop limit, and checksums that the sender left open.
+//! Changes of a frame by forwarding: MACs, TTL or hop limit, and partial checksums.
 
 use super::checksum::{finish_partial, finish_sctp, updated};
 use super::gro::LEAST;
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::forward::Mac;
 
-/// What a forwarded frame gets.
+/// Rewriting of a forwarded frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NextHop {
     /// Destination MAC.
     pub peer: Mac,
     /// Source MAC.
     pub own: Mac,
-    /// Whether this is the node's hop, which costs one of the TTL. A packet that crosses the host port has it
-    /// taken by the node's own stack, before or after.
+    /// Whether to decrement the TTL, as the node's hop. For a packet that crosses the host port the node's own stack
+    /// does it, before or after.
     pub spend_ttl: bool,
-    /// Who finishes the checksum of a long TCP segment.
+    /// Who completes the checksum of a long TCP segment.
     pub open: OpenChecksum,
 }
 
-/// Who finishes a checksum that the sender of a long TCP segment left to its device: segments that leave as one have one
-/// checksum, and the kernel knows who needs it.
+/// Who completes a checksum that the sender of a long TCP segment left to its device. A GSO packet has a single
+/// checksum, and the kernel knows whether its receiver needs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OpenChecksum {
     /// Forwarding.
     #[default]
     Finish,
-    /// Whoever sends the frame, by [`finish_open`].
+    /// The sender of the frame, with [`finish_open`].
     Leave,
 }
 
-/// Payload of a TCP segment from which on it is a long one, in octets: below, there is little to win by joining.
+/// Payload bytes from which on a TCP segment is long; joining shorter ones gains little.
 pub(super) const LONG: u16 = 400;
 
-/// Makes a frame that [`parse`](fn@super::parse) gave `packet` for ready to leave towards `hop`.
+/// Prepares a frame, parsed by [`parse`](fn@super::parse) as `packet`, for sending to `hop`.
 ///
-/// Where the hop spends TTL, it must be at least 2; whether it is was decided before.
+/// If the hop decrements the TTL, it must be at least 2; the caller has checked it.
 #[inline(always)]
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
@@ -55,11 +55,11 @@ pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     }
 }
 
-/// Finishes the checksum of a frame that [`rewrite`] made ready, if it was left open.
+/// Completes the checksum of a frame prepared by [`rewrite`], if it was left partial.
 #[inline]
 pub fn finish_open(frame: &mut [u8]) {
     const V4: [u8; 2] = [0x08, 0x00];
-    // What is not TCP over IPv4 is seen without parsing.
+    // Frames that are not TCP over IPv4 are recognised without parsing.
     if frame.len() < LEAST || (frame[12..14] == V4 && frame[ETHERNET_LEN + 9] != Protocol::TCP.0) {
         return;
     }
@@ -70,7 +70,7 @@ pub fn finish_open(frame: &mut [u8]) {
     }
 }
 
-/// TTL less one, header checksum updated (RFC 1624).
+/// Decrements the TTL and updates the header checksum (RFC 1624).
 #[inline]
 fn decrement_ttl(header: &mut [u8]) {
     let before = u16::from_be_bytes([header[8], header[9]]);
@@ -80,8 +80,8 @@ fn decrement_ttl(header: &mut [u8]) {
     header[10..12].copy_from_slice(&updated(field, before, after).to_be_bytes());
 }
 
-/// Finishes a checksum that the sending stack left to its device. Fragments are never left open: a stack
-/// finishes the checksum before it splits the datagram.
+/// Completes a checksum that the sending stack left to its device. Fragments never have partial checksums: a stack
+/// completes the checksum before it fragments.
 #[inline(always)]
 fn finish_checksum(frame: &mut [u8], packet: &Packet) {
     if packet.fragment.is_some() {

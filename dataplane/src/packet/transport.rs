@@ -1,6 +1,6 @@
-//! What the connection table needs to know of a packet beyond its flow.
+//! Transport-layer fields that the connection table needs.
 
-/// The flag bits of a TCP header (RFC 9293 section 3.1), as its fourteenth octet holds them.
+/// The flag bits of a TCP header (RFC 9293 section 3.1), as in its fourteenth byte.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct TcpFlags(pub u8);
 
@@ -24,32 +24,32 @@ impl TcpFlags {
         self.0 & flags.0 == flags.0
     }
 
-    /// These bits and those of `flags`.
+    /// The union of these bits and those of `flags`.
     #[inline]
     pub const fn with(self, flags: Self) -> Self {
         Self(self.0 | flags.0)
     }
 }
 
-/// The fields of a TCP header that decide about a connection's state. Numbers are in host byte order.
+/// The TCP header fields that determine a connection's state. Numbers are in host byte order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TcpSegment {
     /// Sequence number.
     pub seq: u32,
     /// Acknowledgement number; meaningful with [`TcpFlags::ACK`].
     pub ack: u32,
-    /// Window as in the header, not scaled.
+    /// Window as in the header, unscaled.
     pub window: u16,
     /// Control bits.
     pub flags: TcpFlags,
-    /// Octets of payload; SYN and FIN are not counted.
+    /// Payload bytes; SYN and FIN are not counted.
     pub payload_len: u16,
-    /// Shift count of the window-scale option (RFC 7323), looked for on SYN segments only; at most 14.
+    /// Shift of the window-scale option (RFC 7323), parsed on SYN segments only; at most 14.
     pub window_scale: Option<u8>,
 }
 
 impl TcpSegment {
-    /// One past the last sequence number that the segment takes: its payload, and one each for SYN and FIN.
+    /// One past the last sequence number of the segment: its payload, and one each for SYN and FIN.
     #[inline]
     pub const fn end(&self) -> u32 {
         let flags = self.flags.contains(TcpFlags::SYN) as u32 + self.flags.contains(TcpFlags::FIN) as u32;
@@ -57,7 +57,7 @@ impl TcpSegment {
     }
 }
 
-/// The first chunk of an SCTP packet, as far as a connection's state needs it (RFC 9260 section 3.2).
+/// The first chunk of an SCTP packet, as far as it affects a connection's state (RFC 9260 section 3.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SctpChunk {
     /// Opens an association.
@@ -68,19 +68,19 @@ pub enum SctpChunk {
     CookieEcho,
     /// Fourth step of the handshake.
     CookieAck,
-    /// Starts an orderly end.
+    /// Starts a graceful shutdown.
     Shutdown,
     /// Answers `Shutdown`.
     ShutdownAck,
-    /// Ends the association in order.
+    /// Ends the association gracefully.
     ShutdownComplete,
-    /// Ends the association at once.
+    /// Aborts the association.
     Abort,
-    /// Data, acknowledgements, heartbeats and all else.
+    /// Data, acknowledgements, heartbeats and everything else.
     Other,
 }
 
-/// What kind of packet this is to the connection table.
+/// Type of a packet for the connection table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Transport {
     /// A TCP segment.
@@ -89,29 +89,29 @@ pub enum Transport {
     Udp,
     /// An SCTP packet and the verification tag of its common header.
     Sctp {
-        /// What its first chunk does.
+        /// Type of its first chunk.
         chunk: SctpChunk,
         /// Verification tag, host byte order.
         tag: u32,
     },
-    /// An ICMP or ICMPv6 echo request, or another query with an identifier: may open a connection.
+    /// An ICMP or ICMPv6 echo request, or another query with an identifier; it may open a connection.
     EchoRequest,
-    /// An ICMP or ICMPv6 echo reply, or another query's: may only answer one.
+    /// An ICMP or ICMPv6 echo reply, or that of another query; it may only answer one.
     EchoReply,
-    /// An ICMP or ICMPv6 error: belongs to the connection of the packet that it quotes.
+    /// An ICMP or ICMPv6 error; it belongs to the connection of the quoted packet.
     IcmpError {
-        /// Offset of the quoted IP header from the start of the frame, in octets.
+        /// Offset of the quoted IP header from the start of the frame, in bytes.
         quoted_at: u16,
     },
-    /// A later fragment of a datagram: has no ports of its own.
+    /// A fragment other than the first, without ports.
     LaterFragment,
-    /// Any other protocol: known by its addresses and protocol alone.
+    /// Any other protocol: identified by addresses and protocol only.
     #[default]
     Other,
 }
 
 impl Transport {
-    /// Whether a connection may begin with such a packet; of TCP and SCTP, whether one does.
+    /// Whether a connection may begin with such a packet; for TCP and SCTP, whether it opens one.
     #[inline]
     pub const fn may_open(&self) -> bool {
         match self {

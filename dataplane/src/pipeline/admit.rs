@@ -1,10 +1,10 @@
-//! First stage: a frame becomes a packet, or is refused for what it is.
+//! First stage: parses a frame and rejects invalid packets.
 
 use crate::Cause;
 use crate::forward::{Forwarding, Port, PortKind};
 use crate::packet::{Address, Packet, Scope, parse_into};
 
-/// Parses a frame received on `port` and checks that it may come from there and be routed at all.
+/// Parses a frame received on `port` and checks its source address and whether it may be routed.
 #[inline(always)]
 pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
     parse_into(frame, packet)?;

@@ -1,4 +1,4 @@
-//! Beside the way: which drops are answered, and with what.
+//! Which drops get a reply, and which one.
 
 use super::Refusal;
 use super::dispatch::ways;
@@ -7,13 +7,13 @@ use crate::forward::{Forwarding, Port, PortId, Ways};
 use crate::packet::Packet;
 use crate::{Cause, Snapshot};
 
-/// The least MTU of an IPv6 link (RFC 8200 section 5), below which no packet too big may be told of.
+/// The minimum MTU of an IPv6 link (RFC 8200 section 5); Packet Too Big must not report less.
 const LEAST_MTU_V6: u16 = 1280;
 
-/// Answers a packet that is dropped, if its sender is told of the cause.
+/// Replies to a dropped packet if its sender is notified of the reason.
 ///
-/// A packet that is too big is told of even if its sender would have it fragmented on the way: the workers do not
-/// fragment, and a stack that hears of the MTU does so itself.
+/// Packet Too Big is sent even if the sender allows fragmentation on the path: workers do not fragment, and a stack
+/// that learns the MTU does so itself.
 #[cold]
 pub(super) fn answer(
     answers: &mut Answers,

@@ -1,23 +1,23 @@
-//! Last stage: an allowed packet gets its way out.
+//! Last stage: selects the egress port of an allowed packet.
 
 use crate::Cause;
 use crate::forward::{Forwarding, Port, PortId, PortKind, Ways};
 use crate::packet::{NextHop, OpenChecksum, Packet, rewrite};
 
-/// Which way a packet that may pass leaves.
+/// Path of a packet that may pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) enum Route {
-    /// To whom it is for.
+    /// Directly to its destination.
     #[default]
     Direct,
-    /// By the host port, whomever it is for: the node's own stack translates its connection.
+    /// Through the host port, whatever its destination: the node's own stack translates its connection.
     ViaHost,
 }
 
-/// The ports by which the two ends of a packet from port `ingress` are reached: the end ahead, and its sender.
+/// The ports towards the two ends of a packet received on `ingress`: its destination and its sender.
 pub(super) fn ways(forwarding: &Forwarding, ingress: PortId, from: &Port, packet: &Packet, route: Route) -> Ways {
     let ahead = egress(forwarding, packet, route);
-    // A sender whose packets the node translates knows only what the node makes of the answer.
+    // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
     let back = if from.kind == PortKind::Host { Some(ingress) } else { forwarding.next_hop(packet.flow.src) };
     Ways { ahead, back }
 }
@@ -35,7 +35,7 @@ fn via_host(forwarding: &Forwarding) -> Option<PortId> {
     forwarding.host()
 }
 
-/// Finds the port that a packet from port `from` leaves by and rewrites its frame for it.
+/// Finds the egress port of a packet received on `from` and rewrites its frame.
 #[inline(always)]
 pub(super) fn dispatch(
     forwarding: &Forwarding,
@@ -49,7 +49,7 @@ pub(super) fn dispatch(
     let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
     if from_host && to_host {
-        // The node's stack sent it here because it belongs to a pod; back to the stack it would come round again.
+        // The node's stack sent it here because it belongs to a pod; returning it would create a loop.
         return Err(Cause::NoPort);
     }
     let spend_ttl = !from_host && !to_host;

@@ -1,13 +1,13 @@
-//! From a batch of frames to a verdict for each: the one path that workers, replay, benchmarks and the
-//! fuzzer share. It needs no socket and no privilege.
+//! From a batch of frames to a verdict for each: the path shared by workers, replay, benchmarks and the fuzzer. It
+//! needs no socket and no privilege.
 //!
-//! A packet's way is the order of the modules: `admit` (parse, spoofing, scope), `track` (connection, else
-//! policy), `dispatch` (port, MTU, rewrite). Each either hands it on or names the [`Cause`] of its drop; some drops are
-//! answered (`answer`).
+//! The stages are the modules in order: `admit` (parse, spoofing, scope), `track` (connection, otherwise policy),
+//! `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
+//! reply (`answer`).
 //!
-//! What every packet crosses is marked `inline(always)`, down to parser and connection table: [`Pipeline::process_batch`]
-//! is made anew for each kind of [`Frames`] in the crate that has it, and where there are several, the compiler would
-//! rather share the parts. A packet then takes a third longer.
+//! Code that every packet executes is marked `inline(always)`, down to parser and connection table:
+//! [`Pipeline::process_batch`] is instantiated for each type of [`Frames`] in the crate of that type, and if there are
+//! several, the compiler would share the parts instead. A packet then takes a third longer.
 
 mod admit;
 mod answer;
@@ -29,26 +29,26 @@ use crate::forward::{Forwarding, Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::Judgement;
 
-/// Most frames in one batch.
+/// Maximum frames in one batch.
 pub const BATCH: usize = 64;
 
-/// Packets that are parsed while a cache line comes from memory.
+/// Packets that are parsed while a cache line is fetched from memory.
 const FETCH: usize = 16;
 
-/// What becomes of a packet. There is no default but dropping: a verdict must be reached to pass.
+/// Verdict on a packet. There is no default except dropping: only an explicit verdict lets a packet pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// Dropped and counted.
     Drop(Cause),
-    /// Rewritten in place and to be sent out of this port.
+    /// Rewritten in place, to be sent on this port.
     Forward(PortId),
 }
 
 /// The frames of one batch, all received on one port.
 ///
-/// The pipeline asks for each frame's octets by index, from the Ethernet header to the last octet received.
+/// The pipeline accesses each frame's bytes by index, from the Ethernet header to the last byte received.
 pub trait Frames {
-    /// How many frames the batch has; at most [`BATCH`].
+    /// Number of frames in the batch; at most [`BATCH`].
     fn len(&self) -> usize;
 
     /// Whether the batch is empty.
@@ -56,7 +56,7 @@ pub trait Frames {
         self.len() == 0
     }
 
-    /// The octets of frame `index`, which is below [`Frames::len`].
+    /// The bytes of frame `index`, which is below [`Frames::len`].
     fn bytes(&mut self, index: usize) -> &mut [u8];
 }
 
@@ -66,27 +66,27 @@ pub enum Mode {
     /// All of it.
     #[default]
     Full,
-    /// Neither connections nor policy: every packet that can be forwarded is. For benchmarks alone.
+    /// Neither connections nor policy: every packet that can be forwarded is. Only for benchmarks.
     ForwardOnly,
 }
 
-/// Why the policy was asked.
+/// Why policy was evaluated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Occasion {
     /// For the first packet of a connection.
     Opened,
-    /// For a connection last judged under an older epoch.
+    /// For a connection that was last evaluated under an older epoch.
     JudgedAgain,
 }
 
-/// Told of every judgement as it is made. Replay and logs listen; workers that need neither pass `()`, which
-/// costs nothing.
+/// Notified of every policy evaluation. Replay and logs implement it; workers without either use `()`, which costs
+/// nothing.
 pub trait Observer {
-    /// The policy is about to be asked.
+    /// Policy is about to be evaluated.
     #[inline]
     fn asked(&mut self) {}
 
-    /// The policy was asked about `flow` (in the connection's original direction) for frame `index`.
+    /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`.
     fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion);
 }
 
@@ -95,7 +95,7 @@ impl Observer for () {
     fn judged(&mut self, _: usize, _: &Flow, _: &Judgement, _: Occasion) {}
 }
 
-/// A packet that was admitted: which frame of the batch, what it is, and its connection's hash.
+/// An admitted packet: its index in the batch, the packet, and its connection's hash.
 #[derive(Clone)]
 struct Admitted {
     index: usize,
@@ -103,14 +103,14 @@ struct Admitted {
     hashed: Hashed,
 }
 
-/// Why a packet is dropped, and what its answer must know.
+/// Why a packet is dropped, with the data for its reply.
 #[derive(Clone, Copy)]
 struct Refusal {
     cause: Cause,
     /// If policy has ended the packet's connection with this packet, and it is TCP: the sequence number that the packet's
     /// destination expects.
     cut_at: Option<u32>,
-    /// Which way it would have left.
+    /// The path it would have taken.
     route: Route,
 }
 
@@ -124,14 +124,14 @@ impl From<Cause> for Refusal {
 pub struct Pipeline {
     connections: Arc<ConnTable>,
     mode: Mode,
-    /// Room for a batch: packets are written where they stay until they are judged.
+    /// Storage for a batch: packets are written once and stay in place.
     slots: Vec<Admitted>,
     answers: Answers,
     open: OpenChecksum,
 }
 
 impl Pipeline {
-    /// A pipeline over the connection table that all workers share.
+    /// A pipeline with the connection table shared by all workers.
     pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
         let packet = Packet::default();
         let slot = Admitted { index: 0, hashed: connections.prepare(&packet.flow), packet };
@@ -144,19 +144,19 @@ impl Pipeline {
         }
     }
 
-    /// The same, but for what becomes of connections that policy ends.
+    /// Sets what happens to revoked connections.
     #[must_use]
     pub fn on_cut(self, on_cut: OnCut) -> Self {
         Self { answers: Answers::new(on_cut), ..self }
     }
 
-    /// The same for a sender of frames that finishes what is left open.
+    /// Leaves partial checksums to the sender of the frames.
     #[must_use]
     pub fn leaving_open(self) -> Self {
         Self { open: OpenChecksum::Leave, ..self }
     }
 
-    /// What the last batch is to be answered with.
+    /// Replies to the last batch.
     pub fn answers(&mut self) -> &mut Answers {
         &mut self.answers
     }
@@ -166,10 +166,10 @@ impl Pipeline {
         &self.connections
     }
 
-    /// Judges a batch received on port `ingress` and rewrites in place what passes.
+    /// Evaluates a batch received on port `ingress` and rewrites packets that pass in place.
     ///
-    /// The verdict of frame `i` is `verdicts[i]`; frames keep their length. `now` is read once a batch by the
-    /// caller. A batch longer than [`BATCH`] is a fault of the caller; what is beyond is not looked at.
+    /// The verdict on frame `i` is `verdicts[i]`; frames keep their length. The caller reads `now` once per batch. A
+    /// batch longer than [`BATCH`] is a caller's error; the excess is ignored.
     pub fn process_batch<F: Frames, O: Observer>(
         &mut self,
         snapshot: &Snapshot,
@@ -200,9 +200,9 @@ impl Pipeline {
         }
     }
 
-    /// First pass: parses and checks every frame, and has the cache lines of their connections fetched while
-    /// the others are parsed: first the tags that tell where a connection is, some packets later the connection.
-    /// How many slots are filled by it.
+    /// First pass: parses and checks every frame, and prefetches the cache lines of their connections while the others
+    /// are parsed: first the tags that locate a connection, some packets later the connection. Returns the number of
+    /// filled slots.
     #[inline(never)]
     fn admit_all<F: Frames>(
         &mut self,
@@ -230,7 +230,7 @@ impl Pipeline {
         self.locate(located..admitted);
         admitted
     }
-    /// Has the entries of some slots' connections fetched, whose tags have come meanwhile.
+    /// Prefetches the connection entries of some slots, whose tags have arrived meanwhile.
     #[inline(never)]
     fn locate(&mut self, slots: Range<usize>) {
         for slot in &mut self.slots[slots] {
@@ -239,7 +239,7 @@ impl Pipeline {
     }
 }
 
-/// The last stage: what may pass gets its way out; what may not is answered, if its sender is told.
+/// Last stage: dispatches an allowed packet, and replies to a dropped one if its sender is notified.
 #[inline(always)]
 fn conclude(
     answers: &mut Answers,

@@ -1,4 +1,4 @@
-//! The pipeline with a look at the clock between its stages, for one batch in many.
+//! The pipeline with clock reads between its stages, for one batch in many.
 
 use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Snapshot, Timestamp, Verdict};
 use super::{Pipeline, Route, conclude, track};
@@ -7,23 +7,23 @@ use crate::forward::PortKind;
 use crate::packet::Flow;
 use crate::policy::Judgement;
 
-/// What the stages of a batch took, in clocks of the processor's counter.
+/// Clocks of the stages of a batch, on the CPU's time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StageClocks {
-    /// Parsing, checking the source, and fetching what is needed of the connection table.
+    /// Parsing, source checks, and prefetching the connection table.
     pub parse: u64,
-    /// Finding and updating connections, opening those that are new.
+    /// Finding, updating and opening connections.
     pub connection: u64,
-    /// Asking the policy.
+    /// Evaluating policy.
     pub policy: u64,
     /// Finding the next hop and rewriting headers.
     pub rewrite: u64,
-    /// How often the policy was asked: each time cost two looks at the clock, one of them in `policy` and one in
-    /// `connection`. The other times have one look each.
+    /// Number of policy evaluations. Each cost two clock reads, one included in `policy` and one in `connection`. The
+    /// other fields include one clock read each.
     pub asked: u64,
 }
 
-/// An observer that also takes the time of judgements.
+/// An observer that also measures policy evaluations.
 struct Timing<'a, O> {
     inner: &'a mut O,
     began: u64,
@@ -44,8 +44,8 @@ impl<O: Observer> Observer for Timing<'_, O> {
 }
 
 impl Pipeline {
-    /// Does what [`Pipeline::process_batch`] does, with the same outcome, stage by stage over the whole batch, so that the
-    /// clock is looked at once a stage and not once a packet.
+    /// Like [`Pipeline::process_batch`], with the same result, but stage by stage over the whole batch, so that the
+    /// clock is read once per stage and not once per packet.
     pub fn process_batch_timed<F: Frames, O: Observer>(
         &mut self,
         snapshot: &Snapshot,

@@ -1,4 +1,4 @@
-//! Second stage: the packet's connection lets it pass, or else the policy opens one.
+//! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
 
 use super::dispatch::Route;
 use super::{Observer, Occasion, Refusal};
@@ -8,7 +8,7 @@ use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
 use crate::policy::{Judgement, Side};
 use crate::{Cause, Snapshot};
 
-/// The stage for one batch, with the packet that is on its way through it.
+/// The stage for one batch, with the current packet.
 pub(super) struct Tracker<'a, O> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
@@ -39,7 +39,7 @@ impl<O: Observer> Tracker<'_, O> {
         Ok(route)
     }
 
-    /// A later fragment belongs to the connection of its first one, which has the ports.
+    /// A later fragment belongs to the connection of its first fragment, which has the ports.
     #[cold]
     #[inline(never)]
     fn later_fragment(&mut self, packet: &Packet) -> Result<Route, Refusal> {
@@ -111,14 +111,14 @@ impl<O: Observer> Tracker<'_, O> {
         if restarted { Ok(()) } else { Err(Cause::InvalidState.into()) }
     }
 
-    /// A connection that came through the node's own stack goes through it in both directions, for it was translated there:
-    /// what came from a pod goes to the stack, what came from the stack to the pod.
+    /// A connection that came through the node's own stack uses it in both directions, since it was translated there:
+    /// packets from a pod go to the stack, packets from the stack to the pod.
     #[inline(always)]
     fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> Route {
         match (self.from_host, connection.via_host()) {
             (false, true) => Route::ViaHost,
             (true, false) => {
-                // The pod now reaches this end by another's address, from the same port.
+                // The pod now reaches this end through another address, from the same port.
                 if packet.transport.may_open() && self.is_pod(packet.flow.src) {
                     connection.set_via_host();
                 }
@@ -160,7 +160,7 @@ impl<O: Observer> Tracker<'_, O> {
         followed.map_err(|refusal| Refusal { cut_at, ..refusal })
     }
 
-    /// A packet that belongs to no connection: its flow is judged, and a connection opened if it may be.
+    /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
         self.judge(&packet.flow, Occasion::Opened)?;
@@ -197,8 +197,8 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// An ICMP error: passes for a live connection, to the sender of the packet that it quotes. Routers send such, and the
-    /// packet's destination; a pod is no router, and has nothing to say of other pods' connections.
+    /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
+    /// packet's destination; a pod is no router, so it may not send errors about other pods' connections.
     #[inline(never)]
     fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<Route, Refusal> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
@@ -215,17 +215,18 @@ impl<O: Observer> Tracker<'_, O> {
         if connection.is_cut() { Err(Refusal { cause: Cause::ConnectionCut, cut_at: None, route }) } else { Ok(route) }
     }
 
-    /// A connection last judged under an older epoch: judged again in its original direction, it stays or is cut.
+    /// A connection last evaluated under an older epoch: it is evaluated again in its original direction, and kept or
+    /// revoked.
     ///
-    /// A cut connection keeps its entry. Were it forgotten, a packet of its answering side would be judged as if
-    /// that side had opened it, and might bring back what policy has ended.
+    /// A revoked connection keeps its entry. If it were removed, a packet of its answering side would be evaluated as
+    /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
     fn judge_again(&mut self, connection: &mut Conn<'_>) -> Judged {
         let allowed = self.judge(&connection.original_flow(), Occasion::JudgedAgain).is_ok();
         connection.set_judged(self.snapshot.epoch, allowed)
     }
 
-    /// Asks the policy, in the direction in which the connection is opened.
+    /// Evaluates policy in the direction in which the connection is opened.
     fn judge(&mut self, flow: &Flow, occasion: Occasion) -> Result<(), Cause> {
         self.observer.asked();
         let judgement = self.snapshot.policy.judge(flow);
@@ -240,14 +241,13 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// Whether one end is a pod here of which the policy does not know yet. Its side must not pass for another
-    /// node's.
+    /// Whether one end is a pod of this node that policy does not know yet. It must not be treated as another node's.
     fn is_unready(&self, flow: &Flow, judgement: &Judgement) -> bool {
         (judgement.egress == Side::NotLocal && self.is_pod(flow.src))
             || (judgement.ingress == Side::NotLocal && self.is_pod(flow.dst))
     }
 
-    /// Whose quota a connection counts against: the local pod that opens it, else the local pod that it is for.
+    /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
     fn owner(&self, flow: &Flow) -> OwnerId {
         let forwarding = &self.snapshot.forwarding;
         let port = forwarding.pod_port(flow.src).or_else(|| forwarding.pod_port(flow.dst));

@@ -1,4 +1,4 @@
-//! From an address to what is known of it: one cluster-wide map.
+//! Cluster-wide map from addresses to their owners.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -7,48 +7,48 @@ use crate::packet::Address;
 
 use super::peers::Identity;
 
-/// A pod whose sides are enforced. Numbered from 0; small numbers are reused first.
+/// A pod whose policies are enforced on this node. Numbered from 0; small numbers are reused first.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(transparent)]
 pub struct EndpointId(pub u32);
 
-/// A node of the cluster, by any number that is not `u32::MAX`.
+/// A node of the cluster; any number except `u32::MAX`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(transparent)]
 pub struct NodeId(pub u32);
 
-/// Whose address it is.
+/// Owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Owner {
     /// A pod's.
     Pod {
-        /// Its class among the selectors.
+        /// Its class with respect to selectors.
         identity: Identity,
-        /// Under which number its sides are enforced here, if they are.
+        /// Number of its endpoint, if its policies are enforced here.
         endpoint: Option<EndpointId>,
-        /// On which node it runs, if that is known.
+        /// The node on which it runs, if known.
         node: Option<NodeId>,
     },
-    /// A node's own.
+    /// The address of a node itself.
     Node(NodeId),
 }
 
-/// Stands for "none" in an [`Entry`].
+/// "None" in an [`AddressEntry`].
 pub(super) const NONE: u32 = u32::MAX;
 
-/// What the lookup needs of an address, unpacked: three comparisons instead of nested options.
+/// The owner of an address as the lookup needs it: three comparisons instead of nested options.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Entry {
-    /// 0 if no selector can find it: it is no pod's.
+    /// 0 if no selector can match it: it is not a pod's address.
     pub(super) identity: u32,
-    /// [`NONE`] if it is no endpoint's.
+    /// [`NONE`] if it has no endpoint.
     pub(super) endpoint: u32,
-    /// [`NONE`] if it belongs to no known node.
+    /// [`NONE`] if it has no known node.
     pub(super) node: u32,
 }
 
 impl Entry {
-    /// An address of which nothing is known.
+    /// An unknown address.
     pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE };
 
     /// Whether it is a node's own address.
@@ -71,7 +71,7 @@ impl From<Owner> for Entry {
     }
 }
 
-/// Copies of one address change one shard: about a hundred entries at 100,000 addresses.
+/// A change copies one shard: about a hundred entries at 100,000 addresses.
 const SHARDS: usize = 1024;
 
 #[derive(Clone, Copy, Debug)]
@@ -83,10 +83,10 @@ struct Slot {
 
 const FREE: Slot = Slot { address: Address::from_bits(0), entry: None };
 
-/// An immutable hash map in shards; a changed copy shares all shards but one.
+/// A persistent hash map in shards; a modified copy shares all shards but one.
 ///
-/// A shard is an open-addressed array with at most three quarters of its slots in use, probed linearly: a lookup
-/// touches the shard's pointer and, nearly always, one or two neighbouring slots.
+/// A shard is an open-addressed array with linear probing and at most three quarters of its slots in use: a lookup
+/// reads the shard's pointer and, nearly always, one or two adjacent slots.
 #[derive(Clone, Debug)]
 pub(super) struct AddressMap {
     shards: Arc<[Arc<[Slot]>; SHARDS]>,
@@ -100,9 +100,9 @@ impl Default for AddressMap {
     }
 }
 
-/// Spreads both halves of an address over 64 bits; the upper ones are the best mixed. The multiplier is that of
-/// Fibonacci hashing (Knuth, TAOCP 6.4). What is in the map is the cluster's own, so that no stranger can choose
-/// addresses that collide; looking up strangers' addresses stops at the first free slot.
+/// Mixes both halves of an address into 64 bits; the upper ones are mixed best. The multiplier is that of Fibonacci
+/// hashing (Knuth, TAOCP 6.4). The content is the cluster's own, so outsiders cannot choose colliding addresses;
+/// lookups of unknown addresses stop at the first free slot.
 #[inline]
 fn hash(address: Address) -> u64 {
     let bits = address.bits();
@@ -120,7 +120,7 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 }
 
 impl AddressMap {
-    /// What is known of an address.
+    /// The entry of an address.
     #[inline]
     pub(super) fn find(&self, address: Address) -> Entry {
         let hash = hash(address);
@@ -135,12 +135,12 @@ impl AddressMap {
         }
     }
 
-    /// How many addresses it holds.
+    /// Number of addresses.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Sets what is known of an address, or forgets it.
+    /// Sets or removes the entry of an address.
     pub(super) fn set(&mut self, address: Address, entry: Option<Entry>) {
         let shard = &mut Arc::make_mut(&mut self.shards)[shard_of(hash(address))];
         let known = find_slot(shard, address);
@@ -164,7 +164,7 @@ impl AddressMap {
         }
     }
 
-    /// About how many octets the map takes.
+    /// Approximate size of the map in bytes.
     pub(super) fn size(&self) -> usize {
         size_of_val(&*self.shards) + self.shards.iter().map(|shard| size_of_val(&**shard)).sum::<usize>()
     }
@@ -181,7 +181,7 @@ fn find_slot(shard: &[Slot], address: Address) -> Option<usize> {
     }
 }
 
-/// The shard without this address, in another number of slots.
+/// A copy of the shard without this address and with another number of slots.
 fn rehash(shard: &[Slot], slots: usize, without: Address) -> Arc<[Slot]> {
     let mut fresh = vec![FREE; slots];
     shard
@@ -200,7 +200,7 @@ fn insert(shard: &mut [Slot], slot: Slot) {
 }
 
 impl Entry {
-    /// The same in the words of the interface; `None` if nothing is known.
+    /// As the public type; `None` if nothing is known.
     pub(super) fn owner(&self) -> Option<Owner> {
         let some = |number: u32| (number != NONE).then_some(number);
         match NonZeroU32::new(self.identity) {
@@ -231,7 +231,7 @@ mod tests {
         fn agrees_with_a_hash_map_under_any_history(
             steps in prop::collection::vec((0u128..600, prop::option::weighted(0.7, 1u32..100)), 0..2000),
         ) {
-            // Spread over one shard's worth and many; a copy in between must not see later changes.
+            // Spread over one shard and over many; a copy made in between must not see later changes.
             let (mut map, mut oracle) = (AddressMap::default(), HashMap::new());
             let mut copy = (map.clone(), oracle.clone());
             for (index, (address, value)) in steps.into_iter().enumerate() {

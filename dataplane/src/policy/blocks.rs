@@ -1,4 +1,4 @@
-//! From an address to the row of the rules whose address blocks hold it.
+//! From an address to the row of rules whose address blocks contain it.
 
 use std::sync::Arc;
 
@@ -13,20 +13,20 @@ use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
 pub struct AddressBlock {
     /// The block.
     pub cidr: IpNet,
-    /// Parts of it that do not match.
+    /// Excluded parts of it.
     pub except: Vec<IpNet>,
 }
 
-/// Marks an entry as the number of a node rather than a row.
+/// Marks an entry as a node index rather than a row.
 const NODE: u32 = 1 << 31;
-/// Most bits of the address that one node looks at.
+/// Maximum number of address bits per node.
 const MAX_STRIDE: u32 = 8;
 
-/// Blocks and excepts resolved into rows: a trie over the points of the address line at which the rules change.
+/// Blocks and excepts resolved into rows: a trie over the points of the address line at which the set of rules changes.
 ///
-/// Each node skips the bits that all changes below it have in common and then looks at as many bits as there are
-/// changes to tell apart, so that its size stays linear in the blocks and its depth is one or two for most tables.
-/// Both families share the line: IPv4 lies in it as IPv4-mapped IPv6.
+/// Each node skips the bits that all changes below it have in common and then branches on as many bits as needed to
+/// separate the changes. So its size is linear in the number of blocks, and its depth is one or two for most tables.
+/// Both families share the line: IPv4 is mapped into it as IPv4-mapped IPv6.
 #[derive(Clone, Debug)]
 pub(super) struct Blocks {
     root: u32,
@@ -43,22 +43,22 @@ struct Builder {
 
 #[derive(Clone, Debug)]
 struct Node {
-    /// Every address under this node begins with the first `128 - shift - stride` bits of this.
+    /// All addresses under this node start with the first `128 - shift - stride` bits of this.
     prefix: u128,
     /// The row of addresses of the parent's entry before those of this node.
     below: Row,
     /// The row of addresses of the parent's entry after those of this node.
     above: Row,
-    /// Where its entries begin.
+    /// Index of its first entry.
     base: u32,
-    /// How many bits follow those that it looks at.
+    /// Number of bits below those it branches on.
     shift: u8,
-    /// How many bits it looks at.
+    /// Number of bits it branches on.
     stride: u8,
 }
 
 impl Blocks {
-    /// The row of the rules that hold this address.
+    /// The row of rules that contain this address.
     #[inline]
     pub(super) fn row(&self, address: Address) -> Row {
         let mut entry = self.root;
@@ -73,7 +73,7 @@ impl Blocks {
         entry
     }
 
-    /// Resolves blocks to rows: `any` are the rules that hold every address, `blocks` the others' blocks.
+    /// Resolves blocks to rows: `any` are the rules that match every address, `blocks` those of the other rules.
     pub(super) fn build(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> Self {
         let (first, points) = changes(any, blocks, rows);
         let mut trie = Builder::default();
@@ -81,20 +81,20 @@ impl Blocks {
         Self { root, nodes: trie.nodes.into(), entries: trie.entries.into() }
     }
 
-    /// How many octets the trie takes.
+    /// Size of the trie in bytes.
     pub(super) fn size(&self) -> usize {
         size_of_val(&*self.nodes) + size_of_val(&*self.entries)
     }
 }
 
 impl Builder {
-    /// The entry for addresses that have the row `first` up to the first of `points`, and from each point its row.
+    /// The entry for addresses with row `first` up to the first of `points`, and from each point on its row.
     fn subtree(&mut self, first: Row, points: &[(u128, Row)]) -> u32 {
         let (Some((lowest, _)), Some((highest, above))) = (points.first(), points.last()) else { return first };
         self.node(first, points, (*lowest - 1, *highest), *above)
     }
 
-    /// A node over the smallest prefix that holds both `ends`: the last address before the first change, and the
+    /// A node for the smallest prefix that contains both `ends`: the last address before the first change, and the
     /// first address after the last one.
     fn node(&mut self, first: Row, points: &[(u128, Row)], ends: (u128, u128), above: Row) -> u32 {
         let rest = u128::BITS - (ends.0 ^ ends.1).leading_zeros();
@@ -128,7 +128,7 @@ impl Builder {
     }
 }
 
-/// `::ffff:0:0/96`, where IPv4 lies on the line: no IPv6 prefix reaches into it.
+/// `::ffff:0:0/96`, the IPv4 part of the line: no IPv6 prefix extends into it.
 const MAPPED: IpNet = IpNet::V6(ipnet::Ipv6Net::new_assert(std::net::Ipv6Addr::from_bits(0xffff_0000_0000), 96));
 
 /// First and last address of a prefix.
@@ -136,7 +136,7 @@ fn bounds(prefix: &IpNet) -> (u128, u128) {
     (Address::from(prefix.network()).bits(), Address::from(prefix.broadcast()).bits())
 }
 
-/// What happens at a point of the line. In this order where several happen at one.
+/// An event at a point of the line, in the order in which simultaneous events apply.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     BlockBegins,
@@ -145,7 +145,7 @@ enum Event {
     BlockEnds,
 }
 
-/// The row of the first address, and each point from which on it is another.
+/// The row of the first address, and each point at which the row changes.
 fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> (Row, Vec<(u128, Row)>) {
     let mut events: Vec<(u128, Event, usize)> = Vec::new();
     let mut add = |prefix: &IpNet, begins: Event, ends: Event, block: usize| {
@@ -187,7 +187,7 @@ fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilde
     (first, points)
 }
 
-/// A block's rule holds inside it wherever none of its own excepts does.
+/// A block's rule applies inside it except within its own excepts.
 fn step(sweep: &mut Sweep, event: Event, excepts: &mut u32, rule: u32) {
     match event {
         Event::BlockBegins => sweep.enter(rule),

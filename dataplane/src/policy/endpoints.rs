@@ -1,20 +1,20 @@
-//! The endpoints whose sides are enforced, by their number.
+//! The endpoints whose policies are enforced, by number.
 
 use std::sync::Arc;
 
 use super::addresses::EndpointId;
 use super::table::RuleTable;
 
-/// What policy asks of one direction of an endpoint.
+/// Policy of one direction of an endpoint.
 #[derive(Clone, Debug)]
 pub enum Isolation {
     /// No policy selects it for this direction: everything is allowed.
     Open,
-    /// Allowed is what a rule of this table allows.
+    /// Isolated: only what a rule of this table allows.
     Isolated(Arc<RuleTable>),
 }
 
-/// Both directions of an endpoint.
+/// Policy of both directions of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
     /// What it may send.
@@ -23,12 +23,12 @@ pub struct Endpoint {
     pub ingress: Isolation,
 }
 
-/// Endpoints in one chunk.
+/// Endpoints per chunk.
 const CHUNK: usize = 32;
 
 type Chunk = [Option<Endpoint>; CHUNK];
 
-/// Chunks of endpoints; a changed copy shares all chunks but one.
+/// Chunks of endpoints; a modified copy shares all chunks but one.
 #[derive(Clone, Debug)]
 pub(super) struct Endpoints {
     chunks: Arc<[Arc<Chunk>]>,
@@ -47,11 +47,11 @@ impl Endpoints {
         self.chunks.get(endpoint as usize / CHUNK)?[endpoint as usize % CHUNK].as_ref()
     }
 
-    /// Sets an endpoint, or forgets it.
+    /// Sets or removes an endpoint.
     pub(super) fn set(&mut self, id: EndpointId, endpoint: Option<Endpoint>) {
         let (chunk, slot) = (id.0 as usize / CHUNK, id.0 as usize % CHUNK);
         if self.chunks.len() <= chunk {
-            // Doubled, so that filling it one by one copies each pointer a few times only.
+            // Doubled, so that adding endpoints one by one copies each pointer only a few times.
             let length = (chunk + 1).next_power_of_two();
             let empty = Arc::new([const { None }; CHUNK]);
             let fresh = std::iter::repeat_n(empty, length - self.chunks.len());
@@ -60,7 +60,7 @@ impl Endpoints {
         Arc::make_mut(&mut Arc::make_mut(&mut self.chunks)[chunk])[slot] = endpoint;
     }
 
-    /// How many endpoints there are.
+    /// Number of endpoints.
     pub(super) fn len(&self) -> usize {
         self.iter().count()
     }

@@ -1,6 +1,6 @@
-//! Policy tables as the packet path reads them: identities, rule bits and one lookup a side.
+//! Policy tables for the packet path: identities, rule bits and one lookup per direction.
 //!
-//! A [`PolicySet`] is what the workers know of policy at one moment. It names no labels and no selectors:
+//! A [`PolicySet`] is the workers' policy at one time. It contains neither labels nor selectors:
 //!
 //! ```text
 //! address ─▶ identity, endpoint, node       one hash map for the cluster, in shards
@@ -12,12 +12,12 @@
 //! allowed = ((identity's row | address's row) & port's row) ≠ 0, and the lowest bit names the rule
 //! ```
 //!
-//! So the cost of a new connection depends neither on how many policies and pods there are nor on how many rules an
-//! endpoint has. A bit is a *rule*, not a policy: peers and ports of different rules never combine. Rules for every
-//! peer are in every address row, and rules without ports in every port row.
+//! So the cost of a new connection depends neither on the number of policies and pods nor on the number of rules of an
+//! endpoint. A bit is a *rule*, not a policy: peers and ports of different rules never combine. Rules for every peer
+//! are in every address row, and rules without ports in every port row.
 //!
-//! Every part is immutable and shared by reference count. [`PolicySet::update`] copies what a change touches (a shard,
-//! a chunk of endpoints, a page of identities) and shares the rest with the set before, which readers keep unchanged.
+//! All parts are immutable and reference-counted. [`PolicySet::update`] copies what a change affects (a shard, a chunk
+//! of endpoints, a page of identities) and shares the rest with the previous set, which readers keep unchanged.
 
 mod addresses;
 mod blocks;
@@ -46,54 +46,54 @@ use crate::packet::{Address, Flow};
 use addresses::{AddressMap, Entry, NONE};
 use endpoints::Endpoints;
 
-/// One of the two directions of an endpoint that policy is about.
+/// Direction of an endpoint's policy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Direction {
-    /// What the endpoint sends.
+    /// Packets that the endpoint sends.
     Egress,
-    /// What the endpoint receives.
+    /// Packets that the endpoint receives.
     Ingress,
 }
 
-/// Names a rule of a [`PolicySet`]: of one direction of an endpoint, its number in that table. Good only with the set
-/// that gave it.
+/// Refers to a rule of a [`PolicySet`] by endpoint, direction and number in the table. Only valid with the set that
+/// returned it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RuleRef {
-    /// Whose rule it is.
+    /// Endpoint of the rule.
     pub endpoint: EndpointId,
-    /// Of which direction.
+    /// Direction of the rule.
     pub direction: Direction,
-    /// Its number in the table.
+    /// Number of the rule in the table.
     pub rule: u32,
 }
 
-/// What one side of a flow says. The zero value denies.
+/// Verdict of one direction of a flow. The zero value denies.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Side {
-    /// Its pod is isolated in this direction and no rule allows the flow.
+    /// The pod is isolated in this direction and no rule allows the flow.
     #[default]
     Denied,
-    /// Its pod is not enforced here (another node's), or it is no pod.
+    /// The pod is not enforced here (it is on another node), or there is no pod.
     NotLocal,
-    /// No policy selects its pod for this direction.
+    /// No policy selects the pod for this direction.
     Open,
-    /// Its pod is isolated and this rule allows the flow.
+    /// The pod is isolated and this rule allows the flow.
     Allowed(RuleRef),
-    /// Its pod is isolated and none of its rules allows the flow, but this rule of the other side's does, and an allowed
-    /// flow is allowed cluster-wide.
+    /// The pod is isolated and none of its rules allows the flow, but this rule of the other direction does, and rules
+    /// are honoured cluster-wide.
     AllowedByPeer(RuleRef),
     /// A pod and its node, or a pod and itself: never subject to policy.
     Exempt,
 }
 
 impl Side {
-    /// Whether this side lets the flow pass.
+    /// Whether this direction allows the flow.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
         !matches!(self, Self::Denied)
     }
 
-    /// The rule that allowed, of whichever side.
+    /// The rule that allowed the flow, of either direction.
     pub const fn rule(&self) -> Option<RuleRef> {
         match self {
             Self::Allowed(rule) | Self::AllowedByPeer(rule) => Some(*rule),
@@ -102,7 +102,7 @@ impl Side {
     }
 }
 
-/// What both sides of a flow say. The zero value denies.
+/// Policy verdict on a flow: both directions. The zero value denies.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Judgement {
     /// Egress of the source.
@@ -112,14 +112,14 @@ pub struct Judgement {
 }
 
 impl Judgement {
-    /// Whether a worker lets the flow pass: no side denies it, and at least one end is enforced here.
+    /// Whether a worker lets the flow pass: no direction denies it, and at least one end is enforced here.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
         self.cause().is_none()
     }
 
-    /// Why a worker drops the flow, egress first. A flow of which neither end is known here is one of a pod whose
-    /// policies are not known yet.
+    /// Why a worker drops the flow; egress is checked first. If neither end is known here, the flow belongs to a pod
+    /// whose policies are not known yet.
     #[inline]
     pub const fn cause(&self) -> Option<Cause> {
         match (self.egress, self.ingress) {
@@ -131,17 +131,17 @@ impl Judgement {
     }
 }
 
-/// Whether a flow that a rule of one side allows is thereby allowed on the other side, too.
+/// Whether a rule of one direction also allows the flow in the other direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Reach {
-    /// Both sides must allow, as the Kubernetes API has it.
+    /// Both directions must allow, as in the Kubernetes API.
     #[default]
     BothSides,
-    /// A rule's action is honoured cluster-wide. An open side has no rule: it does not overrule the other.
+    /// A rule is honoured cluster-wide. A direction without policy has no rule and does not override the other.
     ClusterWide,
 }
 
-/// Identities, tables and endpoints of one moment. Immutable, cheap to clone; the default knows no endpoint.
+/// Identities, tables and endpoints at one time. Immutable, cheap to clone; the default has no endpoint.
 #[derive(Clone, Debug, Default)]
 pub struct PolicySet {
     addresses: AddressMap,
@@ -150,8 +150,8 @@ pub struct PolicySet {
 }
 
 impl PolicySet {
-    /// Judges a flow in the direction in which it was opened. The destination port counts for TCP, UDP and SCTP; any
-    /// other protocol is matched by rules without ports alone. Allocates nothing.
+    /// Evaluates policy for a flow in the direction in which it is opened. The destination port counts for TCP, UDP and
+    /// SCTP; other protocols only match rules without ports. Allocates nothing.
     #[inline]
     pub fn judge(&self, flow: &Flow) -> Judgement {
         let (src, dst) = (self.addresses.find(flow.src), self.addresses.find(flow.dst));
@@ -185,7 +185,7 @@ impl PolicySet {
         }
     }
 
-    /// Whose address it is, as far as this set knows.
+    /// Owner of an address, if known to this set.
     pub fn owner(&self, address: Address) -> Option<Owner> {
         self.addresses.find(address).owner()
     }
@@ -195,7 +195,7 @@ impl PolicySet {
         self.endpoints.find(id.0)
     }
 
-    /// The name of a rule that this set gave.
+    /// The name of a rule returned by this set.
     pub fn rule_name(&self, rule: RuleRef) -> Option<&RuleName> {
         let endpoint = self.endpoint(rule.endpoint)?;
         let isolation = match rule.direction {
@@ -208,12 +208,12 @@ impl PolicySet {
         }
     }
 
-    /// Starts the next set from this one, which stays as it is.
+    /// Starts the next set from this one, which stays unchanged.
     pub fn update(&self) -> Update {
         Update { set: self.clone() }
     }
 
-    /// How large it is.
+    /// Size of the set.
     pub fn statistics(&self) -> Statistics {
         let mut tables: Vec<&Arc<RuleTable>> = self
             .endpoints
@@ -236,18 +236,18 @@ impl PolicySet {
     }
 }
 
-/// How large a [`PolicySet`] is.
+/// Size of a [`PolicySet`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Statistics {
-    /// Addresses of pods and nodes known.
+    /// Known addresses of pods and nodes.
     pub addresses: usize,
     /// Endpoints enforced.
     pub endpoints: usize,
-    /// Different rule tables.
+    /// Distinct rule tables.
     pub tables: usize,
     /// Rules in them.
     pub rules: usize,
-    /// About how much memory the lookup structures take.
+    /// Approximate memory of the lookup structures, in bytes.
     pub octets: usize,
 }
 
@@ -269,32 +269,32 @@ fn cluster_wide(egress: Side, ingress: Side) -> Judgement {
     }
 }
 
-/// Makes the next [`PolicySet`] from the one before. Nothing is seen of it before [`Update::finish`].
+/// Builds the next [`PolicySet`] from the previous one. It is not visible before [`PolicySetUpdate::finish`].
 #[derive(Debug)]
 pub struct Update {
     set: PolicySet,
 }
 
 impl Update {
-    /// Sets whose address this is; `None` forgets it.
+    /// Sets the owner of an address; `None` removes it.
     pub fn set_address(&mut self, address: Address, owner: Option<Owner>) -> &mut Self {
         self.set.addresses.set(address, owner.map(Entry::from));
         self
     }
 
-    /// Sets an endpoint's policy; `None` forgets it. An address of an endpoint without policy is denied everything.
+    /// Sets an endpoint's policy; `None` removes it. Addresses of an endpoint without policy are denied everything.
     pub fn set_endpoint(&mut self, id: EndpointId, endpoint: Option<Endpoint>) -> &mut Self {
         self.set.endpoints.set(id, endpoint);
         self
     }
 
-    /// Sets whether a rule's action is honoured cluster-wide.
+    /// Sets whether rules are honoured cluster-wide.
     pub fn set_reach(&mut self, reach: Reach) -> &mut Self {
         self.set.reach = reach;
         self
     }
 
-    /// The set.
+    /// The new set.
     pub fn finish(self) -> PolicySet {
         self.set
     }

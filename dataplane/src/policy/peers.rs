@@ -1,12 +1,12 @@
-//! From an identity to the row of the rules that name it as a peer.
+//! From an identity to the row of rules that name it as a peer.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use super::rows::Row;
 
-/// The class of all pod addresses that the same selectors match. Numbered from 1; small numbers are reused first,
-/// since tables are indexed by them.
+/// The class of all pod addresses that the same selectors match. Numbered from 1; small numbers are reused first, since
+/// tables are indexed by them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(transparent)]
 pub struct Identity(pub NonZeroU32);
@@ -18,17 +18,17 @@ const PAGE: usize = 64;
 #[derive(Clone, Debug)]
 pub(super) struct Peers {
     pages: Arc<[Option<Arc<[Row; PAGE]>>]>,
-    /// The row of a pod whose identity no selector of this table names.
+    /// The row of a pod whose identity no selector of this table matches.
     any_pod: Row,
 }
 
 impl Peers {
-    /// No identity is named; every pod has the row `any_pod`.
+    /// No named identity; every pod has the row `any_pod`.
     pub(super) fn new(any_pod: Row) -> Self {
         Self { pages: Arc::new([]), any_pod }
     }
 
-    /// The row of an identity; 0 stands for an address that is no pod's.
+    /// The row of an identity; 0 stands for an address that is not a pod's.
     #[inline]
     pub(super) fn row(&self, identity: u32) -> Row {
         if identity == 0 {
@@ -40,12 +40,12 @@ impl Peers {
         }
     }
 
-    /// The row of a pod that no selector names.
+    /// The row of a pod that no selector matches.
     pub(super) fn any_pod(&self) -> Row {
         self.any_pod
     }
 
-    /// Gives identities other rows. A page on which no identity is named any more is let go.
+    /// Changes the rows of identities. A page without named identities is freed.
     pub(super) fn with(&self, rows: impl IntoIterator<Item = (Identity, Row)>) -> Self {
         let mut pages = self.pages.to_vec();
         for (identity, row) in rows {
@@ -65,7 +65,7 @@ impl Peers {
         Self { pages: pages.into(), any_pod: self.any_pod }
     }
 
-    /// How many octets the pages take.
+    /// Size of the pages in bytes.
     pub(super) fn size(&self) -> usize {
         size_of_val(&*self.pages) + self.pages.iter().flatten().count() * size_of::<[Row; PAGE]>()
     }

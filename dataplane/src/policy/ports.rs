@@ -1,4 +1,4 @@
-//! From protocol and destination port to the row of the rules whose ports match.
+//! From protocol and destination port to the row of rules whose ports match.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use crate::packet::Protocol;
 
 use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
 
-/// A protocol that a rule's port can name.
+/// A protocol in a rule's ports.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PortProtocol {
     /// Transmission Control Protocol.
@@ -18,7 +18,7 @@ pub enum PortProtocol {
 }
 
 impl PortProtocol {
-    /// The protocol as a packet names it.
+    /// The protocol number in packets.
     pub const fn number(self) -> Protocol {
         match self {
             Self::Tcp => Protocol::TCP,
@@ -28,11 +28,11 @@ impl PortProtocol {
     }
 }
 
-/// Ports of one protocol: from the first to the last, both included, host byte order. A range whose last port is
-/// below its first is empty.
+/// Ports of one protocol: from the first to the last, inclusive, host byte order. A range whose last port is below its
+/// first is empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PortRange {
-    /// Of this protocol.
+    /// Protocol of the ports.
     pub protocol: PortProtocol,
     /// First port.
     pub first: u16,
@@ -40,23 +40,23 @@ pub struct PortRange {
     pub last: u16,
 }
 
-/// Entries of a level.
+/// Entries per level.
 const FAN: usize = 256;
-/// Marks an entry of the upper level as the place of a page rather than the row of all its ports.
+/// Marks an entry of the upper level as a page index rather than a row for all of its ports.
 const PAGE: u32 = 1 << 31;
 
-/// A page table for each protocol that any rule names: upper octet, then lower octet. An upper octet whose ports all
-/// have one row needs no page.
+/// A page table for each protocol that a rule names: upper byte, then lower byte. An upper byte whose ports all have
+/// one row needs no page.
 #[derive(Clone, Debug)]
 pub(super) struct Ports {
-    /// The upper level, then the pages, in one piece.
+    /// The upper level, then the pages, in one array.
     tables: [Option<Arc<[u32]>>; 3],
-    /// The row of the rules without ports.
+    /// The row of rules without ports.
     any: Row,
 }
 
 impl Ports {
-    /// The row of the rules that match this destination. Only rules without ports match a protocol that has none.
+    /// The row of rules that match this destination. For a protocol without ports only rules without ports match.
     #[inline]
     pub(super) fn row(&self, protocol: Protocol, port: u16) -> Row {
         let table = match protocol {
@@ -70,7 +70,7 @@ impl Ports {
         if entry & PAGE == 0 { entry } else { table[(entry & !PAGE) as usize + port as usize % FAN] }
     }
 
-    /// Resolves the ports of rules to rows: `any` are the rules without ports, `ranges` the others' ports.
+    /// Resolves the ports of rules to rows: `any` are the rules without ports, `ranges` the ports of the others.
     pub(super) fn build(any: &RuleSet, ranges: &[(PortRange, u32)], rows: &mut RowsBuilder) -> Self {
         let table = |protocol: PortProtocol, rows: &mut RowsBuilder| {
             let of_protocol: Vec<(u16, u16, u32)> = ranges
@@ -84,7 +84,7 @@ impl Ports {
         Self { tables, any: rows.row(any) }
     }
 
-    /// How many octets the tables take.
+    /// Size of the tables in bytes.
     pub(super) fn size(&self) -> usize {
         self.tables.iter().flatten().map(|table| size_of_val(&**table)).sum()
     }
@@ -113,7 +113,7 @@ fn page_table(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder)
     table.into()
 }
 
-/// Cuts all ports into intervals `start..end` in which the same rules match.
+/// Splits all ports into intervals `start..end` in which the same rules match.
 fn intervals(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) -> Vec<(usize, usize, Row)> {
     let mut events: Vec<(usize, bool, u32)> = Vec::with_capacity(ranges.len() * 2);
     for (first, last, rule) in ranges {
@@ -155,7 +155,7 @@ mod tests {
 
     fn any_range() -> impl Strategy<Value = (PortRange, u32)> {
         let protocol = prop_oneof![Just(PortProtocol::Tcp), Just(PortProtocol::Udp), Just(PortProtocol::Sctp)];
-        // Around the edges of pages and of the whole line, where an error would be.
+        // Around the edges of pages and of the port range, where errors are likely.
         let port = prop_oneof![Just(0u16), Just(255), Just(256), Just(257), Just(511), Just(65535), any::<u16>()];
         (protocol, port.clone(), port, 0u32..70)
             .prop_map(|(protocol, a, b, rule)| (PortRange { protocol, first: a.min(b), last: a.max(b) }, rule))

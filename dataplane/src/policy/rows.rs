@@ -1,4 +1,4 @@
-//! Bitmap rows: one bit a rule, a row as many words as the table's rules need.
+//! Bitmap rows: one bit per rule, and as many words as the table's rules need.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use rustc_hash::FxHashMap;
 /// Bits of a word.
 const WORD: usize = u64::BITS as usize;
 
-/// The number of a row within its [`Rows`]; below 2^31. Row 0 has no bit set.
+/// Index of a row within its [`Rows`]; below 2^31. Row 0 has no bit set.
 pub(super) type Row = u32;
 
-/// A set of rules of one table, by their numbers.
+/// A set of rules of one table, by number.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct RuleSet {
     /// Without trailing zero words, so that equal sets are equal values.
@@ -27,7 +27,7 @@ impl RuleSet {
         self.words[word] |= 1 << (rule as usize % WORD);
     }
 
-    /// Takes a rule out.
+    /// Removes a rule.
     pub fn remove(&mut self, rule: u32) {
         if let Some(word) = self.words.get_mut(rule as usize / WORD) {
             *word &= !(1 << (rule as usize % WORD));
@@ -47,7 +47,7 @@ impl RuleSet {
         }
     }
 
-    /// Whether no rule is in it.
+    /// Whether it contains no rule.
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
     }
@@ -63,14 +63,14 @@ impl FromIterator<u32> for RuleSet {
 
 /// The distinct rows of a table.
 ///
-/// A row whose bits lie in one word, as all do in a table of up to 64 rules and most do in larger ones, is that word and
-/// its place. A wider row has all its words, with a summary before them: one bit for each word that is not zero, so that
-/// two rows with few bits in common meet in one or two words, however many rules there are (the aggregated bit vectors of
-/// Baboescu and Varghese, SIGCOMM 2001).
+/// A row whose bits are in one word, as all rows of a table of up to 64 rules and most in larger ones, is stored as
+/// that word and its index. A wider row has all its words, preceded by a summary: one bit for each non-zero word. So
+/// two rows with few common bits are intersected with one or two words, however many rules there are (aggregated bit
+/// vectors: Baboescu and Varghese, SIGCOMM 2001).
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
     heads: Arc<[Head]>,
-    /// Of the wide rows: summary, then words.
+    /// Wide rows: summary, then words.
     wide: Arc<[u64]>,
     /// Words of a wide row.
     width: usize,
@@ -78,13 +78,13 @@ pub(super) struct Rows {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Head {
-    /// The row's one word.
+    /// The row's only word.
     bits: u64,
-    /// The place of that word; or, with [`WIDE`], where the row begins among the wide ones.
+    /// Index of that word; with [`WIDE`], the offset of the row among the wide ones.
     place: u32,
 }
 
-/// Marks the place of a wide row.
+/// Marks the offset of a wide row.
 const WIDE: u32 = 1 << 31;
 
 /// The row without rules.
@@ -148,7 +148,7 @@ impl Rows {
         RuleSet { words }
     }
 
-    /// These rows and one more with the given rules, if there is none like it yet; and its number.
+    /// These rows plus one with the given rules, unless it exists; and its index.
     pub(super) fn with(&self, rules: &RuleSet) -> (Self, Row) {
         if let Some(row) = (0..self.heads.len() as Row).find(|row| self.is_row(*row, rules)) {
             return (self.clone(), row);
@@ -168,13 +168,13 @@ impl Rows {
         }
     }
 
-    /// How many octets the rows take.
+    /// Size of the rows in bytes.
     pub(super) fn size(&self) -> usize {
         size_of_val(&*self.heads) + size_of_val(&*self.wide)
     }
 }
 
-/// A row whose bits lie in one word.
+/// A row whose bits are in one word.
 fn one_word(rules: &RuleSet) -> Option<Head> {
     let mut words = (0u32..).zip(&rules.words).filter(|(_, word)| **word != 0);
     match (words.next(), words.next()) {
@@ -198,7 +198,7 @@ fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> Head {
     Head { bits: 0, place: WIDE | start as u32 }
 }
 
-/// Collects rows, equal ones once.
+/// Collects rows without duplicates.
 pub(super) struct RowsBuilder {
     known: FxHashMap<RuleSet, Row>,
     heads: Vec<Head>,
@@ -207,14 +207,14 @@ pub(super) struct RowsBuilder {
 }
 
 impl RowsBuilder {
-    /// For a table of this many rules.
+    /// For a table with this many rules.
     pub(super) fn new(rules: usize) -> Self {
         let width = rules.div_ceil(WORD).max(1);
         let known = FxHashMap::from_iter([(RuleSet::default(), 0)]);
         Self { known, heads: vec![NO_RULE], wide: Vec::new(), width }
     }
 
-    /// The number of the row with these rules.
+    /// Index of the row with these rules.
     pub(super) fn row(&mut self, rules: &RuleSet) -> Row {
         if let Some(row) = self.known.get(rules) {
             return *row;
@@ -230,8 +230,8 @@ impl RowsBuilder {
     }
 }
 
-/// The rules that hold at a point of a line (ports, addresses) as one walks along it: each rule may be given by
-/// several overlapping ranges.
+/// The rules that apply at a point while sweeping along a line (ports, addresses). A rule may have several overlapping
+/// ranges.
 #[derive(Default)]
 pub(super) struct Sweep {
     depth: FxHashMap<u32, u32>,
@@ -248,7 +248,7 @@ impl Sweep {
         }
     }
 
-    /// A range of this rule that had begun ends.
+    /// A range of this rule ends.
     pub(super) fn leave(&mut self, rule: u32) {
         let depth = self.depth.get_mut(&rule).expect("a range ends that had begun");
         *depth -= 1;
@@ -258,7 +258,7 @@ impl Sweep {
         }
     }
 
-    /// The rules that hold here.
+    /// The rules that apply here.
     pub(super) fn current(&self) -> &RuleSet {
         &self.current
     }

@@ -1,4 +1,4 @@
-//! The effective rules of one direction of an endpoint, ready for lookup.
+//! The effective rules of one direction of an endpoint, prepared for lookup.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::peers::{Identity, Peers};
 use super::ports::{PortRange, Ports};
 use super::rows::{Rows, RowsBuilder, RuleSet};
 
-/// Where a rule comes from, for people: never looked at while packets are judged.
+/// Origin of a rule, for display; not used by the packet path.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RuleName(pub Arc<str>);
 
@@ -20,19 +20,19 @@ impl fmt::Display for RuleName {
     }
 }
 
-/// One effective rule as a table is built from it. Its number is its place in the list; the identities that are its
-/// peers are given beside it.
+/// One effective rule as input of a table. Its number is its position in the list; the identities of its peers are
+/// given separately.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleSpec {
-    /// Where it comes from.
+    /// Origin of the rule.
     pub name: RuleName,
-    /// Which peers match, beside the identities.
+    /// Peers that match, besides the identities.
     pub peers: PeerSpec,
-    /// Which destinations match.
+    /// Destinations that match.
     pub ports: PortSpec,
 }
 
-/// The peers of a rule that are not named by identity.
+/// The peers of a rule that are not given as identities.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PeerSpec {
     /// Every address.
@@ -41,7 +41,7 @@ pub enum PeerSpec {
     AnyOf {
         /// Whether every pod is a peer.
         every_pod: bool,
-        /// Addresses that are peers, a pod's or not.
+        /// Addresses that are peers, of pods or not.
         blocks: Vec<AddressBlock>,
     },
 }
@@ -49,28 +49,28 @@ pub enum PeerSpec {
 /// The ports of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PortSpec {
-    /// Every port of every protocol, and protocols that have none.
+    /// Every port of every protocol, and protocols without ports.
     Every,
-    /// These ports; none of them where the list is empty.
+    /// These ports; none if the list is empty.
     AnyOf(Vec<PortRange>),
 }
 
-/// The rules of one direction of an isolated endpoint: an address and a port each name the row of rules that they
-/// match, and a rule in both rows allows. Immutable; a changed copy shares what did not change.
+/// The rules of one direction of an isolated endpoint. An address and a port each select the row of rules that they
+/// match; a rule in both rows allows. Immutable; a modified copy shares unchanged parts.
 #[derive(Clone)]
 pub struct RuleTable {
     rows: Rows,
     peers: Peers,
-    /// With the rules of every address in each row.
+    /// Each row includes the rules for every address.
     blocks: Blocks,
-    /// With the rules without ports in each row.
+    /// Each row includes the rules without ports.
     ports: Ports,
     names: Arc<[RuleName]>,
 }
 
 impl RuleTable {
-    /// Resolves rules to rows. `identities` gives all rules of which an identity is a peer, but for those of every peer
-    /// and those whose blocks hold its address; an identity that is not given has the rules of every pod.
+    /// Resolves rules to rows. `identities` lists all rules of which an identity is a peer, except those for every peer
+    /// and those whose blocks contain its address. An identity that is not listed has the rules for every pod.
     pub fn new(rules: &[RuleSpec], identities: impl IntoIterator<Item = (Identity, RuleSet)>) -> Self {
         let mut rows = RowsBuilder::new(rules.len());
         let numbered = || (0u32..).zip(rules);
@@ -94,8 +94,7 @@ impl RuleTable {
         Self { rows: rows.finish(), peers, blocks, ports, names: rules.iter().map(|rule| rule.name.clone()).collect() }
     }
 
-    /// This table with other rules for some identities, in the sense of [`RuleTable::new`]; `None` for those of every
-    /// pod.
+    /// This table with other rules for some identities, as in [`RuleTable::new`]; `None` for those of every pod.
     pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, Option<RuleSet>)>) -> Self {
         let mut rows = self.rows.clone();
         let mut changed = Vec::new();
@@ -109,7 +108,7 @@ impl RuleTable {
         Self { rows, peers: self.peers.with(changed), ..self.clone() }
     }
 
-    /// The lowest rule that allows, if any does. `identity` is the peer's, 0 if it is no pod.
+    /// The lowest rule that allows, if any. `identity` is the peer's, 0 if it is not a pod.
     #[inline]
     pub(super) fn find(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Option<u32> {
         self.rows.first_common(self.peers.row(identity), self.blocks.row(peer), self.ports.row(protocol, port))
@@ -120,12 +119,12 @@ impl RuleTable {
         self.names.get(rule as usize)
     }
 
-    /// How many rules it has.
+    /// Number of rules.
     pub fn rules(&self) -> usize {
         self.names.len()
     }
 
-    /// About how many octets the lookup structures take.
+    /// Approximate size of the lookup structures in bytes.
     pub fn size(&self) -> usize {
         size_of::<Self>() + self.rows.size() + self.peers.size() + self.blocks.size() + self.ports.size()
     }

@@ -1,4 +1,4 @@
-//! What a dataplane is started with.
+//! Configuration of a dataplane.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::conntrack;
 use crate::io::HugePages;
 use crate::pipeline::Mode;
 
-/// A processor core by the kernel's number, as in `/proc/cpuinfo`.
+/// A CPU core by the kernel's number, as in `/proc/cpuinfo`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct CoreId(pub usize);
 
@@ -17,10 +17,10 @@ pub struct CoreId(pub usize);
 pub enum Polling {
     /// Spins for this long after the last packet, then sleeps until the next.
     Adaptive {
-        /// How long; zero sleeps at once.
+        /// Spin time; zero sleeps immediately.
         spin: Duration,
     },
-    /// Spins always: the lowest delay, a core each at 100 %.
+    /// Always spins: lowest latency, 100 % of a core each.
     Busy,
 }
 
@@ -30,40 +30,40 @@ impl Default for Polling {
     }
 }
 
-/// What a dataplane is started with.
+/// Configuration of a dataplane.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// How many frames the UMEM has. Each queue of a port keeps some of them for receiving, 64 to `ring_size`: by the bursts
-    /// that it had, the pace of its packets and what is free. Beside a frame's own octets the kernel takes 128 for each frame and
-    /// port.
+    /// Number of UMEM frames. Each queue of a port keeps 64 to `ring_size` of them for receiving, depending on its
+    /// bursts, its packet rate and the free frames. Besides the frame itself the kernel allocates 128 bytes for each
+    /// frame and port.
     pub frames: u32,
-    /// Octets a frame: 2048 or 4096.
+    /// Bytes of a frame: 2048 or 4096.
     pub frame_size: u32,
     /// Entries of each ring of a queue: a power of two.
     pub ring_size: u32,
-    /// How many packets of a queue the kernel sends at one wake-up, where it can be told (Linux 6.17); 32 elsewhere, and when
-    /// this is no more than that. All is sent in any case, by as many wake-ups as it takes.
+    /// Maximum packets of a queue that the kernel sends per wake-up, if it supports the option (Linux 6.17); otherwise,
+    /// and if this is lower, 32. Everything is sent in any case, with more wake-ups.
     pub tx_budget: u32,
-    /// Whether TCP segments that were received together, follow one another and leave by the same port leave as one packet of
-    /// the kernel's (GSO), where the port has one queue.
+    /// Whether consecutive TCP segments that were received together and leave on the same port are sent as one GSO
+    /// packet, if the port has one queue.
     pub gso: bool,
-    /// Whether the UMEM lies on huge pages.
+    /// Whether the UMEM uses huge pages.
     pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
     pub cores: Vec<CoreId>,
     /// How workers wait for packets.
     pub polling: Polling,
-    /// What workers go before on their cores, where the kernel lets them.
+    /// Scheduling priority of workers, if permitted.
     pub priority: Priority,
-    /// Whether one turn in many is timed by stage.
+    /// Whether one poll iteration in many is timed by stage.
     pub time_stages: bool,
     /// The connection table.
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
     pub mode: Mode,
-    /// What becomes of a connection that policy ends.
+    /// What happens to a revoked connection.
     pub on_cut: OnCut,
-    /// What the threads are called, a dash and the worker's number behind it; the system keeps 15 octets of it.
+    /// Prefix of thread names, followed by a dash and the worker's number; the system truncates names to 15 bytes.
     pub thread_name: String,
 }
 

@@ -1,4 +1,4 @@
-//! What the control side and the workers share, and how the one speaks to the others.
+//! State shared by the control side and the workers, and the commands from one to the others.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -17,7 +17,7 @@ use crate::Snapshot;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, PortError, Umem, XskQueue};
 
-/// What all threads share.
+/// State shared by all threads.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) umem: Umem,
@@ -28,18 +28,18 @@ pub(super) struct Shared {
     pub(super) mailboxes: Vec<Mailbox>,
     /// By worker.
     pub(super) counters: Vec<WorkerCounters>,
-    /// By worker: drops of packets whose ingress port is not open any more.
+    /// By worker: drops of packets whose ingress port is closed.
     pub(super) gone: Vec<PortCounters>,
     pub(super) started: Instant,
-    /// The first worker that died, if any did.
+    /// The first worker that died, if any.
     pub(super) died: OnceLock<WorkerDied>,
 }
 
-/// The control side's own: one thread at a time has it.
+/// State of the control side; used by one thread at a time.
 pub(super) struct Control {
     pub(super) shared: Arc<Shared>,
     pub(super) commands: Vec<Sender<Command>>,
-    /// By worker: a channel whose other end its thread has until it ends.
+    /// By worker: a channel that its thread keeps open until it ends.
     pub(super) ends: Vec<Receiver<()>>,
     pub(super) ports: PortTable,
     pub(super) closed: Traffic,
@@ -48,17 +48,17 @@ pub(super) struct Control {
 
 /// How long closing waits for packets that are being sent.
 const SETTLE: Duration = Duration::from_millis(50);
-/// How long closing waits for the end of a worker that has died: so long as the kernel may take to close all its sockets.
+/// How long closing waits for a dead worker to end: the time the kernel may need to close all its sockets.
 const END: Duration = Duration::from_secs(10);
 
 impl Control {
     pub(super) fn send(&self, worker: usize, command: Command) {
-        // A worker that has died leaves its answer's channel closed, which is how the caller learns of it.
+        // A dead worker drops its reply channel, which the caller notices.
         let _ = self.commands[worker].send(command);
         self.shared.mailboxes[worker].command();
     }
 
-    /// Asks workers for an answer each and waits for all of them.
+    /// Sends a request to workers and waits for all replies.
     fn ask<T>(
         &self,
         workers: impl IntoIterator<Item = usize>,
@@ -68,7 +68,7 @@ impl Control {
         answers.map(|(worker, answer)| answer.ok_or(PortError::WorkerDied(worker))).collect()
     }
 
-    /// The same, with `None` of workers that have died.
+    /// The same, with `None` for workers that have died.
     fn ask_each<T>(
         &self,
         workers: impl IntoIterator<Item = usize>,
@@ -106,7 +106,7 @@ impl Control {
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
-                // Ends what was begun, if anything was.
+                // Reverts what was done, if anything.
                 if let Err(PortError::NotOpen(_)) = self.close(id) {
                     self.ports.retire(id);
                 }
@@ -115,7 +115,7 @@ impl Control {
         }
     }
 
-    /// Opens every queue's socket, or none. Each worker gets as many queues as the others.
+    /// Opens every queue's socket, or none. Queues are distributed evenly over the workers.
     fn open_queues(
         &mut self,
         facts: &InterfaceFacts,
@@ -123,7 +123,7 @@ impl Control {
         patience: Duration,
     ) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
         let (mut sockets, mut open) = (Vec::new(), Vec::new());
-        // With several queues the kernel would choose one for what leaves as one, by the core: segments could overtake others.
+        // With several queues the kernel would choose one by the core for GSO packets: segments could be reordered.
         let joins = self.shared.gso && (facts.queues, facts.tx_queues) == (1, 1);
         for queue in 0..count {
             let result = match self.ports.take_slot() {
@@ -175,14 +175,14 @@ impl Control {
         }
     }
 
-    /// Has segments leave by a queue of this interface as one.
+    /// Enables GSO for segments sent on a queue of this interface.
     fn join_segments(&mut self, queue: &mut XskQueue, interface: &str) -> io::Result<Arc<GsoSocket>> {
         let socket = self.gso.open(queue.as_fd())?;
         queue.join_segments(GsoPort::new(socket.clone(), interface)?);
         Ok(socket)
     }
 
-    /// The worker with the fewest queues; queues of one port that are opened together go round.
+    /// The worker with the fewest queues; queues of one port that are opened together are distributed in turn.
     fn least_loaded(&self, queue: u32) -> usize {
         let mut load: Vec<(usize, usize)> = self.workers().map(|worker| (0, worker)).collect();
         for open in self.ports.iter().flat_map(|(_, port)| &port.queues) {
@@ -192,7 +192,7 @@ impl Control {
         load[queue as usize % load.len()].1
     }
 
-    /// Gives the workers their queues, and tells all of them where the port is.
+    /// Passes the queues to the workers and announces the port to all of them.
     fn attach(&mut self, id: PortId, sockets: Vec<XskQueue>) -> Result<(), PortError> {
         let port = self.ports.get(id).expect("the port was just inserted");
         let owners: Vec<usize> = port.queues.iter().map(|queue| queue.worker).collect();
@@ -215,7 +215,7 @@ impl Control {
         self.close_all(&[id]).pop().unwrap_or(Err(PortError::NotOpen(id)))
     }
 
-    /// Closes ports, all in the time that one takes. A worker that has died closes its sockets as it ends; it is waited for.
+    /// Closes ports in the time that one takes. A dead worker closes its sockets as it ends, which is waited for.
     pub(super) fn close_all(&mut self, ids: &[PortId]) -> Vec<Result<(), PortError>> {
         let (mut sockets, mut leaving) = (Vec::new(), Vec::new());
         let mut outcomes = Vec::with_capacity(ids.len());
@@ -236,7 +236,7 @@ impl Control {
             for counters in &port.counters {
                 self.closed.add(counters);
             }
-            // What is not known to be closed keeps its frames, number and slots: the kernel may still write to them.
+            // If a socket may still be open, keep its frames, number and slots: the kernel may still write to them.
             if closed {
                 self.reclaim(port.queues);
                 self.ports.retire(id);
@@ -245,8 +245,8 @@ impl Control {
         outcomes
     }
 
-    /// Takes a port's sockets from its workers: first nobody sends to it any more; then what is under way to its owners is
-    /// dealt with; then they let go. With the owners that have died.
+    /// Removes a port's sockets from its workers: first stop sending to it, then let the owners process packets in
+    /// flight, then detach. Also returns the owners that have died.
     fn detach(&self, id: PortId, port: &OpenPort) -> (Vec<XskQueue>, Vec<usize>) {
         self.ask_each(self.workers(), |_, done| Command::Unroute { port: id, done });
         let owners: BTreeSet<usize> = port.queues.iter().map(|queue| queue.worker).collect();
@@ -260,11 +260,11 @@ impl Control {
         (sockets, dead)
     }
 
-    /// Waits until workers that have died have closed their sockets, which they have when their threads end.
+    /// Waits until dead workers have closed their sockets, which happens when their threads end.
     fn await_ends(&self, id: PortId, port: &OpenPort, dead: Vec<usize>) -> Result<(), PortError> {
         let deadline = Instant::now() + END;
         for worker in dead {
-            // Nothing is ever sent: the thread has the other end until it ends.
+            // Nothing is ever sent: the thread holds the other end until it ends.
             if self.ends[worker].recv_deadline(deadline) == Err(RecvTimeoutError::Timeout) {
                 return Err(PortError::NotClosed { port: id, interface: port.interface.clone(), worker });
             }
@@ -272,7 +272,7 @@ impl Control {
         Ok(())
     }
 
-    /// Sends what sockets that no worker has any more are to send, for a moment, and closes them.
+    /// Sends the remaining packets of detached sockets for a short time, then closes them.
     fn settle(&self, sockets: Vec<XskQueue>) {
         let (pool, deadline) = (self.shared.umem.pool(), Instant::now() + SETTLE);
         for mut socket in sockets {
@@ -280,16 +280,16 @@ impl Control {
         }
     }
 
-    /// Closes sockets that no worker has any more, and frees all frames that they held.
+    /// Closes detached sockets and frees all their frames.
     pub(super) fn close_queues(&mut self, sockets: Vec<XskQueue>, open: Vec<OpenQueue>) {
         self.settle(sockets);
         self.reclaim(open);
     }
 
-    /// Frees all frames of sockets that no worker has any more.
+    /// Frees all frames of detached sockets.
     fn reclaim(&mut self, open: Vec<OpenQueue>) {
-        // Both descriptors of every socket are closed by now, and the kernel is done with their frames when closing
-        // returns (`xsk_release` waits for packets in flight by synchronize_net).
+        // Both descriptors of every socket are closed by now, and the kernel no longer uses their frames once closing
+        // returns (`xsk_release` waits for packets in flight with synchronize_net).
         let slots: Vec<_> = open.into_iter().map(|queue| queue.slot).collect();
         for slot in slots {
             self.shared.umem.pool().reclaim(slot);

@@ -1,4 +1,4 @@
-//! The dataplane as the rest of the program sees it.
+//! The interface of the dataplane.
 
 use std::any::Any;
 use std::fmt;
@@ -28,15 +28,15 @@ use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
 use crate::{Epoch, Snapshot};
 
-/// A port to be opened.
+/// A request to open a port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortRequest {
     /// Its interface, in the calling thread's network namespace.
     pub interface: String,
-    /// How many of its RX queues to open, from the first on; `None` opens all that the interface uses. Packets of a queue
-    /// that is not opened find no socket.
+    /// Number of RX queues to open, starting with the first; `None` opens all queues of the interface. Packets of other
+    /// queues find no socket.
     pub queues: Option<u32>,
-    /// How long to wait for a queue that another socket has: the kernel frees one some time after it was closed.
+    /// How long to wait for a queue that another socket uses: the kernel frees a queue some time after closing.
     pub patience: Duration,
 }
 
@@ -49,18 +49,18 @@ impl PortRequest {
 
 /// Running workers and their ports. Dropping it stops them.
 ///
-/// All methods may be called from any thread; those that change ports take turns and wait for the workers, which takes
-/// well below a millisecond except for closing, which waits for packets in flight.
+/// All methods may be called from any thread. Those that change ports are serialised and wait for the workers, which
+/// takes well below a millisecond, except for closing, which waits for packets in flight.
 pub struct Dataplane {
     shared: Arc<Shared>,
     connections: Arc<ConnTable>,
     control: Mutex<Control>,
-    /// Snapshots that a worker may still look at. They are dropped here, so that no worker has to free one. A lock of their
-    /// own, so that publishing never waits for a port that is being opened.
+    /// Snapshots that a worker may still use. They are dropped here, so that no worker has to free one. Behind a
+    /// separate lock, so that publishing never waits for a port that is being opened.
     retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
-    /// What each worker goes before.
+    /// Scheduling priority of each worker.
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
 }
@@ -80,7 +80,8 @@ pub fn available_cores() -> Vec<CoreId> {
 }
 
 impl Dataplane {
-    /// Maps the UMEM, makes the connection table and starts a worker on each core. Until a snapshot is published nothing passes.
+    /// Maps the UMEM, creates the connection table and starts a worker on each core. No packet passes until a snapshot
+    /// is published.
     pub fn start(config: Config) -> Result<Self, StartError> {
         let (mode, on_cut) = (config.mode, config.on_cut);
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
@@ -136,7 +137,7 @@ impl Dataplane {
             this.threads.push(thread);
         }
         drop(begun);
-        // Ends when every thread has answered; those that are pinned go on meanwhile.
+        // Returns when every thread has replied; threads that are pinned already continue meanwhile.
         for (core, worker) in all_begun {
             match worker {
                 Some(priority) => this.priorities.push(priority),
@@ -147,20 +148,20 @@ impl Dataplane {
     }
 
     fn control(&self) -> MutexGuard<'_, Control> {
-        // A panic of a caller in between leaves at worst a port half closed; others are as they were.
+        // After a caller's panic at most one port is half closed; the others are intact.
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a port: its sockets are bound, with frames to receive into, when this returns.
+    /// Opens a port: when this returns, its sockets are bound and have frames to receive into.
     ///
-    /// Then the sockets are to be put into the XDP program's map ([`Dataplane::with_sockets`]), and the port into a
-    /// snapshot. Its number is not one that the snapshot published last speaks of.
+    /// Afterwards put the sockets into the XDP program's map ([`Dataplane::with_sockets`]), and the port into a
+    /// snapshot. Its number does not occur in the last published snapshot.
     pub fn open_port(&self, request: &PortRequest) -> Result<PortId, PortError> {
         self.control().open(request)
     }
 
-    /// Shows the sockets of a port, each with its queue's number. They live as long as the port is open, so that no copy
-    /// of a descriptor may be kept: frames of a socket that is not closed are not free.
+    /// Passes the sockets of a port to a function, each with its queue number. Do not keep copies of the descriptors:
+    /// the sockets must be closed with the port, since frames of an open socket are not free.
     pub fn with_sockets<R>(
         &self,
         port: PortId,
@@ -173,14 +174,14 @@ impl Dataplane {
         Ok(show(&sockets))
     }
 
-    /// Why TCP segments do not leave by this port as one, though the settings say so and it has one queue.
+    /// Why TCP segments are not sent as GSO packets on this port, although enabled and possible with its one queue.
     pub fn gso_refused(&self, port: PortId) -> Option<String> {
         let control = self.control();
         control.ports.get(port)?.queues.iter().find_map(|queue| Some(queue.gso.as_ref()?.as_ref().err()?.to_string()))
     }
 
-    /// Shows every file that the kernel must close before a port is wholly gone; the packet socket is one that other ports of the
-    /// network namespace have, too.
+    /// Passes every file that the kernel must close before a port is completely gone; other ports of the network
+    /// namespace share the packet socket.
     pub fn each_descriptor<E>(
         &self,
         port: PortId,
@@ -197,32 +198,32 @@ impl Dataplane {
         Ok(())
     }
 
-    /// Closes a port; all its frames are free when this returns. The XDP program should be detached before, and a
-    /// snapshot without the port be published. Packets still on the way to it are dropped as
-    /// [`Cause::PortGone`](crate::pipeline::Cause::PortGone). Where a worker has died, it returns once that one's sockets are
-    /// closed, or says that they are not.
+    /// Closes a port; all its frames are free when this returns. Detach the XDP program and publish a snapshot without
+    /// the port first. Packets still in transit to it are dropped as
+    /// [`DropReason::PortGone`](crate::pipeline::DropReason::PortGone). If a worker has died, it returns once that
+    /// worker's sockets are closed, or reports that they are not.
     pub fn close_port(&self, port: PortId) -> Result<(), PortError> {
         self.control().close(port)
     }
 
-    /// Closes several ports, in the time that one takes; the outcomes are in the order of `ports`.
+    /// Closes several ports in the time that one takes; results are in the order of `ports`.
     pub fn close_ports(&self, ports: &[PortId]) -> Vec<Result<(), PortError>> {
         self.control().close_all(ports)
     }
 
-    /// Makes this what the workers go by, each from its next turn on.
+    /// Publishes a snapshot; each worker adopts it in its next poll iteration.
     pub fn publish(&self, snapshot: Snapshot) {
         let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
         retired.push(self.shared.snapshot.swap(Arc::new(snapshot)));
         retired.retain(|old| Arc::strong_count(old) > 1);
     }
 
-    /// What the workers go by.
+    /// The last published snapshot.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.shared.snapshot.load_full()
     }
 
-    /// All figures, read without stopping anybody.
+    /// All counters, read without stopping a worker.
     pub fn statistics(&self) -> Statistics {
         let control = self.control();
         let running = self.shared.started.elapsed();
@@ -246,35 +247,35 @@ impl Dataplane {
         Statistics { ports: ports.collect(), closed, workers: workers.collect() }
     }
 
-    /// Where all frames are. Exact when no packet moves; workers are asked for it, so that those that sleep wake up.
+    /// Where all frames are. Exact when no packet moves. Queries the workers and wakes them if they sleep.
     pub fn frames(&self) -> Result<FrameAccount, PortError> {
         self.depths().map(|depths| depths.frames)
     }
 
-    /// What waits where; asked of the workers like [`Dataplane::frames`].
+    /// Queue depths; queries the workers like [`Dataplane::frames`].
     pub fn depths(&self) -> Result<Depths, PortError> {
         self.control().depths()
     }
 
-    /// By worker: the epoch in force on it. No packet that it judges from now on is judged under an older one; packets
-    /// that it judged before may still be on their way out.
+    /// By worker: the epoch in force. From now on it evaluates no packet under an older one; packets that it evaluated
+    /// before may still be in transit.
     ///
-    /// A worker that moves packets, or waits for them without sleeping, says so every turn, some microseconds after a
-    /// snapshot was published. One that sleeps takes the newest snapshot when it wakes up, before it looks at a packet:
-    /// what is published is in force on it.
+    /// A worker that is awake reports the epoch in every poll iteration, some microseconds after publication. One that
+    /// sleeps adopts the newest snapshot when it wakes up, before it reads a packet: so the published snapshot is in
+    /// force on it.
     pub fn in_force(&self) -> Vec<Epoch> {
         let published = self.shared.snapshot.load().epoch;
         let workers = self.shared.mailboxes.iter().zip(&self.shared.counters);
         workers.map(|(mailbox, counters)| if mailbox.sleeps() { published } else { counters.epoch() }).collect()
     }
 
-    /// The same by the frames' holders, for tests: it must agree.
+    /// The same counted by frame owners, for tests: the two must agree.
     #[cfg(test)]
     pub(super) fn census(&self) -> FrameAccount {
         self.shared.umem.pool().census()
     }
 
-    /// What the kernel lets every worker go before on its core.
+    /// The scheduling priority that the kernel grants every worker.
     pub fn priority(&self) -> Priority {
         let all = self.priorities.iter().copied();
         all.min().unwrap_or_default()
@@ -285,32 +286,32 @@ impl Dataplane {
         &self.cores
     }
 
-    /// The connection table that all workers share.
+    /// The connection table shared by all workers.
     pub fn connections(&self) -> &Arc<ConnTable> {
         &self.connections
     }
 
-    /// What the workers tell of single packets: nothing, until it has a budget.
+    /// The log of single packets; empty unless it has a budget.
     pub fn verdicts(&self) -> &Arc<VerdictLog> {
         &self.verdicts
     }
 
-    /// On which pages the UMEM lies.
+    /// The kind of pages that the UMEM uses.
     pub fn pages(&self) -> Pages {
         self.shared.umem.pages()
     }
 
-    /// The first worker that died, if any did. Its ports receive nothing any more.
+    /// The first worker that died, if any. Its ports no longer receive.
     pub fn failed(&self) -> Option<WorkerDied> {
         self.shared.died.get().cloned()
     }
 
-    /// Has a worker panic: for tests of what holds when one dies by a fault. [`Dataplane::failed`] tells of it then.
+    /// Makes a worker panic, to test what happens when one dies. [`Dataplane::failed`] reports it afterwards.
     pub fn kill_worker(&self, worker: usize) {
         self.control().send(worker, Command::Panic);
     }
 
-    /// Stops the workers and closes all ports. The account is by the frames' holders: all are free.
+    /// Stops the workers and closes all ports. The returned account is counted by frame owners: all frames are free.
     pub fn stop(mut self) -> Result<FrameAccount, WorkerDied> {
         self.end();
         match self.failed() {
@@ -387,12 +388,12 @@ fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
     })
 }
 
-/// What a worker's thread is started with.
+/// Arguments of a worker's thread.
 struct Thread {
     index: usize,
     core: CoreId,
     commands: Receiver<Command>,
-    /// Told when it has begun.
+    /// Notified when it has started.
     begun: Sender<(CoreId, Option<Priority>)>,
     /// Dropped when it ends.
     ending: Sender<()>,
@@ -413,7 +414,7 @@ fn spawn<P: Processor>(
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
         let _ = begun.send((core, is_pinned.then(|| go_first(priority))));
         drop(begun);
-        // What it reads comes from pods; its queues are opened for it.
+        // Its input comes from pods, and its queues are opened for it: it needs no capabilities.
         forgo_capabilities();
         let queues = catch_unwind(AssertUnwindSafe(|| worker.run())).unwrap_or_else(|panic| {
             let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });

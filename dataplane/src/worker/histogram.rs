@@ -1,22 +1,22 @@
-//! How long things took: counts by bucket that one thread writes and anybody may read.
+//! Duration histograms with one writer and any number of readers.
 //!
-//! The buckets are hdrhistogram's, the memory is our own: the library's histogram is read by who writes it, or handed over
-//! through a queue that allocates, and a worker does neither for a reader.
+//! The buckets are hdrhistogram's; the memory is our own: that library's histogram is read by its writer or passed
+//! through a queue that allocates, and a worker does neither.
 
 use std::time::Duration;
 
 use super::statistics::Counter;
 
-/// Buckets to a doubling: a value is known to within an eighth.
+/// Buckets per power of two: a value is known to within an eighth.
 const STEPS: u32 = 8;
 /// Values below 2 to this power of nanoseconds share the first bucket.
 const LEAST: u32 = 7;
-/// Values from 2 to this power of nanoseconds on, a second, share the last bucket.
+/// Values from 2 to this power of nanoseconds on (a second) share the last bucket.
 const MOST: u32 = 30;
-/// One for what is shorter, one for what is longer, and those between.
+/// One bucket for shorter values, one for longer ones, and those between.
 const BUCKETS: usize = ((MOST - LEAST) * STEPS) as usize + 2;
 
-/// Durations in buckets that grow with the value, as HDR histograms have them.
+/// Durations in logarithmic buckets, as in HDR histograms.
 #[derive(Debug)]
 pub(crate) struct Durations {
     buckets: [Counter; BUCKETS],
@@ -30,7 +30,7 @@ impl Default for Durations {
 }
 
 impl Durations {
-    /// Notes one. Two additions without a locked instruction.
+    /// Adds a value: two additions without locked instructions.
     #[inline]
     pub(crate) fn note(&self, duration: Duration) {
         // Half a millennium fits.
@@ -58,14 +58,14 @@ fn bucket(nanoseconds: u64) -> usize {
     }
 }
 
-/// The first value in nanoseconds that is beyond this bucket; `None` for the last one.
+/// Exclusive upper bound of this bucket in nanoseconds; `None` for the last one.
 fn bound(bucket: usize) -> Option<u64> {
     let index = u32::try_from(bucket).ok().filter(|_| bucket < BUCKETS - 1)?;
     let (octave, step) = (LEAST + index / STEPS, index % STEPS);
     Some(u64::from(STEPS + step) << (octave - STEPS.ilog2()))
 }
 
-/// Durations that were counted, at about one moment.
+/// A copy of a duration histogram.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Histogram {
     counts: Vec<u64>,
@@ -73,18 +73,18 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// How many were counted.
+    /// Number of values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// All of them together.
+    /// Sum of all values.
     pub fn sum(&self) -> Duration {
         self.sum
     }
 
-    /// How many were shorter than each of these, which ascend: exact at powers of two of a nanosecond, else of those in
-    /// the bucket that a limit falls into none.
+    /// Number of values below each of these ascending limits: exact at powers of two of a nanosecond; otherwise the
+    /// bucket that contains the limit is not counted.
     pub fn shorter_than(&self, limits: &[Duration]) -> Vec<u64> {
         let below = |limit: Duration| {
             let limit = limit.as_nanos();
@@ -94,8 +94,8 @@ impl Histogram {
         limits.iter().map(|&limit| below(limit)).collect()
     }
 
-    /// The value that this share of them, from 0 to 1, does not exceed, to within an eighth; `None` where there is none,
-    /// or where it is longer than a second.
+    /// The value that this share (0 to 1) of the values does not exceed, to within an eighth; `None` if there are none,
+    /// or if it is longer than a second.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let rank = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0) as u64;
         let mut seen = 0;

@@ -1,4 +1,4 @@
-//! How workers and the control side reach a worker: packets for its ports, commands, and the bell that wakes it.
+//! A worker's inbox: packets handed off to it, commands, and wake-ups.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -13,17 +13,17 @@ use super::statistics::{PortCounters, QueueDepth};
 use crate::forward::PortId;
 use crate::io::XskQueue;
 
-/// A packet on its way to the worker that owns its port.
+/// A packet handed off to the worker that owns its egress port.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HandOver {
     pub(crate) frame: FrameDesc,
-    /// The port to leave by.
+    /// Egress port.
     pub(crate) port: PortId,
-    /// The port it came in by, which a drop is counted for.
+    /// Ingress port, on which a drop is counted.
     pub(crate) ingress: PortId,
 }
 
-/// Where a worker's frames are, by its own books.
+/// Frames held by a worker.
 #[derive(Clone, Debug)]
 pub(crate) struct Holdings {
     pub(crate) cached: u32,
@@ -31,23 +31,23 @@ pub(crate) struct Holdings {
     pub(crate) queues: Vec<QueueDepth>,
 }
 
-/// What the control side asks of a worker. It is done between two turns, when no packet is in the worker's hands.
+/// A command of the control side. It is executed between two poll iterations, when the worker holds no packet.
 pub(crate) enum Command {
-    /// A port is open: `queues` are this worker's own; without any it hands packets over to `owner`.
+    /// A port is open: `queues` are this worker's own; without any it hands packets off to `owner`.
     Attach { port: PortId, queues: Vec<XskQueue>, owner: usize, counters: Arc<PortCounters>, done: Sender<()> },
-    /// Nothing is to be sent out of this port any more.
+    /// Nothing may be sent on this port any more.
     Unroute { port: PortId, done: Sender<()> },
-    /// The port's queues are to be given up.
+    /// Detach the port's queues.
     Detach { port: PortId, done: Sender<Vec<XskQueue>> },
-    /// Where the worker's frames are.
+    /// Report the worker's frames.
     Count { done: Sender<Holdings> },
-    /// The worker is to panic, as by a fault of its own.
+    /// Panic, for tests.
     Panic,
-    /// The worker is to end.
+    /// End the worker.
     Stop,
 }
 
-/// One worker's letter box. Anybody puts in; the worker alone takes out.
+/// The inbox of one worker, with many producers and the worker as its only consumer.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
     pub(crate) packets: ArrayQueue<HandOver>,
@@ -57,7 +57,7 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Packets that may wait for a worker.
+    /// Capacity of the hand-off queue, in packets.
     pub(crate) const CAPACITY: usize = 4096;
 
     pub(crate) fn new() -> Result<Self, Errno> {
@@ -69,36 +69,36 @@ impl Mailbox {
         })
     }
 
-    /// The descriptor that becomes readable when a sleeper is rung.
+    /// The eventfd that becomes readable when a sleeping worker is woken.
     pub(crate) fn bell(&self) -> &EventFd {
         &self.bell
     }
 
-    /// Wakes the worker if it sleeps; to be called after something was put in.
+    /// Wakes the worker if it sleeps; call it after enqueuing something.
     ///
-    /// Either this fence comes before the sleeper's in [`Mailbox::lie_down`], and then the sleeper sees what was put
-    /// in, or it comes after, and then this sees that it sleeps. So no wake-up is lost.
+    /// Either this fence comes before the worker's in [`WorkerInbox::prepare_sleep`], and the worker sees what was
+    /// enqueued, or it comes after, and this thread sees that the worker sleeps. So no wake-up is lost.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
-            // It fails only when the counter would overflow, and then the bell is rung already.
+            // It only fails if the counter would overflow, in which case it is already readable.
             let _ = self.bell.write(1);
         }
     }
 
-    /// Says that there is a command in the channel.
+    /// Announces a command in the channel.
     pub(crate) fn command(&self) {
         self.commanded.store(true, Ordering::Release);
         self.ring();
     }
 
-    /// Whether there may be commands; one load in the common case that there are none.
+    /// Whether there may be commands; one load in the common case without any.
     #[inline]
     pub(crate) fn take_commanded(&self) -> bool {
         self.commanded.load(Ordering::Relaxed) && self.commanded.swap(false, Ordering::Acquire)
     }
 
-    /// Announces that the worker is about to sleep. `false`: it must not, there is something to do.
+    /// Announces that the worker is about to sleep. `false`: it must not, because there is work.
     pub(crate) fn lie_down(&self) -> bool {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -109,10 +109,10 @@ impl Mailbox {
         false
     }
 
-    /// Whether the worker sleeps, and so will see at its next packet whatever was published before this call.
+    /// Whether the worker sleeps, so that it adopts whatever was published before this call when it wakes up.
     ///
-    /// Either this fence comes before the worker's in [`Mailbox::get_up`], and then the worker reads afterwards what was
-    /// published, or it comes after, and then this sees that the worker is awake.
+    /// Either this fence comes before the worker's in [`WorkerInbox::resume`], and the worker reads what was published
+    /// afterwards, or it comes after, and this thread sees that the worker is awake.
     pub(crate) fn sleeps(&self) -> bool {
         fence(Ordering::SeqCst);
         self.asleep.load(Ordering::Relaxed)
@@ -121,9 +121,9 @@ impl Mailbox {
     /// Announces that the worker is awake.
     pub(crate) fn get_up(&self) {
         self.asleep.store(false, Ordering::Relaxed);
-        // For `Mailbox::sleeps`: between this and whatever the worker reads from now on.
+        // For `WorkerInbox::is_asleep`: orders this before everything that the worker reads from now on.
         fence(Ordering::SeqCst);
-        // Empty already unless somebody rang.
+        // Empty unless the worker was woken.
         let _ = self.bell.read();
     }
 }

@@ -1,9 +1,9 @@
-//! The threads that move packets: one a core, each with the queues of its ports.
+//! The worker threads: one per core, each with the queues of its ports.
 //!
-//! [`Dataplane`] is what the rest of the program sees. A worker's turn: obey commands, take what other workers handed
-//! over, receive a batch from each of its queues and judge it, send everything that is to go out of its own ports in
-//! one go a port, hand the rest to the workers that own those ports, free what was sent, refill. When there is
-//! nothing to do it spins for a while and then sleeps.
+//! [`Dataplane`] is the public interface. A worker's poll iteration: handle commands, take packets handed off by other
+//! workers, receive a batch from each of its queues and evaluate it, send everything for its own ports in one go per
+//! port, hand the rest off to the workers that own those ports, free completed frames, refill. Without work it spins
+//! for a while and then sleeps.
 
 mod config;
 mod control;
@@ -30,10 +30,10 @@ pub use stages::{Stage, StageStatistics};
 pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
 pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};
 
-/// Most workers of a dataplane.
+/// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;
 
-/// Most ports that can be open at once.
+/// Maximum number of open ports.
 pub const MAX_PORTS: usize = 4096;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The control side's table of open ports: numbers, slots, sockets, and which worker has which queue.
+//! The control side's table of open ports: numbers, slots, sockets, and the worker of each queue.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,15 +14,15 @@ use crate::io::{GsoSocket, Slot};
 /// One queue of an open port.
 #[derive(Debug)]
 pub(super) struct OpenQueue {
-    /// The interface's number for it.
+    /// The queue's number on its interface.
     pub(super) queue: u32,
-    /// The worker that has it.
+    /// The worker that owns it.
     pub(super) worker: usize,
-    /// By which its frames are marked.
+    /// Marks its frames.
     pub(super) slot: Slot,
-    /// The socket once more, so that it can be asked and put into a map while its worker uses it.
+    /// A duplicate of the socket, to query it and to put it into a map while its worker uses it.
     pub(super) socket: OwnedFd,
-    /// The socket for segments that leave as one, if they are to; or why they do not.
+    /// The GSO socket if enabled, or why it is not available.
     pub(super) gso: Option<io::Result<Arc<GsoSocket>>>,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct OpenPort {
     pub(super) counters: Vec<Arc<PortCounters>>,
 }
 
-/// Open ports by their numbers, and the numbers and slots that are free.
+/// Open ports by number, and the free numbers and slots.
 #[derive(Debug, Default)]
 pub(super) struct PortTable {
     ports: Vec<Option<OpenPort>>,
@@ -45,11 +45,11 @@ pub(super) struct PortTable {
 }
 
 impl PortTable {
-    /// A number for a new port: one that is free and that `published` does not speak of.
+    /// A number for a new port: one that is free and does not occur in `published`.
     ///
-    /// A number that was used before must not come to stand for another port while a worker may still forward by a
-    /// table in which it stands for the old one. Workers take the table anew after they were told of a port, so that it
-    /// is enough that the table published last is free of it.
+    /// A number must not be reused for another port while a worker may still forward by a table that contains the old
+    /// one. Workers reload the table after they are informed of a port, so it suffices that the last published table
+    /// does not contain it.
     pub(super) fn vacant(&mut self, published: &Snapshot) -> Option<PortId> {
         let clear = self.retired.iter().position(|&id| published.forwarding.port(id).is_none());
         if let Some(id) = clear.and_then(|position| self.retired.remove(position)) {
@@ -62,7 +62,7 @@ impl PortTable {
         Some(PortId((self.ports.len() - 1) as u16))
     }
 
-    /// Gives back a number that came to nothing.
+    /// Returns an unused number.
     pub(super) fn retire(&mut self, id: PortId) {
         self.retired.push_back(id);
     }
@@ -75,7 +75,7 @@ impl PortTable {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// Takes a port out; its number must be retired when its frames are free.
+    /// Removes a port; retire its number when its frames are free.
     pub(super) fn remove(&mut self, id: PortId) -> Option<OpenPort> {
         self.ports.get_mut(id.index())?.take()
     }
@@ -85,7 +85,7 @@ impl PortTable {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }
 
-    /// A slot for a new queue.
+    /// Allocates a slot for a new queue.
     pub(super) fn take_slot(&mut self) -> Option<Slot> {
         self.free_slots.pop().or_else(|| {
             (self.slots_used < Slot::COUNT).then(|| {
@@ -95,7 +95,7 @@ impl PortTable {
         })
     }
 
-    /// Gives back a slot whose frames are free.
+    /// Returns a slot whose frames are free.
     pub(super) fn give_slot(&mut self, slot: Slot) {
         self.free_slots.push(slot);
     }

@@ -1,35 +1,35 @@
-//! What a thread may do, and what it goes before.
+//! Capabilities and scheduling priority of threads.
 
 use caps::CapSet;
 use nix::libc;
 
-/// Takes all capabilities from the calling thread, for good. Threads that it starts have none either.
+/// Drops all capabilities of the calling thread permanently. Threads that it starts have none either.
 ///
-/// The kernel lets every thread give up its own; were it to refuse, nothing would be lost but this precaution.
+/// The kernel always permits this; if it failed, only this precaution would be lost.
 pub fn forgo_capabilities() {
     for set in [CapSet::Ambient, CapSet::Inheritable, CapSet::Permitted] {
         let _ = caps::clear(None, set);
     }
 }
 
-/// What a worker goes before on its core.
+/// Scheduling priority of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Priority {
-    /// Nothing: it is a thread like any other.
+    /// That of an ordinary thread.
     Ordinary,
-    /// The threads of its own control group (nice -20). Other groups get their share of the core, in turns of a few
-    /// milliseconds, which queues outlast.
+    /// Nice -20, relative to threads of its own control group. Other groups get their share of the core in slices of a
+    /// few milliseconds, which queues can buffer.
     #[default]
     Nice,
-    /// All ordinary threads (SCHED_RR, at the lowest real-time priority), as the kernel's own packet work goes before them.
+    /// SCHED_RR at the lowest real-time priority: before all ordinary threads, like the kernel's own packet processing.
     ///
-    /// For a worker that sleeps now and then. If none of them got to run for most of a second, they have the core for
-    /// 50 ms on end (the kernel's fair server, kernel/sched/deadline.c), which no queue outlasts.
+    /// For a worker that sleeps from time to time. If ordinary threads did not run for most of a second, the kernel's
+    /// fair server gives them the core for 50 ms (kernel/sched/deadline.c), which no queue can buffer.
     RealTime,
 }
 
-/// Puts the calling thread before others, as far as it is allowed to, and says how far that is. While a worker waits for its
-/// core its queues overflow.
+/// Raises the calling thread's priority as far as permitted; returns the priority reached. A worker's queues overflow
+/// while it waits for its core.
 pub(super) fn go_first(priority: Priority) -> Priority {
     // SAFETY: the parameters live across the call; 0 means the calling thread (sched_setscheduler(2)).
     let real_time = || unsafe {

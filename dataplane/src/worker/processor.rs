@@ -1,4 +1,4 @@
-//! What a worker does with a batch of packets.
+//! Processing of packet batches by a worker.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,9 +11,9 @@ use crate::io::RxBatch;
 use crate::pipeline::{BATCH, Mode, Pipeline, StageClocks, Verdict};
 use crate::{Epoch, Snapshot};
 
-/// What a worker does with a batch of packets: the pipeline, and in this module's tests something simpler.
+/// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
 pub(crate) trait Processor: Send + 'static {
-    /// Judges a batch received on `ingress`; the verdict of frame `i` goes to `verdicts[i]`.
+    /// Evaluates a batch received on `ingress`; the verdict on frame `i` is written to `verdicts[i]`.
     fn process(
         &mut self,
         snapshot: &Snapshot,
@@ -23,7 +23,7 @@ pub(crate) trait Processor: Send + 'static {
         verdicts: &mut [Verdict; BATCH],
     );
 
-    /// The same, and what its stages took.
+    /// The same, and the cost of its stages.
     fn process_timed(
         &mut self,
         snapshot: &Snapshot,
@@ -36,39 +36,39 @@ pub(crate) trait Processor: Send + 'static {
         StageClocks::default()
     }
 
-    /// What the last batch is to be answered with.
+    /// Replies to the last batch.
     fn answers(&mut self) -> Option<&mut Answers> {
         None
     }
 
-    /// Does a step of what must be done now and then: a small one where packets may be waiting.
+    /// Runs one step of periodic housekeeping: a small one if packets may be waiting.
     fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool);
 }
 
-/// The pipeline, its clock, and the worker's share in keeping the connection table tidy.
+/// The pipeline, its clock, and the worker's part in sweeping the connection table.
 pub(crate) struct Judge {
     pipeline: Pipeline,
-    /// One moment on both clocks.
+    /// The same time on both clocks.
     origin: (Instant, Timestamp),
     sweep: Option<Sweep>,
     recorder: Recorder,
 }
 
-/// The walk over the connection table that removes expired connections.
+/// The sweep that removes expired connections.
 struct Sweep {
     cursor: SweepCursor,
     last: Instant,
 }
 
-/// In how long the whole table is swept. An expired connection is not found in any case; this is about its room.
+/// Duration of a sweep of the whole table. Expired connections are never found; the sweep frees their entries.
 const SWEEP_PERIOD: Duration = Duration::from_secs(10);
-/// Most entries in one step while packets may be waiting: some 15 microseconds.
+/// Maximum entries per step while packets may be waiting: some 15 microseconds.
 const BUSY_STEP: usize = 512;
-/// Most entries in one step otherwise: about a millisecond.
+/// Maximum entries per step otherwise: about a millisecond.
 const IDLE_STEP: usize = 32_768;
 
 impl Judge {
-    /// One worker, the first, sweeps for all: more would only meet each other.
+    /// Only the first worker sweeps: others would only repeat its work.
     pub(crate) fn new(
         connections: Arc<ConnTable>,
         mode: Mode,

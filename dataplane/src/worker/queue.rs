@@ -1,4 +1,4 @@
-//! A queue in the hands of its worker, with the packets that are to leave by it this turn.
+//! A queue owned by a worker, with the packets to be sent on it in this poll iteration.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::io::{FrameCache, FramePool, Kick, Umem, XskQueue};
 use crate::packet::Joined;
 use crate::pipeline::BATCH;
 
-/// Packets sent and batches received since a queue is watched from which it is no longer, until the worker sleeps: what two
-/// system calls cost is then next to nothing a packet.
+/// Packets sent and batches received after which a watched queue is no longer watched until the worker sleeps. At that
+/// number the cost of two system calls per packet is negligible.
 const BUSY: u32 = 256;
 
 /// A queue of one of a worker's ports.
@@ -22,18 +22,18 @@ pub(super) struct PortQueue {
     pub(super) port: PortId,
     pub(super) xsk: XskQueue,
     pub(super) counters: Arc<PortCounters>,
-    /// What is to be sent this turn, and by which port each came in. At most a batch.
+    /// Packets to send in this iteration, with their ingress ports. At most a batch.
     frames: Vec<FrameDesc>,
     ingress: Vec<PortId>,
-    /// The kernel is to be woken: there is something in the TX ring that it has not taken.
+    /// The kernel must be woken: the TX ring contains packets that it has not taken.
     unsent: bool,
-    /// It is on the list of queues with something left to do.
+    /// Whether it is on the list of queues with work left.
     pub(super) listed: bool,
-    /// Turns without a packet since it was put on the list of queues that are looked at every turn.
+    /// Poll iterations without a packet since it became active.
     pub(super) quiet: Option<u16>,
-    /// A packet that it receives wakes the worker.
+    /// Whether a received packet wakes the worker.
     watched: bool,
-    /// Packets sent and batches received since then.
+    /// Packets sent and batches received since it is watched.
     moved: u32,
 }
 
@@ -54,7 +54,7 @@ impl PortQueue {
         }
     }
 
-    /// Adds a packet to what is to be sent. `true`: it is a batch now and must be put into the ring.
+    /// Adds a packet to send. `true`: there is a full batch, which must be put into the ring.
     #[inline]
     pub(super) fn push(&mut self, frame: FrameDesc, ingress: PortId) -> bool {
         self.frames.push(frame);
@@ -62,9 +62,9 @@ impl PortQueue {
         self.frames.len() >= BATCH
     }
 
-    /// Sends TCP segments that may leave as one, and puts all else into the TX ring, in order. Those that were sent are freed
-    /// to `cache`; what finds no room even after the kernel was woken goes to `refused`. Says how many left joined with
-    /// others.
+    /// Sends TCP segments as GSO packets where possible, and puts everything else into the TX ring, in order. Frames of
+    /// GSO packets are freed to `cache`; frames that do not fit, even after the kernel was woken, go to `rejected`.
+    /// Returns the number of segments that were sent joined.
     pub(super) fn transmit(
         &mut self,
         umem: &Umem,
@@ -82,7 +82,7 @@ impl PortQueue {
                 continue;
             };
             let end = at + joined.count;
-            // What was before them in their connection leaves before them.
+            // Earlier packets of their connection must be sent before them.
             sent = self.fill_ring(sent, at, umem, timed);
             if sent == at && self.drain(timed) && self.send_joined(at, &joined, umem, timed) {
                 self.frames[at..end].iter().for_each(|frame| cache.give(*frame, umem.pool()));
@@ -100,7 +100,7 @@ impl PortQueue {
         left_joined
     }
 
-    /// Puts frames into the TX ring, from one to before another; says before which it came to an end.
+    /// Puts frames from one index up to another into the TX ring; returns the index of the first one that did not fit.
     #[inline]
     fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem, timed: &mut Option<TimedTurn>) -> usize {
         let mut sent = from;
@@ -115,7 +115,7 @@ impl PortQueue {
         sent
     }
 
-    /// Has the kernel send all that is in the TX ring. Whether it did.
+    /// Makes the kernel send everything in the TX ring; returns whether it did.
     fn drain(&mut self, timed: &mut Option<TimedTurn>) -> bool {
         while self.kick(timed) == Some(Kick::More) {}
         !self.unsent
@@ -125,7 +125,7 @@ impl PortQueue {
         TimedTurn::send_in(timed, || self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined))
     }
 
-    /// Wakes the kernel once if it has not taken all. `None`: there was no need.
+    /// Wakes the kernel once if it has not taken everything. `None`: not necessary.
     #[inline]
     pub(super) fn kick(&mut self, timed: &mut Option<TimedTurn>) -> Option<Kick> {
         if !self.unsent {
@@ -142,13 +142,13 @@ impl PortQueue {
         self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
     }
 
-    /// Counts a batch that was received.
+    /// Counts a received batch.
     #[inline]
     pub(super) fn note_batch(&mut self) {
         self.moved = self.moved.saturating_add(1);
     }
 
-    /// Sees to it that a packet that it receives, or has received, wakes whoever waits for `epoll`.
+    /// Makes a received packet, past or future, wake the thread that waits on `epoll`.
     pub(super) fn watch(&mut self, epoll: &Epoll) -> Result<(), Errno> {
         if !self.watched {
             epoll.add(self.xsk.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
@@ -157,16 +157,16 @@ impl PortQueue {
         Ok(())
     }
 
-    /// Stops watching it while many packets pass, for nobody sleeps then. To a socket that is watched the kernel tells of each
-    /// packet that it has sent (`sock_wfree`, net/core/sock.c) and of each batch that it has received, by a lock and a walk
-    /// over those who wait, sleeping or not.
+    /// Stops watching it under high traffic, when the worker does not sleep. For a watched socket the kernel signals
+    /// each sent packet (`sock_wfree`, net/core/sock.c) and each received batch with a lock and a walk over the
+    /// waiters, whether or not they sleep.
     pub(super) fn unwatch_if_busy(&mut self, epoll: &Epoll) {
         if self.watched && self.moved >= BUSY {
             self.watched = epoll.delete(self.xsk.as_fd()).is_err();
         }
     }
 
-    /// Gives up the queue; nothing may be left to be sent.
+    /// Returns the socket; no packet may be left to send.
     pub(super) fn into_xsk(self) -> XskQueue {
         debug_assert!(self.frames.is_empty(), "a queue is given up between turns");
         self.xsk

@@ -1,4 +1,4 @@
-//! A worker's loop.
+//! A worker's main loop.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,19 +19,18 @@ use crate::Snapshot;
 use crate::io::XskQueue;
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 
-/// How long a sleeper sleeps at most, in milliseconds, so that what must be done now and then is done.
+/// Maximum sleep in milliseconds, so that housekeeping runs regularly.
 const LONGEST_SLEEP: u16 = 250;
-/// How long it sleeps at first and at most while the kernel does not take what is to be sent, in milliseconds; each time
-/// twice as long as the last.
+/// First and maximum sleep while the kernel does not accept packets to send, in milliseconds; doubled each time.
 const STALLED_SLEEP: (u16, u16) = (1, 32);
-/// How long it sleeps at most while the kernel has no room to watch one of the queues, in milliseconds.
+/// Maximum sleep while the kernel has no room to watch one of the queues, in milliseconds.
 const UNWATCHED_SLEEP: u16 = 1;
-/// Turns between two steps of what must be done now and then, while packets come.
+/// Poll iterations between housekeeping steps while packets arrive.
 const TEND: u32 = 64;
-/// Turns between two looks at queues that have had no packet for a while, while others have.
+/// Poll iterations between polls of inactive queues while others are active.
 const LOOK: u32 = 16;
 
-/// A worker: what it has, what it does with packets, and how it waits for them.
+/// A worker: its state, its packet processing, and its sleep logic.
 pub(super) struct Worker<P> {
     desk: Desk,
     processor: P,
@@ -70,7 +69,7 @@ impl<P: Processor> Worker<P> {
         })
     }
 
-    /// Moves packets until it is told to stop, and then gives up its queues.
+    /// Moves packets until it is told to stop, then returns its queues.
     pub(super) fn run(mut self) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
         let (mut until_tending, mut until_look) = (TEND, 0_u32);
@@ -81,7 +80,7 @@ impl<P: Processor> Worker<P> {
                 return self.desk.give_up(&mut self.received);
             }
             let timed = self.timer.begin();
-            // The one look at the clock of a turn: the last turn ends where this one begins.
+            // The only clock read of an iteration: the previous iteration ends where this one begins.
             let now = Instant::now();
             if let Some(since) = busy_since.take() {
                 self.desk.counters().busy_turns.note(now.duration_since(since));
@@ -91,7 +90,8 @@ impl<P: Processor> Worker<P> {
             self.desk.timed = timed;
             let turn = self.turn(now, until_look == 0);
             until_tending -= 1;
-            // After a turn without work all are looked at, so that none waits while the worker spins or before it sleeps.
+            // After an iteration without work all queues are polled, so that none waits while the worker spins or
+            // before it sleeps.
             until_look = if turn.busy { until_look.checked_sub(1).unwrap_or(LOOK) } else { 0 };
             if !turn.busy || until_tending == 0 {
                 self.processor.housekeeping(epoch, now, turn.busy);
@@ -115,7 +115,7 @@ impl<P: Processor> Worker<P> {
         }
     }
 
-    /// One turn: over all queues if `all` are to be looked at, else over the lively ones.
+    /// One poll iteration: over all queues if `all`, otherwise over the active ones.
     fn turn(&mut self, now: Instant, all: bool) -> Turn {
         let mut turn = Turn { busy: self.desk.take_handed_over() > 0, ..Turn::default() };
         if all {
@@ -136,7 +136,7 @@ impl<P: Processor> Worker<P> {
         turn
     }
 
-    /// Receives and judges one batch of one queue. `false`: there was none.
+    /// Receives and evaluates one batch of one queue. `false`: there was none.
     fn receive(&mut self, index: usize, now: Instant) -> bool {
         let Some(queue) = self.desk.queues[index].as_mut() else { return false };
         let (shared, ingress) = (&self.desk.shared, queue.port);
@@ -147,7 +147,7 @@ impl<P: Processor> Worker<P> {
             queue.quiet = queue.quiet.map(|turns| turns + 1);
             return false;
         }
-        // Counted first: meanwhile the headers come from the sender's core.
+        // Counted first: meanwhile the headers are fetched from the sender's core.
         queue.counters.rx_packets.add(count as u64);
         queue.counters.rx_bytes.add(batch.octets());
         self.desk.counters().note_batch(count);
@@ -177,7 +177,7 @@ impl<P: Processor> Worker<P> {
         true
     }
 
-    /// Sleeps until a packet comes, somebody rings, or so many milliseconds have passed.
+    /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed.
     fn sleep(&mut self, longest: u16) {
         let longest = if self.desk.watch_all(&self.epoll) { longest } else { UNWATCHED_SLEEP };
         if !self.desk.mailbox().lie_down() {
@@ -185,7 +185,7 @@ impl<P: Processor> Worker<P> {
         }
         let before = Instant::now();
         let mut events = [EpollEvent::empty(); 16];
-        // An interruption by a signal is one more reason to wake up.
+        // An interruption by a signal is just another wake-up.
         let _ = self.epoll.wait(&mut events, EpollTimeout::from(longest));
         self.desk.mailbox().get_up();
         let counters = self.desk.counters();
@@ -193,7 +193,7 @@ impl<P: Processor> Worker<P> {
         counters.asleep_nanoseconds.add(before.elapsed().as_nanos() as u64);
     }
 
-    /// Does what the control side asks. `false`: the worker is to end.
+    /// Executes commands of the control side. `false`: the worker must end.
     fn obey(&mut self) -> bool {
         while let Ok(command) = self.commands.try_recv() {
             match command {

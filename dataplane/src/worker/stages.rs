@@ -1,43 +1,42 @@
-//! What the stages of a turn cost: one turn in many is timed.
+//! Cost of the stages of a poll iteration; one iteration in many is timed.
 
 use super::statistics::Counter;
 use crate::clocks;
 use crate::pipeline::StageClocks;
 
-/// Turns with packets between two that are timed. A timed one looks at the clock more than ten times, a few hundred clocks
-/// in all, which is a few clocks a turn. It does not count them.
+/// Iterations with packets between two timed ones. A timed one reads the clock more than ten times, a few hundred
+/// clocks in total, which is a few clocks per iteration. Those are not included in the result.
 const INTERVAL: u32 = 64;
-/// Clocks from which on a turn was not the worker's own: its core was taken away in between, by the system or by whoever runs
-/// the virtual machine.
+/// Clocks above which an iteration was interrupted: the system or the hypervisor took the core away in between.
 const INTERRUPTED: u64 = 1 << 22;
 
-/// What a worker does with packets, in order.
+/// Stages of packet processing, in order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Stage {
-    /// Taking descriptors from RX rings.
+    /// Reading descriptors from RX rings.
     RingRead,
-    /// Parsing, checking the source, fetching what is needed of the connection table.
+    /// Parsing, source checks, prefetching the connection table.
     Parse,
-    /// Finding and updating connections, opening those that are new.
+    /// Finding, updating and opening connections.
     Connection,
-    /// Asking the policy.
+    /// Evaluating policy.
     Policy,
     /// Finding the next hop and rewriting headers.
     Rewrite,
-    /// Everything else outside of system calls: descriptors into TX and fill rings, frames that come back, counters.
+    /// Everything else outside of system calls: descriptors for TX and fill rings, completed frames, counters.
     RingWrite,
-    /// The system calls that have the kernel send.
+    /// The system calls that make the kernel send.
     Send,
 }
 
 impl Stage {
-    /// How many there are.
+    /// Number of stages.
     pub const COUNT: usize = 7;
-    /// All of them, in order.
+    /// All stages, in order.
     pub const ALL: [Self; Self::COUNT] =
         [Self::RingRead, Self::Parse, Self::Connection, Self::Policy, Self::Rewrite, Self::RingWrite, Self::Send];
 
-    /// As statistics call it.
+    /// Its name in statistics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::RingRead => "ring_read",
@@ -51,7 +50,7 @@ impl Stage {
     }
 }
 
-/// Sums over the turns that were timed. The worker alone writes.
+/// Sums over the timed iterations; written only by the worker.
 #[derive(Default, Debug)]
 pub(crate) struct StageCounters {
     packets: Counter,
@@ -59,18 +58,18 @@ pub(crate) struct StageCounters {
     clocks: [Counter; Stage::COUNT],
 }
 
-/// Sums over the turns that were timed.
+/// Sums over the timed iterations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StageStatistics {
     /// Packets received in them.
     pub packets: u64,
-    /// Turns that were timed and are not counted, because the core was taken away in between.
+    /// Timed iterations that are not included because the core was taken away in between.
     pub interrupted: u64,
     clocks: [u64; Stage::COUNT],
 }
 
 impl StageStatistics {
-    /// Clocks of the processor's time stamp counter that a stage took (nanoseconds where it has none).
+    /// Clocks of a stage: ticks of the CPU's time stamp counter, or nanoseconds without one.
     pub fn clocks(&self, stage: Stage) -> u64 {
         self.clocks[stage as usize]
     }
@@ -82,7 +81,7 @@ impl StageCounters {
         StageStatistics { packets: self.packets.get(), interrupted: self.interrupted.get(), clocks }
     }
 
-    /// Counts a turn that took `total` clocks.
+    /// Adds an iteration that took `total` clocks.
     fn add(&self, turn: &TimedTurn, total: u64) {
         if total >= INTERRUPTED {
             self.interrupted.add(1);
@@ -97,26 +96,26 @@ impl StageCounters {
     }
 }
 
-/// A turn that is timed.
+/// A timed poll iteration.
 #[derive(Default)]
 pub(super) struct TimedTurn {
     start: u64,
     packets: u64,
-    /// Without what looking at the clock took.
+    /// Without the cost of reading the clock.
     clocks: [u64; Stage::COUNT],
-    /// Looks at the clock since the start, and what each takes.
+    /// Clock reads since the start, and the cost of each.
     looks: u64,
     look: u64,
 }
 
 impl TimedTurn {
-    /// Looks at the clock, and counts that.
+    /// Reads the clock and counts the read.
     pub(super) fn look(&mut self) -> u64 {
         self.looks += 1;
         clocks::now()
     }
 
-    /// Counts what was read from a ring in so many clocks, one look among them, and what became of it.
+    /// Adds a batch: the clocks of reading it from the ring, one clock read included, and those of its stages.
     pub(super) fn received(&mut self, packets: usize, ring_read: u64, stages: StageClocks) {
         self.packets += packets as u64;
         let StageClocks { parse, connection, policy, rewrite, asked } = stages;
@@ -133,7 +132,7 @@ impl TimedTurn {
         }
     }
 
-    /// Does what has the kernel send, and times it if the turn is timed.
+    /// Calls `send`, and times it if the iteration is timed.
     #[inline]
     pub(super) fn send_in<T>(turn: &mut Option<Self>, send: impl FnOnce() -> T) -> T {
         match turn {
@@ -151,11 +150,11 @@ impl TimedTurn {
     }
 }
 
-/// Decides which turns are timed.
+/// Selects the iterations to be timed.
 pub(super) struct StageTimer {
     on: bool,
     until_next: u32,
-    /// What a look at the clock takes.
+    /// Cost of a clock read.
     look: u64,
 }
 
@@ -164,14 +163,14 @@ impl StageTimer {
         Self { on, until_next: INTERVAL, look: clocks::cost_of_a_look() }
     }
 
-    /// A turn begins.
+    /// Begins an iteration.
     #[inline]
     pub(super) fn begin(&mut self) -> Option<TimedTurn> {
         let due = self.on && self.until_next == 0;
         due.then(|| TimedTurn { look: self.look, start: clocks::now(), ..TimedTurn::default() })
     }
 
-    /// A turn is over. One without packets does not count: the next is timed in its place.
+    /// Ends an iteration. One without packets does not count: the next one is timed instead.
     #[inline]
     pub(super) fn end(&mut self, turn: Option<TimedTurn>, busy: bool, counters: &StageCounters) {
         match turn {
@@ -233,7 +232,7 @@ mod tests {
     fn what_the_looks_at_the_clock_took_is_nobodys() {
         let counters = StageCounters::default();
         let mut turn = TimedTurn { look: 20, ..TimedTurn::default() };
-        // Before a ring is read, and after it.
+        // Before and after reading a ring.
         turn.look();
         turn.look();
         turn.received(8, 100, StageClocks { parse: 200, connection: 300, policy: 130, rewrite: 50, asked: 3 });
@@ -243,7 +242,7 @@ mod tests {
         let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
         let alone = [80, 180, 300 - 4 * 20, 130 - 3 * 20, 30];
         assert_eq!(stages.map(|stage| read.clocks(stage)), alone);
-        // Two around reading the ring, four around the stages, six around three judgements.
+        // Two around reading the ring, four around the stages, six around three policy evaluations.
         assert_eq!(read.clocks(Stage::RingWrite), total - alone.iter().sum::<u64>() - 12 * 20);
     }
 

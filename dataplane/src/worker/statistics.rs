@@ -1,4 +1,4 @@
-//! Counters that a worker alone writes and anybody may read.
+//! Counters with one writer, a worker, and any number of readers.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::io::{FrameAccount, XskStatistics};
 use crate::pipeline::{BATCH, Cause};
 use crate::snapshot::Epoch;
 
-/// A counter with one writer: no locked instruction, since nobody else stores to it.
+/// A counter with one writer: no locked instructions, since nobody else stores to it.
 #[derive(Default, Debug)]
 pub(crate) struct Counter(AtomicU64);
 
@@ -29,8 +29,8 @@ impl Counter {
     }
 }
 
-/// What one worker counted for one port. Aligned so that no two workers write to one cache line (or to a pair of
-/// lines that the processor fetches together).
+/// Counters of one worker for one port. Aligned so that no two workers write to the same cache line (or to a pair of
+/// lines that the CPU prefetches together).
 #[derive(Default, Debug)]
 #[repr(align(128))]
 pub(crate) struct PortCounters {
@@ -50,7 +50,7 @@ impl PortCounters {
     }
 }
 
-/// What one worker counted for itself.
+/// Counters of one worker.
 #[derive(Default, Debug)]
 #[repr(align(128))]
 pub(crate) struct WorkerCounters {
@@ -63,9 +63,9 @@ pub(crate) struct WorkerCounters {
     pub(crate) answers_withheld: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) asleep_nanoseconds: Counter,
-    /// How long turns took in which packets were moved.
+    /// Durations of poll iterations that moved packets.
     pub(crate) busy_turns: Durations,
-    /// What the stages of some of them took.
+    /// Stages of some of them.
     pub(crate) stages: StageCounters,
     batch_sizes: [Counter; BATCH_SIZES],
     epoch: AtomicU32,
@@ -75,37 +75,37 @@ pub(crate) struct WorkerCounters {
 pub(crate) const BATCH_SIZES: usize = BATCH.ilog2() as usize + 1;
 
 impl WorkerCounters {
-    /// Counts a batch of so many packets, of which there is at least one.
+    /// Counts a non-empty batch of this many packets.
     #[inline]
     pub(crate) fn note_batch(&self, packets: usize) {
         self.batches.add(1);
         self.batch_sizes[(packets.next_power_of_two().ilog2() as usize).min(BATCH_SIZES - 1)].add(1);
     }
 
-    /// Says that what this worker judges from now on it judges under this epoch or a later one.
+    /// Announces that this worker evaluates packets under this epoch or a later one from now on.
     #[inline]
     pub(crate) fn note_epoch(&self, epoch: Epoch) {
         self.epoch.store(epoch.0, Ordering::Release);
     }
 
-    /// The epoch that was noted last.
+    /// The last announced epoch.
     pub(crate) fn epoch(&self) -> Epoch {
         Epoch(self.epoch.load(Ordering::Acquire))
     }
 }
 
-/// Packets, octets and drops; of a port, of a worker, or of all.
+/// Packets, bytes and drops of a port, of a worker, or in total.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Traffic {
     /// Packets received.
     pub rx_packets: u64,
-    /// Octets received, Ethernet headers included.
+    /// Bytes received, Ethernet headers included.
     pub rx_bytes: u64,
-    /// Packets given to the kernel to be sent.
+    /// Packets passed to the kernel for sending.
     pub tx_packets: u64,
-    /// Octets of those.
+    /// Bytes of those.
     pub tx_bytes: u64,
-    /// Octets of packets that came in and were dropped.
+    /// Bytes of received packets that were dropped.
     pub dropped_bytes: u64,
     drops: [u64; Cause::COUNT],
 }
@@ -117,17 +117,17 @@ impl Default for Traffic {
 }
 
 impl Traffic {
-    /// Packets that came in by this port and were dropped for this cause.
+    /// Packets received on this port and dropped for this reason.
     pub fn dropped(&self, cause: Cause) -> u64 {
         self.drops[cause as usize]
     }
 
-    /// Every cause for which packets were dropped, with their number.
+    /// All reasons with dropped packets, and their counts.
     pub fn drops(&self) -> impl Iterator<Item = (Cause, u64)> + '_ {
         Cause::ALL.iter().map(|&cause| (cause, self.dropped(cause))).filter(|(_, count)| *count > 0)
     }
 
-    /// All packets that were dropped.
+    /// All dropped packets.
     pub fn dropped_packets(&self) -> u64 {
         self.drops.iter().sum()
     }
@@ -155,26 +155,27 @@ impl Traffic {
     }
 }
 
-/// Packets that the kernel lost at a port's sockets (`struct xdp_statistics` in linux/if_xdp.h), all queues together.
+/// Packets that the kernel dropped at a port's sockets (`struct xdp_statistics` in linux/if_xdp.h), all queues
+/// together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KernelDrops {
-    /// Packets longer than a frame, or for which the fill ring was empty.
+    /// Packets longer than a frame, or that found the fill ring empty.
     pub rx_dropped: u64,
-    /// Packets for which the RX ring was full: the worker is too slow.
+    /// Packets that found the RX ring full: the worker is too slow.
     pub rx_ring_full: u64,
-    /// How often the fill ring was found empty: frames are short. These packets are in `rx_dropped` too.
+    /// How often the fill ring was empty: frames are short. These packets are in `rx_dropped` too.
     pub fill_ring_empty: u64,
-    /// A descriptor that the kernel did not take: a fault of this program.
+    /// Descriptors that the kernel rejected: a bug of this program.
     pub invalid_descriptors: u64,
 }
 
 impl KernelDrops {
-    /// How many packets were lost in all.
+    /// Total number of dropped packets.
     pub fn packets(&self) -> u64 {
         self.rx_dropped + self.rx_ring_full
     }
 
-    /// Each count with its name.
+    /// Each counter with its name.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         [
             ("rx_dropped", self.rx_dropped),
@@ -185,7 +186,7 @@ impl KernelDrops {
         .into_iter()
     }
 
-    /// Adds those of other sockets.
+    /// Adds the counters of other sockets.
     pub fn add_all(&mut self, other: &Self) {
         self.rx_dropped += other.rx_dropped;
         self.rx_ring_full += other.rx_ring_full;
@@ -201,77 +202,77 @@ impl KernelDrops {
     }
 }
 
-/// How many frames a queue of a port holds at a moment.
+/// Number of frames in a port's queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QueueDepth {
     /// The port.
     pub port: PortId,
-    /// With the kernel for receiving, or received and not yet read. Full is the ring's size.
+    /// In the fill ring, or received and not yet read. The maximum is the ring's size.
     pub receiving: u32,
-    /// Given to the kernel for sending, and not yet seen to be sent.
+    /// Passed to the kernel for sending and not yet completed.
     pub sending: u32,
 }
 
-/// What waits where at a moment.
+/// Frames and packets in queues.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Depths {
     /// Where all frames are.
     pub frames: FrameAccount,
-    /// Of every queue of every open port.
+    /// All queues of all open ports.
     pub queues: Vec<QueueDepth>,
-    /// By worker: packets that other workers have handed over to it and that it has not taken yet.
+    /// By worker: packets handed off to it that it has not taken yet.
     pub handed_over: Vec<usize>,
 }
 
-/// One port's figures.
+/// Statistics of a port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortStatistics {
     /// The port.
     pub port: PortId,
     /// Its interface.
     pub interface: String,
-    /// What all workers counted for it.
+    /// Counters of all workers.
     pub traffic: Traffic,
-    /// What each worker counted for it, by worker.
+    /// Counters by worker.
     pub by_worker: Vec<Traffic>,
-    /// What the kernel lost at its sockets.
+    /// Drops by the kernel at its sockets.
     pub kernel: KernelDrops,
 }
 
-/// One worker's figures.
+/// Statistics of a worker.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct WorkerStatistics {
-    /// Turns of its loop.
+    /// Poll iterations.
     pub rounds: u64,
-    /// Turns in which there was nothing to do.
+    /// Poll iterations without work.
     pub empty_rounds: u64,
     /// Batches of packets received.
     pub batches: u64,
-    /// Packets given to another worker, which owns their port.
+    /// Packets handed off to another worker, which owns their port.
     pub handed_over: u64,
-    /// TCP segments that left joined with others, as one packet of the kernel's.
+    /// TCP segments that were sent joined in GSO packets.
     pub joined: u64,
-    /// Packets of its own making, in answer to others.
+    /// Replies generated by the node.
     pub answers: u64,
-    /// Answers that were due and not given, because there had been too many.
+    /// Replies suppressed by their rate limits.
     pub answers_withheld: u64,
-    /// How often it went to sleep.
+    /// Number of sleeps.
     pub sleeps: u64,
-    /// How long it slept.
+    /// Time asleep.
     pub asleep: Duration,
-    /// How long it has been running.
+    /// Time since its start.
     pub running: Duration,
-    /// How long turns took in which packets were moved: judged, sent, handed over. Their sum is the time that it was busy.
+    /// Durations of poll iterations that moved packets: evaluated, sent, handed off. Their sum is the busy time.
     pub busy_turns: Histogram,
-    /// What the stages of some of these turns took.
+    /// Stages of some of these iterations.
     pub stages: StageStatistics,
-    /// Batches by how many packets they had: of each power of two, from 1 up to [`BATCH`], those with as many or fewer, and
-    /// more than the power before.
+    /// Batches by size: for each power of two from 1 up to [`BATCH`], those with at most as many packets, and more than
+    /// the previous power.
     pub batch_sizes: Vec<u64>,
 }
 
 impl WorkerStatistics {
-    /// The share of its time in which it was awake, from 0 to 1.
+    /// Share of time awake, from 0 to 1.
     pub fn awake_share(&self) -> f64 {
         match self.running.as_secs_f64() {
             running if running > 0.0 => (1.0 - self.asleep.as_secs_f64() / running).clamp(0.0, 1.0),
@@ -298,12 +299,12 @@ impl WorkerStatistics {
     }
 }
 
-/// All figures at about one moment.
+/// All statistics at about the same time.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Statistics {
     /// The open ports in the order of their numbers.
     pub ports: Vec<PortStatistics>,
-    /// What was counted for ports that are closed by now, and for packets whose port went away under way.
+    /// Counters of closed ports, and of packets whose port was closed while they were in transit.
     pub closed: Traffic,
     /// The workers in the order of `Config::cores`.
     pub workers: Vec<WorkerStatistics>,

@@ -1,7 +1,7 @@
-//! What workers tell of single packets, for a log: bounded in every way, so that a log never slows them.
+//! Records of single packets for a log, with limits so that logging never slows a worker down.
 //!
-//! A worker asks its budget for the outcome at hand *before* it makes a record; a record goes into a queue without locks,
-//! and is lost where that is full. Both are counted. While the log is off, a batch costs one load.
+//! A worker checks its budget for the outcome *before* it creates a record. Records go into a lock-free queue and are
+//! lost if it is full. Both are counted. While the log is off, a batch costs one load.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,27 +17,27 @@ use crate::pipeline::{BATCH, Cause, Frames, Observer, Occasion, Verdict};
 use crate::policy::{Judgement, RuleName};
 use crate::{Epoch, Snapshot};
 
-/// Records that may wait for their reader.
+/// Capacity of the queue, in records.
 const CAPACITY: usize = 4096;
-/// Outcomes that have a budget of their own: each cause, and a connection that was opened.
+/// Outcomes with separate budgets: each drop reason, and an opened connection.
 const OUTCOMES: usize = Cause::COUNT + 1;
 
-/// What became of a packet.
+/// Logged outcome of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Outcome {
-    /// It was the first of a connection, which policy allows.
+    /// It opened a connection, which policy allows.
     Opened,
     /// It was dropped.
     Dropped(Cause),
 }
 
 impl Outcome {
-    /// Every outcome.
+    /// All outcomes.
     pub fn all() -> impl Iterator<Item = Self> {
         std::iter::once(Self::Opened).chain(Cause::ALL.iter().map(|&cause| Self::Dropped(cause)))
     }
 
-    /// Its name in logs and counters: the cause's, or `opened`.
+    /// Its name in logs and counters: the drop reason's, or `opened`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Opened => "opened",
@@ -53,57 +53,57 @@ impl Outcome {
     }
 }
 
-/// What one packet came to.
+/// Record of one packet.
 #[derive(Clone, Debug)]
 pub struct VerdictRecord {
     /// When its batch was received.
     pub at: Instant,
-    /// By which worker.
+    /// Index of the worker.
     pub worker: usize,
-    /// On which port.
+    /// Ingress port.
     pub ingress: PortId,
-    /// Under which snapshot.
+    /// Epoch of the snapshot.
     pub epoch: Epoch,
-    /// Octets received, Ethernet header included.
+    /// Bytes received, Ethernet header included.
     pub octets: usize,
-    /// What became of it.
+    /// Outcome.
     pub outcome: Outcome,
-    /// Its flow; where the policy was asked for it, the one that was judged, in the direction in which its connection was
-    /// opened; `None` where it could not be parsed.
+    /// Its flow. If policy was evaluated, the evaluated flow, in the direction in which its connection was opened; `None`
+    /// if the packet could not be parsed.
     pub flow: Option<Flow>,
-    /// One number for all packets of a connection, in both directions; see [`ConnTable::connection_id`].
+    /// Connection id, the same for all packets in both directions; see [`ConnTable::connection_id`].
     pub connection: Option<u64>,
-    /// What the policy said, where it was asked for this packet.
+    /// The policy verdict, if policy was evaluated for this packet.
     pub judged: Option<Judged>,
 }
 
-/// An answer of the policy.
+/// A logged policy evaluation.
 #[derive(Clone, Debug)]
 pub struct Judged {
-    /// The flow that was judged, in the direction in which its connection was opened.
+    /// The evaluated flow, in the direction in which its connection was opened.
     pub flow: Flow,
-    /// What both sides said.
+    /// The verdict of both directions.
     pub judgement: Judgement,
-    /// Why it was asked.
+    /// Why policy was evaluated.
     pub occasion: Occasion,
-    /// The rule that allowed its egress.
+    /// The rule that allowed egress.
     pub egress_rule: Option<RuleName>,
-    /// The rule that allowed its ingress.
+    /// The rule that allowed ingress.
     pub ingress_rule: Option<RuleName>,
 }
 
-/// The records of all workers on their way to a log. Workers put in, one reader takes out.
+/// The queue of records from all workers to one reader.
 #[derive(Debug)]
 pub struct VerdictLog {
     queue: ArrayQueue<VerdictRecord>,
-    /// Records a worker makes of one outcome in a second; 0 is off.
+    /// Records per worker, outcome and second; 0 is off.
     budget: AtomicU32,
-    /// Whether opened connections are told of, too.
+    /// Whether opened connections are recorded.
     opened: AtomicU32,
     workers: Box<[Kept]>,
 }
 
-/// What one worker did not tell.
+/// Records that one worker did not make, or lost.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Kept {
@@ -111,17 +111,17 @@ struct Kept {
     lost: Counter,
 }
 
-/// How much is told.
+/// Limits of the verdict log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VerdictBudget {
-    /// Most records of one worker and one outcome in a second; 0 tells nothing.
+    /// Maximum records per worker, outcome and second; 0 turns the log off.
     pub each_second: u32,
-    /// Whether connections that policy allows are told of when they are opened.
+    /// Whether allowed connections are recorded when they are opened.
     pub opened: bool,
 }
 
 impl VerdictLog {
-    /// One for so many workers, off until it has a budget.
+    /// A log for this many workers, off until it has a budget.
     pub fn new(workers: usize) -> Self {
         let kept = || Kept { suppressed: [const { Counter::new() }; OUTCOMES], lost: Counter::new() };
         Self {
@@ -132,36 +132,36 @@ impl VerdictLog {
         }
     }
 
-    /// Sets how much is told, from each worker's next batch on.
+    /// Sets the budget; it applies from each worker's next batch on.
     pub fn set_budget(&self, budget: VerdictBudget) {
         self.opened.store(budget.opened.into(), Ordering::Relaxed);
         self.budget.store(budget.each_second, Ordering::Relaxed);
     }
 
-    /// The oldest record that is waiting.
+    /// Takes the oldest record.
     pub fn take(&self) -> Option<VerdictRecord> {
         self.queue.pop()
     }
 
-    /// Packets of an outcome that no record was made of because the budget was used up.
+    /// Packets with this outcome that were not recorded because the budget was used up.
     pub fn suppressed(&self, outcome: Outcome) -> u64 {
         self.workers.iter().map(|kept| kept.suppressed[outcome.index()].get()).sum()
     }
 
-    /// Records that were lost because the reader was too slow.
+    /// Records lost because the reader was too slow.
     pub fn lost(&self) -> u64 {
         self.workers.iter().map(|kept| kept.lost.get()).sum()
     }
 }
 
-/// One worker's way into the log.
+/// A worker's side of the log.
 pub(super) struct Recorder {
     log: Arc<VerdictLog>,
     worker: usize,
-    /// When the budget was last filled.
+    /// When the budget was last refilled.
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
-    /// Judgements of the batch at hand, in the order of its frames.
+    /// Policy evaluations of the current batch, in the order of its frames.
     judged: Vec<(usize, Flow, Judgement, Occasion)>,
 }
 
@@ -170,13 +170,13 @@ impl Recorder {
         Self { log, worker, filled: None, left: [0; OUTCOMES], judged: Vec::with_capacity(2 * BATCH) }
     }
 
-    /// Whether anything is told at all; to be asked before each batch.
+    /// Whether anything is recorded; check it before each batch.
     #[inline]
     pub(super) fn is_on(&self) -> bool {
         self.log.budget.load(Ordering::Relaxed) > 0
     }
 
-    /// Tells of the packets of a batch that was processed with this as its observer.
+    /// Records the packets of a batch that was processed with this as its observer.
     pub(super) fn tell(
         &mut self,
         snapshot: &Snapshot,
@@ -193,7 +193,7 @@ impl Recorder {
         for (index, verdict) in verdicts.iter().enumerate().take(frames.len()) {
             let first = next;
             next += judged[first..].iter().take_while(|(of, ..)| *of == index).count();
-            // Of two, the first was about a connection that had ended.
+            // Of two, the first concerned a connection that had ended.
             let own = judged[first..next].last();
             let outcome = match (verdict, own) {
                 (Verdict::Drop(cause), _) => Outcome::Dropped(*cause),
@@ -204,7 +204,7 @@ impl Recorder {
                 continue;
             }
             let frame = frames.bytes(index);
-            // A packet that passed has been rewritten, but its flow was judged; one that was dropped is as it came.
+            // A packet that passed has been rewritten, but its flow was evaluated; a dropped one is unchanged.
             let flow = own.map(|(_, flow, ..)| *flow).or_else(|| Some(parse(frame).ok()?.flow));
             let record = VerdictRecord {
                 at: now,
@@ -232,7 +232,7 @@ impl Recorder {
         }
     }
 
-    /// Whether the budget has room for one of this outcome; counts it where not.
+    /// Whether the budget allows one more record of this outcome; otherwise counts it as suppressed.
     fn may_tell(&mut self, outcome: Outcome) -> bool {
         let left = &mut self.left[outcome.index()];
         let may = *left > 0;
@@ -246,7 +246,7 @@ impl Recorder {
 
 impl Observer for Recorder {
     fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion) {
-        // Twice a frame at most; a batch longer than a batch is not looked at.
+        // At most twice per frame; anything beyond a batch is ignored.
         if self.judged.len() < self.judged.capacity() {
             self.judged.push((index, *flow, *judgement, occasion));
         }
@@ -254,7 +254,7 @@ impl Observer for Recorder {
 }
 
 fn name(snapshot: &Snapshot, flow: Flow, judgement: Judgement, occasion: Occasion) -> Judged {
-    // A reference count more, no copy.
+    // Increments a reference count; copies nothing.
     let rule = |side: crate::policy::Side| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
     Judged { flow, judgement, occasion, egress_rule: rule(judgement.egress), ingress_rule: rule(judgement.ingress) }
 }
@@ -265,7 +265,7 @@ mod tests {
     use crate::conntrack::Config;
     use crate::io::MemoryFrames;
 
-    /// Tells of a batch of frames too short to be parsed, all dropped for this cause.
+    /// Records a batch of frames too short to be parsed, all dropped for this reason.
     fn tell(recorder: &mut Recorder, now: Instant, cause: Cause, count: usize) {
         let connections = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
         let mut frames = MemoryFrames::new();

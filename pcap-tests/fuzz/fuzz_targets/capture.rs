@@ -1,9 +1,9 @@
-//! Capture files of any octets: `make fuzz`.
+//! Fuzzes capture files: `make fuzz`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use penstock_pcap_tests::fuzz::capture;
 
-fuzz_target!(|octets: &[u8]| {
-    capture(octets);
+fuzz_target!(|bytes: &[u8]| {
+    capture(bytes);
 });

@@ -1,14 +1,14 @@
-//! Frames of any octets through the pipeline: `make fuzz`.
+//! Fuzzes the pipeline with frames: `make fuzz`.
 #![no_main]
 
 use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
-use penstock_pcap_tests::fuzz::{Subject, frames};
+use penstock_pcap_tests::fuzz::{FuzzNode, frames};
 
 thread_local! {
-    /// Kept from input to input: making tables takes longer than using them.
-    static SUBJECT: RefCell<Subject> = RefCell::default();
+    /// Kept between inputs: building the tables takes longer than using them.
+    static NODE: RefCell<FuzzNode> = RefCell::default();
 }
 
-fuzz_target!(|octets: &[u8]| SUBJECT.with_borrow_mut(|subject| frames(subject, octets)));
+fuzz_target!(|bytes: &[u8]| NODE.with_borrow_mut(|node| frames(node, bytes)));

@@ -1,63 +1,63 @@
-//! What becomes of packets, by a parser that is not ours and a map of connections.
+//! Connection tracking of the oracle: an independent parser and a map of connections.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
 
 use etherparse::{Ipv6ExtensionSlice, NetSlice, SlicedPacket};
 
-use super::fragments::{Datagrams, Piece};
-use super::policy::{Flow, World};
+use super::fragments::{Fragment, PassedDatagrams};
+use super::policy::{ClusterObjects, Flow};
 
-/// What the oracle says of a packet; `None` where it has no opinion.
-pub(crate) type Opinion = Option<&'static str>;
+/// The oracle's verdict on a packet; `None` if it has none.
+pub(crate) type OracleVerdict = Option<&'static str>;
 
-/// Where a capture says that a packet entered.
+/// Where a packet entered, according to the capture.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Entry {
-    /// Nothing.
+pub(crate) enum EntryPoint {
+    /// Not recorded.
     Unknown,
     /// A pod's interface.
     Pod(String),
-    /// The node's own.
+    /// The node's own interface.
     Host,
-    /// From outside.
+    /// An uplink.
     Uplink,
 }
 
 #[derive(Clone, Debug)]
-struct Connection {
+struct TrackedConnection {
     opened: Flow,
     allowed: bool,
     answered: bool,
     last: u64,
-    /// What each side of a TCP connection sends next, as far as it was seen; the opener's first.
+    /// Next sequence number of each side of a TCP connection, if seen; the opener's first.
     next: [Option<u32>; 2],
     tags: [Option<u32>; 2],
     ends: u8,
     reset: bool,
-    /// Whether a segment from its middle opened it.
+    /// Whether it was picked up from a segment in mid-stream.
     picked_up: bool,
-    /// A SYN that passed although the connection was live: its side, and the number that acknowledges it.
+    /// A SYN that passed on a live connection: its side, and the number that acknowledges it.
     syn: Option<(usize, u32)>,
 }
 
 /// A node.
 #[derive(Default)]
 pub(crate) struct Oracle {
-    pub(crate) world: World,
-    connections: HashMap<Flow, Connection>,
-    datagrams: Datagrams,
+    pub(crate) cluster: ClusterObjects,
+    connections: HashMap<Flow, TrackedConnection>,
+    datagrams: PassedDatagrams,
 }
 
-/// What of a packet matters.
-struct Seen {
+/// The relevant fields of a packet.
+struct ParsedPacket {
     flow: Flow,
     ttl: u8,
-    kind: Kind,
-    piece: Option<Piece>,
+    kind: PacketKind,
+    fragment: Option<Fragment>,
 }
 
-enum Kind {
+enum PacketKind {
     Tcp { flags: u8, seq: u32, ack: u32, len: u32 },
     Udp,
     Sctp { chunk: u8, tag: u32, initiate: u32 },
@@ -69,20 +69,20 @@ enum Kind {
 }
 
 impl Oracle {
-    /// Judges a packet seen `now`, in seconds.
-    pub(crate) fn judge(&mut self, now: u64, entry: &Entry, frame: &[u8]) -> Opinion {
-        if let Some(opinion) = self.before_workers(entry, frame) {
-            return opinion;
+    /// Evaluates a packet seen at `now`, in seconds.
+    pub(crate) fn evaluate(&mut self, now: u64, entry: &EntryPoint, frame: &[u8]) -> OracleVerdict {
+        if let Some(verdict) = self.before_workers(entry, frame) {
+            return verdict;
         }
-        let seen = match look(frame) {
+        let seen = match parse_frame(frame) {
             Ok(seen) => seen,
-            Err(opinion) => return opinion,
+            Err(verdict) => return verdict,
         };
         let (src, dst) = (seen.flow.src, seen.flow.dst);
         let own = match self.entry(entry, src) {
-            Entry::Pod(pod) => self.world.local_pod(src).is_some_and(|own| own.key.to_string() == pod),
-            Entry::Uplink => self.world.local_pod(src).is_none() && !self.world.is_own_node(src),
-            Entry::Host | Entry::Unknown => true,
+            EntryPoint::Pod(pod) => self.cluster.local_pod(src).is_some_and(|own| own.key.to_string() == pod),
+            EntryPoint::Uplink => self.cluster.local_pod(src).is_none() && !self.cluster.is_own_node(src),
+            EntryPoint::Host | EntryPoint::Unknown => true,
         };
         let routable = |address: IpAddr| match address {
             IpAddr::V4(v4) => {
@@ -99,48 +99,48 @@ impl Oracle {
         if !own || !routable(src) || !routable(dst) {
             return Some("deny");
         }
-        // A node would unwrap it: IANA's numbers of protocols, and of tunnels' UDP ports with that of Linux for VXLAN.
+        // Tunnels that a node would decapsulate: protocol numbers and UDP ports of IANA, and Linux's VXLAN port.
         let unwrapped = match seen.flow.protocol {
             17 => [1701, 2152, 3386, 4754, 4789, 6080, 6081, 6635, 8472].contains(&seen.flow.dport),
             protocol => [4, 41, 47, 103, 108, 115, 137, 143].contains(&protocol),
         };
-        if unwrapped && matches!(self.entry(entry, src), Entry::Pod(_)) && self.world.node_of(dst).is_some() {
+        if unwrapped && matches!(self.entry(entry, src), EntryPoint::Pod(_)) && self.cluster.node_of(dst).is_some() {
             return Some("deny");
         }
-        let passes = self.whole_or_piece(now, &seen);
-        let to_pod = self.world.local_pod(dst).is_some();
-        let from_host = self.entry(entry, src) == Entry::Host;
+        let passes = self.fragment_or_packet_passes(now, &seen);
+        let to_pod = self.cluster.local_pod(dst).is_some();
+        let from_host = self.entry(entry, src) == EntryPoint::Host;
         let spent = to_pod && !from_host && seen.ttl <= 1;
         Some(if passes && !spent { "allow" } else { "deny" })
     }
 
-    /// The policy has changed, and these addresses have another holder.
+    /// Removes connections of these addresses, which have another owner.
     pub(crate) fn forget(&mut self, addresses: &[IpAddr]) {
         self.connections.retain(|_, connection| {
             !addresses.iter().any(|gone| [connection.opened.src, connection.opened.dst].contains(gone))
         });
     }
 
-    /// Every connection is judged again: those that are not allowed any more are cut.
-    pub(crate) fn judge_again(&mut self) {
+    /// Evaluates every connection again: those that policy no longer allows are revoked.
+    pub(crate) fn reevaluate(&mut self) {
         for connection in self.connections.values_mut() {
-            connection.allowed = self.world.allows(&connection.opened);
+            connection.allowed = self.cluster.allows(&connection.opened);
         }
     }
 
-    fn entry(&self, entry: &Entry, src: IpAddr) -> Entry {
+    fn entry(&self, entry: &EntryPoint, src: IpAddr) -> EntryPoint {
         match entry {
-            Entry::Unknown => match self.world.local_pod(src) {
-                Some(pod) => Entry::Pod(pod.key.to_string()),
-                None if self.world.is_own_node(src) => Entry::Host,
-                None => Entry::Uplink,
+            EntryPoint::Unknown => match self.cluster.local_pod(src) {
+                Some(pod) => EntryPoint::Pod(pod.key.to_string()),
+                None if self.cluster.is_own_node(src) => EntryPoint::Host,
+                None => EntryPoint::Uplink,
             },
             known => known.clone(),
         }
     }
 
-    /// What no worker sees.
-    fn before_workers(&self, entry: &Entry, frame: &[u8]) -> Option<Opinion> {
+    /// Verdict on packets that no worker receives.
+    fn before_workers(&self, entry: &EntryPoint, frame: &[u8]) -> Option<OracleVerdict> {
         let kernel = Some(Some("kernel"));
         let ethertype = match frame.get(12..14) {
             Some(ethertype) => u16::from_be_bytes([ethertype[0], ethertype[1]]),
@@ -149,59 +149,61 @@ impl Oracle {
         let ends = addresses(ethertype, frame);
         let entry = match ends {
             Some((src, _)) => self.entry(entry, src),
-            None if *entry == Entry::Unknown => Entry::Uplink,
+            None if *entry == EntryPoint::Unknown => EntryPoint::Uplink,
             None => entry.clone(),
         };
         match ethertype {
-            0x8100 if entry != Entry::Uplink => return Some(Some("deny")),
+            0x8100 if entry != EntryPoint::Uplink => return Some(Some("deny")),
             0x0800 | 0x86dd => {}
             _ => return kernel,
         }
-        let Some((_, dst)) = ends else { return if entry == Entry::Uplink { kernel } else { Some(Some("deny")) } };
+        let Some((_, dst)) = ends else { return if entry == EntryPoint::Uplink { kernel } else { Some(Some("deny")) } };
         if ethertype == 0x86dd && frame[20] == 58 && frame[21] == 255 && (133..=137).contains(frame.get(54)?) {
             let IpAddr::V6(to) = dst else { return None };
             let link_scope = to.is_unicast_link_local() || (to.is_multicast() && to.octets()[1] & 0xf == 2);
-            if link_scope || self.world.is_own_node(dst) {
+            if link_scope || self.cluster.is_own_node(dst) {
                 return kernel;
             }
         }
-        let for_pod = self.world.local_pod(dst).is_some();
-        (!for_pod && matches!(entry, Entry::Uplink | Entry::Host)).then_some(Some("kernel"))
+        let for_pod = self.cluster.local_pod(dst).is_some();
+        (!for_pod && matches!(entry, EntryPoint::Uplink | EntryPoint::Host)).then_some(Some("kernel"))
     }
 
-    /// Whether it passes: later fragments where their first one's connection does, all else by itself.
-    fn whole_or_piece(&mut self, now: u64, seen: &Seen) -> bool {
-        let Some(piece) = &seen.piece else { return self.passes(now, seen) };
-        if piece.offset > 0 {
-            let Some(flow) = self.datagrams.flow_of(now, piece) else { return false };
+    /// Whether it passes: later fragments if the connection of their first one does, all else by itself.
+    fn fragment_or_packet_passes(&mut self, now: u64, seen: &ParsedPacket) -> bool {
+        let Some(fragment) = &seen.fragment else { return self.passes(now, seen) };
+        if fragment.offset > 0 {
+            let Some(flow) = self.datagrams.flow_of(now, fragment) else { return false };
             let found = self.find(now, &[flow, reversed(flow)]);
             return found.is_some_and(|found| self.connections[&found].allowed);
         }
         let passes = self.passes(now, seen);
         if passes {
-            self.datagrams.begin(now, piece, seen.flow);
+            self.datagrams.begin(now, fragment, seen.flow);
         }
         passes
     }
 
-    /// Whether connection or policy lets it pass.
-    fn passes(&mut self, now: u64, seen: &Seen) -> bool {
+    /// Whether its connection or policy allows it.
+    fn passes(&mut self, now: u64, seen: &ParsedPacket) -> bool {
         match &seen.kind {
-            Kind::Wrong => return false,
-            Kind::Error(quoted) => {
-                let Some(quoted) = quoted.filter(|quoted| quoted.src == seen.flow.dst) else { return false };
-                if self.world.local_pod(seen.flow.src).is_some() && quoted.dst != seen.flow.src {
+            PacketKind::Wrong => return false,
+            PacketKind::Error(quoted_flow) => {
+                let Some(quoted_flow) = quoted_flow.filter(|quoted_flow| quoted_flow.src == seen.flow.dst) else {
+                    return false;
+                };
+                if self.cluster.local_pod(seen.flow.src).is_some() && quoted_flow.dst != seen.flow.src {
                     return false;
                 }
-                let found = self.find(now, &[quoted, reversed(quoted)]);
+                let found = self.find(now, &[quoted_flow, reversed(quoted_flow)]);
                 return found.is_some_and(|found| self.connections[&found].allowed);
             }
             _ => {}
         }
         let keys = match seen.kind {
-            // Whoever asks opens, and whoever answers does not: two that ask each other are two connections.
-            Kind::Ask => vec![seen.flow],
-            Kind::Answer => vec![reversed(seen.flow)],
+            // A query opens a connection and a reply does not. Two hosts that query each other have two connections.
+            PacketKind::Ask => vec![seen.flow],
+            PacketKind::Answer => vec![reversed(seen.flow)],
             _ => vec![seen.flow, reversed(seen.flow)],
         };
         if let Some(key) = self.find(now, &keys) {
@@ -214,41 +216,44 @@ impl Oracle {
             }
         }
         let opens = match seen.kind {
-            // RFC 9293: a connection opens with SYN alone; one that was missed may be picked up by what has ACK alone.
-            Kind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10),
-            Kind::Answer => false,
+            // RFC 9293: a SYN without ACK opens a connection. One that was missed may be picked up by a segment with
+            // only ACK.
+            PacketKind::Tcp { flags, .. } => matches!(flags & 0x17, 0x02 | 0x10),
+            PacketKind::Answer => false,
             _ => true,
         };
-        let allowed = self.world.allows(&seen.flow);
+        let allowed = self.cluster.allows(&seen.flow);
         if allowed && opens {
-            let picked_up = matches!(seen.kind, Kind::Tcp { flags, .. } if flags & 0x02 == 0);
-            self.enter(Connection::new(seen.flow, now, picked_up)).take(now, seen);
+            let picked_up = matches!(seen.kind, PacketKind::Tcp { flags, .. } if flags & 0x02 == 0);
+            self.enter(TrackedConnection::new(seen.flow, now, picked_up)).take(now, seen);
         }
         allowed && opens
     }
 
-    /// Enters a connection in the place of any other between the same ports. Of echoes each side has its own.
-    fn enter(&mut self, connection: Connection) -> &mut Connection {
+    /// Inserts a connection, replacing any other between the same ports. Echo connections are separate for each
+    /// direction.
+    fn enter(&mut self, connection: TrackedConnection) -> &mut TrackedConnection {
         if !matches!(connection.opened.protocol, 1 | 58) {
             self.connections.remove(&reversed(connection.opened));
         }
         self.connections.entry(connection.opened).insert_entry(connection).into_mut()
     }
 
-    /// What becomes of a SYN on a live connection, and of the SYN-ACK that may answer it; `None` for every other segment.
+    /// Handles a SYN on a live connection and the SYN-ACK that may answer it; `None` for every other segment.
     ///
-    /// Whoever sends the SYN may have forgotten the connection. If its peer has too, the peer answers with a SYN-ACK that
-    /// acknowledges it. If the peer lives, it answers with an ACK (RFC 9293 section 3.10.7.4, RFC 5961 section 4), and the
-    /// connection stays. The kernel keeps the numbers of such a SYN likewise (net/netfilter/nf_conntrack_proto_tcp.c,
-    /// `TCP_CONNTRACK_IGNORE`). A SYN from the answering side asks for a connection in its own direction.
-    fn out_of_sync(&mut self, now: u64, key: &Flow, seen: &Seen) -> Option<bool> {
-        let Kind::Tcp { flags, seq, ack, .. } = seen.kind else { return None };
+    /// The sender of the SYN may have lost the connection. If its peer has lost it too, the peer answers with a SYN-ACK
+    /// that acknowledges the SYN. If the peer still has it, it answers with an ACK (RFC 9293 section 3.10.7.4, RFC 5961
+    /// section 4), and the connection stays. The kernel also records the numbers of such a SYN
+    /// (net/netfilter/nf_conntrack_proto_tcp.c, `TCP_CONNTRACK_IGNORE`). A SYN from the answering side opens a
+    /// connection in its own direction.
+    fn out_of_sync(&mut self, now: u64, key: &Flow, seen: &ParsedPacket) -> Option<bool> {
+        let PacketKind::Tcp { flags, seq, ack, .. } = seen.kind else { return None };
         let found = self.connections.get_mut(key).filter(|found| found.allowed && !found.is_over())?;
         let side = usize::from(seen.flow != found.opened);
         match flags & 0x17 {
             0x02 if found.is_opening() => None,
             0x02 => {
-                let passes = side == 0 || self.world.allows(&seen.flow);
+                let passes = side == 0 || self.cluster.allows(&seen.flow);
                 if passes {
                     found.syn = Some((side, seq.wrapping_add(1)));
                 }
@@ -256,9 +261,9 @@ impl Oracle {
             }
             0x12 if found.syn == Some((1 - side, ack)) => {
                 let opened = reversed(seen.flow);
-                let passes = self.world.allows(&opened);
+                let passes = self.cluster.allows(&opened);
                 if passes {
-                    let anew = self.enter(Connection::new(opened, now, false));
+                    let anew = self.enter(TrackedConnection::new(opened, now, false));
                     anew.next[0] = Some(ack);
                     return None;
                 }
@@ -268,7 +273,7 @@ impl Oracle {
         }
     }
 
-    /// The first of these flows that opened a connection, if that is live.
+    /// The first of these flows that opened a live connection.
     fn find(&self, now: u64, keys: &[Flow]) -> Option<Flow> {
         let found = *keys.iter().find(|key| self.connections.contains_key(key))?;
         let connection = &self.connections[&found];
@@ -276,8 +281,8 @@ impl Oracle {
     }
 }
 
-impl Connection {
-    /// One that its policy allows, before its first packet.
+impl TrackedConnection {
+    /// An allowed connection before its first packet.
     fn new(opened: Flow, now: u64, picked_up: bool) -> Self {
         Self {
             opened,
@@ -297,17 +302,17 @@ impl Connection {
         self.reset || self.ends >= 2
     }
 
-    /// Whether only SYNs were seen yet: another one is a new attempt, or crosses the first.
+    /// Whether only SYNs were seen so far: another SYN is a new attempt or crosses the first.
     fn is_opening(&self) -> bool {
         !self.answered && !self.picked_up
     }
 
-    /// In seconds, as the kernel's defaults.
+    /// In seconds; the kernel's defaults.
     fn timeout(&self) -> u64 {
         match (self.opened.protocol, self.answered) {
             (6, _) if self.reset => 10,
             (6, _) if self.ends >= 2 => 120,
-            // As long as what one side has sent may go unacknowledged.
+            // As long as the data of one side may remain unacknowledged.
             (6, false) if self.picked_up => 300,
             (6, false) => 120,
             (6, true) => 432_000,
@@ -319,10 +324,11 @@ impl Connection {
         }
     }
 
-    /// Whether a packet of it passes; `None` if it opens another.
-    fn take(&mut self, now: u64, seen: &Seen) -> Option<bool> {
+    /// Updates the connection with a packet; returns whether the packet passes, or `None` if it opens another
+    /// connection.
+    fn take(&mut self, now: u64, seen: &ParsedPacket) -> Option<bool> {
         let side = usize::from(seen.flow != self.opened);
-        if let Kind::Tcp { flags, seq, .. } = seen.kind {
+        if let PacketKind::Tcp { flags, seq, .. } = seen.kind {
             let is_syn = flags & 0x17 == 0x02;
             let over = self.is_over() || !self.allowed;
             if is_syn && over && self.next[side].is_none_or(|next| seq.wrapping_sub(next) as i32 > 0 || !self.allowed) {
@@ -332,7 +338,7 @@ impl Connection {
                 self.next[0] = None;
             }
         }
-        if !self.allowed && matches!(seen.kind, Kind::Sctp { chunk: 1, .. }) {
+        if !self.allowed && matches!(seen.kind, PacketKind::Sctp { chunk: 1, .. }) {
             return None;
         }
         if !self.allowed {
@@ -340,7 +346,7 @@ impl Connection {
             return Some(false);
         }
         match seen.kind {
-            Kind::Tcp { flags, seq, len, .. } => {
+            PacketKind::Tcp { flags, seq, len, .. } => {
                 let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
                 if far && !(flags & 0x04 != 0 && seq == 0) {
                     return Some(false);
@@ -352,17 +358,17 @@ impl Connection {
                 self.ends += u8::from(flags & 0x01 != 0);
                 self.reset |= flags & 0x04 != 0;
             }
-            Kind::Sctp { chunk, tag, initiate } => {
+            PacketKind::Sctp { chunk, tag, initiate } => {
                 if matches!(chunk, 1 | 2) {
                     self.tags[side] = Some(initiate);
                 }
-                // What is sent to a side carries the tag that this side asked for.
+                // A packet carries the verification tag that its receiver chose.
                 if self.tags[1 - side].is_some_and(|wanted| wanted != tag) {
                     return Some(false);
                 }
             }
-            Kind::Answer if side == 0 => return Some(false),
-            Kind::Ask if side == 1 => return Some(false),
+            PacketKind::Answer if side == 0 => return Some(false),
+            PacketKind::Ask if side == 1 => return Some(false),
             _ => {}
         }
         self.answered |= side == 1;
@@ -394,7 +400,7 @@ pub(crate) struct Network<'a> {
     pub(crate) payload: &'a [u8],
 }
 
-/// What etherparse makes of the IP layer of a whole packet; `None` where it, or a look at what it does not judge, finds fault.
+/// The IP layer of a whole packet as parsed by etherparse; `None` if it or an additional check finds an error.
 fn network(frame: &[u8]) -> Option<Network<'_>> {
     let sliced = SlicedPacket::from_ethernet(frame).ok()?;
     match sliced.net? {
@@ -430,7 +436,7 @@ fn network(frame: &[u8]) -> Option<Network<'_>> {
     }
 }
 
-/// IPv4 options fit, and none is a source route.
+/// Whether IPv4 options are well-formed and contain no source route.
 fn options_are_good(mut options: &[u8]) -> bool {
     loop {
         options = match options {
@@ -445,21 +451,21 @@ fn options_are_good(mut options: &[u8]) -> bool {
     }
 }
 
-/// Looks at a frame.
+/// Parses a frame.
 ///
 /// # Errors
-/// The opinion on one that is wrong as it is.
-fn look(frame: &[u8]) -> Result<Seen, Opinion> {
-    const WRONG: Opinion = Some("deny");
-    let piece = Piece::of(frame);
-    let network = match &piece {
-        Some(piece) => piece.network().ok_or(WRONG)?,
+/// The verdict on an invalid frame.
+fn parse_frame(frame: &[u8]) -> Result<ParsedPacket, OracleVerdict> {
+    const WRONG: OracleVerdict = Some("deny");
+    let fragment = Fragment::of(frame);
+    let network = match &fragment {
+        Some(fragment) => fragment.network().ok_or(WRONG)?,
         None => network(frame).ok_or(WRONG)?,
     };
     let Network { src, dst, protocol, ttl, payload } = network;
     let mut flow = Flow { src, dst, protocol, sport: 0, dport: 0 };
-    if piece.as_ref().is_some_and(|piece| piece.offset > 0) {
-        return Ok(Seen { flow, ttl, kind: Kind::Other, piece });
+    if fragment.as_ref().is_some_and(|fragment| fragment.offset > 0) {
+        return Ok(ParsedPacket { flow, ttl, kind: PacketKind::Other, fragment });
     }
     let word = |at: usize| u16::from_be_bytes([payload[at], payload[at + 1]]);
     let long = |at: usize| u32::from(word(at)) << 16 | u32::from(word(at + 2));
@@ -481,45 +487,45 @@ fn look(frame: &[u8]) -> Result<Seen, Opinion> {
             if header < 20 || header > payload.len() {
                 return Err(WRONG);
             }
-            Kind::Tcp { flags: payload[13], seq: long(4), ack: long(8), len: (payload.len() - header) as u32 }
+            PacketKind::Tcp { flags: payload[13], seq: long(4), ack: long(8), len: (payload.len() - header) as u32 }
         }
-        17 if word(4) < 8 || (usize::from(word(4)) > payload.len() && piece.is_none()) => return Err(WRONG),
-        17 => Kind::Udp,
+        17 if word(4) < 8 || (usize::from(word(4)) > payload.len() && fragment.is_none()) => return Err(WRONG),
+        17 => PacketKind::Udp,
         132 => {
             let initiate = if matches!(payload[12], 1 | 2) && payload.len() >= 20 { long(16) } else { 0 };
-            Kind::Sctp { chunk: payload[12], tag: long(4), initiate }
+            PacketKind::Sctp { chunk: payload[12], tag: long(4), initiate }
         }
         1 | 58 => match (protocol, payload[0]) {
-            // The other port is the request's number, so that two kinds of question with one identifier differ.
+            // The other port is the query's type, so that two kinds of query with the same identifier differ.
             (1, asked @ (8 | 13 | 42)) | (58, asked @ (128 | 160)) => {
                 (flow.sport, flow.dport) = (word(4), asked.into());
-                Kind::Ask
+                PacketKind::Ask
             }
             (1, 0) | (58, 129) => {
                 (flow.sport, flow.dport) = (if protocol == 1 { 8 } else { 128 }, word(4));
-                Kind::Answer
+                PacketKind::Answer
             }
             (1, answered @ (14 | 43)) | (58, answered @ 161) => {
                 (flow.sport, flow.dport) = (u16::from(answered) - 1, word(4));
-                Kind::Answer
+                PacketKind::Answer
             }
-            (1, 3 | 11 | 12) | (58, 1..=4) => Kind::Error(quoted(&payload[8..], src.is_ipv6())),
-            (1, 5) | (58, 133..=137) => Kind::Wrong,
-            _ => Kind::Other,
+            (1, 3 | 11 | 12) | (58, 1..=4) => PacketKind::Error(quoted_flow(&payload[8..], src.is_ipv6())),
+            (1, 5) | (58, 133..=137) => PacketKind::Wrong,
+            _ => PacketKind::Other,
         },
-        _ => Kind::Other,
+        _ => PacketKind::Other,
     };
-    Ok(Seen { flow, ttl, kind, piece })
+    Ok(ParsedPacket { flow, ttl, kind, fragment })
 }
 
-/// The flow of a packet that an error quotes, if enough of it is there.
-fn quoted(octets: &[u8], is_v6: bool) -> Option<Flow> {
+/// The flow of the packet quoted by an error, if enough of it is present.
+fn quoted_flow(bytes: &[u8], is_v6: bool) -> Option<Flow> {
     let (ethertype, header, protocol) = match is_v6 {
-        false => (0x0800, usize::from(octets.first()? & 0xf) * 4, *octets.get(9)?),
-        true => (0x86dd, 40, *octets.get(6)?),
+        false => (0x0800, usize::from(bytes.first()? & 0xf) * 4, *bytes.get(9)?),
+        true => (0x86dd, 40, *bytes.get(6)?),
     };
-    let (src, dst) = addresses(ethertype, &[&[0; 14], octets].concat())?;
-    let transport = octets.get(header..)?.first_chunk::<8>()?;
+    let (src, dst) = addresses(ethertype, &[&[0; 14], bytes].concat())?;
+    let transport = bytes.get(header..)?.first_chunk::<8>()?;
     let word = |at: usize| u16::from_be_bytes([transport[at], transport[at + 1]]);
     let (sport, dport) = match (protocol, transport[0]) {
         (6 | 17 | 132, _) => (word(0), word(2)),

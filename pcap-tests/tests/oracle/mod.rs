@@ -1,4 +1,4 @@
-//! An oracle beside the pipeline: the simplest thing that could say what becomes of a packet.
+//! An oracle for the pipeline: the simplest model that predicts the verdict on a packet.
 
 pub(crate) mod connections;
 pub(crate) mod fragments;

@@ -1,4 +1,4 @@
-//! The Kubernetes API's text, word by word, over the objects: no tables, no classes, no numbers.
+//! NetworkPolicy semantics as the Kubernetes API documentation words them, evaluated directly on the objects.
 
 use std::net::IpAddr;
 
@@ -17,9 +17,9 @@ pub(crate) struct Flow {
     pub(crate) dport: u16,
 }
 
-/// All objects, as they are at the moment.
+/// All current objects.
 #[derive(Default)]
-pub(crate) struct World {
+pub(crate) struct ClusterObjects {
     pub(crate) objects: Vec<Object>,
     pub(crate) node: Option<String>,
     pub(crate) cluster_wide: bool,
@@ -31,16 +31,16 @@ enum Direction {
     Ingress,
 }
 
-/// What one side says.
+/// Verdict for one direction.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
+enum DirectionVerdict {
     NotLocal,
     Open,
     Allowed,
     Denied,
 }
 
-impl World {
+impl ClusterObjects {
     pub(crate) fn apply(&mut self, changes: Vec<Change>) {
         for change in changes {
             let gone = match &change {
@@ -91,7 +91,7 @@ impl World {
         self.pod(address).filter(|pod| self.is_local_name(pod.node.as_deref()))
     }
 
-    /// The node that has this address, itself or through a pod in its network.
+    /// The node with this address, or with the pod network that contains it.
     pub(crate) fn node_of(&self, address: IpAddr) -> Option<&str> {
         self.objects.iter().find_map(|object| match object {
             Object::Node(node) if node.addresses.contains(&address) => Some(node.name.as_str()),
@@ -104,7 +104,7 @@ impl World {
         self.node_of(address).is_some_and(|node| self.is_local_name(Some(node)))
     }
 
-    /// Whether the flow may be opened.
+    /// Whether the flow may open a connection.
     pub(crate) fn allows(&self, flow: &Flow) -> bool {
         let (src, dst) = (self.pod(flow.src), self.pod(flow.dst));
         if let (Some(src), Some(dst)) = (src, dst)
@@ -118,17 +118,18 @@ impl World {
         if reach(src, flow.dst) || reach(dst, flow.src) {
             return true;
         }
-        let egress = self.side(flow.src, Direction::Egress, flow.dst, flow);
-        let ingress = self.side(flow.dst, Direction::Ingress, flow.src, flow);
+        let egress = self.direction_verdict(flow.src, Direction::Egress, flow.dst, flow);
+        let ingress = self.direction_verdict(flow.dst, Direction::Ingress, flow.src, flow);
         match (egress, ingress) {
-            (Side::Denied, Side::Allowed) | (Side::Allowed, Side::Denied) => self.cluster_wide,
-            (egress, ingress) => egress != Side::Denied && ingress != Side::Denied,
+            (DirectionVerdict::Denied, DirectionVerdict::Allowed)
+            | (DirectionVerdict::Allowed, DirectionVerdict::Denied) => self.cluster_wide,
+            (egress, ingress) => egress != DirectionVerdict::Denied && ingress != DirectionVerdict::Denied,
         }
     }
 
-    fn side(&self, own: IpAddr, direction: Direction, peer: IpAddr, flow: &Flow) -> Side {
+    fn direction_verdict(&self, own: IpAddr, direction: Direction, peer: IpAddr, flow: &Flow) -> DirectionVerdict {
         let pod = if self.cluster_wide { self.pod(own) } else { self.local_pod(own) };
-        let Some(pod) = pod else { return Side::NotLocal };
+        let Some(pod) = pod else { return DirectionVerdict::NotLocal };
         let selecting: Vec<(&NetworkPolicy, &[Rule])> = self
             .policies()
             .filter(|policy| policy.key.namespace == pod.key.namespace && policy.pod_selector.matches(&pod.labels))
@@ -140,15 +141,15 @@ impl World {
         let by_annotation = direction == Direction::Ingress
             && self.namespace(&pod.key.namespace).is_some_and(|namespace| namespace.default_deny_ingress);
         if !by_annotation && !selecting.iter().any(|(policy, _)| policy.isolates) {
-            return Side::Open;
+            return DirectionVerdict::Open;
         }
         let server = if direction == Direction::Ingress { Some(pod) } else { self.pod(peer) };
         let allows = |policy: &NetworkPolicy, rule: &Rule| {
             self.peers_match(policy, &rule.peers, peer) && ports_match(&rule.ports, flow, server)
         };
         match selecting.iter().any(|(policy, rules)| rules.iter().any(|rule| allows(policy, rule))) {
-            true => Side::Allowed,
-            false => Side::Denied,
+            true => DirectionVerdict::Allowed,
+            false => DirectionVerdict::Denied,
         }
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Hands a port's IP packets to its AF_XDP sockets; address resolution and what is not IP stay with the kernel. A pod
- * speaks in address resolution for itself alone. A second program checks what the node's stack sends to the workers. */
+/* Redirects a port's IP packets to its AF_XDP sockets; address resolution and everything that is not IP pass to the kernel.
+ * In address resolution a pod may only claim its own addresses. A second program checks what the node's stack sends to the
+ * workers. */
 #include <stddef.h>
 #include <linux/bpf.h>
 #include <linux/icmpv6.h>
@@ -18,25 +19,25 @@
 enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG,
 	       SPOOFED_SOURCE, TRANSLATED, UNDECIDED, OUTCOMES };
 
-const volatile __u32 on_miss = XDP_DROP; /* what becomes of a packet whose queue has no socket */
-const volatile __u32 uplink = 0;         /* redirect only what is for a local pod */
-const volatile __u32 pod = 0;            /* what speaks here is a pod, no neighbour of any other kind */
-const volatile __u32 bridged = 0;        /* the interface is a port of a bridge, whose own address is this */
+const volatile __u32 on_miss = XDP_DROP; /* action on a packet whose queue has no socket */
+const volatile __u32 uplink = 0;         /* redirect only packets to local pods */
+const volatile __u32 pod = 0;            /* the peer is a pod, no other kind of neighbour */
+const volatile __u32 bridged = 0;        /* the interface is a port of the bridge with this MAC */
 const volatile __u16 bridge_mac[3] = {};
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
-struct { /* IPv4 as ::ffff:a.b.c.d, and how long a frame the workers can give the pod, 0 if they cannot; shared by all */
+struct { /* IPv4 as ::ffff:a.b.c.d; maximum frame length for the pod, 0 if it has no worker; shared by all */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, __u16);
 } local_pods SEC(".maps");
 
-struct { /* the process that serves the sockets, while it lives; shared by all */
+struct { /* a socket of the serving process while it lives; shared by all */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
 
 struct mac { __u16 parts[3]; };
-struct { /* of a pod, by each of its addresses and by :: its MAC; none, if it is not known yet */
+struct { /* a pod's MAC by each of its addresses and by ::; empty while unknown */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 32); __type(key, struct in6_addr); __type(value, struct mac);
 } own SEC(".maps");
 
@@ -48,8 +49,8 @@ static __always_inline int done(__u32 outcome, int action)
 	return action;
 }
 
-/* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here with no extension header before them. One
- * that the kernel would route onwards is no neighbour discovery, but would be a way round the workers. */
+/* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here without extension headers before them. A
+ * packet that the kernel would forward is not neighbour discovery: it would bypass the workers. */
 static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const struct ethhdr *eth, const void *end)
 {
 	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
@@ -92,8 +93,8 @@ struct arp { /* of IPv4 over Ethernet (RFC 826) */
 	__u8 sender_mac[ETH_ALEN], sender[4], target_mac[ETH_ALEN], target[4];
 };
 
-/* A pod that is known names itself as the sender, or nobody: that asks whether an address is free (RFC 5227). Else each
- * request would make an entry of its sender's choosing in the node's neighbour table, whose room all pods share. */
+/* A known pod must name itself as the sender, or nobody in a probe for a free address (RFC 5227). Otherwise each request
+ * would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. */
 static __always_inline int is_own_arp(const struct ethhdr *eth, const void *end)
 {
 	const struct arp *arp = (const void *)(eth + 1);
@@ -108,7 +109,7 @@ static __always_inline int is_own_arp(const struct ethhdr *eth, const void *end)
 	return !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(&own, &sender);
 }
 
-/* Its own address; or a link-local one, which it chooses itself: as many of these as there is room for. */
+/* Its own address; or a link-local one that it chooses itself, as long as the map has room. */
 static __always_inline int is_own_address(const struct mac *mac, const struct in6_addr *address)
 {
 	struct in6_addr key = *address;
@@ -119,8 +120,8 @@ static __always_inline int is_own_address(const struct mac *mac, const struct in
 	       bpf_map_update_elem(&own, &key, mac, BPF_NOEXIST) == 0;
 }
 
-/* No pod is a router: it neither advertises nor redirects. One that is known solicits by an address of its own, or by
- * none to see whether one is free, and advertises its own alone (RFC 4861 sections 4.3 and 4.4). */
+/* No pod is a router, so it may neither advertise nor redirect. A known pod may solicit from its own address, or from none
+ * to probe for a free one, and advertise only its own (RFC 4861 sections 4.3 and 4.4). */
 static __always_inline int is_own_discovery(const struct ethhdr *eth, const void *end)
 {
 	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
@@ -143,8 +144,8 @@ static __always_inline int is_own_discovery(const struct ethhdr *eth, const void
 #ifdef ASKS_THE_KERNEL
 #include "translation.h"
 
-/* From the host port nobody asks whether what has an address of this node came from outside. So the kernel gets from an
- * uplink only what it would route back to its sender. */
+/* Packets from the host port with an address of this node are trusted. So the kernel only gets packets from an uplink that
+ * it would route back to their sender (reverse path check). */
 static __always_inline int may_be_the_kernels(struct xdp_md *ctx, const struct in6_addr *from)
 {
 	struct bpf_fib_lookup back = { .ifindex = ctx->ingress_ifindex };
@@ -163,12 +164,12 @@ static __always_inline int may_be_the_kernels(struct xdp_md *ctx, const struct i
 	return way == BPF_FIB_LKUP_RET_SUCCESS || way == BPF_FIB_LKUP_RET_NO_NEIGH;
 }
 
-/* What an uplink does not hand over of what is for a local pod:
+/* Packets to a local pod that an uplink does not redirect:
  *
- * - Frames that were joined on their way, or not cut yet, and are longer than what a socket or the pod's link takes. The
- *   kernel cuts them on the way into the host port.
- * - Packets of a connection that the kernel translates. It puts the address back that the pod knows.
- * - Packets of which that cannot be told: fragments, whose ports only the first one has, and other protocols. */
+ * - Coalesced or unsegmented frames that are longer than a socket or the pod's link accepts. The kernel segments them on
+ *   the way into the host port.
+ * - Packets of a connection that the kernel translates. It restores the address that the pod knows.
+ * - Packets for which that is unknown: fragments, of which only the first has ports, and other protocols. */
 static __always_inline enum outcome on_uplink(struct xdp_md *ctx, const void *start, const void *end, __u16 longest,
 					      const struct in6_addr *from, const struct in6_addr *to)
 {
@@ -201,7 +202,7 @@ int penstock(struct xdp_md *ctx)
 	int whole, action;
 	enum outcome outcome;
 
-	/* Before its sockets are gone: the kernel takes its time with each of them. */
+	/* The process is gone, even if the kernel has not yet closed its sockets, which takes time for each. */
 	if (on_miss == XDP_PASS && !bpf_map_lookup_elem(&alive, &process))
 		return done(NO_SOCKET, XDP_PASS);
 	if ((void *)(eth + 1) > end)
@@ -210,7 +211,7 @@ int penstock(struct xdp_md *ctx)
 	case bpf_htons(ETH_P_ARP):
 		return pod && !is_own_arp(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
 	case bpf_htons(ETH_P_8021Q):
-	case bpf_htons(ETH_P_8021AD): /* the kernel takes a tag of VLAN 0 for none: a pod would get past the workers with it */
+	case bpf_htons(ETH_P_8021AD): /* the kernel treats VLAN 0 as untagged: a pod could bypass the workers */
 		return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);
 	case bpf_htons(ETH_P_IP):
 		whole = (void *)(ip4 + 1) <= end;
@@ -245,12 +246,12 @@ int penstock(struct xdp_md *ctx)
 	return done(action == XDP_REDIRECT ? REDIRECTED : NO_SOCKET, action);
 }
 
-/* On the node's end of the host port: what the node's stack sends to the workers.
+/* On the node's end of the host port: packets that the node's stack sends to the workers.
  *
- * All that a pod sends enters the node's stack by this very interface, and the workers have checked its source. So the
- * kernel's note of where a packet came in (skb->skb_iif, which forwarding and translation keep) tells a pod's own packets,
- * which come back because the node translated their destination, from those that others send in its name: from outside or
- * out of a tunnel they came in elsewhere, and a process of the node made them where it is 0. */
+ * Packets of a pod enter the node's stack through this interface, after the workers have checked their source. The kernel
+ * records the ingress interface (skb->skb_iif, which forwarding and translation keep). It distinguishes a pod's own
+ * packets, which return because the node translated their destination, from packets with a spoofed source: those from
+ * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
 SEC("tc")
 int penstock_leave(struct __sk_buff *skb)
@@ -262,7 +263,7 @@ int penstock_leave(struct __sk_buff *skb)
 	if (skb->ingress_ifindex == skb->ifindex)
 		return TC_ACT_OK;
 	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)))
-		return TC_ACT_OK; /* no IP packet */
+		return TC_ACT_OK; /* not IP */
 	switch (kind) {
 	case bpf_htons(ETH_P_IP):
 		from.s6_addr32[2] = bpf_htonl(0xffff);
@@ -272,7 +273,7 @@ int penstock_leave(struct __sk_buff *skb)
 		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), &from, sizeof(from));
 		break;
 	default:
-		return TC_ACT_OK; /* the workers get IP alone */
+		return TC_ACT_OK; /* the workers only receive IP */
 	}
 	if (unread || bpf_map_lookup_elem(&local_pods, &from))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);

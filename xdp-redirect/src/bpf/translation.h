@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* Whether a packet belongs to a connection that the kernel translates: asked of the kernel's connection table. */
+/* Looks up in the kernel's connection tracking whether a packet belongs to a translated connection. */
 
 /* Parts of the kernel's types (include/net/netfilter/nf_conntrack.h), found by name in the running kernel's BTF. */
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
@@ -11,7 +11,7 @@ struct nf_conntrack_tuple_hash { struct nf_conntrack_tuple tuple; };
 struct nf_conn { struct nf_conntrack_tuple_hash tuplehash[2]; };
 #pragma clang attribute pop
 
-/* As include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18 has it. Later ones are longer, and take this too. */
+/* As in include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18. Later ones are longer and accept this too. */
 struct bpf_ct_opts { __s32 netns_id; __s32 error; __u8 l4proto; __u8 dir; __u8 reserved[2]; };
 
 extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
@@ -35,8 +35,8 @@ static __always_inline int differs(const union nf_inet_addr *known, const struct
 	       known->all[2] != address->s6_addr32[2] || known->all[3] != address->s6_addr32[3];
 }
 
-/* A connection is translated if its other direction is not this one turned round. The status bits IPS_SRC_NAT and
- * IPS_DST_NAT do not tell of those that IPVS translates (ip_vs_update_conntrack in net/netfilter/ipvs/ip_vs_nfct.c). */
+/* A connection is translated if its reply tuple is not the reverse of the original one. The status bits IPS_SRC_NAT and
+ * IPS_DST_NAT are not set for connections that IPVS translates (ip_vs_update_conntrack in net/netfilter/ipvs/ip_vs_nfct.c). */
 static __always_inline int is_turned(const struct nf_conntrack_tuple *other, const struct in6_addr *from,
 				     const struct in6_addr *to, struct ports ports)
 {
@@ -75,7 +75,7 @@ static __always_inline enum outcome of_connection(struct xdp_md *ctx, __u8 proto
 	return turned ? REDIRECTED : TRANSLATED;
 }
 
-/* The transport header that follows an IP header: its protocol, or -1 where the packet has no ports that can be read. */
+/* The transport header behind an IP header: its protocol, or -1 if the packet has no readable ports. */
 struct transport { const void *at; int protocol; };
 
 static __always_inline struct transport transport_of(const void *ip, const void *end, int is_v4)
@@ -93,7 +93,7 @@ static __always_inline struct transport transport_of(const void *ip, const void 
 	return found;
 }
 
-/* The kernel translates in an ICMP error what it quotes: a packet of the other direction. */
+/* In an ICMP error the kernel translates the quoted packet, which is of the other direction. */
 static __always_inline enum outcome of_quoted(struct xdp_md *ctx, const void *ip, const void *end, int is_v4)
 {
 	const struct transport quoted = transport_of(ip, end, is_v4);
@@ -119,7 +119,7 @@ static __always_inline enum outcome of_quoted(struct xdp_md *ctx, const void *ip
 	return of_connection(ctx, quoted.protocol, &to, &from, (struct ports){ ports->to, ports->from });
 }
 
-/* What becomes of a packet for a local pod, by whether the kernel translates its connection. */
+/* Outcome of a packet to a local pod, depending on whether the kernel translates its connection. */
 static __always_inline enum outcome of_translation(struct xdp_md *ctx, const void *ip, const void *end,
 						   const struct in6_addr *from, const struct in6_addr *to)
 {
@@ -128,12 +128,12 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	const struct ports *ports = transport.at;
 	const __u8 *type = transport.at;
 
-	/* A kernel that translates nothing: the loader has made sure of it. */
+	/* The kernel translates nothing; the loader has verified it. */
 	if (!bpf_ksym_exists(bpf_xdp_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
 		return REDIRECTED;
 	if (transport.protocol == IPPROTO_TCP || transport.protocol == IPPROTO_UDP) {
 		if ((const void *)(ports + 1) > end)
-			return REDIRECTED; /* a worker says what is wrong with it */
+			return REDIRECTED; /* a worker determines the drop reason */
 		return of_connection(ctx, transport.protocol, from, to, *ports);
 	}
 	if (transport.protocol == (is_v4 ? IPPROTO_ICMP : IPPROTO_ICMPV6) && (const void *)(type + 8) <= end) {
@@ -146,8 +146,8 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 
 struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
 
-/* The source with which a packet that leaves came to the node, which may have translated it on its way. Who answers in the
- * name of a Service's backend would leave in the Service's name. */
+/* The source of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a Service's
+ * backend would leave with the Service's address. */
 static __always_inline int source_before(struct __sk_buff *skb, int is_v4, struct in6_addr *from)
 {
 	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
@@ -163,13 +163,13 @@ static __always_inline int source_before(struct __sk_buff *skb, int is_v4, struc
 	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
 		return 0;
 	if (is_v4 && heads.ip4.frag_off & bpf_htons(0x1fff))
-		return 0; /* has no ports; without its first fragment it is no datagram */
+		return 0; /* no ports; without its first fragment it is not reassembled */
 	options.l4proto = is_v4 ? heads.ip4.protocol : heads.ip6.nexthdr;
 	offset += is_v4 ? heads.ip4.ihl * 4 : sizeof(heads.ip6);
 	if ((options.l4proto != IPPROTO_TCP && options.l4proto != IPPROTO_UDP) ||
 	    bpf_skb_load_bytes(skb, offset, &ports, sizeof(ports)))
 		return 0;
-	/* Turned round: so the table knows it, whichever direction it is. */
+	/* Reversed: the table finds it in either direction. */
 	if (is_v4) {
 		tuple.ipv4.saddr = heads.ip4.daddr;
 		tuple.ipv4.daddr = heads.ip4.saddr;

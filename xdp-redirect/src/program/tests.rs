@@ -1,4 +1,4 @@
-//! The program's judgement of each kind of packet, run in the kernel without an interface (BPF_PROG_TEST_RUN).
+//! The program's actions on each kind of packet, run in the kernel without an interface (BPF_PROG_TEST_RUN).
 
 use std::net::Ipv6Addr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -166,7 +166,7 @@ fn every_kind_of_packet_goes_where_its_port_says() {
     assert_eq!(reached.len(), Outcome::ALL.len() - 5, "all but those that have tests of their own: {reached:?}");
 }
 
-/// Puts the calling thread into a network namespace that forwards and has a way to the others' addresses.
+/// Puts the calling thread into a network namespace that forwards and has routes to the other addresses.
 fn enter_a_router() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {

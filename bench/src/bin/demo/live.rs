@@ -1,4 +1,4 @@
-//! A policy is edited while a connection is open.
+//! Edits a policy while a connection is open.
 
 use std::fs;
 use std::path::Path;
@@ -6,36 +6,36 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{Flow, Protocol, time_until_reached};
-use penstock_bench::testbed::Scratch;
+use penstock_bench::probe::{EchoConnection, Protocol, time_until_reached};
+use penstock_bench::testbed::ScratchDir;
 
-use super::screen::{good, heading, milliseconds, step};
+use super::terminal::{good, heading, milliseconds, step};
 use super::{PROTOCOLS, compare};
 
-/// The policy that is edited, what in it, and into what.
+/// The policy file, the text to replace, and its replacement.
 const FILE: &str = "13-shop-api.yaml";
 const OLD: &str = "port: 8080";
 const NEW: &str = "port: 9090";
 const OLD_PORT: u16 = 8080;
 const NEW_PORT: u16 = 9090;
-/// Whose connection it is.
+/// Client of the connection.
 const CLIENT: &str = "shop/web";
 const SERVER: &str = "shop/api";
-/// Without an answer for so long, a connection counts as cut.
+/// Without a reply for this long, a connection counts as blocked.
 const SILENCE: Duration = Duration::from_secs(1);
-/// Nothing here may take longer.
+/// Timeout of every step.
 const LIMIT: Duration = Duration::from_secs(5);
 
-pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &Scratch, manifests: &Path) -> Result<()> {
+pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &ScratchDir, manifests: &Path) -> Result<()> {
     let (client, server) = (cluster.site(CLIENT)?, cluster.site(SERVER)?);
     let address = cluster.sites[server].address(false).context("the server has no IPv4 address")?;
     let namespace = &cluster.sites[client].namespace;
     let target = (server as u32, address);
     heading(&format!("A policy is edited while {CLIENT} has a connection to {SERVER}"));
     let flow = step(&format!("Connecting to {SERVER}, port {OLD_PORT}"), || {
-        let flow = Flow::open(namespace, target, OLD_PORT, SILENCE)?;
+        let flow = EchoConnection::open(namespace, target, OLD_PORT, SILENCE)?;
         flow.wait_for(200, LIMIT)?;
         let exchanges = flow.exchanges();
         Ok((flow, format!("{exchanges} requests answered, and it goes on")))
@@ -57,16 +57,16 @@ pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &Scratch, manifes
         written.and(opened).map(|opened| (saved, cut, opened))
     })?;
     println!("  {FILE} is saved: \"{OLD}\" becomes \"{NEW}\"");
-    let cut = cut.context("the open connection is not cut")?;
+    let cut = cut.context("the open connection is not revoked")?;
     ensure!(cut >= saved, "the connection was blocked before the policy was edited");
-    println!("    {} from save to the first octet that is not answered", time(saved, cut));
+    println!("    {} from save to the first byte that is not answered", time(saved, cut));
     let opened = opened.with_context(|| format!("port {NEW_PORT} does not open"))?;
     ensure!(opened >= saved, "port {NEW_PORT} was open before the policy was edited");
     println!("    {} from save to the first connection that port {NEW_PORT} accepts", time(saved, opened));
     drop(flow);
 
     step("Sending all probes again under the new policy", || {
-        let matrix = Matrix::measure(cluster, &Judge::new(&read_objects(manifests)?), &PROTOCOLS)?;
+        let matrix = Matrix::measure(cluster, &PolicyOracle::new(&read_objects(manifests)?), &PROTOCOLS)?;
         compare(&matrix)?;
         Ok(((), format!("{} probes, no difference", matrix.entries().len())))
     })?;

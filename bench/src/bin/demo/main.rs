@@ -1,9 +1,8 @@
-//! `make demo`: a node with its pods in network namespaces, the real daemon, real packets; expected against
-//! observed, and a policy that changes while a connection is open.
+//! `make demo`: a node with pods in network namespaces, the real daemon and real packets. Compares expected with
+//! observed results and changes a policy while a connection is open.
 
-mod keep;
 mod live;
-mod screen;
+mod terminal;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,17 +12,17 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::judge::Judge;
+use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{self, Legend, Matrix};
-use penstock_bench::probe::{Protocol, Servers, Service};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Guard, Inventory, Scratch};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol};
+use penstock_bench::testbed::{CleanupGuard, Daemon, DaemonConfig, Inventory, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
-use screen::{bad, good, heading, step};
+use terminal::{bad, good, heading, step};
 
-/// What every site serves.
-const SERVICES: [Service; 3] = [Service::Tcp(8080), Service::Tcp(9090), Service::Udp(53)];
-/// What is sent between all of them.
+/// Services on every site.
+const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
+/// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
@@ -32,15 +31,15 @@ fn main() -> ExitCode {
         Ok(before) => before,
         Err(error) => return failed(&error),
     };
-    // Made first, run last: on Ctrl-C it looks when all else is undone.
+    // Made first, so it runs last: on Ctrl-C it compares after everything else is undone.
     let outcome = Arc::new(Mutex::new(None));
-    let last = Guard::new({
+    let last = CleanupGuard::new({
         let outcome = outcome.clone();
-        move || *outcome.lock().expect("nobody panics with it") = Some(report_leftovers(&before))
+        move || *outcome.lock().expect("no thread panics while holding it") = Some(report_leftovers(&before))
     });
     let result = run();
     drop(last);
-    let clean = outcome.lock().expect("nobody panics with it").unwrap_or(false);
+    let clean = outcome.lock().expect("no thread panics while holding it").unwrap_or(false);
     match result {
         Ok(()) if clean => {
             println!("{}", good("The demo passed: everything observed is as expected."));
@@ -56,9 +55,9 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Compares the machine with what it was; says what it finds, and whether that is nothing.
+/// Compares the machine with its earlier state and prints leftovers; returns whether there are none.
 fn report_leftovers(before: &Inventory) -> bool {
-    // It may be that a step was interrupted, which leaves its line open.
+    // An interrupted step leaves its line open.
     println!();
     match Inventory::take().map(|after| after.difference(before)) {
         Ok(difference) if difference.is_empty() => {
@@ -70,18 +69,18 @@ fn report_leftovers(before: &Inventory) -> bool {
             false
         }
         Err(error) => {
-            eprintln!("{}", bad(&format!("cannot tell what is left behind: {error:#}")));
+            eprintln!("{}", bad(&format!("cannot determine what is left behind: {error:#}")));
             false
         }
     }
 }
 
 fn run() -> Result<()> {
-    let scratch = Scratch::new()?;
+    let scratch = ScratchDir::new()?;
     let manifests = scratch.copy_in(&manifests()?, "manifests")?;
     let admin = scratch.path().join("admin.sock");
     let objects = read_objects(&manifests)?;
-    let judge = Judge::new(&objects);
+    let oracle = PolicyOracle::new(&objects);
 
     heading("Penstock demo: NetworkPolicy enforced in userspace, on a node made of network namespaces");
     let cluster = step("Building the node and its pods", || {
@@ -90,13 +89,14 @@ fn run() -> Result<()> {
         Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
     })?;
     let _servers = step("Starting servers on every pod and on the node", || {
-        let servers = Servers::start_all(&cluster.sites, &SERVICES)?;
+        let servers = EchoServers::start_all(&cluster.sites, &SERVICES)?;
         Ok((servers, "TCP 8080, TCP 9090, UDP 53".to_owned()))
     })?;
     let daemon = step("Starting the daemon", || {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(admin.clone());
-        // Two workers if there are as many cores: a connection's two directions then meet in their one table.
+        // Two workers if there are two cores: the two directions of a connection may then be on different workers that
+        // share one table.
         let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
         config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
@@ -104,7 +104,7 @@ fn run() -> Result<()> {
         let command = format!("penstock run --config {}, {workers}", daemon.config().display());
         Ok((daemon, command))
     })?;
-    let result = show(&cluster, &judge, &scratch, &manifests);
+    let result = show(&cluster, &oracle, &scratch, &manifests);
     if let Err(error) = &result {
         println!("\n{}", bad(&format!("demo: {error:#}")));
         println!("The daemon's last lines, with its statistics:");
@@ -113,7 +113,7 @@ fn run() -> Result<()> {
         daemon.log().lines().iter().rev().take(30).rev().for_each(|line| println!("  {line}"));
     }
     if std::env::var_os("KEEP").is_some_and(|keep| !keep.is_empty() && keep != "0") {
-        keep::until_told(&cluster, &daemon, &manifests, &admin)?;
+        terminal::wait_for_enter(&cluster, &daemon, &manifests, &admin)?;
     }
     step("Ending the daemon", || {
         let (status, _) = daemon.stop()?;
@@ -122,12 +122,12 @@ fn run() -> Result<()> {
         }
         Ok(((), "SIGTERM, exit code 0".to_owned()))
     })?;
-    result.context("the demo failed; its reason stands above")
+    result.context("the demo failed; see the reason above")
 }
 
-fn show(cluster: &Cluster, judge: &Judge, scratch: &Scratch, manifests: &Path) -> Result<()> {
+fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifests: &Path) -> Result<()> {
     let matrix = step("Sending real packets between all of them", || {
-        let matrix = Matrix::measure(cluster, judge, &PROTOCOLS)?;
+        let matrix = Matrix::measure(cluster, oracle, &PROTOCOLS)?;
         let probes = matrix.entries().len();
         Ok((matrix, format!("{probes} probes")))
     })?;
@@ -150,7 +150,7 @@ fn print(matrix: &Matrix) {
     matrix.summary().iter().for_each(|line| println!("{line}"));
 }
 
-/// Fails with every difference there is.
+/// Fails and lists every difference.
 pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
     let differences = matrix.differences();
     if differences.is_empty() {
@@ -160,7 +160,7 @@ pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
     bail!("{} of {} probes differ from what is expected", differences.len(), matrix.entries().len())
 }
 
-/// The demo's manifests: in this repository, or in the working directory's.
+/// The demo's manifests, in this repository or in the working directory.
 fn manifests() -> Result<PathBuf> {
     let inside = Path::new("configs/demo");
     let source = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/demo"));

@@ -1,4 +1,4 @@
-//! The machine: what a report says of it, and what a run changes on it for a while.
+//! The machine: its description in the report, and settings that a run changes temporarily.
 
 use std::fs;
 use std::path::Path;
@@ -6,20 +6,20 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use penstock_bench::peers::{CONNECTIONS, Cores};
-use penstock_bench::testbed::Guard;
+use penstock_bench::testbed::CleanupGuard;
 
-use crate::gaps;
+use crate::host::scheduling_gaps;
 
-/// What a report says of the machine.
+/// The machine as described in the report.
 #[derive(Clone, Debug)]
 pub(crate) struct Machine {
-    /// A name and a value each.
+    /// Names and values.
     pub(crate) facts: Vec<(String, String)>,
-    /// It was busy with other things at the start.
+    /// Load average at the start, by other processes.
     pub(crate) load: f64,
 }
 
-/// From which load on a machine of two cores has not both of them for a benchmark.
+/// Load above which a machine of two cores is too busy for a benchmark.
 pub(crate) const BUSY: f64 = 0.7;
 
 impl Machine {
@@ -52,11 +52,11 @@ impl Machine {
         Ok(Self { facts, load })
     }
 
-    /// Adds for how long it keeps threads waiting that only spin: one of them on either core, and both at once.
+    /// Adds the scheduling gaps of threads that only spin: on one core, and on both at once.
     pub(crate) fn look_for_gaps(&mut self, cores: Cores) -> Result<()> {
-        let alone = [gaps::on(&[cores.generator])?, gaps::on(&[cores.worker])?].join("; ");
+        let alone = [scheduling_gaps(&[cores.generator])?, scheduling_gaps(&[cores.worker])?].join("; ");
         self.facts.push(("Gaps of a thread that only spins, alone".to_owned(), alone));
-        let both = gaps::on(&[cores.generator, cores.worker])?;
+        let both = scheduling_gaps(&[cores.generator, cores.worker])?;
         self.facts.push(("The same, both cores at once".to_owned(), both));
         Ok(())
     }
@@ -78,13 +78,13 @@ fn first_line(command: &mut Command) -> String {
     text.lines().next().map_or_else(|| "unknown".to_owned(), str::to_owned)
 }
 
-/// Settings of the machine that a run needs. They are put back when this is dropped, and on a signal.
-pub(crate) struct Prepared {
-    _guards: Vec<Guard>,
+/// Machine settings that a run needs. They are restored when this is dropped, and on a signal.
+pub(crate) struct MachineSettings {
+    _guards: Vec<CleanupGuard>,
 }
 
-impl Prepared {
-    /// Gives the kernel's connection tracking the room that every other peer has.
+impl MachineSettings {
+    /// Gives the kernel's connection tracking the same capacity as the other peers.
     pub(crate) fn new() -> Result<Self> {
         let mut guards = Vec::new();
         for (path, value) in [
@@ -93,25 +93,25 @@ impl Prepared {
         ] {
             guards.extend(raise(Path::new(path), value)?);
         }
-        // Threads are weighed against each other, not against all of a session.
+        // Threads are weighed against each other, not by session (autogroup).
         guards.extend(set(Path::new("/proc/sys/kernel/sched_autogroup_enabled"), "0")?);
         Ok(Self { _guards: guards })
     }
 }
 
-/// Sets a value; `None` where there is no such setting or no need.
-fn set(path: &Path, value: &str) -> Result<Option<Guard>> {
+/// Sets a value; `None` if there is no such setting or no need.
+fn set(path: &Path, value: &str) -> Result<Option<CleanupGuard>> {
     let Ok(before) = fs::read_to_string(path) else { return Ok(None) };
     if before.trim() == value {
         return Ok(None);
     }
     fs::write(path, value).with_context(|| format!("cannot set {}", path.display()))?;
     let path = path.to_owned();
-    Ok(Some(Guard::new(move || drop(fs::write(path, before)))))
+    Ok(Some(CleanupGuard::new(move || drop(fs::write(path, before)))))
 }
 
-/// Raises a value that is a number below this; `None` where there is no such setting or no need.
-fn raise(path: &Path, value: usize) -> Result<Option<Guard>> {
+/// Raises a numeric value to at least this; `None` if there is no such setting or no need.
+fn raise(path: &Path, value: usize) -> Result<Option<CleanupGuard>> {
     match fs::read_to_string(path) {
         Ok(before) if before.trim().parse::<usize>().is_ok_and(|before| before >= value) => Ok(None),
         _ => set(path, &value.to_string()),

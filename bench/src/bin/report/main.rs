@@ -1,17 +1,16 @@
-//! `make bench`: throughput, latency and loss of Penstock beside what one would run instead, in one run on one machine.
+//! `make bench`: throughput, latency and loss of Penstock beside its alternatives, in one run on one machine.
 //!
-//! Every figure is a median of repetitions that take turns with those of the others. What is measured is in `scenarios`,
-//! what forwards in [`penstock_bench::peers`], what must be reached in `bars`; `output` writes the report.
+//! Every figure is the median of repetitions that alternate between cases. `scenarios` defines what is measured,
+//! [`penstock_bench::peers`] what forwards, `thresholds` what must be met; `output` writes the report.
 
-mod bars;
-mod gaps;
 mod host;
-mod lanes;
 mod machine;
 mod output;
 mod results;
 mod run;
 mod scenarios;
+mod testbeds;
+mod thresholds;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -21,33 +20,33 @@ use anyhow::{Result, ensure};
 use clap::Parser;
 use penstock_bench::peers::Cores;
 
-/// Measure Penstock beside what one would run instead, and write a report.
+/// Measure Penstock beside its alternatives and write a report.
 #[derive(Parser, Debug)]
 struct Arguments {
     /// Only scenarios whose name begins with this; may be given several times
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Only cases whose name has this in it; may be given several times
+    /// Only cases whose name contains this; may be given several times
     #[arg(long, value_name = "NAME")]
     case: Vec<String>,
-    /// Seconds that what is counted takes in a measurement
+    /// Seconds of the counted part of a measurement
     #[arg(long, default_value_t = 0.5)]
     seconds: f64,
     /// How often everything is measured, in turn
     #[arg(long, default_value_t = 5)]
     repetitions: u32,
-    /// A quick look: 0.1 s, twice
+    /// A quick run: 0.1 s, twice
     #[arg(long)]
     quick: bool,
-    /// List the scenarios and end
+    /// List the scenarios and exit
     #[arg(long)]
     list: bool,
-    /// Where the report is written
+    /// Directory of the report
     #[arg(long, value_name = "DIRECTORY", default_value = "target/bench")]
     output: PathBuf,
 }
 
-/// How everything is measured.
+/// Parameters of the run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) length: Duration,

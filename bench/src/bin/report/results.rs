@@ -1,24 +1,24 @@
-//! What was measured, by scenario, case and metric.
+//! Results by scenario, case and metric.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::machine::Machine;
 
-/// Which way a metric is better.
+/// Direction in which a metric improves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Better {
     Higher,
     Lower,
 }
 
-/// One of the figures of a scenario.
+/// A figure of a scenario.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Metric {
     pub(crate) name: &'static str,
     pub(crate) unit: &'static str,
     pub(crate) better: Better,
-    /// Digits behind the point.
+    /// Digits after the decimal point.
     pub(crate) digits: usize,
 }
 
@@ -32,7 +32,7 @@ impl Metric {
     }
 }
 
-/// The figures of one metric of one case, in the order in which they were measured.
+/// Values of one metric of one case, in the order of measurement.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(crate) struct Samples(Vec<f64>);
 
@@ -71,23 +71,23 @@ impl Samples {
     }
 }
 
-/// One case of a scenario: who was measured, and what came of it.
+/// Results of one case of a scenario.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CaseResult {
     pub(crate) name: String,
-    /// By metric.
+    /// One per metric.
     pub(crate) samples: Vec<Samples>,
-    /// Which part of the cores' time the host took meanwhile, in percent.
+    /// Stolen CPU time of the cores, in percent.
     pub(crate) stolen: Samples,
-    /// Which part of its full speed the slower core had, in percent.
+    /// Speed of the slower core in percent of its full speed.
     pub(crate) speed: Samples,
-    /// Why there are no samples, or fewer than there should be.
+    /// Why there are no samples, or fewer than expected.
     pub(crate) failure: Option<String>,
-    /// How often it was tried in vain.
+    /// Number of failed attempts.
     pub(crate) failed: u32,
 }
 
-/// A scenario and what came of it.
+/// A scenario with its results.
 #[derive(Clone, Debug)]
 pub(crate) struct ScenarioResult {
     pub(crate) name: &'static str,
@@ -98,7 +98,7 @@ pub(crate) struct ScenarioResult {
 }
 
 impl ScenarioResult {
-    /// The samples of a case's metric; `None` where there are none.
+    /// Samples of a case's metric; `None` if there are none.
     pub(crate) fn samples(&self, case: &str, metric: &str) -> Option<&Samples> {
         let index = self.metrics.iter().position(|other| other.name == metric)?;
         let case = self.cases.iter().find(|other| other.name == case)?;
@@ -113,7 +113,7 @@ pub(crate) struct Results {
     pub(crate) plan: crate::Plan,
     pub(crate) took: Duration,
     pub(crate) scenarios: Vec<ScenarioResult>,
-    /// What each peer says it is.
+    /// Each peer's description of itself.
     pub(crate) peers: BTreeMap<String, String>,
 }
 
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_are_the_middle_of_odd_and_even_lists() {
+    fn medians_of_odd_and_even_lists() {
         for (values, expected) in [
             (vec![5.0], Some(5.0)),
             (vec![3.0, 1.0, 2.0], Some(2.0)),

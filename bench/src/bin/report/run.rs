@@ -1,4 +1,4 @@
-//! Runs scenarios: every case of every scenario in turn, and then all of it again.
+//! Runs scenarios: every case of every scenario once, then all of it again.
 
 use std::time::{Duration, Instant};
 
@@ -6,31 +6,31 @@ use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Plan;
-use crate::bars;
-use crate::host::{Host, Kept};
-use crate::lanes::Lanes;
-use crate::machine::{BUSY, Machine, Prepared};
+use crate::host::{Host, HostInterference};
+use crate::machine::{BUSY, Machine, MachineSettings};
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
-use crate::scenarios::{Known, Scenario};
+use crate::scenarios::{KnownRates, Scenario};
+use crate::testbeds::PeerTestbeds;
+use crate::thresholds;
 
-/// How long waiting for the host and measuring again may take together, in all repetitions.
+/// Total time for waiting for the host and measuring again, over all repetitions.
 const AGAIN: Duration = Duration::from_secs(100);
-/// How often a case is measured in one repetition at most.
+/// Maximum attempts for a case in one repetition.
 const ATTEMPTS: u32 = 4;
-/// How long a case waits for whole cores at most, each time.
+/// How long a case waits for undisturbed cores, each time.
 const WAIT: Duration = Duration::from_millis(500);
 
-/// Measures everything, as often as the plan says.
+/// Measures everything as often as planned.
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
     let (mut machine, started) = (Machine::look()?, Instant::now());
     if machine.load > BUSY {
-        println!("This machine is busy (load average {:.1}): figures are not to be relied on.", machine.load);
+        println!("This machine is busy (load average {:.1}): the figures are unreliable.", machine.load);
     }
-    let _prepared = Prepared::new()?;
+    let _prepared = MachineSettings::new()?;
     machine.look_for_gaps(plan.cores)?;
-    let (mut lanes, mut host) = (Lanes::new(plan.cores), Host::new(plan.cores)?);
+    let (mut testbeds, mut host) = (PeerTestbeds::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
-    let (mut known, mut again) = (Known::default(), Duration::ZERO);
+    let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);
     let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
     let bar = progress(steps as u64 * u64::from(plan.repetitions));
     for repetition in 1..=plan.repetitions {
@@ -38,12 +38,14 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
-                // What fails twice is not tried again.
+                // A case that failed twice is not tried again.
                 if into.failed < 2 {
-                    let lane = lanes.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
-                    let waits = bars::go_by(scenario.name, &case.name);
-                    let measured = lane.and_then(|lane| {
-                        least_disturbed(plan, &mut host, &mut again, waits, || (case.measure)(lane, plan, &mut known))
+                    let testbed = testbeds.get(&case.spec).map_err(|reason| anyhow::anyhow!(reason));
+                    let waits = thresholds::uses_case(scenario.name, &case.name);
+                    let measured = testbed.and_then(|testbed| {
+                        least_disturbed(plan, &mut host, &mut again, waits, || {
+                            (case.measure)(testbed, plan, &mut known)
+                        })
                     });
                     take(into, measured);
                 }
@@ -52,18 +54,18 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         }
     }
     bar.finish_and_clear();
-    let peers = std::mem::take(&mut lanes.descriptions);
-    drop(lanes);
+    let peers = std::mem::take(&mut testbeds.descriptions);
+    drop(testbeds);
     Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
 }
 
-/// What was measured, and what the host kept from this machine meanwhile.
-type Measured = (Vec<Option<f64>>, Kept);
+/// Figures, and the host's interference meanwhile.
+type Measured = (Vec<Option<f64>>, HostInterference);
 
-/// Measures, and again if the host took the cores away meanwhile: what it kept least from counts. What decides whether a bar
-/// is reached `waits` for whole cores first, and is measured again if they were not.
+/// Measures, and measures again if the host took the cores away; the least disturbed attempt counts. Cases that decide
+/// a threshold wait (`waits`) for undisturbed cores first, and are measured again if the cores were slow.
 ///
-/// A wait of some milliseconds that is the host's shows in every percentile, and it hits those who use both cores first.
+/// A host delay of some milliseconds shows in every percentile, and hits peers that use both cores first.
 fn least_disturbed(
     plan: &Plan,
     host: &mut Host,
@@ -79,10 +81,10 @@ fn least_disturbed(
         let began = Instant::now();
         let (values, kept) = host.watch(&mut measure)?;
         let took = began.elapsed();
-        // A search sees to it at each of its trials.
+        // A search checks this in each of its trials.
         let is_long = took > 6 * plan.length.max(Duration::from_millis(200));
         let was_alone = if waits { kept.degree() == 0.0 } else { kept.stolen == 0.0 };
-        if best.as_ref().is_none_or(|(_, least)| kept.degree() < least.degree()) {
+        if best.as_ref().is_none_or(|(_, at_least)| kept.degree() < at_least.degree()) {
             best = Some((values, kept));
         }
         if was_alone || attempt == ATTEMPTS || *again < took || is_long {
@@ -93,7 +95,7 @@ fn least_disturbed(
     Ok(best.expect("it was measured once"))
 }
 
-/// Takes what a case measured into its result.
+/// Adds a measurement to its case's result.
 fn take(into: &mut CaseResult, measured: Result<Measured>) {
     match measured {
         Ok((values, kept)) => {
@@ -114,7 +116,7 @@ fn take(into: &mut CaseResult, measured: Result<Measured>) {
 fn progress(steps: u64) -> ProgressBar {
     let bar = ProgressBar::new(steps);
     let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {percent}% {eta} left  {msg}");
-    // The template is a constant; were it wrong, the bar would look otherwise.
+    // The template is a constant; if it were invalid, the default style is used.
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
     bar.enable_steady_tick(Duration::from_millis(500));
     bar

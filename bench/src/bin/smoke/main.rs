@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use penstock_bench::load::{Traffic, Trial};
-use penstock_bench::peers::{Cores, Lane, Missing, Peer, Size};
+use penstock_bench::peers::{ClusterSize, Cores, MissingTool, Peer, PeerTestbed};
 
-use report::{Case, Rates, Report};
+use report::{Rates, Report, SmokeCase};
 
 /// Packets per second of 64-byte UDP frames between two pods, in four configurations.
 #[derive(Parser, Debug)]
@@ -39,25 +39,29 @@ fn run(arguments: &Arguments) -> Result<()> {
     ensure!(arguments.seconds > 0.0 && arguments.seconds <= 60.0, "--seconds must be above 0 and at most 60");
     let cores = Cores::first_two()?;
     report::introduce(cores);
-    let build = |label: &str, peer: Peer| Lane::build(label, peer, SIZE, 1500, cores);
-    let mut lanes = vec![
-        (build("full", Peer::penstock())?, vec![Case::Penstock]),
-        (build("forward", Peer::forward())?, vec![Case::Forward]),
-        (build("kernel", Peer::Kernel)?, vec![Case::Kernel { steered: false }, Case::Kernel { steered: true }]),
+    let build = |label: &str, peer: Peer| PeerTestbed::build(label, peer, SIZE, 1500, cores);
+    let mut testbeds = vec![
+        (build("full", Peer::penstock())?, vec![SmokeCase::Penstock]),
+        (build("forward", Peer::forward())?, vec![SmokeCase::Forward]),
+        (
+            build("kernel", Peer::Kernel)?,
+            vec![SmokeCase::Kernel { steered: false }, SmokeCase::Kernel { steered: true }],
+        ),
     ];
     match build("nftables", Peer::Nftables) {
-        Ok(lane) => {
-            lanes.push((lane, vec![Case::Nftables { steered: false }, Case::Nftables { steered: true }]));
+        Ok(testbed) => {
+            testbeds
+                .push((testbed, vec![SmokeCase::Nftables { steered: false }, SmokeCase::Nftables { steered: true }]));
         }
-        Err(error) if error.is::<Missing>() => println!("(d) is left out: {error:#}\n"),
+        Err(error) if error.is::<MissingTool>() => println!("(d) is left out: {error:#}\n"),
         Err(error) => return Err(error),
     }
     let trial = Trial::flat_out(Traffic::SMALLEST, Duration::from_secs_f64(arguments.seconds));
     let mut report = Report::default();
     for repetition in 1..=arguments.repetitions {
-        for (lane, cases) in &mut lanes {
+        for (testbed, cases) in &mut testbeds {
             for &case in &*cases {
-                let rates = measure(lane, &trial, case)
+                let rates = measure(testbed, &trial, case)
                     .with_context(|| format!("{} in repetition {repetition}", case.name()))?;
                 report.add(case, rates);
             }
@@ -68,12 +72,12 @@ fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Two pods, and a policy on either side of the connection that is measured.
-const SIZE: Size = Size { pods: 2, policies: 2 };
+/// Two pods, and a policy in either direction of the measured connection.
+const SIZE: ClusterSize = ClusterSize { pods: 2, policies: 2 };
 
-fn measure(lane: &mut Lane, trial: &Trial, case: Case) -> Result<Rates> {
-    lane.steer(case.steered())?;
-    let outcome = lane.run(trial)?;
+fn measure(testbed: &mut PeerTestbed, trial: &Trial, case: SmokeCase) -> Result<Rates> {
+    testbed.steer(case.steered())?;
+    let outcome = testbed.run(trial)?;
     ensure!(outcome.corrupted == 0, "{} packets arrived with a wrong checksum", outcome.corrupted);
     Ok(Rates { offered: outcome.offered_rate(), received: outcome.rate() })
 }

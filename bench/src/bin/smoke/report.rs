@@ -1,27 +1,27 @@
-//! What was measured, as a table and as ratios against their bars.
+//! The results as a table and as ratios against their thresholds.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 
 use penstock_bench::peers::Cores;
 
-/// What one measurement came to, in packets per second.
+/// Result of one measurement, in packets per second.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rates {
     pub(crate) offered: f64,
     pub(crate) received: f64,
 }
 
-/// One configuration, as it is measured.
+/// One measured configuration.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Case {
+pub(crate) enum SmokeCase {
     Penstock,
     Forward,
     Kernel { steered: bool },
     Nftables { steered: bool },
 }
 
-impl Case {
+impl SmokeCase {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Penstock => "(a) Penstock: policy and connections",
@@ -40,7 +40,7 @@ impl Case {
 }
 
 pub(crate) fn introduce(cores: Cores) {
-    println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 octets");
+    println!("Penstock bench-smoke: one UDP connection between two pods of one node, frames of 64 bytes");
     println!("  generator (AF_PACKET past the queueing discipline) on core {},", cores.generator);
     println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP sockets", cores.worker);
     println!("  kernel cases: as a node has it, all on the sender's core; and with RPS on the sender's veth, which");
@@ -50,13 +50,13 @@ pub(crate) fn introduce(cores: Cores) {
     );
     println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
     if let Some(load) = load().filter(|load| *load > BUSY) {
-        println!("  This machine is busy (load average {load:.1}): the figures below are not to be relied on.\n");
+        println!("  This machine is busy (load average {load:.1}): the figures below are unreliable.\n");
     }
 }
 
-/// From which share on the receiver lost so little that more would have been received had more been sent.
+/// Received share of the offered packets from which the generator is the bottleneck.
 const GENERATOR_BOUND: f64 = 0.97;
-/// From which load on a machine of two cores or more has not both of them for the benchmark.
+/// Load above which a machine of two cores is too busy for the benchmark.
 const BUSY: f64 = 0.7;
 
 /// The load average of the last minute.
@@ -67,11 +67,11 @@ fn load() -> Option<f64> {
 /// All measurements.
 #[derive(Default)]
 pub(crate) struct Report {
-    measured: BTreeMap<Case, Vec<Rates>>,
+    measured: BTreeMap<SmokeCase, Vec<Rates>>,
 }
 
 impl Report {
-    pub(crate) fn add(&mut self, case: Case, rates: Rates) {
+    pub(crate) fn add(&mut self, case: SmokeCase, rates: Rates) {
         self.measured.entry(case).or_default().push(rates);
     }
 
@@ -80,7 +80,7 @@ impl Report {
         if output.is_terminal() {
             let end = if done == of { "\r\x1b[K" } else { "" };
             print!("\rrepetition {done} of {of}{end}");
-            // Progress that cannot be shown is no reason to stop.
+            // Errors of the progress display are ignored.
             let _ = output.flush();
         }
     }
@@ -101,32 +101,32 @@ impl Report {
         }
         println!();
         for (steered, with) in [(false, ""), (true, ", RPS")] {
-            self.ratio(&format!("(a)/(d)  kernel doing the same{with}"), Case::Nftables { steered }, 1.75);
-            self.ratio(&format!("(a)/(c)  kernel doing less{with}"), Case::Kernel { steered }, 1.3);
+            self.ratio(&format!("(a)/(d)  kernel doing the same{with}"), SmokeCase::Nftables { steered }, 1.75);
+            self.ratio(&format!("(a)/(c)  kernel doing less{with}"), SmokeCase::Kernel { steered }, 1.3);
         }
-        self.ratio("(a)/(b)  of what raw forwarding reaches", Case::Forward, 0.9);
-        if let Some(share) = self.share(Case::Penstock).filter(|share| *share > GENERATOR_BOUND) {
+        self.ratio("(a)/(b)  of what raw forwarding reaches", SmokeCase::Forward, 0.9);
+        if let Some(share) = self.share(SmokeCase::Penstock).filter(|share| *share > GENERATOR_BOUND) {
             println!("\n(a) received {:.1} % of what was offered: the generator is its limit.", share * 100.0);
         }
     }
 
-    fn ratio(&self, what: &str, of: Case, bar: f64) {
-        match self.median(Case::Penstock).zip(self.median(of)) {
+    fn ratio(&self, what: &str, of: SmokeCase, threshold: f64) {
+        match self.median(SmokeCase::Penstock).zip(self.median(of)) {
             Some((penstock, of)) => {
                 let ratio = penstock / of;
-                let verdict = if ratio >= bar { "meets" } else { "falls short" };
-                println!("{what:46} {ratio:>13.2} {:>19} {verdict:>13}", format!("bar {bar:.2}"));
+                let verdict = if ratio >= threshold { "meets" } else { "falls short" };
+                println!("{what:46} {ratio:>13.2} {:>19} {verdict:>13}", format!("bar {threshold:.2}"));
             }
             None => println!("{what:46} {:>13}", "not measured"),
         }
     }
 
-    fn median(&self, case: Case) -> Option<f64> {
+    fn median(&self, case: SmokeCase) -> Option<f64> {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received))))
     }
 
-    /// What part of the packets offered were received, as a median.
-    fn share(&self, case: Case) -> Option<f64> {
+    /// Received share of the offered packets, as a median.
+    fn share(&self, case: SmokeCase) -> Option<f64> {
         self.measured.get(&case).map(|rates| median(&sorted(rates.iter().map(|rates| rates.received / rates.offered))))
     }
 }
@@ -152,20 +152,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_are_the_middle_of_odd_and_even_lists() {
+    fn medians_of_odd_and_even_lists() {
         for (values, expected) in [(vec![5.0], 5.0), (vec![3.0, 1.0, 2.0], 2.0), (vec![4.0, 1.0, 2.0, 3.0], 2.5)] {
             assert_eq!(median(&sorted(values.into_iter())), expected);
         }
     }
 
     #[test]
-    fn the_median_of_what_was_received_counts() {
+    fn the_median_received_rate_counts() {
         let mut report = Report::default();
         for (offered, received) in [(10.0, 4.0), (20.0, 9.0), (10.0, 5.0)] {
-            report.add(Case::Penstock, Rates { offered, received });
+            report.add(SmokeCase::Penstock, Rates { offered, received });
         }
-        assert_eq!(report.median(Case::Penstock), Some(5.0));
-        assert_eq!(report.share(Case::Penstock), Some(0.45));
-        assert_eq!(report.median(Case::Forward), None);
+        assert_eq!(report.median(SmokeCase::Penstock), Some(5.0));
+        assert_eq!(report.share(SmokeCase::Penstock), Some(0.45));
+        assert_eq!(report.median(SmokeCase::Forward), None);
     }
 }

@@ -1,24 +1,24 @@
-//! Pods and policies that come and go, and what they must find.
+//! Pods and policies that come and go, with probes that verify policy.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::Result;
-use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-use crate::world::{World, pod, policy};
+use crate::fixture::{Fixture, pod, policy};
 
-/// How often a policy is saved.
+/// Interval of policy changes.
 const POLICY: Duration = Duration::from_millis(250);
-/// How long the pod that comes and goes is there, and how long it is not.
+/// How long the churned pod exists, and how long it does not.
 const POD: Duration = Duration::from_millis(1500);
-/// How often policy is put to the test.
+/// Interval of probes.
 const PROBE: Duration = Duration::from_millis(500);
-/// The pod that comes and goes, and the last part of its addresses.
+/// The churned pod, and the last part of its addresses.
 const NAME: &str = "passing";
 const NUMBER: u8 = 77;
 
-/// What comes and goes.
+/// State of the churn.
 pub(crate) struct Churn {
     next_policy: Duration,
     next_pod: Duration,
@@ -27,17 +27,17 @@ pub(crate) struct Churn {
     pub(crate) policies: u32,
     pub(crate) pods: u32,
     pub(crate) probes: u32,
-    /// What was found otherwise than it must be: from when to when, and what.
+    /// Wrong results: from when to when, and what.
     pub(crate) wrong: Vec<(Duration, Duration, String)>,
 }
 
-/// Who asks whom, over what, and what must come of it.
-const ASKED: [(&str, &str, Protocol, Outcome); 5] = [
-    ("test/pod-0", "test/pod-1", Protocol::Tcp(8080), Outcome::Reached),
-    ("test/pod-2", "test/pod-1", Protocol::Tcp(8080), Outcome::Silent),
-    ("test/pod-3", "test/pod-2", Protocol::Udp(53), Outcome::Reached),
-    ("test/pod-4", "node", Protocol::Icmp, Outcome::Reached),
-    ("test/pod-5", "test/pod-1", Protocol::Icmp, Outcome::Silent),
+/// Client, server, protocol and expected result.
+const ASKED: [(&str, &str, Protocol, ProbeOutcome); 5] = [
+    ("test/pod-0", "test/pod-1", Protocol::Tcp(8080), ProbeOutcome::Reached),
+    ("test/pod-2", "test/pod-1", Protocol::Tcp(8080), ProbeOutcome::Silent),
+    ("test/pod-3", "test/pod-2", Protocol::Udp(53), ProbeOutcome::Reached),
+    ("test/pod-4", "node", Protocol::Icmp, ProbeOutcome::Reached),
+    ("test/pod-5", "test/pod-1", Protocol::Icmp, ProbeOutcome::Silent),
 ];
 
 impl Churn {
@@ -55,41 +55,41 @@ impl Churn {
         }
     }
 
-    /// Does what is due.
-    pub(crate) fn step(&mut self, world: &mut World) -> Result<()> {
-        let now = world.epoch.elapsed();
+    /// Runs the steps that are due.
+    pub(crate) fn step(&mut self, fixture: &mut Fixture) -> Result<()> {
+        let now = fixture.epoch.elapsed();
         if now >= self.next_policy {
             self.policies += 1;
-            world.save("policy.yaml", &policy(1 + (self.policies % 60_000) as u16))?;
+            fixture.save("policy.yaml", &policy(1 + (self.policies % 60_000) as u16))?;
             self.next_policy = now + POLICY;
         }
         if now >= self.next_probe {
             let (from, to, protocol, expected) = ASKED[self.probes as usize % ASKED.len()];
-            let (site, v6) = (world.site(from)?.clone(), self.probes.is_multiple_of(2));
-            self.ask(world, &site, (to, v6), protocol, expected)?;
+            let (site, v6) = (fixture.site(from)?.clone(), self.probes.is_multiple_of(2));
+            self.ask(fixture, &site, (to, v6), protocol, expected)?;
             self.next_probe = now + PROBE;
         }
         if now >= self.next_pod {
-            self.turn_pod(world)?;
-            self.next_pod = world.epoch.elapsed() + POD;
+            self.turn_pod(fixture)?;
+            self.next_pod = fixture.epoch.elapsed() + POD;
         }
         Ok(())
     }
 
-    /// The pod comes; or it is asked whether it has a network, and goes.
-    fn turn_pod(&mut self, world: &mut World) -> Result<()> {
+    /// Creates the pod, or probes it and removes it.
+    fn turn_pod(&mut self, fixture: &mut Fixture) -> Result<()> {
         let full = format!("test/{NAME}");
         if self.pod_is_there {
-            let site = Site::from(world.cluster.node.pod(&full)?);
-            self.ask(world, &site, ("test/pod-3", false), Protocol::Tcp(8080), Outcome::Reached)?;
-            self.ask(world, &site, ("test/pod-1", true), Protocol::Udp(53), Outcome::Silent)?;
-            world.cluster.node.remove_pod(&full)?;
-            world.remove("passing.yaml")?;
+            let site = Site::from(fixture.cluster.node.pod(&full)?);
+            self.ask(fixture, &site, ("test/pod-3", false), Protocol::Tcp(8080), ProbeOutcome::Reached)?;
+            self.ask(fixture, &site, ("test/pod-1", true), Protocol::Udp(53), ProbeOutcome::Silent)?;
+            fixture.cluster.node.remove_pod(&full)?;
+            fixture.remove("passing.yaml")?;
         } else {
             let addresses: [IpAddr; 2] =
                 [format!("10.244.1.{NUMBER}").parse()?, format!("fd00:10:244:1::{NUMBER}").parse()?];
-            world.cluster.node.add_pod(&full, &addresses)?;
-            world.save("passing.yaml", &pod(NAME, NUMBER))?;
+            fixture.cluster.node.add_pod(&full, &addresses)?;
+            fixture.save("passing.yaml", &pod(NAME, NUMBER))?;
             self.pods += 1;
         }
         self.pod_is_there = !self.pod_is_there;
@@ -98,30 +98,30 @@ impl Churn {
 
     fn ask(
         &mut self,
-        world: &World,
+        fixture: &Fixture,
         from: &Site,
         (to, v6): (&str, bool),
         protocol: Protocol,
-        expected: Outcome,
+        expected: ProbeOutcome,
     ) -> Result<()> {
-        let start = world.epoch.elapsed();
-        let target = (world.cluster.site(to)? as u32, world.address(to, v6, 0)?.ip());
-        // One that is denied is not worth waiting long for.
-        let attempts = if expected == Outcome::Silent { 1 } else { 4 };
-        let patience = Patience { attempts, ..Patience::default() };
+        let start = fixture.epoch.elapsed();
+        let target = (fixture.cluster.site(to)? as u32, fixture.address(to, v6, 0)?.ip());
+        // A denied probe needs no retries.
+        let attempts = if expected == ProbeOutcome::Silent { 1 } else { 4 };
+        let patience = RetryPolicy { attempts, ..RetryPolicy::default() };
         let outcome = probe::run_one(from, target, protocol, patience)?;
         self.probes += 1;
         if outcome != expected {
             let what = format!("{protocol} from {} to {to} (IPv6: {v6}): {outcome}, not {expected}", from.name);
-            self.wrong.push((start, world.epoch.elapsed(), what));
+            self.wrong.push((start, fixture.epoch.elapsed(), what));
         }
         Ok(())
     }
 
-    /// Leaves the node with the pods that it had.
-    pub(crate) fn end(&mut self, world: &mut World) -> Result<()> {
+    /// Restores the node's original pods.
+    pub(crate) fn end(&mut self, fixture: &mut Fixture) -> Result<()> {
         if self.pod_is_there {
-            self.turn_pod(world)?;
+            self.turn_pod(fixture)?;
         }
         Ok(())
     }

@@ -1,12 +1,12 @@
-//! Hours in minutes: mixed traffic, pods and policies that come and go, restarts of the daemon. What must not grow is
-//! watched, every packet is accounted for, and a verdict stands at the end.
+//! Mixed traffic, pod and policy churn, and daemon restarts. Watches what must not grow, accounts for every packet, and
+//! prints a result at the end.
 
 mod churn;
+mod fixture;
 mod plot;
+mod result;
 mod sample;
 mod streams;
-mod verdict;
-mod world;
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -18,27 +18,27 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use churn::Churn;
+use fixture::Fixture;
+use result::SoakResult;
 use sample::Sampler;
-use verdict::Verdict;
-use world::World;
 
-/// Mixed traffic, churn and restarts for as long as is asked; a plot and a verdict at the end.
+/// Mixed traffic, churn and restarts for a given time; writes a plot and prints a result.
 #[derive(Parser, Debug)]
 struct Arguments {
-    /// How long, in minutes.
+    /// Duration in minutes.
     #[arg(long, default_value_t = 30.0)]
     minutes: f64,
-    /// How often the daemon is restarted, by a kill and by an update in turn; spread evenly.
+    /// Number of daemon restarts, alternately by a kill and by an update, spread evenly.
     #[arg(long, default_value_t = 5)]
     restarts: u32,
-    /// Where the plot goes.
+    /// File of the plot.
     #[arg(long, default_value = "target/soak.svg")]
     plot: PathBuf,
 }
 
-/// How often it is looked what is due.
+/// Interval at which due steps are run.
 const TICK: Duration = Duration::from_millis(25);
-/// How often a line is printed where there is no terminal.
+/// Interval of progress lines without a terminal.
 const LINE: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
@@ -56,7 +56,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     ensure!(arguments.minutes >= 0.5, "--minutes {}: less than half a minute shows no trend", arguments.minutes);
     let length = Duration::from_secs_f64(arguments.minutes * 60.0);
     let restart_every = length / (arguments.restarts + 1);
-    let mut world = World::start(arguments.restarts == 0)?;
+    let mut fixture = Fixture::start(arguments.restarts == 0)?;
     println!(
         "Soak: {} minutes, {} restarts of {}; the plot goes to {}",
         arguments.minutes,
@@ -64,42 +64,42 @@ fn run(arguments: &Arguments) -> Result<bool> {
         penstock_bench::testbed::penstock_binary()?.display(),
         arguments.plot.display()
     );
-    let streams = streams::start(&world)?;
+    let streams = streams::start(&fixture)?;
     let mut churn = Churn::new();
-    let mut sampler = Sampler::new(&world)?;
+    let mut sampler = Sampler::new(&fixture)?;
     let mut progress = Progress::new(length);
     let mut restarts = 0;
-    while world.epoch.elapsed() < length {
-        if restarts < arguments.restarts && world.epoch.elapsed() > restart_every * (restarts + 1) {
+    while fixture.epoch.elapsed() < length {
+        if restarts < arguments.restarts && fixture.epoch.elapsed() > restart_every * (restarts + 1) {
             restarts += 1;
-            sampler.take(&world, &streams)?;
-            world.restart(restarts % 2 == 1, restarts == arguments.restarts)?;
-            sampler.begin_life(&world)?;
+            sampler.take(&fixture, &streams)?;
+            fixture.restart(restarts % 2 == 1, restarts == arguments.restarts)?;
+            sampler.begin_life(&fixture)?;
         }
-        churn.step(&mut world)?;
+        churn.step(&mut fixture)?;
         if sampler.is_due() {
-            sampler.take(&world, &streams)?;
+            sampler.take(&fixture, &streams)?;
             progress.show(&sampler);
         }
         std::thread::sleep(TICK);
     }
     progress.end();
     let outcome = streams.stop()?;
-    churn.end(&mut world)?;
-    sampler.take_at_rest(&world)?;
-    let (outages, ended) = world.stop()?;
-    let verdict = Verdict::reach(&sampler, &outcome, &churn, &outages, ended);
+    churn.end(&mut fixture)?;
+    sampler.take_at_rest(&fixture)?;
+    let (outages, ended) = fixture.stop()?;
+    let result = SoakResult::reach(&sampler, &outcome, &churn, &outages, ended);
     plot::draw(&arguments.plot, &sampler, &outages).context("the plot cannot be drawn")?;
-    verdict.print(&arguments.plot);
-    Ok(verdict.is_good())
+    result.print(&arguments.plot);
+    Ok(result.is_good())
 }
 
-/// A bar on a terminal, elsewhere a line now and then.
+/// A progress bar on a terminal, otherwise a line now and then.
 struct Progress {
     bar: Option<ProgressBar>,
     start: Instant,
     length: Duration,
-    told: Duration,
+    printed: Duration,
 }
 
 impl Progress {
@@ -109,7 +109,7 @@ impl Progress {
         if let (Some(bar), Ok(style)) = (&bar, style) {
             bar.set_style(style);
         }
-        Self { bar, start: Instant::now(), length, told: Duration::ZERO }
+        Self { bar, start: Instant::now(), length, printed: Duration::ZERO }
     }
 
     fn show(&mut self, sampler: &Sampler) {
@@ -119,9 +119,9 @@ impl Progress {
                 bar.set_position(now.as_secs().min(self.length.as_secs()));
                 bar.set_message(text);
             }
-            None if now - self.told >= LINE => {
+            None if now - self.printed >= LINE => {
                 println!("  {:5.0} s of {:.0} s  {text}", now.as_secs_f64(), self.length.as_secs_f64());
-                self.told = now;
+                self.printed = now;
             }
             None => {}
         }

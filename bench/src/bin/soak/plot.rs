@@ -1,18 +1,18 @@
-//! What was sampled, over time.
+//! Plots the samples over time.
 
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 
+use crate::fixture::Outage;
 use crate::sample::{Sample, Sampler};
-use crate::world::Outage;
 
 const SIZE: (u32, u32) = (1000, 900);
 /// Times without a daemon.
 const SHADE: RGBColor = RGBColor(0xe0, 0xc8, 0xc8);
 
-/// A line in a panel: what it is called, and its value at a sample.
+/// A line in a panel: its name and its value at a sample.
 type Line = (&'static str, fn(&Sample) -> Option<f64>);
 
 const PANELS: [(&str, &[Line]); 4] = [
@@ -28,7 +28,7 @@ const PANELS: [(&str, &[Line]); 4] = [
     ),
 ];
 
-/// Draws one panel below the other; shaded is the time without a daemon.
+/// Draws the panels below each other; times without a daemon are shaded.
 pub(crate) fn draw(path: &Path, sampler: &Sampler, outages: &[Outage]) -> Result<()> {
     if let Some(directory) = path.parent() {
         std::fs::create_dir_all(directory)?;

@@ -1,4 +1,4 @@
-//! What is looked at once a second.
+//! Samples taken once a second.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,18 +7,18 @@ use anyhow::{Context, Result, bail};
 use nix::unistd::Pid;
 use penstock_admin::types::Status;
 
+use crate::fixture::Fixture;
 use crate::streams::Streams;
-use crate::world::World;
 
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How long nothing may be under way at the end.
+/// Timeout for the traffic to drain at the end.
 const REST: Duration = Duration::from_secs(5);
 
-/// All at one moment.
+/// One sample.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
     pub(crate) at: Duration,
-    /// Which daemon it was, and how old.
+    /// Index and age of the daemon.
     pub(crate) life: usize,
     pub(crate) age: Duration,
     pub(crate) memory_mebibytes: f64,
@@ -31,9 +31,9 @@ pub(crate) struct Sample {
 
 pub(crate) struct Sampler {
     pub(crate) samples: Vec<Sample>,
-    /// Losses that each daemon has counted since it was in force, by cause; what policy denies is none.
+    /// Losses counted by each daemon since it was in force, by reason; policy denials are not losses.
     pub(crate) losses: Vec<BTreeMap<String, u64>>,
-    /// What it had counted until then.
+    /// Losses counted until then.
     at_first: BTreeMap<String, u64>,
     /// Frames missing at the end.
     pub(crate) frames_missing: i64,
@@ -41,13 +41,13 @@ pub(crate) struct Sampler {
     last: Instant,
 }
 
-/// Causes that policy and the pods' own doing explain.
+/// Drop reasons that policy and the pods' own behaviour explain.
 const MEANT: [&str; 5] = ["ingress_denied", "egress_denied", "no_connection", "multicast", "not_routable"];
-/// Those are among `rx_dropped` too.
+/// Also included in `rx_dropped`.
 const COUNTED_TWICE: &str = "fill_ring_empty";
 
 impl Sampler {
-    pub(crate) fn new(world: &World) -> Result<Self> {
+    pub(crate) fn new(fixture: &Fixture) -> Result<Self> {
         let now = Instant::now();
         let mut sampler = Self {
             samples: Vec::new(),
@@ -57,7 +57,7 @@ impl Sampler {
             began: now,
             last: now,
         };
-        sampler.begin_life(world)?;
+        sampler.begin_life(fixture)?;
         Ok(sampler)
     }
 
@@ -65,24 +65,24 @@ impl Sampler {
         self.last.elapsed() >= INTERVAL
     }
 
-    /// Another daemon was started, and is in force.
-    pub(crate) fn begin_life(&mut self, world: &World) -> Result<()> {
+    /// A new daemon is in force.
+    pub(crate) fn begin_life(&mut self, fixture: &Fixture) -> Result<()> {
         self.losses.push(BTreeMap::new());
-        self.at_first = losses(&world.status()?);
+        self.at_first = losses(&fixture.status()?);
         self.began = Instant::now();
         Ok(())
     }
 
-    pub(crate) fn take(&mut self, world: &World, streams: &Streams) -> Result<()> {
-        let status = world.status()?;
+    pub(crate) fn take(&mut self, fixture: &Fixture, streams: &Streams) -> Result<()> {
+        let status = fixture.status()?;
         let frames = status.frames;
         self.note_losses(&status);
         self.samples.push(Sample {
-            at: world.epoch.elapsed(),
+            at: fixture.epoch.elapsed(),
             life: self.losses.len() - 1,
             age: self.began.elapsed(),
-            memory_mebibytes: memory(world.daemon.id())?,
-            descriptors: std::fs::read_dir(format!("/proc/{}/fd", world.daemon.id()))?.count() as f64,
+            memory_mebibytes: memory(fixture.daemon.id())?,
+            descriptors: std::fs::read_dir(format!("/proc/{}/fd", fixture.daemon.id()))?.count() as f64,
             frames_under_way: f64::from(frames.total) - f64::from(frames.free) - f64::from(frames.fill),
             latency_milliseconds: streams.take_latency(),
             received: streams.received(),
@@ -102,11 +102,11 @@ impl Sampler {
         }
     }
 
-    /// The account of frames when no packet moves.
-    pub(crate) fn take_at_rest(&mut self, world: &World) -> Result<()> {
+    /// The frame account when no packet is in flight.
+    pub(crate) fn take_at_rest(&mut self, fixture: &Fixture) -> Result<()> {
         let deadline = Instant::now() + REST;
         loop {
-            let status = world.status()?;
+            let status = fixture.status()?;
             let frames = status.frames;
             self.note_losses(&status);
             self.frames_missing = i64::from(frames.total) - i64::from(frames.free) - i64::from(frames.fill);
@@ -117,7 +117,7 @@ impl Sampler {
         }
     }
 
-    /// The last sample in a few words.
+    /// The last sample as a short text.
     pub(crate) fn describe(&self) -> String {
         let Some(last) = self.samples.last() else { return String::new() };
         let (p50, p99) = last.latency_milliseconds.unwrap_or_default();
@@ -128,7 +128,7 @@ impl Sampler {
     }
 }
 
-/// Packets that a daemon has lost since it started, by cause.
+/// Packets lost by a daemon since it started, by reason.
 fn losses(status: &Status) -> BTreeMap<String, u64> {
     let mut losses = BTreeMap::new();
     for (cause, count) in status.ports.iter().flat_map(|port| port.drops.iter().chain(&port.kernel_drops)) {
@@ -139,7 +139,7 @@ fn losses(status: &Status) -> BTreeMap<String, u64> {
     losses
 }
 
-/// What a process has in memory.
+/// Resident memory of a process in MiB.
 fn memory(process: Pid) -> Result<f64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
     let Some(line) = text.lines().find_map(|line| line.strip_prefix("VmRSS:")) else {

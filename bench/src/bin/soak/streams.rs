@@ -1,4 +1,4 @@
-//! Traffic that goes on all the time: numbered datagrams, a connection, and what must never arrive.
+//! Continuous traffic: numbered datagrams, connections, and datagrams that policy denies.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow};
 use hdrhistogram::Histogram;
 use nix::sys::socket::{setsockopt, sockopt};
-use penstock_bench::probe::{Flow, Site};
+use penstock_bench::probe::{EchoConnection, Site};
 
-use crate::world::{ALLOWED, DENIED, World};
+use crate::fixture::{ALLOWED, DENIED, Fixture};
 
-/// Between two datagrams of a stream.
+/// Interval between datagrams of a stream.
 const PACE: Duration = Duration::from_millis(1);
-/// A connection that was silent for so long is broken: longer than any restart takes.
+/// A connection that was silent for this long is broken: longer than any restart takes.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long what is on its way may take in the end.
+/// How long packets may be in flight at the end.
 const LAST: Duration = Duration::from_millis(500);
 
 /// Numbered datagrams from one site to another.
@@ -27,35 +27,35 @@ struct Stream {
     receiver: JoinHandle<Vec<u64>>,
 }
 
-/// All that runs.
+/// All running traffic.
 pub(crate) struct Streams {
     streams: Vec<Stream>,
     denied: (JoinHandle<Vec<u32>>, JoinHandle<Vec<u64>>),
-    flows: Vec<Flow>,
+    flows: Vec<EchoConnection>,
     latencies: Arc<Mutex<Histogram<u64>>>,
     received: Arc<AtomicU64>,
     ends: [Arc<AtomicBool>; 2],
 }
 
-/// What became of a stream.
-pub(crate) struct Fate {
+/// Result of a stream.
+pub(crate) struct StreamResult {
     pub(crate) name: String,
     pub(crate) sent: u64,
     pub(crate) twice: u64,
-    /// When each that did not arrive had been sent, from the run's beginning on.
+    /// When each lost datagram was sent, since the start of the run.
     pub(crate) lost: Vec<Duration>,
 }
 
-/// What became of all.
-pub(crate) struct Outcome {
-    pub(crate) fates: Vec<Fate>,
+/// Result of all traffic.
+pub(crate) struct TrafficResult {
+    pub(crate) streams: Vec<StreamResult>,
     pub(crate) denied_sent: u64,
     pub(crate) denied_arrived: u64,
     pub(crate) flows_broken: usize,
     pub(crate) exchanges: u64,
 }
 
-pub(crate) fn start(world: &World) -> Result<Streams> {
+pub(crate) fn start(fixture: &Fixture) -> Result<Streams> {
     let histogram = Histogram::new_with_bounds(1, 60_000_000_000, 3).map_err(|error| anyhow!("{error:?}"))?;
     let latencies = Arc::new(Mutex::new(histogram));
     let received = Arc::new(AtomicU64::new(0));
@@ -67,24 +67,24 @@ pub(crate) fn start(world: &World) -> Result<Streams> {
         ("node", "test/pod-4", false),
         ("test/pod-5", "node", true),
     ] {
-        let address = world.address(to, v6, ALLOWED)?;
-        let receiver = receive(world, to, address, &ends[1], Some((latencies.clone(), received.clone())))?;
-        let sender = send(world.site(from)?, address, world.epoch, &ends[0])?;
+        let address = fixture.address(to, v6, ALLOWED)?;
+        let receiver = receive(fixture, to, address, &ends[1], Some((latencies.clone(), received.clone())))?;
+        let sender = send(fixture.site(from)?, address, fixture.epoch, &ends[0])?;
         streams.push(Stream { name: format!("{from} to {to}"), sender, receiver });
     }
-    let address = world.address("test/pod-1", false, DENIED)?;
-    let arrived = receive(world, "test/pod-1", address, &ends[1], None)?;
-    let denied = (send(world.site("test/pod-2")?, address, world.epoch, &ends[0])?, arrived);
+    let address = fixture.address("test/pod-1", false, DENIED)?;
+    let arrived = receive(fixture, "test/pod-1", address, &ends[1], None)?;
+    let denied = (send(fixture.site("test/pod-2")?, address, fixture.epoch, &ends[0])?, arrived);
     let mut flows = Vec::new();
     for (from, to, v6) in [("test/pod-0", "test/pod-1", true), ("test/pod-3", "node", false)] {
-        let target = world.address(to, v6, 0)?.ip();
-        let identity = world.cluster.site(to)? as u32;
-        flows.push(Flow::open(&world.site(from)?.namespace, (identity, target), 8080, SILENCE)?);
+        let target = fixture.address(to, v6, 0)?.ip();
+        let identity = fixture.cluster.site(to)? as u32;
+        flows.push(EchoConnection::open(&fixture.site(from)?.namespace, (identity, target), 8080, SILENCE)?);
     }
     Ok(Streams { streams, denied, flows, latencies, received, ends })
 }
 
-/// Sends until told to end; returns when each was sent, in milliseconds from `epoch` on.
+/// Sends until `ends` is set; returns when each datagram was sent, in milliseconds since `epoch`.
 fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> Result<JoinHandle<Vec<u32>>> {
     let local = SocketAddr::new(from.address(to.is_ipv6()).ok_or_else(|| anyhow!("no address"))?, 0);
     let socket = from.namespace.run(|| UdpSocket::bind(local))?;
@@ -94,7 +94,7 @@ fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> 
         while !ends.load(Ordering::Relaxed) {
             let now = epoch.elapsed();
             let datagram = [(times.len() as u64).to_be_bytes(), (now.as_nanos() as u64).to_be_bytes()].concat();
-            // A refusal that came back for an earlier one is no reason to stop.
+            // An ICMP error for an earlier datagram is reported here; go on.
             if socket.send_to(&datagram, to).is_ok() {
                 times.push(now.as_millis() as u32);
             }
@@ -106,24 +106,24 @@ fn send(from: &Site, to: SocketAddr, epoch: Instant, ends: &Arc<AtomicBool>) -> 
 
 type Measure = (Arc<Mutex<Histogram<u64>>>, Arc<AtomicU64>);
 
-/// Receives until told to end; returns the numbers that arrived.
+/// Receives until `ends` is set; returns the numbers that arrived.
 fn receive(
-    world: &World,
+    fixture: &Fixture,
     at: &str,
     address: SocketAddr,
     ends: &Arc<AtomicBool>,
     measure: Option<Measure>,
 ) -> Result<JoinHandle<Vec<u64>>> {
-    let socket = world.site(at)?.namespace.run(|| UdpSocket::bind(address))?;
+    let socket = fixture.site(at)?.namespace.run(|| UdpSocket::bind(address))?;
     setsockopt(&socket, sockopt::RcvBufForce, &(16 << 20))?;
     socket.set_read_timeout(Some(Duration::from_millis(20)))?;
-    let (ends, epoch) = (ends.clone(), world.epoch);
+    let (ends, epoch) = (ends.clone(), fixture.epoch);
     Ok(std::thread::spawn(move || {
         let (mut numbers, mut datagram) = (Vec::new(), [0; 16]);
         while !ends.load(Ordering::Relaxed) {
             let Ok((16, _)) = socket.recv_from(&mut datagram) else { continue };
             let (number, sent) = datagram.split_at(8);
-            let word = |octets: &[u8]| u64::from_be_bytes(octets.try_into().unwrap_or_default());
+            let word = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().unwrap_or_default());
             numbers.push(word(number));
             if let Some((latencies, received)) = &measure {
                 let took = (epoch.elapsed().as_nanos() as u64).saturating_sub(word(sent));
@@ -136,7 +136,7 @@ fn receive(
 }
 
 impl Streams {
-    /// Median and 99th percentile since the last call, in milliseconds; nothing where nothing arrived.
+    /// Median and 99th percentile in milliseconds since the last call; `None` if nothing arrived.
     pub(crate) fn take_latency(&self) -> Option<(f64, f64)> {
         let mut latencies = self.latencies.lock().unwrap_or_else(PoisonError::into_inner);
         let at = |quantile| latencies.value_at_quantile(quantile) as f64 / 1e6;
@@ -145,24 +145,24 @@ impl Streams {
         taken
     }
 
-    /// How many datagrams arrived so far.
+    /// Datagrams received so far.
     pub(crate) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn stop(self) -> Result<Outcome> {
+    pub(crate) fn stop(self) -> Result<TrafficResult> {
         let flows_broken = self.flows.iter().filter(|flow| flow.wait_for(10, SILENCE).is_err()).count();
-        let exchanges = self.flows.iter().map(Flow::exchanges).sum();
+        let exchanges = self.flows.iter().map(EchoConnection::exchanges).sum();
         drop(self.flows);
         self.ends[0].store(true, Ordering::Relaxed);
         std::thread::sleep(LAST);
         self.ends[1].store(true, Ordering::Relaxed);
-        let mut fates = Vec::new();
+        let mut streams = Vec::new();
         for Stream { name, sender, receiver } in self.streams {
-            fates.push(fate(name, &joined(sender)?, &joined(receiver)?));
+            streams.push(stream_result(name, &joined(sender)?, &joined(receiver)?));
         }
         let (denied_sent, denied_arrived) = (joined(self.denied.0)?.len() as u64, joined(self.denied.1)?.len() as u64);
-        Ok(Outcome { fates, denied_sent, denied_arrived, flows_broken, exchanges })
+        Ok(TrafficResult { streams, denied_sent, denied_arrived, flows_broken, exchanges })
     }
 }
 
@@ -170,7 +170,7 @@ fn joined<T>(thread: JoinHandle<T>) -> Result<T> {
     thread.join().map_err(|_| anyhow!("a thread of the traffic panicked"))
 }
 
-fn fate(name: String, sent: &[u32], arrived: &[u64]) -> Fate {
+fn stream_result(name: String, sent: &[u32], arrived: &[u64]) -> StreamResult {
     let mut seen = vec![false; sent.len()];
     let mut twice = 0;
     for &number in arrived {
@@ -180,5 +180,5 @@ fn fate(name: String, sent: &[u32], arrived: &[u64]) -> Fate {
     }
     let lost = sent.iter().zip(&seen).filter(|(_, seen)| !**seen);
     let lost = lost.map(|(&sent, _)| Duration::from_millis(sent.into())).collect();
-    Fate { name, sent: sent.len() as u64, twice, lost }
+    StreamResult { name, sent: sent.len() as u64, twice, lost }
 }

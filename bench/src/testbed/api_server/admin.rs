@@ -1,4 +1,4 @@
-//! Plain API calls, as anyone with all rights makes them.
+//! Plain API calls with full rights.
 
 use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
@@ -14,7 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::Resource;
 use crate::testbed::Namespace;
 
-/// A client with all rights. Usable from any thread; what it asks is asked from its server's network namespace.
+/// A client with full rights, usable from any thread. Its calls originate in the server's network namespace.
 #[derive(Clone)]
 pub struct Admin {
     calls: UnboundedSender<Call>,
@@ -37,7 +37,7 @@ impl Admin {
             runtime.expect("a runtime").block_on(async {
                 match connect(kubeconfig).await {
                     Ok(client) => {
-                        // Whoever starts it waits for this.
+                        // The caller waits for this.
                         let _ = ready.send(Ok(()));
                         serve(client, received).await;
                     }
@@ -53,12 +53,12 @@ impl Admin {
         Ok(Self { calls })
     }
 
-    /// Makes a call.
+    /// Makes a call and waits for the answer.
     pub fn call(&self, method: Method, path: &str, body: &Value) -> Result<Value> {
         self.begin(method, path, body)?.recv().context("the client has ended")?
     }
 
-    /// Begins a call; the answer comes through the channel.
+    /// Starts a call; the answer arrives on the channel.
     fn begin(&self, method: Method, path: &str, body: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
         let (answer, answered) = channel();
         let body = if body.is_null() { Vec::new() } else { serde_json::to_vec(body)? };
@@ -67,18 +67,18 @@ impl Admin {
         Ok(answered)
     }
 
-    /// All objects of a resource, as the server has them now.
+    /// All current objects of a resource.
     pub fn list(&self, resource: Resource) -> Result<Vec<Value>> {
         let list = self.call(Method::GET, &resource.url(None, None), &Value::Null)?;
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Creates an object, and then sets its status if it has one.
+    /// Creates an object, then sets its status if it has one.
     pub fn create(&self, object: &Value) -> Result<()> {
         self.create_all(std::slice::from_ref(object))
     }
 
-    /// Creates objects, all at once, and then sets their status where they have one.
+    /// Creates objects concurrently, then sets the status of those that have one.
     pub fn create_all(&self, objects: &[Value]) -> Result<()> {
         let begun: Result<Vec<_>> = objects.iter().map(|object| self.begin_create(object)).collect();
         begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))?;
@@ -87,23 +87,23 @@ impl Admin {
         begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))
     }
 
-    /// Replaces an object but for its status.
+    /// Replaces an object without its status.
     pub fn replace(&self, object: &Value) -> Result<()> {
         let resource = Resource::of(object)?;
         self.call(Method::PUT, &resource.url(namespace_of(object), name_of(object)), object).map(drop)
     }
 
-    /// Sets the status of an object.
+    /// Sets an object's status.
     pub fn set_status(&self, object: &Value) -> Result<()> {
         self.begin_status(object)?.recv()?.map(drop)
     }
 
-    /// Deletes an object, at once: a pod without the time that it would have to end.
+    /// Deletes an object immediately; a pod without its grace period.
     pub fn delete(&self, object: &Value) -> Result<()> {
         self.delete_all(std::slice::from_ref(object))
     }
 
-    /// Deletes objects, all at once.
+    /// Deletes objects concurrently.
     pub fn delete_all(&self, objects: &[Value]) -> Result<()> {
         let begun: Result<Vec<_>> = objects
             .iter()
@@ -140,7 +140,7 @@ async fn connect(kubeconfig: Kubeconfig) -> Result<Client> {
 }
 
 async fn serve(client: Client, mut calls: UnboundedReceiver<Call>) {
-    // A server serves many at once, but not any number without asking some to come again.
+    // A server handles many concurrent calls, but answers 429 beyond its limit.
     let places = std::sync::Arc::new(tokio::sync::Semaphore::new(64));
     while let Some(Call { method, path, body, answer }) = calls.recv().await {
         let (client, places) = (client.clone(), std::sync::Arc::clone(&places));
@@ -151,7 +151,7 @@ async fn serve(client: Client, mut calls: UnboundedReceiver<Call>) {
                 Ok(request) => client.request::<Value>(request).await.map_err(anyhow::Error::from),
                 Err(error) => Err(error.into()),
             };
-            // Whoever asked may not wait for the answer.
+            // The caller may not wait for the answer.
             let _ = answer.send(done.with_context(|| format!("{method} {path}")));
         });
     }

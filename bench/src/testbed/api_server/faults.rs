@@ -1,40 +1,40 @@
-//! What a server does to its clients when it is not well.
+//! Faults that a server injects into its clients' requests.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Resource;
 
-/// Which requests a fault is for.
+/// Requests that a fault applies to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verb {
-    /// Lists, those that are streamed included.
+    /// Lists, streamed ones included.
     List,
     /// Watches.
     Watch,
 }
 
-/// A fault that one request meets.
+/// A fault injected into one request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Fault {
-    /// It is answered with this status code, and told to wait so many seconds if that is given; the body is plain
-    /// text, as that of an overloaded server is.
+    /// Answers with this status code, and Retry-After in seconds if given. The body is plain text, as from an
+    /// overloaded server.
     Code(u16, Option<u32>),
-    /// It is never answered.
+    /// Never answers.
     Silence,
-    /// It is answered with something that is no JSON.
+    /// Answers with a body that is not JSON.
     Nonsense,
-    /// A watch: its connection breaks within the line of the next event.
+    /// Watch: closes the connection in the middle of the next event's line.
     Cut,
-    /// A watch: it ends as soon as it has begun.
+    /// Watch: ends immediately after it began.
     EndAtOnce,
-    /// A watch: of what comes, each event is sent twice, and those of one moment in the reverse order first.
+    /// Watch: sends each event twice, and simultaneous ones in reverse order first.
     Shuffle,
-    /// A watch: it stays open and nothing comes any more, not even bookmarks.
+    /// Watch: stays open but sends nothing more, not even bookmarks.
     Hang,
 }
 
-/// The faults that are still to happen.
+/// Faults that are still pending.
 #[derive(Debug, Default)]
 pub(super) struct Faults(Mutex<Planned>);
 
@@ -45,14 +45,14 @@ impl Faults {
         self.lock().push_back((verb, resource, fault));
     }
 
-    /// The fault that a request meets, if any; it has happened then.
+    /// Removes and returns the fault for a request, if one is pending.
     pub(super) fn take(&self, verb: Verb, resource: Resource) -> Option<Fault> {
         let mut planned = self.lock();
         let place = planned.iter().position(|(v, r, _)| (*v, *r) == (verb, resource))?;
         planned.remove(place).map(|(_, _, fault)| fault)
     }
 
-    /// How many have not happened yet.
+    /// Number of pending faults.
     pub(super) fn left(&self) -> usize {
         self.lock().len()
     }

@@ -1,5 +1,5 @@
-//! A small API server inside this process, over HTTP: the four resources with real list and watch semantics, bearer
-//! tokens, the rights of the shipped ClusterRole, and faults on demand.
+//! A small API server inside this process, over HTTP: four resources with real list and watch semantics, bearer tokens,
+//! the rights of the shipped ClusterRole, and fault injection.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -23,48 +23,48 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-use super::cluster::{Cluster, Event, Place, Refusal};
 use super::faults::{Fault, Faults, Verb};
-use super::{Resource, Who, role};
+use super::object_store::{ApiError, Event, ObjectPath, ObjectStore};
+use super::{Account, Resource, role};
 
-/// How often a watch has a bookmark: a real server takes a minute.
+/// Interval of bookmarks; a real server sends one a minute.
 const BOOKMARKS: Duration = Duration::from_millis(200);
 
 type Body = BoxBody<Bytes, io::Error>;
 
-/// The server. Dropping it ends it.
-pub struct InProcess {
-    state: Arc<State>,
+/// The server. Dropping it stops it.
+pub struct FakeServer {
+    state: Arc<ServerState>,
     address: SocketAddr,
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<ServerThread>>,
 }
 
-struct Running {
+struct ServerThread {
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
 }
 
-/// What outlives a restart, as etcd does.
-struct State {
-    cluster: Mutex<Cluster>,
-    /// The cluster's version, for watches to wait for.
+/// State that survives a restart, as etcd's does.
+struct ServerState {
+    cluster: Mutex<ObjectStore>,
+    /// Current resource version; watches wait for it to change.
     version: watch::Sender<u64>,
-    tokens: Mutex<HashMap<String, Who>>,
+    tokens: Mutex<HashMap<String, Account>>,
     faults: Faults,
-    /// Whether lists can be streamed.
+    /// Whether streaming lists are supported.
     streams: bool,
-    /// What the shipped role allows.
+    /// Rules of the shipped ClusterRole.
     role: Vec<role::Rule>,
-    /// Requests for lists and watches, to be counted.
+    /// List and watch requests, for counting.
     requests: Mutex<Vec<(Verb, Resource)>>,
 }
 
-impl InProcess {
-    /// Starts it on the loopback of the network namespace that this thread is in.
+impl FakeServer {
+    /// Starts it on the loopback of the calling thread's network namespace.
     pub fn start(streams: bool) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
-        let state = Arc::new(State {
-            cluster: Mutex::new(Cluster::new()),
+        let state = Arc::new(ServerState {
+            cluster: Mutex::new(ObjectStore::new()),
             version: watch::Sender::new(0),
             tokens: Mutex::default(),
             faults: Faults::default(),
@@ -77,37 +77,38 @@ impl InProcess {
         Ok(server)
     }
 
-    /// Where it listens.
+    /// Its URL.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Takes a token for someone; those that he had before are not valid any more.
-    pub fn set_token(&self, who: Who, token: &str) {
+    /// Sets an account's token; earlier tokens of the account become invalid.
+    pub fn set_token(&self, account: Account, token: &str) {
         let mut tokens = lock(&self.state.tokens);
-        tokens.retain(|_, owner| *owner != who);
-        tokens.insert(token.to_owned(), who);
+        tokens.retain(|_, owner| *owner != account);
+        tokens.insert(token.to_owned(), account);
     }
 
-    /// The next request of this kind meets a fault.
+    /// Injects a fault into the next request of this kind.
     pub fn plan(&self, verb: Verb, resource: Resource, fault: Fault) {
         self.state.faults.plan(verb, resource, fault);
     }
 
-    /// How many faults have not happened yet.
+    /// Number of faults that are still pending.
     pub fn faults_left(&self) -> usize {
         self.state.faults.left()
     }
 
-    /// How many requests of this kind there have been.
+    /// Number of requests of this kind so far.
     pub fn requests(&self, verb: Verb, resource: Resource) -> usize {
         lock(&self.state.requests).iter().filter(|request| **request == (verb, resource)).count()
     }
 
-    /// Creates an object with its status, as through another server of the same cluster: also while this one is stopped.
+    /// Creates an object, status included, as through another server of the same cluster; also while this one is
+    /// stopped.
     pub fn create_elsewhere(&self, object: &Value) -> Result<()> {
         let place = place_of(object)?;
-        let refused = |(_, reason, message): Refusal| anyhow!("{reason}: {message}");
+        let refused = |(_, reason, message): ApiError| anyhow!("{reason}: {message}");
         let mut cluster = lock(&self.state.cluster);
         cluster.create(place.clone(), object.clone()).map_err(refused)?;
         if object["status"].is_object() {
@@ -125,12 +126,12 @@ impl InProcess {
         Ok(())
     }
 
-    /// Forgets the history.
+    /// Discards the history.
     pub fn compact(&self) {
         lock(&self.state.cluster).compact();
     }
 
-    /// Creates or replaces objects with their status, all as one step and without a request each.
+    /// Creates or replaces objects, status included, as one step and without requests.
     pub fn put(&self, objects: impl IntoIterator<Item = Value>) -> Result<()> {
         let mut cluster = lock(&self.state.cluster);
         for object in objects {
@@ -141,16 +142,16 @@ impl InProcess {
         Ok(())
     }
 
-    /// Breaks all connections and takes no new ones.
+    /// Closes all connections and accepts no new ones.
     pub fn stop(&self) {
-        if let Some(Running { stop, thread }) = lock(&self.running).take() {
-            // An error means that it has ended already.
+        if let Some(ServerThread { stop, thread }) = lock(&self.running).take() {
+            // An error means that the thread has already ended.
             let _ = stop.send(());
             let _ = thread.join();
         }
     }
 
-    /// Listens again, at the same address of the network namespace that this thread is in.
+    /// Listens again on the same address, in the calling thread's network namespace.
     pub fn resume(&self) -> Result<()> {
         self.run(TcpListener::bind(self.address)?)
     }
@@ -169,12 +170,12 @@ impl InProcess {
             });
         };
         let thread = thread::Builder::new().name("fake-apiserver".to_owned()).spawn(body).context("no thread")?;
-        *lock(&self.running) = Some(Running { stop, thread });
+        *lock(&self.running) = Some(ServerThread { stop, thread });
         Ok(())
     }
 }
 
-impl Drop for InProcess {
+impl Drop for FakeServer {
     fn drop(&mut self) {
         self.stop();
     }
@@ -184,38 +185,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn place_of(object: &Value) -> Result<Place> {
+fn place_of(object: &Value) -> Result<ObjectPath> {
     let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
     Ok((Resource::of(object)?, text("namespace"), text("name")))
 }
 
-/// Serves all connections. Dropped, it breaks them.
-async fn serve(listener: TcpListener, state: Arc<State>) {
+/// Serves all connections until it is dropped, which closes them.
+async fn serve(listener: TcpListener, state: Arc<ServerState>) {
     let listener = tokio::net::TcpListener::from_std(listener).expect("it does not block");
     let mut connections = JoinSet::new();
     loop {
         let Ok((stream, _)) = listener.accept().await else { continue };
-        // Lest small events wait for an acknowledgement.
+        // Disable Nagle's algorithm, so that small events do not wait for an ACK.
         let _ = stream.set_nodelay(true);
         let state = Arc::clone(&state);
         connections.spawn(async move {
             let service = service_fn(move |request| answer(Arc::clone(&state), request));
-            // A client may break off whenever it likes.
+            // A client may disconnect at any time.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
         });
     }
 }
 
-async fn answer(state: Arc<State>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
-    let answered = match Asked::read(&request) {
+async fn answer(state: Arc<ServerState>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
+    let answered = match ApiRequest::read(&request) {
         Some(asked) => handle(&state, asked, request).await,
         None => Err((404, "NotFound", format!("no such path: {}", request.uri()))),
     };
     Ok(answered.unwrap_or_else(|(code, reason, message)| json_response(code, &status(code, reason, &message))))
 }
 
-/// What a request asks for.
-struct Asked {
+/// A parsed request.
+struct ApiRequest {
     resource: Resource,
     namespace: Option<String>,
     name: Option<String>,
@@ -223,7 +224,7 @@ struct Asked {
     query: HashMap<String, String>,
 }
 
-impl Asked {
+impl ApiRequest {
     fn read(request: &Request<Incoming>) -> Option<Self> {
         let path = request.uri().path().trim_matches('/');
         let rest = path.strip_prefix("api/v1/").or_else(|| path.strip_prefix("apis/networking.k8s.io/v1/"))?;
@@ -251,13 +252,17 @@ impl Asked {
         self.query.get(key).is_some_and(|value| value == "true")
     }
 
-    fn place(&self, object: Option<&Value>) -> Place {
+    fn place(&self, object: Option<&Value>) -> ObjectPath {
         let name = self.name.clone().or_else(|| object?["metadata"]["name"].as_str().map(str::to_owned));
         (self.resource, self.namespace.clone().unwrap_or_default(), name.unwrap_or_default())
     }
 }
 
-async fn handle(state: &Arc<State>, asked: Asked, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
+async fn handle(
+    state: &Arc<ServerState>,
+    asked: ApiRequest,
+    request: Request<Incoming>,
+) -> Result<Response<Body>, ApiError> {
     let method = request.method().clone();
     let verb = match (&method, &asked.name) {
         (&Method::GET, None) if asked.is("watch") => "watch",
@@ -271,7 +276,7 @@ async fn handle(state: &Arc<State>, asked: Asked, request: Request<Incoming>) ->
     allow(state, &request, verb, asked.resource)?;
     let fault = match verb {
         "list" | "watch" => {
-            // A watch that lists first is a list that goes on.
+            // A watch that starts with a list is a list that continues.
             let is_list = verb == "list" || asked.is("sendInitialEvents");
             let verb = if is_list { Verb::List } else { Verb::Watch };
             lock(&state.requests).push((verb, asked.resource));
@@ -302,24 +307,24 @@ async fn handle(state: &Arc<State>, asked: Asked, request: Request<Incoming>) ->
     Ok(json_response(code, &answer))
 }
 
-/// Refuses whoever is not known, or not allowed.
-fn allow(state: &State, request: &Request<Incoming>, verb: &str, resource: Resource) -> Result<(), Refusal> {
+/// Rejects unknown accounts and those without the right.
+fn allow(state: &ServerState, request: &Request<Incoming>, verb: &str, resource: Resource) -> Result<(), ApiError> {
     let token = request.headers().get(http::header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let token = token.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
-    let who = lock(&state.tokens).get(token).copied();
-    match who {
+    let account = lock(&state.tokens).get(token).copied();
+    match account {
         None => Err((401, "Unauthorized", "Unauthorized".to_owned())),
-        Some(Who::Admin) => Ok(()),
-        Some(Who::Penstock) if state.role.iter().any(|rule| rule.allows(verb, resource)) => Ok(()),
-        Some(who) => {
+        Some(Account::Admin) => Ok(()),
+        Some(Account::Penstock) if state.role.iter().any(|rule| rule.allows(verb, resource)) => Ok(()),
+        Some(account) => {
             let message =
-                format!("{}: User \"{who:?}\" cannot {verb} resource \"{}\"", resource.path(), resource.path());
+                format!("{}: User \"{account:?}\" cannot {verb} resource \"{}\"", resource.path(), resource.path());
             Err((403, "Forbidden", message))
         }
     }
 }
 
-fn list(cluster: &mut Cluster, asked: &Asked) -> Result<Value, Refusal> {
+fn list(cluster: &mut ObjectStore, asked: &ApiRequest) -> Result<Value, ApiError> {
     let limit = asked.query.get("limit").and_then(|limit| limit.parse().ok()).unwrap_or(usize::MAX);
     let token = asked.query.get("continue").map(String::as_str);
     let page = cluster.list(asked.resource, asked.namespace.as_deref(), limit, token)?;
@@ -336,7 +341,11 @@ fn list(cluster: &mut Cluster, asked: &Asked) -> Result<Value, Refusal> {
     }))
 }
 
-fn watch_response(state: &Arc<State>, asked: &Asked, fault: Option<Fault>) -> Result<Response<Body>, Refusal> {
+fn watch_response(
+    state: &Arc<ServerState>,
+    asked: &ApiRequest,
+    fault: Option<Fault>,
+) -> Result<Response<Body>, ApiError> {
     let initial = asked.is("sendInitialEvents");
     if asked.query.contains_key("resourceVersionMatch") && !(initial && state.streams) {
         let message = "resourceVersionMatch: Forbidden: resourceVersionMatch is forbidden for watch";
@@ -360,23 +369,23 @@ fn watch_response(state: &Arc<State>, asked: &Asked, fault: Option<Fault>) -> Re
 
 /// One watch.
 struct Watcher {
-    state: Arc<State>,
+    state: Arc<ServerState>,
     resource: Resource,
     bookmarks: bool,
     time: Duration,
     lines: mpsc::Sender<io::Result<Bytes>>,
 }
 
-/// A client that has gone away, or a connection that is to break.
-struct Broken;
+/// The client disconnected, or a fault closes the connection.
+struct ConnectionClosed;
 
 impl Watcher {
     async fn run(self, version: Option<u64>, initial: bool, fault: Option<Fault>) {
-        // It ends where the client is gone; otherwise the server ends it in time.
+        // It ends when the client is gone or when its timeout passes.
         let _ = tokio::time::timeout(self.time, self.watch(version, initial, fault)).await;
     }
 
-    async fn watch(&self, version: Option<u64>, initial: bool, fault: Option<Fault>) -> Result<(), Broken> {
+    async fn watch(&self, version: Option<u64>, initial: bool, fault: Option<Fault>) -> Result<(), ConnectionClosed> {
         let mut versions = self.state.version.subscribe();
         let mut position = match version {
             Some(version) => version,
@@ -401,7 +410,7 @@ impl Watcher {
             tokio::select! {
                 _ = versions.changed() => {
                     if fault == Some(Fault::Shuffle) {
-                        // So that there is something to be shuffled.
+                        // Wait, so that there are several events to shuffle.
                         tokio::time::sleep(Duration::from_millis(20)).await;
                     }
                 }
@@ -410,17 +419,17 @@ impl Watcher {
         }
     }
 
-    async fn send_events(&self, events: &[Event], fault: Option<&Fault>) -> Result<(), Broken> {
+    async fn send_events(&self, events: &[Event], fault: Option<&Fault>) -> Result<(), ConnectionClosed> {
         let line = |event: &Event| json!({ "type": event.kind, "object": event.object });
         match (fault, events.first()) {
             (Some(Fault::Cut), Some(event)) => {
                 let text = line(event).to_string();
                 let half = Bytes::copy_from_slice(&text.as_bytes()[..text.len() / 2]);
-                self.lines.send(Ok(half)).await.map_err(|_| Broken)?;
-                // Lest both be dropped as one.
+                self.lines.send(Ok(half)).await.map_err(|_| ConnectionClosed)?;
+                // Pause, so that the client does not read both as one chunk.
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 let _ = self.lines.send(Err(io::Error::other("cut"))).await;
-                return Err(Broken);
+                return Err(ConnectionClosed);
             }
             (Some(Fault::Shuffle), _) => {
                 for event in events.iter().rev() {
@@ -435,9 +444,10 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends all objects as added, as of now; returns the version.
-    async fn send_all(&self, initial: bool) -> Result<u64, Broken> {
-        let page = lock(&self.state.cluster).list(self.resource, None, usize::MAX, None).map_err(|_| Broken)?;
+    /// Sends all current objects as ADDED; returns the version.
+    async fn send_all(&self, initial: bool) -> Result<u64, ConnectionClosed> {
+        let page =
+            lock(&self.state.cluster).list(self.resource, None, usize::MAX, None).map_err(|_| ConnectionClosed)?;
         for mut object in page.items {
             (object["apiVersion"], object["kind"]) = (json!(self.resource.api_version()), json!(self.resource.kind()));
             self.send(&json!({ "type": "ADDED", "object": object })).await?;
@@ -448,7 +458,7 @@ impl Watcher {
         Ok(page.version)
     }
 
-    async fn bookmark(&self, version: u64, ends_list: bool) -> Result<(), Broken> {
+    async fn bookmark(&self, version: u64, ends_list: bool) -> Result<(), ConnectionClosed> {
         let mut metadata = json!({ "resourceVersion": version.to_string() });
         if ends_list {
             metadata["annotations"] = json!({ "k8s.io/initial-events-end": "true" });
@@ -458,8 +468,8 @@ impl Watcher {
         self.send(&json!({ "type": "BOOKMARK", "object": object })).await
     }
 
-    async fn send(&self, line: &Value) -> Result<(), Broken> {
-        self.lines.send(Ok(Bytes::from(format!("{line}\n")))).await.map_err(|_| Broken)
+    async fn send(&self, line: &Value) -> Result<(), ConnectionClosed> {
+        self.lines.send(Ok(Bytes::from(format!("{line}\n")))).await.map_err(|_| ConnectionClosed)
     }
 }
 

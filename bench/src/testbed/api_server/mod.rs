@@ -1,10 +1,10 @@
-//! An API server for tests: a real one where `KUBEBUILDER_ASSETS` names a folder with `etcd` and `kube-apiserver`
-//! (the convention of envtest), else a small one inside this process. Both are spoken to by the same calls.
+//! An API server for tests: a real one if `KUBEBUILDER_ASSETS` names a directory with `etcd` and `kube-apiserver` (the
+//! convention of envtest), otherwise a small one inside this process. Both have the same interface.
 
 mod admin;
-mod cluster;
 mod faults;
 mod in_process;
+mod object_store;
 mod real;
 mod role;
 
@@ -15,10 +15,10 @@ use serde_json::Value;
 
 pub use admin::Admin;
 pub use faults::{Fault, Verb};
-pub use in_process::InProcess;
+pub use in_process::FakeServer;
 
-use super::{Namespace, Scratch};
-use real::Real;
+use super::{Namespace, ScratchDir};
+use real::RealServer;
 
 /// The resources that Penstock reads.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -37,7 +37,7 @@ impl Resource {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies];
 
-    /// Its API group; empty for the core.
+    /// Its API group; empty for the core group.
     pub fn group(self) -> &'static str {
         if self == Self::NetworkPolicies { "networking.k8s.io" } else { "" }
     }
@@ -57,7 +57,7 @@ impl Resource {
         }
     }
 
-    /// Its part of a path.
+    /// Its path segment.
     pub fn path(self) -> &'static str {
         match self {
             Self::Namespaces => "namespaces",
@@ -67,14 +67,14 @@ impl Resource {
         }
     }
 
-    /// The resource that an object is of.
+    /// The resource of an object.
     pub fn of(object: &Value) -> Result<Self> {
         let kind = object["kind"].as_str().unwrap_or_default();
         let found = Self::ALL.into_iter().find(|resource| resource.kind() == kind);
         found.with_context(|| format!("{kind:?} is none of the kinds that are served"))
     }
 
-    /// The path of an object, or of the list that it is in.
+    /// The path of an object or of its list.
     pub fn url(self, namespace: Option<&str>, name: Option<&str>) -> String {
         let root = if self.group().is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}", self.api_version()) };
         let namespace = namespace.map(|name| format!("/namespaces/{name}")).unwrap_or_default();
@@ -83,38 +83,42 @@ impl Resource {
     }
 }
 
-/// Who asks.
+/// An account.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Who {
-    /// Someone with all rights.
+pub enum Account {
+    /// An account with full rights.
     Admin,
-    /// Penstock's account, with the rights of the shipped ClusterRole alone.
+    /// Penstock's service account, with only the rights of the shipped ClusterRole.
     Penstock,
     /// An account without any right.
     Nobody,
 }
 
-const TOKENS: [(Who, &str, &str); 3] = [
-    (Who::Admin, "token-of-admin", "admin,admin,system:masters"),
-    (Who::Penstock, "token-of-penstock", "system:serviceaccount:kube-system:penstock,penstock,system:serviceaccounts"),
-    (Who::Nobody, "token-of-nobody", "nobody,nobody,"),
+const TOKENS: [(Account, &str, &str); 3] = [
+    (Account::Admin, "token-of-admin", "admin,admin,system:masters"),
+    (
+        Account::Penstock,
+        "token-of-penstock",
+        "system:serviceaccount:kube-system:penstock,penstock,system:serviceaccounts",
+    ),
+    (Account::Nobody, "token-of-nobody", "nobody,nobody,"),
 ];
 
-/// An API server. Dropping it ends it.
+/// An API server. Dropping it stops it.
 pub struct ApiServer {
-    which: Which,
+    server: ServerKind,
     admin: Admin,
     namespace: Option<Namespace>,
-    scratch: Scratch,
+    scratch: ScratchDir,
 }
 
-enum Which {
-    InProcess(InProcess),
-    Real(Real),
+enum ServerKind {
+    FakeServer(FakeServer),
+    RealServer(RealServer),
 }
 
 impl ApiServer {
-    /// Starts the one that `KUBEBUILDER_ASSETS` says, and says which; in a network namespace if one is given.
+    /// Starts the server that `KUBEBUILDER_ASSETS` selects and prints which; in a network namespace if one is given.
     pub fn start(namespace: Option<&Namespace>) -> Result<Self> {
         match std::env::var_os("KUBEBUILDER_ASSETS").filter(|assets| !assets.is_empty()) {
             None => Self::in_process(false, namespace),
@@ -122,43 +126,43 @@ impl ApiServer {
                 let assets = PathBuf::from(assets);
                 eprintln!("API server: the real one, {}", assets.join("kube-apiserver").display());
                 let tokens = TOKENS.map(|(_, token, user)| format!("{token},{user}\n")).concat();
-                Self::finish(Which::Real(Real::start(&assets, &tokens, namespace)?), namespace)
+                Self::finish(ServerKind::RealServer(RealServer::start(&assets, &tokens, namespace)?), namespace)
             }
         }
     }
 
-    /// Starts the one in this process; `streams` says whether it streams lists.
+    /// Starts the one in this process; `streams` says whether it supports streaming lists.
     pub fn in_process(streams: bool, namespace: Option<&Namespace>) -> Result<Self> {
         eprintln!("API server: the small one in this process (KUBEBUILDER_ASSETS is not set)");
         let server = match namespace {
-            Some(namespace) => namespace.run(|| InProcess::start(streams))?,
-            None => InProcess::start(streams)?,
+            Some(namespace) => namespace.run(|| FakeServer::start(streams))?,
+            None => FakeServer::start(streams)?,
         };
-        TOKENS.iter().for_each(|(who, token, _)| server.set_token(*who, token));
-        Self::finish(Which::InProcess(server), namespace)
+        TOKENS.iter().for_each(|(account, token, _)| server.set_token(*account, token));
+        Self::finish(ServerKind::FakeServer(server), namespace)
     }
 
-    fn finish(which: Which, namespace: Option<&Namespace>) -> Result<Self> {
-        let scratch = Scratch::new()?;
-        let url = match &which {
-            Which::InProcess(server) => server.url(),
-            Which::Real(server) => server.url(),
+    fn finish(server: ServerKind, namespace: Option<&Namespace>) -> Result<Self> {
+        let scratch = ScratchDir::new()?;
+        let url = match &server {
+            ServerKind::FakeServer(server) => server.url(),
+            ServerKind::RealServer(server) => server.url(),
         };
-        for (who, token, _) in TOKENS {
-            let token_file = token_file(scratch.path(), who);
+        for (account, token, _) in TOKENS {
+            let token_file = token_file(scratch.path(), account);
             std::fs::write(&token_file, token)?;
-            std::fs::write(kubeconfig(scratch.path(), who), kubeconfig_text(&url, &token_file))?;
+            std::fs::write(kubeconfig(scratch.path(), account), kubeconfig_text(&url, &token_file))?;
         }
-        let admin = Admin::new(&kubeconfig(scratch.path(), Who::Admin), namespace)?;
-        let server = Self { which, admin, namespace: namespace.cloned(), scratch };
+        let admin = Admin::new(&kubeconfig(scratch.path(), Account::Admin), namespace)?;
+        let server = Self { server, admin, namespace: namespace.cloned(), scratch };
         server.wait_until_ready()?;
-        if let Which::Real(_) = server.which {
+        if let ServerKind::RealServer(_) = server.server {
             server.grant()?;
         }
         Ok(server)
     }
 
-    /// Applies the shipped role, and waits until it is in force.
+    /// Applies the shipped role and waits until it is in force.
     fn grant(&self) -> Result<()> {
         for object in role::manifests()? {
             let path = match object["kind"].as_str() {
@@ -168,86 +172,86 @@ impl ApiServer {
                 other => bail!("the shipped rights hold a {other:?}"),
             };
             let ready = || self.admin.call(http::Method::POST, path, &object).map(drop);
-            match &self.which {
-                // The namespace kube-system comes a moment after the server.
-                Which::Real(real) => real.wait(ready)?,
-                Which::InProcess(_) => ready()?,
+            match &self.server {
+                // The namespace kube-system appears a moment after the server.
+                ServerKind::RealServer(real) => real.wait(ready)?,
+                ServerKind::FakeServer(_) => ready()?,
             }
         }
         Ok(())
     }
 
     fn wait_until_ready(&self) -> Result<()> {
-        match &self.which {
-            Which::InProcess(_) => Ok(()),
-            Which::Real(real) => real.wait(|| self.admin.list(Resource::NetworkPolicies).map(drop)),
+        match &self.server {
+            ServerKind::FakeServer(_) => Ok(()),
+            ServerKind::RealServer(real) => real.wait(|| self.admin.list(Resource::NetworkPolicies).map(drop)),
         }
     }
 
-    /// Whether it is a real one.
+    /// Whether it is a real server.
     pub fn is_real(&self) -> bool {
-        matches!(self.which, Which::Real(_))
+        matches!(self.server, ServerKind::RealServer(_))
     }
 
-    /// The one in this process, for faults.
-    pub fn faulty(&self) -> Option<&InProcess> {
-        match &self.which {
-            Which::InProcess(server) => Some(server),
-            Which::Real(_) => None,
+    /// The server in this process, for fault injection; `None` if the server is real.
+    pub fn fake(&self) -> Option<&FakeServer> {
+        match &self.server {
+            ServerKind::FakeServer(server) => Some(server),
+            ServerKind::RealServer(_) => None,
         }
     }
 
-    /// A client with all rights.
+    /// A client with full rights.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// The kubeconfig file of someone.
-    pub fn kubeconfig(&self, who: Who) -> PathBuf {
-        kubeconfig(self.scratch.path(), who)
+    /// The kubeconfig file of an account.
+    pub fn kubeconfig(&self, account: Account) -> PathBuf {
+        kubeconfig(self.scratch.path(), account)
     }
 
-    /// The file from which a kubeconfig takes someone's token.
-    pub fn token_file(&self, who: Who) -> PathBuf {
-        token_file(self.scratch.path(), who)
+    /// The token file that an account's kubeconfig refers to.
+    pub fn token_file(&self, account: Account) -> PathBuf {
+        token_file(self.scratch.path(), account)
     }
 
-    /// Kills it, its objects stay.
+    /// Kills the server; its objects stay.
     pub fn stop(&self) {
-        match &self.which {
-            Which::InProcess(server) => server.stop(),
-            Which::Real(real) => real.stop(),
+        match &self.server {
+            ServerKind::FakeServer(server) => server.stop(),
+            ServerKind::RealServer(real) => real.stop(),
         }
     }
 
-    /// Starts it again, at the same address, and waits until it is ready.
+    /// Starts it again on the same address and waits until it is ready.
     pub fn resume(&self) -> Result<()> {
-        match (&self.which, &self.namespace) {
-            (Which::InProcess(server), Some(namespace)) => namespace.run(|| server.resume())?,
-            (Which::InProcess(server), None) => server.resume()?,
-            (Which::Real(real), _) => real.resume()?,
+        match (&self.server, &self.namespace) {
+            (ServerKind::FakeServer(server), Some(namespace)) => namespace.run(|| server.resume())?,
+            (ServerKind::FakeServer(server), None) => server.resume()?,
+            (ServerKind::RealServer(real), _) => real.resume()?,
         }
         self.wait_until_ready()
     }
 
-    /// Makes it forget its history, as the compaction of etcd does.
+    /// Discards its history, as etcd's compaction does.
     pub fn compact(&self) -> Result<()> {
-        match &self.which {
-            Which::InProcess(server) => {
+        match &self.server {
+            ServerKind::FakeServer(server) => {
                 server.compact();
                 Ok(())
             }
-            Which::Real(real) => real.compact(),
+            ServerKind::RealServer(real) => real.compact(),
         }
     }
 }
 
-fn kubeconfig(directory: &Path, who: Who) -> PathBuf {
-    directory.join(format!("{who:?}.kubeconfig"))
+fn kubeconfig(directory: &Path, account: Account) -> PathBuf {
+    directory.join(format!("{account:?}.kubeconfig"))
 }
 
-fn token_file(directory: &Path, who: Who) -> PathBuf {
-    directory.join(format!("{who:?}.token"))
+fn token_file(directory: &Path, account: Account) -> PathBuf {
+    directory.join(format!("{account:?}.token"))
 }
 
 fn kubeconfig_text(url: &str, token_file: &Path) -> String {

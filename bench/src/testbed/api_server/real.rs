@@ -1,4 +1,4 @@
-//! A real API server: `etcd` and `kube-apiserver` from a folder, as processes of their own.
+//! A real API server: `etcd` and `kube-apiserver` from a directory, as separate processes.
 
 use std::fs::{self, File};
 use std::net::TcpListener;
@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
-use crate::testbed::{Guard, Namespace, Scratch};
+use crate::testbed::{CleanupGuard, Namespace, ScratchDir};
 
-/// How long the server may take to start.
+/// Startup timeout.
 const START: Duration = Duration::from_secs(90);
 
-/// The two processes. Dropping ends them.
-pub(super) struct Real {
+/// The two processes. Dropping it ends them.
+pub(super) struct RealServer {
     assets: PathBuf,
     directory: PathBuf,
     namespace: Option<Namespace>,
     ports: Ports,
-    etcd: Process,
-    server: Mutex<Option<Process>>,
-    _scratch: Scratch,
+    etcd: ServerProcess,
+    server: Mutex<Option<ServerProcess>>,
+    _scratch: ScratchDir,
 }
 
 #[derive(Clone, Copy)]
@@ -34,17 +34,17 @@ struct Ports {
     server: u16,
 }
 
-struct Process {
-    _guard: Guard,
+struct ServerProcess {
+    _guard: CleanupGuard,
 }
 
-impl Real {
-    /// Starts both, in a network namespace if one is given. `tokens` are lines of a static token file.
+impl RealServer {
+    /// Starts both, in a network namespace if one is given. `tokens` is the content of a static token file.
     pub(super) fn start(assets: &Path, tokens: &str, namespace: Option<&Namespace>) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let directory = scratch.path().to_owned();
         let ports = inside(namespace, || -> Result<Ports> {
-            // Taken together, so that they differ.
+            // Allocated together, so that the ports differ.
             let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0"));
             let [etcd, peer, server] = listeners.map(|listener| listener.and_then(|l| l.local_addr()));
             Ok(Ports { etcd: etcd?.port(), peer: peer?.port(), server: server?.port() })
@@ -70,7 +70,7 @@ impl Real {
         self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
     }
 
-    /// Starts the API server again and waits until it is ready.
+    /// Restarts the API server and waits until it is ready.
     pub(super) fn resume(&self) -> Result<()> {
         let Ports { etcd, server, .. } = self.ports;
         let file = |name: &str| self.directory.join(name).display().to_string();
@@ -86,12 +86,12 @@ impl Real {
             format!("--service-account-signing-key-file={}", file("accounts.key")),
             format!("--service-account-key-file={}", file("accounts.key")),
             "--service-cluster-ip-range=10.96.0.0/16".to_owned(),
-            // There is no controller that would make accounts for pods.
+            // No controller runs that would create service accounts for pods.
             "--disable-admission-plugins=ServiceAccount".to_owned(),
         ];
         let mut command = self.command("kube-apiserver");
         command.args(arguments);
-        let process = Process::spawn(command, &self.directory.join("kube-apiserver.log"))?;
+        let process = ServerProcess::spawn(command, &self.directory.join("kube-apiserver.log"))?;
         *self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(process);
         Ok(())
     }
@@ -110,7 +110,7 @@ impl Real {
         Ok(())
     }
 
-    /// Makes etcd forget all history up to now, by its JSON gateway.
+    /// Compacts etcd's history up to now, through its JSON gateway.
     pub(super) fn compact(&self) -> Result<()> {
         let url = |path: &str| format!("http://127.0.0.1:{}/v3/kv/{path}", self.ports.etcd);
         let post = |path: &str, body: String| -> Result<String> {
@@ -123,16 +123,21 @@ impl Real {
         post("compaction", format!(r#"{{"revision":"{revision}","physical":true}}"#)).map(drop)
     }
 
-    fn spawn_etcd(assets: &Path, directory: &Path, namespace: Option<&Namespace>, ports: Ports) -> Result<Process> {
+    fn spawn_etcd(
+        assets: &Path,
+        directory: &Path,
+        namespace: Option<&Namespace>,
+        ports: Ports,
+    ) -> Result<ServerProcess> {
         let (client, peer) = (format!("http://127.0.0.1:{}", ports.etcd), format!("http://127.0.0.1:{}", ports.peer));
         let mut command = command(assets, "etcd", namespace);
         command.arg("--data-dir").arg(directory.join("etcd"));
         command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &format!("default={peer}")]);
-        // Debian's reads settings from its service's environment.
+        // Debian's etcd reads settings from its service's environment.
         command.env_clear();
-        Process::spawn(command, &directory.join("etcd.log"))
+        ServerProcess::spawn(command, &directory.join("etcd.log"))
     }
 
     fn command(&self, program: &str) -> Command {
@@ -140,7 +145,7 @@ impl Real {
     }
 }
 
-impl Drop for Real {
+impl Drop for RealServer {
     fn drop(&mut self) {
         self.stop();
         let _ = &self.etcd;
@@ -159,7 +164,7 @@ fn inside<T: Send>(namespace: Option<&Namespace>, work: impl FnOnce() -> T + Sen
     }
 }
 
-impl Process {
+impl ServerProcess {
     fn spawn(mut command: Command, log: &Path) -> Result<Self> {
         let log = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
@@ -173,11 +178,11 @@ impl Process {
             let _ = child.kill();
             let _ = child.wait();
         };
-        Ok(Self { _guard: Guard::new(end) })
+        Ok(Self { _guard: CleanupGuard::new(end) })
     }
 }
 
-/// A POST over plain HTTP/1.0: the answer's body.
+/// A POST over plain HTTP/1.0; returns the answer's body.
 fn http_post(url: &str, body: &str) -> Result<String> {
     use std::io::{Read, Write};
     let (host, path) = url.trim_start_matches("http://").split_once('/').context("no path")?;

@@ -1,4 +1,4 @@
-//! The rights that the shipped manifests give.
+//! The rights granted by the shipped manifests.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ impl Rule {
     }
 }
 
-/// The objects of the shipped role, its account and its binding.
+/// The shipped role, its account and its binding.
 pub(super) fn manifests() -> Result<Vec<Value>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes/rbac.yaml");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -1,11 +1,12 @@
-//! All interleavings (up to a bound on preemptions) of the races that matter, on a table of two groups of two.
+//! All interleavings (up to a bound on preemptions) of the relevant races, on a table of two groups with two entries.
 //!
-//! Run with `cargo test -p penstock-dataplane --features loom --lib conntrack::interleavings`, all in some
-//! seconds; `LOOM_MAX_PREEMPTIONS=3` takes minutes. Not covered: three threads that enter one connection (even with a
-//! single preemption there are more interleavings than ten minutes suffice for; `tests::threads_that_meet_leave_a_sound_table`
-//! has real threads do it), more than three threads at anything, the wrap of the generation, quotas and counters (plain
-//! read-modify-write of one word each), the file mapping, and that the hardware's SIMD loads see what word loads would.
-//! Loom takes sequentially consistent accesses for weaker ones; the table uses none, only fences, which loom does model.
+//! Run with `cargo test -p penstock-dataplane --features loom --lib conntrack::interleavings`, which takes seconds;
+//! `LOOM_MAX_PREEMPTIONS=3` takes minutes. Not covered: three threads that insert one connection (even with a single
+//! preemption there are too many interleavings for ten minutes; `tests::concurrent_threads_leave_a_consistent_table`
+//! uses real threads for it), more than three threads in general, the wrap of the generation, quotas and counters
+//! (plain read-modify-write of one word each), the file mapping, and that the hardware's SIMD loads see what word loads
+//! would. Loom treats sequentially consistent accesses as weaker ones; the table uses none, only fences, which loom
+//! models.
 
 pub(super) mod storage;
 
@@ -22,8 +23,8 @@ use crate::snapshot::Epoch;
 const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 const LATER: Timestamp = NOW.plus(Duration::from_secs(100));
 
-/// Runs `test` in every interleaving with at most two preemptions, or as many as `LOOM_MAX_PREEMPTIONS` says. It
-/// returns which outcome it met, and all of `0..outcomes` must have been.
+/// Runs `test` in every interleaving with at most two preemptions, or `LOOM_MAX_PREEMPTIONS`. It returns which outcome
+/// occurred, and all of `0..outcomes` must occur.
 fn explore(outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
     let reached: std::sync::Arc<Vec<AtomicU32>> =
         std::sync::Arc::new((0..outcomes).map(|_| AtomicU32::new(0)).collect());
@@ -41,7 +42,7 @@ fn table() -> Arc<ConnTable> {
     Arc::new(ConnTable::new(&Config { quota: Some(100), ..Config::default() }).unwrap())
 }
 
-/// The `n`th flow whose home is `group`. Flows differ in all words that an entry keeps here.
+/// The `n`th flow whose home group is `group`. Flows differ in all words that an entry stores here.
 fn flow(table: &ConnTable, group: u32, n: usize) -> Flow {
     (1..)
         .map(|number: u16| Flow {
@@ -72,7 +73,7 @@ fn find<'t>(table: &'t ConnTable, flow: &Flow, now: Timestamp) -> Option<Conn<'t
     table.find(&table.prepare(flow), now)
 }
 
-/// Whether a listed flow is of this connection; of a key's words an entry keeps only the client's here.
+/// Whether a listed flow belongs to this connection; of a key's words an entry only stores the client's here.
 fn is_of(listed: &Flow, flow: &Flow) -> bool {
     [*listed, listed.reversed()].iter().any(|listed| listed.src == flow.src && listed.src_port == flow.src_port)
 }
@@ -81,7 +82,7 @@ fn entries(table: &ConnTable, flow: &Flow) -> usize {
     table.iter(NOW).filter(|connection| is_of(&connection.original, flow)).count()
 }
 
-/// Both directions' first packets at once: one entry, entered by one of them.
+/// First packets of both directions at once: one entry, inserted by one of them.
 fn insert_against_insert(crowd: usize) {
     explore(2, move || {
         let table = table();
@@ -138,8 +139,8 @@ fn of_two_that_cut_a_connection_one_is_told_that_it_did() {
     });
 }
 
-/// What two workers write that ask policy at once, one under an epoch, the other under the next; the third word of each
-/// case is whether the connection was cut before.
+/// What two workers write that evaluate policy concurrently, one under an epoch, the other under the next; the third
+/// word of each case says whether the connection was revoked before.
 fn verdicts_of_two_epochs(was_cut: bool, older: bool, newer: bool) {
     explore(2, move || {
         let table = table();
@@ -155,7 +156,7 @@ fn verdicts_of_two_epochs(was_cut: bool, older: bool, newer: bool) {
                 if !conn.is_of_epoch(Epoch(3)) {
                     conn.set_judged(Epoch(3), older);
                 }
-                // What its packet goes by.
+                // The state that its packet sees.
                 (conn.is_cut(), conn.is_of_epoch(Epoch(4)))
             })
         };
@@ -269,7 +270,7 @@ fn a_lookup_never_meets_the_connection_that_took_the_entry() {
         let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
         insert(&table, &old, 1, NOW).unwrap();
         let doomed = find(&table, &old, NOW).unwrap();
-        // The reader is the second thread: loom forgets a load once another thread loads the same word.
+        // The reader is the second thread: loom discards a load once another thread loads the same word.
         let reader = {
             let table = table.clone();
             thread::spawn(move || {
@@ -324,7 +325,7 @@ fn eviction_takes_no_connection_that_was_just_answered() {
         let table = table();
         let answered = flow(&table, 0, 0);
         insert(&table, &answered, 1, NOW).unwrap();
-        // The rest of both groups, and younger than the one that is to be answered.
+        // Fills the rest of both groups with younger connections than the one that will be answered.
         let younger = NOW.plus(Duration::from_secs(5));
         for n in 1..4 {
             insert(&table, &flow(&table, 0, n), 1, younger).unwrap();
@@ -380,7 +381,7 @@ fn updates_from_both_directions_are_both_kept() {
         };
         let updated = update(&table, out, segment(TcpFlags::ACK.with(TcpFlags::FIN), 101, 501, 70));
         other.join().unwrap();
-        // Had one side's end been lost, the other's acknowledgement of it would be out of window.
+        // If one side's `end` had been lost, the other's acknowledgement of it would be out of window.
         update(&table, out, segment(TcpFlags::ACK, 172, 552, 0));
         update(&table, back, segment(TcpFlags::ACK, 552, 172, 0));
         assert_eq!(find(&table, &flow, NOW).unwrap().state(), State::Tcp(TcpState::TimeWait));

@@ -1,4 +1,4 @@
-//! Entries and tags of loom's atomics: each run makes its own few.
+//! Entries and tags of loom atomics; each run creates its own.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ impl Storage {
     pub(in crate::conntrack) fn open(groups: u32, _: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
         let entries = (0..groups * LANES).map(|_| Entry::new()).collect();
         let tags = (0..groups).map(|_| Tags::new()).collect();
-        // Every run must be the same run.
+        // Every run must be identical.
         let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
         Ok((Self { entries, tags }, seed, Opened::New))
     }

@@ -42,13 +42,13 @@ fn connections_outlast_the_table_that_made_them() {
         assert_eq!((conn.original_flow(), conn.owner(), conn.state()), (flow(n), POD, State::Unreplied));
         assert!(!conn.is_of_epoch(Epoch(1)), "judged by another process");
     }
-    // Even ports belong to a pod that is still there, under another number.
+    // Even ports belong to a pod that still exists, with another number.
     let removed = table.assign_owners(|flow| (flow.src_port % 2 == 0).then_some(OwnerId(3)));
     assert_eq!((removed, table.len(), table.len_of(POD), table.len_of(OwnerId(3))), (100, 100, 0, 100));
     assert_eq!(table.iter(NOW).filter(|connection| connection.owner == OwnerId(3)).count(), 100);
 }
 
-/// Whoever follows a connection through the log does so across restarts.
+/// The connection id in the log stays the same across restarts.
 #[test]
 fn the_numbers_of_connections_in_logs_are_those_of_the_file() {
     let (_directory, path) = directory();
@@ -84,8 +84,8 @@ fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
     assert_eq!(step(&table, out, &segment(TcpFlags::ACK, 1001, 7_000_000)), Update::Invalid, "windows hold again");
 }
 
-/// While nobody took packets, data had arrived whose acknowledgements were lost: its sender sends from the first octet
-/// again, and the answer is about all of it.
+/// While no worker ran, data arrived whose acknowledgements were lost: the sender retransmits from the first byte, and
+/// the reply acknowledges all of it.
 #[test]
 fn a_tcp_connection_goes_on_that_begins_again_with_a_segment_sent_before() {
     let data = |seq, ack, payload_len| {
@@ -181,7 +181,7 @@ fn what_was_under_way_or_is_damaged_is_cleared() {
         let table = open(&path).unwrap();
         insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
         insert(&table, &flow(2), &Transport::Udp, NOW).unwrap();
-        // Claimed and not written; tentative; of a state that is none; in a group where it does not belong.
+        // Claimed and not written; tentative; with an invalid state; in a wrong group.
         let free: Vec<u32> =
             (0..table.capacity() as u32).filter(|slot| table.entry(*slot).control().is_free()).take(3).collect();
         table.entry(free[0]).claim().unwrap();
@@ -213,10 +213,10 @@ fn what_was_under_way_or_is_damaged_is_cleared() {
     assert_eq!(free, capacity - 1);
 }
 
-/// Names the file to a test that runs as another process.
+/// Passes the file to a test that runs as another process.
 const CHILD: &str = "PENSTOCK_TEST_CONNTRACK";
 
-/// Does nothing unless started by the test below: then enters and removes connections until it is killed.
+/// Does nothing unless started by the test below: then inserts and removes connections until it is killed.
 #[test]
 fn works_until_killed() {
     let Some(path) = std::env::var_os(CHILD) else { return };

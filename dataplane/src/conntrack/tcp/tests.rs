@@ -1,4 +1,4 @@
-//! TCP connections packet by packet: real frames, parsed and taken through the table as the pipeline does.
+//! TCP connections packet by packet: real frames, parsed and passed to the table like in the pipeline.
 
 use etherparse::{PacketBuilder, TcpOptionElement};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use crate::packet::parse;
 use crate::snapshot::Epoch;
 use TcpState::*;
 
-/// What became of a segment.
+/// Result of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Outcome {
     /// It opened a connection.
@@ -20,15 +20,15 @@ enum Outcome {
     Passed,
     /// It was invalid.
     Invalid,
-    /// The connection had ended, and it opened a new one.
+    /// The connection had ended, and the segment opened a new one.
     Reopened,
-    /// It answered a SYN on a live connection, which began anew.
+    /// It answered a SYN on a live connection, which restarted.
     Restarted,
     /// It belongs to no connection and cannot open one.
     Refused,
 }
 
-/// A segment, and what is to become of it and of its connection.
+/// A segment, its expected result, and the expected state.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     from_client: bool,
@@ -46,7 +46,7 @@ fn row(from_client: bool, flags: &'static str, seq: u32, ack: u32, len: usize) -
     Row { from_client, flags, seq, ack, len, window: 1000, scale: None, outcome: Outcome::Refused, state: None }
 }
 
-/// From the client: flags (S, A, F, R, P, U, E, C), sequence number, acknowledgement, octets of payload.
+/// From the client: flags (S, A, F, R, P, U, E, C), sequence number, acknowledgement, payload bytes.
 fn c(flags: &'static str, seq: u32, ack: u32, len: usize) -> Row {
     row(true, flags, seq, ack, len)
 }
@@ -115,7 +115,7 @@ impl Row {
     }
 }
 
-/// Takes a frame through the table as the pipeline does.
+/// Passes a frame to the table like the pipeline.
 fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
     let packet = parse(frame).unwrap();
     let hashed = table.prepare(&packet.flow);
@@ -149,7 +149,7 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
             }
             Update::Invalid => Outcome::Invalid,
             Update::Cut | Update::Ended => unreachable!("nobody cuts or removes it"),
-            // Policy allows all.
+            // Policy allows everything.
             Update::Opens => {
                 assert!(conn.replace(hashed.orientation(), &packet.transport, NOW));
                 enter(Outcome::Reopened)
@@ -187,14 +187,14 @@ fn run(pick_up: bool, description: &str, rows: &[Row]) {
     }
 }
 
-/// A handshake of client number 100 and server number 500, then `rest`.
+/// A handshake with client number 100 and server number 500, then `rest`.
 fn established(rest: &[Row]) -> Vec<Row> {
     let handshake =
         [c("S", 100, 0, 0).opens(SynSent), s("SA", 500, 101, 0).ok(SynReceived), c("A", 101, 501, 0).ok(Established)];
     [&handshake[..], rest].concat()
 }
 
-/// The same, closed from both sides: client 102 and server 502 are next.
+/// The same, closed from both sides: the next numbers are 102 and 502.
 fn closed(rest: &[Row]) -> Vec<Row> {
     let end = [c("FA", 101, 501, 0).ok(FinWait), s("FA", 501, 102, 0).ok(LastAck), c("A", 102, 502, 0).ok(TimeWait)];
     established(&[&end[..], rest].concat())
@@ -696,7 +696,7 @@ fn a_window_survives_packing() {
 }
 
 prop_compose! {
-    /// A window near sequence number 2³², as a connection's both sides may have it.
+    /// A window near sequence number 2³², for both sides of a connection.
     fn any_window()(end in 0u32..40_000, ahead in 0u32..80_000, reach in 8u8..20, scale in 0u8..=UNKNOWN_SCALE, marks in prop_oneof![8 => Just(SEEN), 1 => 0u8..8]) -> Window {
         let end = end.wrapping_sub(20_000);
         Window { end, limit: end.wrapping_add(ahead), reach, scale, marks }

@@ -1,4 +1,4 @@
-//! Connections that policy has ended.
+//! Revoked connections.
 
 use super::*;
 use crate::packet::{Orientation, SctpChunk};
@@ -11,8 +11,8 @@ fn chunk(chunk: SctpChunk, tag: u32) -> Transport {
     Transport::Sctp { chunk, tag }
 }
 
-/// A connection that both sides have agreed to, by protocol: its flow, one more packet from either side, what opens it
-/// anew if anything does, how long it is remembered when it is cut, and its state when it is restored.
+/// A connection confirmed by both sides, by protocol: its flow, one more packet from either side, the packet that
+/// reopens it if there is one, how long it is kept when revoked, and its state when restored.
 struct Case {
     flow: Flow,
     packets: Vec<(bool, Transport)>,
@@ -85,7 +85,7 @@ impl Case {
         [out, out.opposite()]
     }
 
-    /// Enters the connection.
+    /// Inserts the connection.
     fn open(&self, table: &ConnTable) {
         insert(table, &self.flow, &self.packets[0].1, NOW).unwrap();
         for (from_opener, transport) in &self.packets[1..] {
@@ -130,7 +130,7 @@ fn what_opens_another_connection_ends_one_that_is_cut_only_once_policy_allows_it
         case.open(&table);
         find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
         let Some(anew) = case.anew else { continue };
-        // From the answering side too: policy is asked about it in its own direction then.
+        // From the answering side too: policy is then evaluated for its own direction.
         for way in case.ways() {
             assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, &anew, NOW), Update::Opens);
             let later = &case.later[usize::from(way == case.ways()[1])];
@@ -214,7 +214,7 @@ fn the_number_that_the_other_end_expects_is_that_behind_what_passed() {
     case.open(&table);
     let conn = find(&table, &case.flow, NOW).unwrap();
     assert_eq!(case.ways().map(|way| conn.next_sequence(way)), [Some(1011), Some(5001)]);
-    // The final FIN and what is cut count or not as they passed.
+    // Whether the final FIN and a revoked packet count depends on whether they passed.
     let mut conn = conn;
     conn.update(case.ways()[1], &segment(TcpFlags::ACK.with(TcpFlags::FIN), 5001, 1011, 2), NOW);
     assert_eq!(conn.next_sequence(case.ways()[1]), Some(5004));

@@ -1,4 +1,4 @@
-//! What is said to be in force is what packets are judged under.
+//! The epoch reported as in force is the one under which packets are evaluated.
 
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
@@ -17,7 +17,7 @@ fn what_is_published_is_in_force_at_once_on_workers_that_sleep() {
         wait_until("both sleep", || bench.dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
         for epoch in 1..100 {
             bench.dataplane.publish(snapshot(epoch));
-            // One that was just getting up may take the rest of its turn.
+            // One that was just waking up may finish its poll iteration.
             wait_until("in force", || bench.dataplane.in_force() == [Epoch(epoch); 2]);
         }
     });
@@ -34,7 +34,7 @@ fn a_worker_that_never_sleeps_says_so_every_turn() {
     });
 }
 
-/// Holds the worker in the middle of a batch, and says under which snapshot it is.
+/// Holds the worker in the middle of a batch, and reports its snapshot's epoch.
 #[derive(Clone, Default)]
 struct Held {
     holds: Arc<AtomicBool>,

@@ -1,4 +1,4 @@
-//! Packets go where they should, all of them, and no frame is lost.
+//! Packets are forwarded to the right port without loss, and no frame leaks.
 
 use std::thread;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Two ports wired to each other, each on a worker of its own where there are two.
+/// Two ports wired to each other, on separate workers if there are two.
 fn two_ports(config: Config, test: impl FnOnce(&Bench, [PortId; 2], [Raw; 2]) + Send) {
     in_namespace(|| {
         veth("a");
@@ -47,7 +47,7 @@ fn packets_go_both_ways_across_two_workers_and_keep_their_octets() {
 
 #[test]
 fn the_tail_of_a_burst_does_not_wait_for_the_next() {
-    // With one wake-up a burst, and with 32 packets a wake-up as older kernels have it.
+    // With one wake-up per burst, and with 32 packets per wake-up as in older kernels.
     for (cores, tx_budget) in [(&[0][..], 1024), (&[0][..], 32), (&[0, 1], 32)] {
         two_ports(Config { tx_budget, ..config(cores) }, |_, _, [at_a, at_b]| {
             for round in 0..20 {
@@ -66,7 +66,7 @@ fn a_packet_wakes_a_worker_that_went_to_sleep_after_a_burst() {
         let burst: Vec<_> = (0..400).map(|index| frame(index, 60)).collect();
         let mut waits: Vec<_> = (0..11)
             .map(|round| {
-                // So many that the queues are not watched any more.
+                // Enough that the queues are no longer watched.
                 at_a.send_all(&burst);
                 for _ in &burst {
                     at_b.receive(PATIENCE).expect("every packet arrives");
@@ -79,7 +79,7 @@ fn a_packet_wakes_a_worker_that_went_to_sleep_after_a_burst() {
             })
             .collect();
         waits.sort();
-        // One that is not woken sleeps for a quarter of a second, every time.
+        // One that is not woken sleeps for a quarter of a second each time.
         assert!(waits[0] < Duration::from_millis(200), "{waits:?}");
     });
 }
@@ -94,7 +94,7 @@ fn a_million_packets_leave_no_frame_behind() {
             at_b.send_all(&frames);
             256
         };
-        // At first as fast as the senders go: some are lost at the rings, which the account must survive.
+        // First as fast as the senders can: the rings drop some, and the account must stay balanced.
         let mut sent: u64 = (0..400).map(|_| send()).sum();
         let mut arrived = at_a.count(u64::MAX) + at_b.count(u64::MAX);
         // Then no faster than they arrive.
@@ -167,12 +167,12 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
             assert_eq!(bench.dataplane.statistics().port(a).unwrap().traffic.dropped(cause), wanted, "{cause}");
         };
         dropped(Cause::NoPort, 100);
-        // A port that goes while packets are forwarded to it.
+        // A port is closed while packets are forwarded to it.
         bench.wires.connect(a, b);
         drop(attached);
         bench.dataplane.close_port(b).unwrap();
         dropped(Cause::PortGone, 100);
-        // A port whose interface takes nothing: its ring fills, and then they are dropped.
+        // A port whose interface accepts nothing: its ring fills up, and then packets are dropped.
         let (b, _attached) = bench.open("b");
         bench.wires.connect(a, b);
         ip("link set dev b down");
@@ -182,7 +182,7 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         let statistics = bench.dataplane.statistics();
         let traffic = statistics.port(a).unwrap().traffic;
         assert_eq!(traffic.dropped(Cause::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
-        // What stuck in the ring is sent when the interface takes packets again.
+        // What was left in the ring is sent when the interface accepts packets again.
         let at_b = Raw::open("bp");
         ip("link set dev b up");
         assert_eq!(at_b.count(512), 512);
@@ -200,7 +200,7 @@ fn what_a_worker_does_not_take_is_dropped_by_who_hands_it_over() {
         let (b, _b) = bench.open("b");
         bench.wires.connect(a, b);
         let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
-        // The worker that owns b dies; the other goes on, and hands over until nothing more is taken.
+        // The worker that owns b dies; the other continues and hands packets off until the queue is full.
         let mut deadly = frame(0, 60);
         deadly[0] = 0xde;
         at_b.send_all(&[deadly]);
@@ -232,7 +232,7 @@ fn the_queues_of_a_port_are_shared_out_among_the_workers() {
             bench.dataplane.with_sockets(a, |sockets| sockets.iter().map(|(queue, _)| *queue).collect::<Vec<_>>());
         assert_eq!(queues.unwrap(), [0, 1]);
         let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
-        // A sender's queue goes by the hash of the flow.
+        // A sender's queue depends on the hash of the flow.
         let frames: Vec<_> = (0..200)
             .map(|index| {
                 let mut frame = frame(index, 60);

@@ -1,4 +1,4 @@
-//! The worker with the pipeline that it runs in earnest.
+//! Workers with the real pipeline.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -14,7 +14,7 @@ use crate::policy::{Endpoint, EndpointId, Identity, Isolation, Owner, PolicySet}
 
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A packet of [`frame`] with the header checksum that it must have.
+/// A packet of [`frame`] with its header checksum.
 fn datagram(number: u32) -> Vec<u8> {
     let mut frame = frame(number, 60);
     let sum: u32 = frame[14..34].chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
@@ -23,7 +23,7 @@ fn datagram(number: u32) -> Vec<u8> {
     frame
 }
 
-/// Two pods that no policy selects, each behind one of the ports.
+/// Two pods without policies, each behind one of the ports.
 pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
     let mut forwarding = Forwarding::new([]);
     let mut update = PolicySet::default().update();
@@ -51,7 +51,7 @@ fn what_a_snapshot_allows_passes_rewritten_and_is_tracked() {
         let (a, _a) = bench.open("a");
         let (b, _b) = bench.open("b");
         let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
-        // Before anything is published nothing passes.
+        // Nothing passes before the first snapshot is published.
         at_a.send_all(&[datagram(0)]);
         assert_eq!(at_b.receive(Duration::from_millis(50)), None);
 

@@ -1,4 +1,4 @@
-//! Ports come and go, workers sleep, and what goes wrong is said.
+//! Ports are opened and closed, workers sleep, and errors are reported.
 
 use std::thread;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn a_hundred_ports_come_and_go_under_traffic_and_leave_no_frame_behind() {
                 arrived += at_b.count(64);
             }
             at_b.send_all(&frames);
-            // Closed while packets are in every ring and on the way between the workers.
+            // Closed while packets are in every ring and in transit between the workers.
             drop(attached);
             bench.dataplane.close_port(b).unwrap();
             bench.wires.cut(a);
@@ -50,7 +50,7 @@ fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
         let bench = Bench::start(config(&[0, 1]));
         let (a, attached_a) = bench.open("a");
         let (b, _b) = bench.open("b");
-        // The first port that was ever opened goes first: later ones must not depend on it.
+        // The first port is closed first: later ones must not depend on it.
         ip("link del dev a");
         drop(attached_a);
         bench.dataplane.close_port(a).unwrap();
@@ -60,7 +60,7 @@ fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
         let (at_b, at_c) = (Raw::open("bp"), Raw::open("cp"));
         at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
         assert_eq!(at_c.count(100), 100);
-        // One that vanishes under traffic, before anybody closes it.
+        // One whose interface disappears under traffic, before it is closed.
         ip("link del dev c");
         at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
         let rounds = || bench.dataplane.statistics().workers.iter().map(|worker| worker.rounds).sum::<u64>();
@@ -74,7 +74,7 @@ fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
     });
 }
 
-/// Clock ticks (100 a second) that the worker threads of this namespace's dataplane with this name have used.
+/// Clock ticks (100 a second) used by the worker threads with this name of this namespace's dataplane.
 fn ticks_of_workers(prefix: &str, before: &[(String, u64)]) -> Vec<(String, u64)> {
     let mut all = Vec::new();
     for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
@@ -157,7 +157,7 @@ fn a_port_of_a_worker_that_died_is_closed_when_closing_returns_and_its_frames_ar
         ip("link set dev ap up");
         veth("b");
         let bench = Bench::start(config(&[0, 1]));
-        // A queue at each worker, and a port at the one that lives on.
+        // A queue on each worker, and a port on the one that survives.
         let (a, attached_a) = bench.open("a");
         let (b, attached_b) = bench.open("b");
         let filled = bench.account().fill;
@@ -170,7 +170,7 @@ fn a_port_of_a_worker_that_died_is_closed_when_closing_returns_and_its_frames_ar
         let census = bench.dataplane.census();
         assert_eq!((census.fill, census.in_flight), (0, 0), "of {filled}: {census:?}");
         assert!(matches!(bench.dataplane.close_port(a), Err(PortError::NotOpen(_))));
-        // Nothing of this process has the queues any more; the kernel's own work is waited for.
+        // No descriptor of this process refers to the queues any more; the kernel's own work is waited for.
         let other = Bench::start(config(&[1]));
         other.open("a");
         other.open("b");
@@ -243,9 +243,9 @@ fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
         let ports: Vec<_> = (0..PODS).map(|pod| bench.open(&name(pod))).collect();
         let account = bench.account();
         assert_eq!(account.total, 16_384);
-        // The first have more, and the last still a batch; the rest is for whoever has bursts.
+        // The first ports have more, and the last one still a batch; the rest is available for bursts.
         assert!(account.fill > 110 * 64 && account.free > 2048, "{account:?}");
-        // Each sends to the next.
+        // Each sends to the next one.
         for pod in 0..PODS {
             bench.wires.connect(ports[pod].0, ports[(pod + 1) % PODS].0);
         }

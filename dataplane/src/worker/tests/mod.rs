@@ -1,4 +1,4 @@
-//! Workers on real veth pairs. These tests need root; each has a network namespace of its own.
+//! Workers on real veth pairs. These tests need root; each has its own network namespace.
 
 mod epochs;
 mod forwarding;
@@ -20,7 +20,7 @@ use crate::io::{FrameAccount, RxBatch};
 use crate::pipeline::{BATCH, Cause, Frames, Verdict};
 use crate::{Epoch, Snapshot};
 
-/// Forwards all packets of a port to the port it is wired to, and marks their first octet.
+/// Forwards all packets of a port to the port it is wired to, and marks their first byte.
 #[derive(Clone)]
 struct Wires(Arc<[AtomicU16]>);
 
@@ -60,7 +60,7 @@ impl Processor for Wires {
     fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
 }
 
-/// Waits as long as a busy machine may need.
+/// Polls a condition, with a timeout for a busy machine.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !is_so() {
@@ -69,10 +69,10 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A small dataplane with as many workers as it is given cores.
+/// A small dataplane with one worker per given core.
 fn config(cores: &[usize]) -> Config {
     Config {
-        // So many that every queue has its ring full.
+        // Enough that every queue can fill its ring.
         frames: 1 << 16,
         ring_size: 512,
         connections: crate::conntrack::Config { entries: 1024, ..Default::default() },
@@ -94,7 +94,7 @@ impl Bench {
         Self { dataplane, redirect: Redirect::new().unwrap(), wires }
     }
 
-    /// Opens a port on an interface and has its packets redirected to it.
+    /// Opens a port on an interface and redirects its packets to it.
     fn open(&self, interface: &str) -> (PortId, Attached) {
         let port = self.dataplane.open_port(&PortRequest::new(interface)).unwrap();
         let interface = Interface::by_name(interface).unwrap();
@@ -106,7 +106,7 @@ impl Bench {
         (port, attached)
     }
 
-    /// Sends frames into a port in portions that its rings hold, each once the last was received.
+    /// Sends frames into a port in portions that its rings can hold, each after the previous one was received.
     fn feed(&self, port: PortId, sender: &net::Raw, frames: &[Vec<u8>]) {
         let received = || self.dataplane.statistics().port(port).unwrap().traffic.rx_packets;
         let mut wanted = received();
@@ -121,7 +121,7 @@ impl Bench {
         }
     }
 
-    /// The account at rest: balanced, and the same by the rings as by the frames' holders.
+    /// The account at rest: balanced, and equal by rings and by frame owners.
     fn account(&self) -> FrameAccount {
         let account = self.dataplane.frames().unwrap();
         assert!(account.is_balanced(), "{account:?}");

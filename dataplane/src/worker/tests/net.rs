@@ -1,4 +1,4 @@
-//! veth pairs in a network namespace of a test's own, and raw sockets at their far ends.
+//! veth pairs in a test's own network namespace, and raw sockets on their far ends.
 
 use std::io::{self, Write};
 use std::mem::{size_of, zeroed};
@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 
-/// Runs a test in a network namespace that goes with it, whatever becomes of the test.
+/// Runs a test in a temporary network namespace.
 pub(crate) fn in_namespace(test: impl FnOnce() + Send) {
     let run = || {
         unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
-        // So that the interfaces are silent but for what the test sends.
+        // So that only the test sends packets on its interfaces.
         std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
         test();
     };
@@ -29,12 +29,12 @@ pub(crate) fn ip(arguments: &str) {
     assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Makes a veth pair `<name>` and `<name>p`, both up.
+/// Creates a veth pair `<name>` and `<name>p`, both up.
 pub(crate) fn veth(name: &str) {
     veths(&[name.to_owned()]);
 }
 
-/// Makes many such pairs at once.
+/// Creates many such pairs at once.
 pub(crate) fn veths(names: &[String]) {
     let mut batch =
         Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn().expect("iproute2 is installed");
@@ -47,20 +47,20 @@ pub(crate) fn veths(names: &[String]) {
     assert!(batch.wait().unwrap().success(), "ip -batch: {names:?}");
 }
 
-/// A raw socket on one interface: sends whole frames, and sees all that arrive there.
+/// A raw socket on one interface: sends whole frames, and receives all that arrive there.
 pub(crate) struct Raw(OwnedFd);
 
 impl Raw {
     pub(crate) fn open(interface: &str) -> Self {
         let protocol = 0x0003_u16.to_be(); // ETH_P_ALL
-        // SAFETY: a plain system call; the descriptor it returns is nobody else's.
+        // SAFETY: a plain system call; nothing else owns the descriptor that it returns.
         let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         assert!(fd >= 0, "{}", io::Error::last_os_error());
         // SAFETY: as above.
         let this = Self(unsafe { OwnedFd::from_raw_fd(fd) });
         this.option(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, 64 << 20);
         this.option(libc::SOL_PACKET, libc::PACKET_IGNORE_OUTGOING, 1);
-        // SAFETY: all zeros is a value of this plain structure.
+        // SAFETY: all zeros is valid for this plain structure.
         let mut address: libc::sockaddr_ll = unsafe { zeroed() };
         address.sll_family = libc::AF_PACKET as u16;
         address.sll_protocol = protocol;
@@ -77,7 +77,7 @@ impl Raw {
         assert_eq!(set, 0, "{}", io::Error::last_os_error());
     }
 
-    /// Sends frames, as many a system call as the kernel takes.
+    /// Sends frames, as many per system call as the kernel accepts.
     pub(crate) fn send_all(&self, frames: &[Vec<u8>]) {
         let mut vectors: Vec<libc::iovec> = frames
             .iter()
@@ -86,7 +86,7 @@ impl Raw {
         let mut messages: Vec<libc::mmsghdr> = vectors
             .iter_mut()
             .map(|vector| {
-                // SAFETY: all zeros is a value of this plain structure.
+                // SAFETY: all zeros is valid for this plain structure.
                 let mut message: libc::mmsghdr = unsafe { zeroed() };
                 message.msg_hdr.msg_iov = vector;
                 message.msg_hdr.msg_iovlen = 1;
@@ -103,7 +103,7 @@ impl Raw {
         }
     }
 
-    /// The next frame, or `None` when none comes for this long.
+    /// The next frame, or `None` if none arrives within this time.
     pub(crate) fn receive(&self, patience: Duration) -> Option<Vec<u8>> {
         let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, which lives across the call.
@@ -118,9 +118,9 @@ impl Raw {
         Some(buffer)
     }
 
-    /// How many frames arrived since this was last asked, those included that found no room in the socket.
+    /// How many frames arrived since the last call, those dropped for a full socket included.
     pub(crate) fn arrived(&self) -> u64 {
-        // SAFETY: all zeros is a value of this plain structure.
+        // SAFETY: all zeros is valid for this plain structure.
         let mut statistics: libc::tpacket_stats = unsafe { zeroed() };
         let mut length = size_of::<libc::tpacket_stats>() as u32;
         let (fd, to) = (self.0.as_raw_fd(), (&raw mut statistics).cast());
@@ -130,7 +130,7 @@ impl Raw {
         u64::from(statistics.tp_packets)
     }
 
-    /// Counts frames until there were so many, or none came for half a second.
+    /// Counts frames until there are this many, or none arrived for half a second.
     pub(crate) fn count(&self, wanted: u64) -> u64 {
         let (mut total, mut last) = (0, Instant::now());
         while total < wanted && last.elapsed() < Duration::from_millis(500) {

@@ -1,8 +1,8 @@
-//! The report as one page of HTML that needs nothing else.
+//! The report as a self-contained HTML page.
 
 use std::fmt::Write;
 
-use super::tables::Part;
+use super::tables::ReportPart;
 
 const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#1c2733}\
     table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}\
@@ -11,8 +11,8 @@ const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;max-width:72em;mar
     .meets{color:#12692f}.short{color:#a3210b;font-weight:600}pre{background:#f3f5f7;padding:1em;overflow:auto}\
     svg{max-width:100%;height:auto}";
 
-/// The whole page; plots are put into it.
-pub(crate) fn page(parts: &[Part], plots: &[(&'static str, String)]) -> String {
+/// The whole page, with the plots embedded.
+pub(crate) fn page(parts: &[ReportPart], plots: &[(&'static str, String)]) -> String {
     let mut text = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>Penstock: benchmark report</title>\
          <style>{STYLE}</style></head><body>\n<h1>Penstock: benchmark report</h1>\n"
@@ -20,10 +20,10 @@ pub(crate) fn page(parts: &[Part], plots: &[(&'static str, String)]) -> String {
     for part in parts {
         // Writing to a string does not fail.
         let _ = match part {
-            Part::Heading(heading) => writeln!(text, "<h2>{}</h2>", escaped(heading)),
-            Part::Text(paragraph) => writeln!(text, "<p>{}</p>", marked(paragraph)),
-            Part::Table(rows) => writeln!(text, "{}", table(rows)),
-            Part::Plot(name) => {
+            ReportPart::Heading(heading) => writeln!(text, "<h2>{}</h2>", escaped(heading)),
+            ReportPart::Text(paragraph) => writeln!(text, "<p>{}</p>", marked(paragraph)),
+            ReportPart::Table(rows) => writeln!(text, "{}", table(rows)),
+            ReportPart::Plot(name) => {
                 let plot = plots.iter().find(|(other, _)| other == name);
                 writeln!(text, "{}", plot.map_or("", |(_, svg)| svg))
             }
@@ -55,7 +55,7 @@ fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// Text with `code` and **what is important** marked.
+/// Escapes text and renders `code` and **emphasis**.
 fn marked(text: &str) -> String {
     let mut marked = escaped(text);
     for (mark, open, close) in [("**", "<strong>", "</strong>"), ("`", "<code>", "</code>")] {
@@ -77,9 +77,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_of_a_cell_is_taken_for_markup() {
+    fn cell_content_is_escaped() {
         let rows = [vec!["a<b".to_owned(), "meets".to_owned()], vec!["x & y".to_owned(), "falls short".to_owned()]];
-        let page = page(&[Part::Table(rows.to_vec()), Part::Text("`code` and **more**".to_owned())], &[]);
+        let page = page(&[ReportPart::Table(rows.to_vec()), ReportPart::Text("`code` and **more**".to_owned())], &[]);
         for part in ["a&lt;b", "x &amp; y", "class=\"short\"", "<code>code</code> and <strong>more</strong>"] {
             assert!(page.contains(part), "{part} in {page}");
         }

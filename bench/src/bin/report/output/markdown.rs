@@ -2,19 +2,19 @@
 
 use std::fmt::Write;
 
-use super::tables::{self, Part};
+use super::tables::{self, ReportPart};
 use crate::results::Results;
 
 /// The whole page.
-pub(crate) fn page(parts: &[Part]) -> String {
+pub(crate) fn page(parts: &[ReportPart]) -> String {
     let mut text = "# Penstock: benchmark report\n".to_owned();
     for part in parts {
         // Writing to a string does not fail.
         let _ = match part {
-            Part::Heading(heading) => writeln!(text, "\n## {heading}"),
-            Part::Text(paragraph) => writeln!(text, "\n{paragraph}"),
-            Part::Table(rows) => write!(text, "\n{}", table(rows)),
-            Part::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
+            ReportPart::Heading(heading) => writeln!(text, "\n## {heading}"),
+            ReportPart::Text(paragraph) => writeln!(text, "\n{paragraph}"),
+            ReportPart::Table(rows) => write!(text, "\n{}", table(rows)),
+            ReportPart::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
         };
     }
     text
@@ -30,7 +30,7 @@ fn table(rows: &[Vec<String>]) -> String {
     for (index, row) in rows.iter().enumerate() {
         for (column, width) in widths.iter().enumerate() {
             let cell = row.get(column).map_or("", String::as_str).replace('|', "\\|");
-            // The first column is words, the others are figures.
+            // The first column is text, the others are figures.
             let _ = if column == 0 { write!(text, "| {cell:width$} ") } else { write!(text, "| {cell:>width$} ") };
         }
         text.push_str("|\n");
@@ -45,7 +45,7 @@ fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// What is said at the end of a run.
+/// The summary printed at the end of a run.
 pub(crate) fn summary(results: &Results) -> String {
-    table(&tables::bars(results))
+    table(&tables::thresholds(results))
 }

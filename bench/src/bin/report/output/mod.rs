@@ -24,7 +24,7 @@ pub(crate) fn write(directory: &Path, results: &Results) -> Result<Vec<PathBuf>>
         }
     }
     let trex = fs::read_to_string(directory.join("trex.json")).ok();
-    let document = tables::document(results, trex.as_deref());
+    let document = tables::document(results, trex::parts(trex.as_deref()));
     let files = [
         (directory.join("report.md"), markdown::page(&document)),
         (directory.join("report.html"), html::page(&document, &plots)),

@@ -1,4 +1,4 @@
-//! A bar for each case of a scenario, with its spread.
+//! One bar for each case of a scenario, with its spread.
 
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
@@ -9,10 +9,10 @@ use crate::results::{Samples, ScenarioResult};
 
 const WIDTH: u32 = 900;
 const LINE: u32 = 24;
-/// Where the bars begin and end.
+/// Horizontal extent of the bars.
 const BARS: (i32, i32) = (330, 800);
 
-/// The plot of a scenario's first metric, as SVG. `None` where nothing was measured.
+/// The plot of a scenario's first metric as SVG; `None` if nothing was measured.
 pub(crate) fn plot(scenario: &ScenarioResult) -> Result<Option<String>> {
     let Some((metric, higher)) = plotted(scenario) else { return Ok(None) };
     let measured: Vec<(&str, &Samples)> = scenario

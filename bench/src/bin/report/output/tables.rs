@@ -1,39 +1,38 @@
-//! What the report says, before it is laid out.
+//! Content of the report, independent of its format.
 
-use super::trex;
-use crate::bars::{BARS, Reached, Side};
 use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
+use crate::thresholds::{Bound, THRESHOLDS, ThresholdResult};
 
 /// A part of the report.
 #[derive(Clone, Debug)]
-pub(crate) enum Part {
+pub(crate) enum ReportPart {
     Heading(String),
     Text(String),
-    /// The first row is the heading.
+    /// The first row is the header.
     Table(Vec<Vec<String>>),
     /// The plot of a scenario.
     Plot(&'static str),
 }
 
-/// The whole report.
-pub(crate) fn document(results: &Results, trex: Option<&str>) -> Vec<Part> {
-    let mut parts = vec![Part::Text(introduction(results)), Part::Heading("What must be reached".to_owned())];
-    parts.push(Part::Table(bars(results)));
-    parts.push(Part::Heading("The machine".to_owned()));
-    parts.push(Part::Table(machine(results)));
+/// The whole report; `trex` are the parts with the results of TRex.
+pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPart> {
+    let mut parts = vec![ReportPart::Text(introduction(results)), ReportPart::Heading("Thresholds".to_owned())];
+    parts.push(ReportPart::Table(thresholds(results)));
+    parts.push(ReportPart::Heading("The machine".to_owned()));
+    parts.push(ReportPart::Table(machine(results)));
     for scenario in &results.scenarios {
-        parts.push(Part::Heading(scenario.title.to_owned()));
-        parts.push(Part::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
-        parts.push(Part::Table(cases(scenario)));
+        parts.push(ReportPart::Heading(scenario.title.to_owned()));
+        parts.push(ReportPart::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
+        parts.push(ReportPart::Table(cases(scenario)));
         let failures = scenario.cases.iter().filter_map(|case| Some((case, case.failure.as_ref()?)));
         parts.extend(failures.map(|(case, why)| {
             let what = if case.samples.is_empty() { "Not measured" } else { "Failed in some repetitions" };
-            Part::Text(format!("{what}: {}: {why}.", case.name))
+            ReportPart::Text(format!("{what}: {}: {why}.", case.name))
         }));
-        parts.push(Part::Plot(scenario.name));
+        parts.push(ReportPart::Plot(scenario.name));
     }
-    parts.push(Part::Heading("TRex".to_owned()));
-    parts.extend(trex::parts(trex));
+    parts.push(ReportPart::Heading("TRex".to_owned()));
+    parts.extend(trex);
     parts
 }
 
@@ -41,22 +40,21 @@ fn introduction(results: &Results) -> String {
     let plan = &results.plan;
     let busy = match results.machine.load {
         load if load > crate::machine::BUSY => {
-            format!(
-                " **The machine was busy when it began (load average {load:.1}): figures are not to be relied on.**"
-            )
+            format!(" **The machine was busy when it began (load average {load:.1}): the figures are unreliable.**")
         }
         _ => String::new(),
     };
     format!(
-        "Everything here was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, every case \
-         in turn with all others. Figures are medians, with the lowest and the highest behind them; ratios are to the \
+        "Everything was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, alternating \
+         between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
-         Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer was \
-         given the same policies by `penstock render` and seen to let an allowed packet and its answer pass and, if it \
-         enforces any, to drop a denied one. There is no NIC in it: figures tell peers apart, not what a NIC would do. What a virtual machine's host gives to others of \
-         the cores' time is told with every case, and so is the speed that the slower core had before or after, of the fastest \
-         seen: one that shares its execution units with another machine's does about half as much. What the host came upon was \
-         measured again while there was time for that; what a bar goes by also waited for whole cores, half a second at most.{busy}",
+         Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
+         the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \
+         if it enforces policy, dropped a denied packet. No NIC is involved: the figures compare peers and do not predict \
+         the throughput of a NIC. The share of the cores' time that a hypervisor took away is shown for every case, and so \
+         is the speed of the slower core relative to the highest speed seen: a core that shares its execution units with \
+         another machine runs at about half speed. Disturbed measurements were repeated while there was time; cases with a \
+         threshold also waited for undisturbed cores, half a second at most.{busy}",
         (results.took.as_secs_f64() / 60.0).max(1.0),
         plan.repetitions,
         plan.length.as_secs_f64(),
@@ -65,17 +63,17 @@ fn introduction(results: &Results) -> String {
     )
 }
 
-/// The rows of what must be reached, under their heading.
-pub(crate) fn bars(results: &Results) -> Vec<Vec<String>> {
-    let mut rows = vec![["ratio", "must reach", "measured", ""].map(str::to_owned).to_vec()];
-    for bar in BARS {
-        let sign = if bar.side == Side::AtLeast { "≥" } else { "≤" };
-        let (measured, verdict) = match bar.reached(results) {
-            Reached::Measured(value, true) => (number(value, 2), "meets".to_owned()),
-            Reached::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
-            Reached::Not(why) => ("–".to_owned(), format!("not measured: {why}")),
+/// Rows of the thresholds, with their header.
+pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
+    let mut rows = vec![["ratio", "threshold", "measured", ""].map(str::to_owned).to_vec()];
+    for threshold in THRESHOLDS {
+        let sign = if threshold.bound == Bound::AtLeast { "≥" } else { "≤" };
+        let (measured, verdict) = match threshold.evaluate(results) {
+            ThresholdResult::Measured(value, true) => (number(value, 2), "meets".to_owned()),
+            ThresholdResult::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
+            ThresholdResult::NotMeasured(why) => ("–".to_owned(), format!("not measured: {why}")),
         };
-        rows.push(vec![bar.what.to_owned(), format!("{sign} {}", short(bar.bar)), measured, verdict]);
+        rows.push(vec![threshold.what.to_owned(), format!("{sign} {}", short(threshold.threshold)), measured, verdict]);
     }
     rows
 }
@@ -87,9 +85,9 @@ fn machine(results: &Results) -> Vec<Vec<String>> {
     rows
 }
 
-/// Beside every case's own metrics.
+/// Shown beside every case's own metrics.
 const STOLEN: Metric = Metric::lower("taken by the host", "%", 1);
-/// What it left of their speed.
+/// Speed that the host left to the cores.
 const SPEED: Metric = Metric::higher("speed of the slower core", "%", 0);
 
 fn cases(scenario: &ScenarioResult) -> Vec<Vec<String>> {
@@ -146,7 +144,7 @@ fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Which of the metrics is plotted, and whether more of it is better.
+/// The plotted metric, and whether higher is better.
 pub(crate) fn plotted(scenario: &ScenarioResult) -> Option<(&Metric, bool)> {
     scenario.metrics.first().map(|metric| (metric, metric.better == Better::Higher))
 }
@@ -156,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thousands_are_set_apart() {
+    fn thousands_are_separated() {
         for (value, digits, expected) in
             [(0.5, 2, "0.50"), (999.0, 0, "999"), (1000.0, 0, "1,000"), (-1234567.0, 1, "-1,234,567.0")]
         {

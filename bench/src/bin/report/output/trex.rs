@@ -1,16 +1,16 @@
-//! What `bench/trex/run.py` wrote: its document's form is in docs/trex.md.
+//! Results of `bench/trex/run.py`; docs/trex.md describes the document's format.
 
 use serde_json::Value;
 
-use super::tables::Part;
+use super::tables::ReportPart;
 
-/// The form that is understood.
+/// The supported format version.
 const FORMAT: u64 = 1;
 
-/// What the document says, or why it says nothing.
-pub(crate) fn parts(json: Option<&str>) -> Vec<Part> {
+/// Content of the document, or why there is none.
+pub(crate) fn parts(json: Option<&str>) -> Vec<ReportPart> {
     let Some(json) = json else {
-        return vec![Part::Text(
+        return vec![ReportPart::Text(
             "Not measured: there is no trex.json beside this report; `bench/trex/run.py` writes one against a TRex server \
              (docs/trex.md)."
                 .to_owned(),
@@ -18,13 +18,13 @@ pub(crate) fn parts(json: Option<&str>) -> Vec<Part> {
     };
     let document: Value = match serde_json::from_str(json) {
         Ok(document) => document,
-        Err(error) => return vec![Part::Text(format!("Not measured: trex.json cannot be read ({error})."))],
+        Err(error) => return vec![ReportPart::Text(format!("Not measured: trex.json cannot be read ({error})."))],
     };
     if document["format"] != FORMAT {
-        return vec![Part::Text(format!("Not measured: trex.json has another form ({}).", document["format"]))];
+        return vec![ReportPart::Text(format!("Not measured: trex.json has another form ({}).", document["format"]))];
     }
     let runs = document["runs"].as_array().into_iter().flatten();
-    runs.flat_map(|run| [Part::Text(origin(run)), Part::Table(profiles(run))]).collect()
+    runs.flat_map(|run| [ReportPart::Text(origin(run)), ReportPart::Table(profiles(run))]).collect()
 }
 
 fn origin(run: &Value) -> String {
@@ -71,15 +71,15 @@ fn rate(found: &Value, unit: &str) -> String {
     }
 }
 
-/// Average and most of every stream.
+/// Average and maximum of every stream.
 fn latency(points: &Value) -> String {
     let half = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5);
     let streams = half.and_then(|point| point["streams"].as_array()).into_iter().flatten();
-    let told = streams.map(|stream| format!("{} µs, at most {} µs", stream["average_us"], stream["most_us"]));
-    told.collect::<Vec<_>>().join("; ")
+    let reason = streams.map(|stream| format!("{} µs, at most {} µs", stream["average_us"], stream["most_us"]));
+    reason.collect::<Vec<_>>().join("; ")
 }
 
-/// The median run of a profile that has no rate to search for.
+/// The median run of a profile without a rate search.
 fn sustained(runs: &Value) -> String {
     let of = |key: &str| {
         let mut values: Vec<f64> = runs.as_array().into_iter().flatten().filter_map(|run| run[key].as_f64()).collect();
@@ -111,9 +111,9 @@ mod tests {
         ]}]}"#;
 
     #[test]
-    fn what_the_runner_wrote_is_a_row_a_profile_and_what_it_could_not_measure_says_why() {
+    fn each_profile_is_a_row_and_unmeasured_ones_state_the_reason() {
         let parts = parts(Some(DOCUMENT));
-        let [Part::Text(origin), Part::Table(rows)] = &parts[..] else { panic!("{parts:?}") };
+        let [ReportPart::Text(origin), ReportPart::Table(rows)] = &parts[..] else { panic!("{parts:?}") };
         assert!(origin.starts_with("TRex v3.08, stl mode, on generator at 2026-01-01"), "{origin}");
         assert_eq!(
             rows[1],
@@ -132,15 +132,15 @@ mod tests {
     }
 
     #[test]
-    fn a_document_that_is_not_there_or_not_understood_is_told() {
-        for (json, told) in [
+    fn a_missing_or_unknown_document_is_reported() {
+        for (json, reason) in [
             (None, "there is no trex.json"),
             (Some("nothing"), "cannot be read"),
             (Some(r#"{"format": 2}"#), "another form"),
         ] {
             let parts = parts(json);
-            let [Part::Text(text)] = &parts[..] else { panic!("{parts:?}") };
-            assert!(text.starts_with("Not measured: ") && text.contains(told), "{text}");
+            let [ReportPart::Text(text)] = &parts[..] else { panic!("{parts:?}") };
+            assert!(text.starts_with("Not measured: ") && text.contains(reason), "{text}");
         }
     }
 }

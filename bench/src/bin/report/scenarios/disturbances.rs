@@ -1,20 +1,24 @@
-//! What traffic notices of policy that changes, and of others' floods.
+//! Effects of policy changes and floods on other traffic, and of pod churn on policy changes.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use penstock_bench::load::{Generator, Outcome, PORTS, Packets, Probing, Sources, Traffic, Trial, connections_at, pin};
-use penstock_bench::peers::{Lane, Peer, Reload, Size, manifests};
+use penstock_bench::load::{
+    FloodPackets, FloodSources, Generator, PORTS, ProbeMode, Traffic, Trial, TrialResult, connections_at, pin,
+};
+use penstock_bench::peers::{
+    ClusterSize, ManifestReloader, Peer, PeerTestbed, PodChurn, churn, manifests, times_until_in_force,
+};
 
-use super::{Case, Known, Scenario};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
 
-/// Packets a second that are to go on undisturbed.
+/// Packets a second of the measured traffic.
 const RATE: f64 = 100e3;
-/// Probes a second, which also tell how long nothing arrived.
+/// Probes a second, which also measure the longest gap.
 const PROBES: f64 = 10e3;
 
 const METRICS: &[Metric] = &[
@@ -25,7 +29,7 @@ const METRICS: &[Metric] = &[
     Metric::higher("load", "k packets/s", 0),
 ];
 
-fn figures(outcome: &Outcome, changes: f64) -> Vec<Option<f64>> {
+fn figures(outcome: &TrialResult, changes: f64) -> Vec<Option<f64>> {
     vec![
         Some((outcome.lost() + outcome.probes.lost()) as f64),
         Some(outcome.probes.longest_gap.as_secs_f64() * 1e3),
@@ -36,11 +40,11 @@ fn figures(outcome: &Outcome, changes: f64) -> Vec<Option<f64>> {
 }
 
 fn steady(length: Duration) -> Trial {
-    Trial { probing: Probing::RoundTrip(PROBES), ..Trial::paced(Traffic::SMALLEST, RATE, length) }
+    Trial { probing: ProbeMode::RoundTrip(PROBES), ..Trial::paced(Traffic::SMALLEST, RATE, length) }
 }
 
-/// Changes a policy so many times a second until the trial ends; returns how often.
-fn change(reload: &Reload, size: Size, a_second: f64, ends: &AtomicBool) -> Result<f64> {
+/// Changes a policy `a_second` times a second until the trial ends; returns how often.
+fn change(reload: &ManifestReloader, size: ClusterSize, a_second: f64, ends: &AtomicBool) -> Result<f64> {
     let start = Instant::now();
     let mut changes = 0.0;
     while !ends.load(Ordering::Relaxed) {
@@ -56,16 +60,16 @@ fn change(reload: &Reload, size: Size, a_second: f64, ends: &AtomicBool) -> Resu
 
 pub(crate) fn updates() -> Scenario {
     let case = |peer: fn() -> Peer, a_second: f64| {
-        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
             let trial = steady((plan.length * 2).max(Duration::from_millis(300)));
-            let (reload, size) = (lane.reload(), lane.size());
+            let (reload, size) = (testbed.reload(), testbed.size());
             let (outcome, changes) = match a_second {
-                0.0 => (lane.run(&trial)?, 0.0),
-                _ => lane.run_beside(&trial, move |ends| change(&reload, size, a_second, ends))?,
+                0.0 => (testbed.run(&trial)?, 0.0),
+                _ => testbed.run_beside(&trial, move |ends| change(&reload, size, a_second, ends))?,
             };
             Ok(figures(&outcome, changes))
         };
-        let case = Case::of(peer(), measure);
+        let case = ScenarioCase::of(peer(), measure);
         let name = format!("{}, {a_second} a second", case.spec.peer_name());
         case.named(name)
     };
@@ -84,26 +88,26 @@ pub(crate) fn updates() -> Scenario {
 pub(crate) fn swap() -> Scenario {
     let case = |peer: fn() -> Peer| {
         let mut turn = 0;
-        let measure = move |lane: &mut Lane, _: &Plan, _: &mut Known| {
+        let measure = move |testbed: &mut PeerTestbed, _: &Plan, _: &mut KnownRates| {
             turn += 1;
-            let (reload, size) = (lane.reload(), lane.size());
+            let (reload, size) = (testbed.reload(), testbed.size());
             let text = manifests(size, turn);
             let saved = move |ends: &AtomicBool| {
-                // The traffic is there first.
+                // Let the traffic start first.
                 std::thread::sleep(Duration::from_millis(200));
                 ensure!(!ends.load(Ordering::Relaxed), "the traffic ended before the swap");
                 reload.save(&text)?;
                 Ok(1.0)
             };
-            let before = lane.epoch()?;
-            let (outcome, changes) = lane.run_beside(&steady(SWAP), saved)?;
-            // A swap that came after the traffic would lose nothing, too.
-            if let (Some(before), Some(after)) = (before, lane.epoch()?) {
+            let before = testbed.epoch()?;
+            let (outcome, changes) = testbed.run_beside(&steady(SWAP), saved)?;
+            // A swap after the traffic would lose nothing, either.
+            if let (Some(before), Some(after)) = (before, testbed.epoch()?) {
                 ensure!(after > before, "the new rules were not in force when the traffic ended");
             }
             Ok(figures(&outcome, changes))
         };
-        Case::of(peer(), measure).with(|spec| spec.policies(10_000))
+        ScenarioCase::of(peer(), measure).with(|spec| spec.policies(10_000))
     };
     Scenario {
         name: "swap",
@@ -115,17 +119,17 @@ pub(crate) fn swap() -> Scenario {
     }
 }
 
-/// Long enough for a swap to begin and to end in it.
+/// Long enough to contain a whole swap.
 const SWAP: Duration = Duration::from_secs(6);
 
 pub(crate) fn flood() -> Scenario {
     let case = |peer: fn() -> Peer, syns: f64| {
-        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
             let trial = Trial { syns, ..steady(plan.length * 2) };
-            let outcome = lane.run(&trial)?;
+            let outcome = testbed.run(&trial)?;
             Ok(figures(&outcome, syns * outcome.time.as_secs_f64()))
         };
-        let case = Case::of(peer(), measure);
+        let case = ScenarioCase::of(peer(), measure);
         let name = format!("{}, {:.0} k SYNs a second", case.spec.peer_name(), syns / 1e3);
         case.named(name)
     };
@@ -142,7 +146,7 @@ pub(crate) fn flood() -> Scenario {
 
 /// Packets a second of a flood from outside.
 const FLOOD: f64 = 100e3;
-/// Connections a second that are opened beside it.
+/// Connections opened per second beside it.
 const OPENED: f64 = 200.0;
 
 const SHARES: &[Metric] = &[
@@ -152,14 +156,14 @@ const SHARES: &[Metric] = &[
 ];
 
 pub(crate) fn ack_flood() -> Scenario {
-    let measure = |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+    let measure = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
         let length = (plan.length * 2).max(Duration::from_millis(500));
-        let pod = lane.pod(0)?.address(false).context("the pod has no IPv4 address")?;
+        let pod = testbed.pod(0)?.address(false).context("the pod has no IPv4 address")?;
         let IpAddr::V4(address) = pod else { bail!("the pod has no IPv4 address") };
         let to = (address, PORTS.start);
-        let (mut flood, machine) = lane.flood_from_outside(Packets::Ack, Sources::Spoofed, to)?;
+        let (mut flood, machine) = testbed.flood_from_outside(FloodPackets::Ack, FloodSources::Spoofed, to)?;
         let generator = machine.run(|| Generator::open("eth0"))?;
-        let pod_0 = lane.pod(0)?.namespace();
+        let pod_0 = testbed.pod(0)?.namespace();
         let open = || -> Result<f64> {
             let (tried, opened) =
                 connections_at(&machine, pod_0, SocketAddr::new(pod, PORTS.start + 9), OPENED, length)?;
@@ -174,7 +178,7 @@ pub(crate) fn ack_flood() -> Scenario {
                 pin(core)?;
                 flood.run(&generator, FLOOD, &ends)
             });
-            // What is opened comes when the pod has all that it may.
+            // Connections are opened once the flood has filled the pod's quota.
             std::thread::sleep(FILLED);
             let during = open();
             ends.store(true, Ordering::Relaxed);
@@ -192,9 +196,55 @@ pub(crate) fn ack_flood() -> Scenario {
                 bare ACKs a second from made-up addresses. Only what opens at its first SYN counts. The connection table is a \
                 16th of the default, so that the flood has filled the pod's quota before the first of them.",
         metrics: SHARES,
-        cases: vec![Case::of(small, measure)],
+        cases: vec![ScenarioCase::of(small, measure)],
     }
 }
 
-/// Twice as long as the flood takes to fill a quota of 16,384.
+/// Twice the time that the flood takes to fill a quota of 16,384.
 const FILLED: Duration = Duration::from_millis(350);
+
+/// Pods created, and as many deleted, each second.
+const PODS_A_SECOND: f64 = 50.0;
+/// Changes per repetition: enough that the 99th percentile is not the maximum.
+const CHANGES: usize = 150;
+
+const CHURN_METRICS: &[Metric] =
+    &[Metric::lower("p99", "ms", 2), Metric::lower("median", "ms", 2), Metric::higher("pods", "a second", 1)];
+
+pub(crate) fn policy_churn() -> Scenario {
+    let case = |name: &str, a_second: f64| ScenarioCase::of(Peer::penstock(), change_times(a_second)).named(name);
+    Scenario {
+        name: "policy-churn",
+        title: "From saving a policy to the first packet that it allows, while pods come and go",
+        about: "A policy that opens a port to a pod is saved and taken back by turns, 150 times a repetition; a packet each \
+                0.2 ms tells when it is in force. Beside it 50 pods come and go each second: an interface, a route and a \
+                manifest each.",
+        metrics: CHURN_METRICS,
+        cases: vec![case("Penstock, at rest", 0.0), case("Penstock, 50 pods a second", PODS_A_SECOND)],
+    }
+}
+
+fn change_times(a_second: f64) -> impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> {
+    move |testbed, _, _| {
+        testbed.with_peer(|testbed| {
+            let (ends, pods) = (AtomicBool::new(false), PodChurn::new(testbed));
+            let began = Instant::now();
+            let (times, made) = std::thread::scope(|scope| {
+                let ends = &ends;
+                let churning = (a_second > 0.0).then(|| scope.spawn(move || churn(&pods, a_second, ends)));
+                let times = times_until_in_force(testbed, CHANGES);
+                ends.store(true, Ordering::Relaxed);
+                let made = churning.map(|other| other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+                (times, made.transpose())
+            });
+            let (mut times, rate) = (times?, f64::from(made?.unwrap_or(0)) / began.elapsed().as_secs_f64());
+            ensure!(
+                rate >= 0.8 * a_second,
+                "{rate:.0} pods a second came instead of {a_second}: the machine is too busy"
+            );
+            times.sort();
+            let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e3;
+            Ok(vec![Some(at(0.99)), Some(at(0.5)), Some(rate)])
+        })
+    }
+}

@@ -1,15 +1,15 @@
-//! The ways of receiving and sending: what each setting gives.
+//! Settings of receiving and sending, and the effect of each.
 
 use anyhow::{Result, bail, ensure};
 use penstock_bench::load::{Traffic, Trial};
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::peers::{Peer, PeerTestbed};
 use penstock_bench::testbed::{Namespace, Offload, Pod};
 
 use super::tcp::{LARGEST, streams};
-use super::{Case, Known, Scenario, inside};
+use super::{KnownRates, Scenario, ScenarioCase, stages};
 use crate::Plan;
-use crate::lanes::MTU;
 use crate::results::Metric;
+use crate::testbeds::MTU;
 
 const IO: &[Metric] = &[
     Metric::higher("received", "k packets/s", 0),
@@ -20,67 +20,67 @@ const IO: &[Metric] = &[
     Metric::higher("bulk TCP, one stream", "Gb/s", 2),
 ];
 
-/// What is otherwise than by default.
+/// A variant of the default settings.
 #[derive(Clone, Copy)]
-struct Way {
+struct IoVariant {
     name: &'static str,
-    /// Settings of the daemon, each as a line that begins with its section.
+    /// Daemon settings, one per line, each prefixed with its section.
     sections: &'static str,
     mtu: u32,
-    ends: Ends,
+    offloads: VethOffloads,
 }
 
-/// How the two ends of the pods' veths are set while it is measured.
+/// Offload settings of the pods' veths.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ends {
-    /// As they are made.
-    AsMade,
-    /// The pods' stacks cut what they send into segments themselves.
-    Cut,
-    /// The pods' stacks join segments that they receive. On a veth they do so only where the other end has no TSO
+enum VethOffloads {
+    /// As created.
+    Default,
+    /// The pods' stacks segment what they send.
+    SegmentInStack,
+    /// The pods' stacks coalesce received segments (GRO). On a veth this requires that the other end has no TSO
     /// (`veth_skb_is_eligible_for_gro` in drivers/net/veth.c).
-    Join,
-    /// They do so in a thread of its own.
-    JoinInThread,
+    Gro,
+    /// The same in a separate NAPI thread.
+    ThreadedGro,
 }
 
-impl Ends {
-    /// Sets the ends of the first two pods so, or as they were made.
-    fn set(self, lane: &Lane, so: bool) -> Result<()> {
-        let node = lane.node().namespace();
-        [lane.pod(0)?, lane.pod(1)?].into_iter().try_for_each(|pod| self.set_pod(node, pod, so))
+impl VethOffloads {
+    /// Applies or reverts these settings on the first two pods.
+    fn set(self, testbed: &PeerTestbed, so: bool) -> Result<()> {
+        let node = testbed.node().namespace();
+        [testbed.pod(0)?, testbed.pod(1)?].into_iter().try_for_each(|pod| self.set_pod(node, pod, so))
     }
 
     fn set_pod(self, node: &Namespace, pod: &Pod, so: bool) -> Result<()> {
-        let inside = pod.namespace();
+        let namespace = pod.namespace();
         match self {
-            Self::AsMade => Ok(()),
-            Self::Cut => {
-                inside.set_offload("eth0", Offload::Tso, !so)?;
-                inside.set_offload("eth0", Offload::Gso, !so)
+            Self::Default => Ok(()),
+            Self::SegmentInStack => {
+                namespace.set_offload("eth0", Offload::Tso, !so)?;
+                namespace.set_offload("eth0", Offload::Gso, !so)
             }
-            Self::Join => {
+            Self::Gro => {
                 node.set_offload(pod.interface(), Offload::Tso, !so)?;
-                inside.set_offload("eth0", Offload::Gro, so)
+                namespace.set_offload("eth0", Offload::Gro, so)
             }
-            // The pods' ends have NAPI only as long as they join.
-            Self::JoinInThread if so => {
-                Self::Join.set_pod(node, pod, true)?;
-                inside.set_threaded_napi("eth0", true)
+            // The pods' ends have NAPI only while GRO is on.
+            Self::ThreadedGro if so => {
+                Self::Gro.set_pod(node, pod, true)?;
+                namespace.set_threaded_napi("eth0", true)
             }
-            Self::JoinInThread => {
-                inside.set_threaded_napi("eth0", false)?;
-                Self::Join.set_pod(node, pod, false)
+            Self::ThreadedGro => {
+                namespace.set_threaded_napi("eth0", false)?;
+                Self::Gro.set_pod(node, pod, false)
             }
         }
     }
 }
 
-const fn by_settings(name: &'static str, sections: &'static str) -> Way {
-    Way { name, sections, mtu: MTU, ends: Ends::AsMade }
+const fn by_settings(name: &'static str, sections: &'static str) -> IoVariant {
+    IoVariant { name, sections, mtu: MTU, offloads: VethOffloads::Default }
 }
 
-const WAYS: [Way; 14] = [
+const VARIANTS: [IoVariant; 14] = [
     by_settings("defaults", ""),
     by_settings("polling = busy", "workers polling = \"busy\"\n"),
     by_settings("spin = 0", "workers spin = \"0us\"\n"),
@@ -91,16 +91,19 @@ const WAYS: [Way; 14] = [
     by_settings("frame_size = 4096", "umem frame_size = 4096\n"),
     by_settings("huge_pages = auto, with free ones", "umem huge_pages = \"auto\"\n"),
     by_settings("time_stages = false", "workers time_stages = false\n"),
-    Way { ends: Ends::Cut, ..by_settings("generic XDP, tso and gso of the pods off", "xdp mode = \"generic\"\n") },
-    Way {
+    IoVariant {
+        offloads: VethOffloads::SegmentInStack,
+        ..by_settings("generic XDP, tso and gso of the pods off", "xdp mode = \"generic\"\n")
+    },
+    IoVariant {
         mtu: LARGEST,
         ..by_settings("largest single frame: MTU 3,506, frame_size = 4096", "umem frame_size = 4096\n")
     },
-    Way { ends: Ends::Join, ..by_settings("gro of the pods on, tso of the node's ends off", "") },
-    Way { ends: Ends::JoinInThread, ..by_settings("the same, threaded NAPI on the pods' side", "") },
+    IoVariant { offloads: VethOffloads::Gro, ..by_settings("gro of the pods on, tso of the node's ends off", "") },
+    IoVariant { offloads: VethOffloads::ThreadedGro, ..by_settings("the same, threaded NAPI on the pods' side", "") },
 ];
 
-/// What cannot be measured, and why not.
+/// Variants that cannot be measured, and why.
 const MISSING: [(&str, &str); 2] = [
     (
         "busy-polling sockets (SO_PREFER_BUSY_POLL)",
@@ -112,44 +115,46 @@ const MISSING: [(&str, &str); 2] = [
         "checksums by transmit metadata (XDP_TXMD_FLAGS_CHECKSUM)",
         "the kernel is told tx_metadata_len when the UMEM is registered; libxdp 1.6 does that, knows no such field, and xsk-rs 0.11 \
          has no other way. Tried with the field put into that system call from outside: of some 6,600 clocks that a segment of 1,500 \
-         octets costs the worker, 350 are saved, and bulk TCP is no faster (2.30 Gb/s, the median of eleven runs, with and without)",
+         bytes costs the worker, 350 are saved, and bulk TCP is no faster (2.30 Gb/s, the median of eleven runs, with and without)",
     ),
 ];
 
-fn measure(way: Way, lane: &mut Lane, plan: &Plan) -> Result<Vec<Option<f64>>> {
+fn measure(variant: IoVariant, testbed: &mut PeerTestbed, plan: &Plan) -> Result<Vec<Option<f64>>> {
     let trial = Trial::flat_out(Traffic::SMALLEST, plan.length);
-    let (clocks, outcome) = match way.sections.contains("time_stages") {
-        true => (None, lane.run(&trial)?),
-        false => inside::clocks(lane, &trial).map(|(clocks, outcome)| (Some(clocks), outcome))?,
+    let (clocks, outcome) = match variant.sections.contains("time_stages") {
+        true => (None, testbed.run(&trial)?),
+        false => stages::clocks(testbed, &trial).map(|(clocks, outcome)| (Some(clocks), outcome))?,
     };
     ensure!(outcome.received > 0, "nothing arrived");
-    let light = lane.run(&Trial::paced(Traffic::SMALLEST, 50e3, plan.length / 2))?;
+    let light = testbed.run(&Trial::paced(Traffic::SMALLEST, 50e3, plan.length / 2))?;
     let busy = light.busy.get(plan.cores.worker).map(|busy| busy.as_secs_f64() / light.time.as_secs_f64() * 100.0);
-    let bulk = lane.with_peer(|lane| streams(lane, 2, 1, plan.length))?;
+    let bulk = testbed.with_peer(|testbed| streams(testbed, 2, 1, plan.length))?;
     let core = outcome.busy_nanoseconds(plan.cores.worker);
-    let (outside, send) = (clocks.as_ref().map(inside::Clocks::outside), clocks.as_ref().map(inside::Clocks::send));
+    let (outside, send) =
+        (clocks.as_ref().map(stages::PacketClocks::outside), clocks.as_ref().map(stages::PacketClocks::send));
     Ok(vec![Some(outcome.rate() / 1e3), outside, send, core, busy, Some(bulk)])
 }
 
 pub(crate) fn matrix() -> Scenario {
-    let case = |way: Way| {
-        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
-            let measured = way.ends.set(lane, true).and_then(|()| measure(way, lane, plan));
-            way.ends.set(lane, false).and(measured)
+    let case = |variant: IoVariant| {
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+            let measured = variant.offloads.set(testbed, true).and_then(|()| measure(variant, testbed, plan));
+            variant.offloads.set(testbed, false).and(measured)
         };
-        let peer = Peer::Penstock { enforces: true, sections: way.sections.to_owned() };
-        Case::of(peer, measure).with(|spec| spec.mtu(way.mtu)).named(way.name)
+        let peer = Peer::Penstock { enforces: true, sections: variant.sections.to_owned() };
+        ScenarioCase::of(peer, measure).with(|spec| spec.mtu(variant.mtu)).named(variant.name)
     };
     let missing = |(name, why): (&str, &'static str)| {
-        Case::of(Peer::penstock(), move |_: &mut Lane, _: &Plan, _: &mut Known| bail!(why)).named(name)
+        ScenarioCase::of(Peer::penstock(), move |_: &mut PeerTestbed, _: &Plan, _: &mut KnownRates| bail!(why))
+            .named(name)
     };
     Scenario {
         name: "io",
         title: "Ways of receiving and sending",
-        about: "One thing at a time, all else as it is by default: native XDP, MTU 1,500, frames of 2,048 octets, rings of 1,024 \
-                which one system call sends whole, no huge pages free. One UDP connection, 64 octets, flat out; what of the core is \
+        about: "One thing at a time, all else as it is by default: native XDP, MTU 1,500, frames of 2,048 bytes, rings of 1,024 \
+                which one system call sends whole, no huge pages free. One UDP connection, 64 bytes, flat out; what of the core is \
                 taken at 50 k packets a second; and bulk TCP.",
         metrics: IO,
-        cases: WAYS.map(case).into_iter().chain(MISSING.map(missing)).collect(),
+        cases: VARIANTS.map(case).into_iter().chain(MISSING.map(missing)).collect(),
     }
 }

@@ -1,48 +1,48 @@
-//! No-drop rates, and how long packets take below them.
+//! No-drop rates, and latency below them.
 
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use penstock_bench::load::{Outcome, Probing, Search, Traffic, Trial};
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::load::{ProbeMode, RateSearch, Traffic, Trial, TrialResult};
+use penstock_bench::peers::{Peer, PeerTestbed};
 
-use super::{Case, Known, Scenario};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
-use crate::lanes::Spec;
 use crate::results::Metric;
+use crate::testbeds::TestbedSpec;
 
 /// Probes a second beside the load.
 const PROBES: f64 = 5000.0;
 
-/// Who is searched for, and compared below.
+/// Peers whose no-drop rate is searched.
 fn peers() -> [Peer; 6] {
     [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch]
 }
 
-/// How often a trial of a search is repeated at most.
+/// Maximum repetitions of a search's trial.
 const AGAIN: usize = 3;
 
-fn search(lane: &mut Lane, plan: &Plan, may_lose: f64, highest: f64) -> Result<f64> {
-    let search = Search { may_lose, highest, short: plan.length / 4, long: plan.length, width: 0.04, trials: 10 };
+fn search(testbed: &mut PeerTestbed, plan: &Plan, may_lose: f64, highest: f64) -> Result<f64> {
+    let search = RateSearch { may_lose, highest, short: plan.length / 4, long: plan.length, width: 0.04, trials: 10 };
     let trial = |rate: f64, length: Duration| {
         let mut trial = Trial::paced(Traffic::SMALLEST, rate, length);
-        (trial.warm_up, trial.goes_first) = (Duration::from_millis(20), true);
-        let mut outcome = lane.run(&trial)?;
-        // What is lost while the host has the cores tells nothing of the rate.
+        (trial.warm_up, trial.high_priority) = (Duration::from_millis(20), true);
+        let mut outcome = testbed.run(&trial)?;
+        // Loss while the host had the cores says nothing about the rate.
         for _ in 0..AGAIN {
             if outcome.stolen.is_zero() || outcome.lost_share() <= may_lose {
                 break;
             }
-            outcome = lane.run(&trial)?;
+            outcome = testbed.run(&trial)?;
         }
-        // What the generator does not send in time is not offered: such a rate does not count as reached.
+        // Packets that the generator cannot send in time are not offered: such a rate does not count as reached.
         let short_of = 1.0 - outcome.offered_rate() / rate;
         Ok(if short_of > 0.02 { 1.0 } else { outcome.lost_share() })
     };
     Ok(search.run(trial)?.rate)
 }
 
-/// Under which name the no-drop rate of a peer is known to later scenarios.
+/// Key of a peer's no-drop rate for later scenarios.
 fn known_as(peer: &str) -> String {
     format!("no-drop rate of {peer}")
 }
@@ -55,21 +55,21 @@ const RATES: &[Metric] = &[
 
 pub(crate) fn no_drop_rates() -> Scenario {
     let cases = peers().map(|peer| {
-        let name = Spec::of(peer.clone()).peer_name();
-        let measure = move |lane: &mut Lane, plan: &Plan, known: &mut Known| {
-            let flat_out = lane.run(&Trial::flat_out(Traffic::SMALLEST, plan.length / 2))?;
-            let partial = search(lane, plan, 0.005, flat_out.rate().max(1e4))?;
-            let none = search(lane, plan, 0.0, partial)?;
+        let name = TestbedSpec::of(peer.clone()).peer_name();
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, known: &mut KnownRates| {
+            let flat_out = testbed.run(&Trial::flat_out(Traffic::SMALLEST, plan.length / 2))?;
+            let partial = search(testbed, plan, 0.005, flat_out.rate().max(1e4))?;
+            let none = search(testbed, plan, 0.0, partial)?;
             if none > 0.0 {
                 known.insert(known_as(name), none);
             }
             Ok(vec![Some(none / 1e3), Some(partial / 1e3), Some(none / flat_out.rate())])
         };
-        Case::of(peer, measure)
+        ScenarioCase::of(peer, measure)
     });
     Scenario {
         name: "ndr",
-        title: "No-drop rate and partial drop rate, one UDP connection, 64 octets",
+        title: "No-drop rate and partial drop rate, one UDP connection, 64 bytes",
         about: "The highest rate at which no packet is lost (NDR), and at which no more than 0.5 % are (PDR), by a search: \
                 short trials narrow it down, a longer one confirms. A rate that the generator itself does not reach is not \
                 counted as passed. What is lost while the host has the cores of a virtual machine is tried again, up to three times.",
@@ -88,7 +88,7 @@ const LATENCY: &[Metric] = &[
     Metric::lower("probes reordered or corrupted", "", 0),
 ];
 
-fn latencies(outcome: &Outcome) -> Result<Vec<Option<f64>>> {
+fn latencies(outcome: &TrialResult) -> Result<Vec<Option<f64>>> {
     let probes = &outcome.probes;
     ensure!(probes.round_trip.len() > 10, "of {} probes {} were answered", probes.sent, probes.round_trip.len());
     let at = |share: f64| Some(probes.round_trip.value_at_quantile(share) as f64 / 1e3);
@@ -107,16 +107,16 @@ pub(crate) fn round_trip() -> Scenario {
     let cases = [10.0, 50.0, 90.0].into_iter().flat_map(|share: f64| {
         [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch].into_iter().map(
             move |peer| {
-                let measure = move |lane: &mut Lane, plan: &Plan, known: &mut Known| {
-                    // The same load for all: what both Penstock and the kernel carry without loss, where that was measured.
+                let measure = move |testbed: &mut PeerTestbed, plan: &Plan, known: &mut KnownRates| {
+                    // The same load for all: what both Penstock and the kernel carry without loss, if it was measured.
                     let rates =
                         ["Penstock", "kernel routing"].into_iter().filter_map(|peer| known.get(&known_as(peer)));
                     let carried = rates.copied().reduce(f64::min).unwrap_or(FALLBACK);
                     let mut trial = Trial::paced(Traffic::SMALLEST, carried * share / 100.0, plan.length);
-                    (trial.probing, trial.goes_first) = (Probing::RoundTrip(PROBES), true);
-                    latencies(&lane.run(&trial)?)
+                    (trial.probing, trial.high_priority) = (ProbeMode::RoundTrip(PROBES), true);
+                    latencies(&testbed.run(&trial)?)
                 };
-                let case = Case::of(peer, measure);
+                let case = ScenarioCase::of(peer, measure);
                 let name = format!("{share} %: {}", case.spec.peer_name());
                 case.named(name)
             },
@@ -136,7 +136,7 @@ pub(crate) fn round_trip() -> Scenario {
     }
 }
 
-/// The load that 100 % stands for where no rate was measured.
+/// The load of 100 % if no rate was measured.
 const FALLBACK: f64 = 300e3;
 
 const FIRST: &[Metric] = &[
@@ -149,16 +149,17 @@ const FIRST: &[Metric] = &[
 
 pub(crate) fn first_packet() -> Scenario {
     let case = |peer: Peer| {
-        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
             let mut trial = Trial::paced(Traffic::SMALLEST, 50e3, plan.length);
-            (trial.probing, trial.goes_first) = (Probing::RoundTrip(PROBES), true);
-            let established = lane.run(&trial)?.probes;
-            trial.probing = Probing::FirstPacket(PROBES);
-            let first = lane.run(&trial)?.probes;
+            (trial.probing, trial.high_priority) = (ProbeMode::RoundTrip(PROBES), true);
+            let established = testbed.run(&trial)?.probes;
+            trial.probing = ProbeMode::FirstPacket(PROBES);
+            let first = testbed.run(&trial)?.probes;
             ensure!(first.arrived > 10, "of {} first packets {} arrived", first.sent, first.arrived);
             let at = |histogram: &hdrhistogram::Histogram<u64>, share| histogram.value_at_quantile(share) as f64 / 1e3;
             let (one_way, before) = (&first.one_way, &established.one_way);
-            // What a first packet takes more than a later one of the same lane: at least the clock's step.
+            // Additional latency of a first packet over a later one on the same testbed; at least the clock's
+            // resolution.
             let added = |share| Some((at(one_way, share) - at(before, share)).max(0.1));
             Ok(vec![
                 added(0.99),
@@ -168,7 +169,7 @@ pub(crate) fn first_packet() -> Scenario {
                 Some(first.lost() as f64),
             ])
         };
-        Case::of(peer, measure)
+        ScenarioCase::of(peer, measure)
     };
     Scenario {
         name: "first-packet",

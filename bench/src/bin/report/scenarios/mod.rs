@@ -1,53 +1,52 @@
-//! What is measured.
+//! The measured scenarios.
 
-mod churn;
 mod disturbances;
-mod inside;
 mod io;
 mod latency;
+mod stages;
 mod tcp;
 mod throughput;
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::peers::{Peer, PeerTestbed};
 
 use crate::Plan;
-use crate::lanes::Spec;
 use crate::results::{CaseResult, Metric, ScenarioResult};
+use crate::testbeds::TestbedSpec;
 
-/// What earlier scenarios found out and later ones go by, such as rates.
-pub(crate) type Known = BTreeMap<String, f64>;
+/// Results of earlier scenarios that later ones use, such as rates.
+pub(crate) type KnownRates = BTreeMap<String, f64>;
 
-type Measure = Box<dyn FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>>>;
+type Measure = Box<dyn FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>>>;
 
-/// Something that is measured on several lanes.
+/// A measurement on several testbeds.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// What is done, in full sentences.
+    /// What is measured, in full sentences.
     pub(crate) about: &'static str,
-    /// The figures that every case gives, the most telling one first.
+    /// The metrics of every case, the most important one first.
     pub(crate) metrics: &'static [Metric],
-    /// The first is what the others are compared with.
-    pub(crate) cases: Vec<Case>,
+    /// The first is the reference for the others.
+    pub(crate) cases: Vec<ScenarioCase>,
 }
 
-/// One lane, measured in one way.
-pub(crate) struct Case {
+/// One testbed, measured in one way.
+pub(crate) struct ScenarioCase {
     pub(crate) name: String,
-    pub(crate) spec: Spec,
+    pub(crate) spec: TestbedSpec,
     pub(crate) measure: Measure,
 }
 
-impl Case {
-    /// Named as its peer.
+impl ScenarioCase {
+    /// Named after its peer.
     pub(crate) fn of(
         peer: Peer,
-        measure: impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static,
+        measure: impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> + 'static,
     ) -> Self {
-        let spec = Spec::of(peer);
+        let spec = TestbedSpec::of(peer);
         Self { name: spec.peer_name().to_owned(), spec, measure: Box::new(measure) }
     }
 
@@ -55,7 +54,7 @@ impl Case {
         Self { name: name.into(), ..self }
     }
 
-    pub(crate) fn with(self, change: impl FnOnce(Spec) -> Spec) -> Self {
+    pub(crate) fn with(self, change: impl FnOnce(TestbedSpec) -> TestbedSpec) -> Self {
         Self { spec: change(self.spec), ..self }
     }
 }
@@ -87,8 +86,8 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::swap(),
         disturbances::flood(),
         disturbances::ack_flood(),
-        churn::policy(),
-        inside::stages(),
+        disturbances::policy_churn(),
+        stages::stages(),
         io::matrix(),
     ]
 }

@@ -1,27 +1,27 @@
-//! TCP between two pods, by their kernels' stacks.
+//! TCP between two pods, through their kernels' stacks.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::load::{PORTS, connections_for, streams_for};
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::peers::{Peer, PeerTestbed};
 use penstock_bench::testbed::Offload;
 
 use super::throughput::{FEW_MORE, opening};
-use super::{Case, Known, Scenario};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
 
 const OPENED: &[Metric] = &[Metric::higher("opened", "k connections/s", 1), Metric::lower("failed", "", 0)];
 
 pub(crate) fn connections() -> Scenario {
-    let measure = |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+    let measure = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
         let length = plan.length;
-        let (rate, failed) = lane.with_peer(|lane| {
-            let (from, to) = (lane.pod(0)?, lane.pod(1)?);
+        let (rate, failed) = testbed.with_peer(|testbed| {
+            let (from, to) = (testbed.pod(0)?, testbed.pod(1)?);
             let address = to.address(false).context("the pod has no IPv4 address")?;
-            // The lowest ports are the bulk transfers'.
+            // The lowest ports are used by the bulk transfers.
             connections_for(from.namespace(), to.namespace(), address, PORTS.start + 10, length)
         })?;
         ensure!(rate > 0.0, "no connection was opened, {failed} failed");
@@ -33,7 +33,7 @@ pub(crate) fn connections() -> Scenario {
         about: "Two threads open connections and close them, one accepts and closes. They run on both cores, wherever the \
                 scheduler puts them, with whoever forwards.",
         metrics: OPENED,
-        cases: FEW_MORE.map(|peer| Case::of(peer(), measure)).into(),
+        cases: FEW_MORE.map(|peer| ScenarioCase::of(peer(), measure)).into(),
     }
 }
 
@@ -41,13 +41,13 @@ pub(crate) fn new_udp() -> Scenario {
     opening()
 }
 
-/// The largest MTU of a veth under a native XDP program whose packets are one buffer each: a page less the program's headroom
-/// and what the kernel keeps at its end.
+/// The largest MTU of a veth with native XDP and single-buffer packets: a page less the program's headroom and the
+/// kernel's tailroom.
 pub(super) const LARGEST: u32 = 3506;
 
-/// What arrives of so many streams between the first two pods, in Gb/s. Each port serves one call at a time.
-pub(super) fn streams(lane: &Lane, port: u16, streams: usize, length: Duration) -> Result<f64> {
-    let (from, to) = (lane.pod(0)?, lane.pod(1)?);
+/// Throughput of this many streams between the first two pods in Gb/s. Each port serves one call at a time.
+pub(super) fn streams(testbed: &PeerTestbed, port: u16, streams: usize, length: Duration) -> Result<f64> {
+    let (from, to) = (testbed.pod(0)?, testbed.pod(1)?);
     let address = to.address(false).context("the pod has no IPv4 address")?;
     let address = SocketAddr::new(address, PORTS.start + port);
     streams_for(from.namespace(), to.namespace(), address, streams, length)
@@ -55,13 +55,13 @@ pub(super) fn streams(lane: &Lane, port: u16, streams: usize, length: Duration) 
 
 const BULK: &[Metric] = &[Metric::higher("one stream", "Gb/s", 2), Metric::higher("eight streams", "Gb/s", 2)];
 
-/// Has the pods' stacks cut what they send into packets themselves, or as it is by default.
-fn segment_in_stack(lane: &Lane, itself: bool) -> Result<()> {
-    // The end of a veth whose other end has an XDP program is without these offloads for good.
-    if lane.daemon().is_some() {
+/// Makes the pods' stacks segment what they send, or restores the default.
+fn segment_in_stack(testbed: &PeerTestbed, itself: bool) -> Result<()> {
+    // A veth end keeps these offloads off once its peer has had an XDP program.
+    if testbed.daemon().is_some() {
         return Ok(());
     }
-    for pod in [lane.pod(0)?, lane.pod(1)?] {
+    for pod in [testbed.pod(0)?, testbed.pod(1)?] {
         for offload in [Offload::Tso, Offload::Gso] {
             pod.namespace().set_offload("eth0", offload, !itself)?;
         }
@@ -71,19 +71,21 @@ fn segment_in_stack(lane: &Lane, itself: bool) -> Result<()> {
 
 pub(crate) fn bulk() -> Scenario {
     let rates = |gso: bool| {
-        move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
+        move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
             let length = plan.length;
-            lane.with_peer(|lane| {
-                segment_in_stack(lane, !gso)?;
-                let rates =
-                    streams(lane, 0, 1, length).and_then(|one| Ok(vec![Some(one), Some(streams(lane, 1, 8, length)?)]));
-                segment_in_stack(lane, false)?;
+            testbed.with_peer(|testbed| {
+                segment_in_stack(testbed, !gso)?;
+                let rates = streams(testbed, 0, 1, length)
+                    .and_then(|one| Ok(vec![Some(one), Some(streams(testbed, 1, 8, length)?)]));
+                segment_in_stack(testbed, false)?;
                 rates
             })
         }
     };
     let large = |peer: Peer, name: &str| {
-        Case::of(peer, rates(true)).with(|spec| spec.mtu(LARGEST)).named(format!("{name}, largest single frame"))
+        ScenarioCase::of(peer, rates(true))
+            .with(|spec| spec.mtu(LARGEST))
+            .named(format!("{name}, largest single frame"))
     };
     let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
@@ -91,17 +93,17 @@ pub(crate) fn bulk() -> Scenario {
         title: "Bulk TCP between two pods of a node",
         about: "What arrives of one stream and of eight. Native XDP on a veth turns segmentation offload of its other end \
                 off, so that Penstock's packets are as long as the MTU; the kernel's peers hand super-packets over unless that \
-                is turned off, too. The largest single frame is an MTU of 3,506 octets, with UMEM frames of 4,096.",
+                is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096.",
         metrics: BULK,
         cases: vec![
-            Case::of(Peer::penstock(), rates(true)),
+            ScenarioCase::of(Peer::penstock(), rates(true)),
             large(large_frames(), "Penstock"),
-            Case::of(Peer::forward(), rates(true)),
-            Case::of(Peer::Kernel, rates(true)),
-            Case::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
+            ScenarioCase::of(Peer::forward(), rates(true)),
+            ScenarioCase::of(Peer::Kernel, rates(true)),
+            ScenarioCase::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
             large(Peer::Kernel, "kernel routing"),
-            Case::of(Peer::Nftables, rates(true)),
-            Case::of(Peer::Nftables, rates(false)).named("nftables, sets + conntrack, without GSO"),
+            ScenarioCase::of(Peer::Nftables, rates(true)),
+            ScenarioCase::of(Peer::Nftables, rates(false)).named("nftables, sets + conntrack, without GSO"),
         ],
     }
 }

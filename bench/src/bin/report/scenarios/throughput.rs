@@ -1,10 +1,10 @@
-//! Packets a second, flat out.
+//! Throughput in packets a second, flat out.
 
 use anyhow::{Result, ensure};
-use penstock_bench::load::{Lengths, Outcome, Traffic, Trial, of_length};
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::load::{FrameLengths, Traffic, Trial, TrialResult, of_length};
+use penstock_bench::peers::{Peer, PeerTestbed};
 
-use super::{Case, Known, Scenario};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
 
@@ -15,7 +15,7 @@ const METRICS: &[Metric] = &[
     Metric::lower("forwarding core", "ns/packet", 0),
 ];
 
-fn figures(outcome: &Outcome, plan: &Plan) -> Result<Vec<Option<f64>>> {
+fn figures(outcome: &TrialResult, plan: &Plan) -> Result<Vec<Option<f64>>> {
     ensure!(outcome.corrupted == 0, "{} packets arrived with a wrong checksum", outcome.corrupted);
     ensure!(outcome.received > 0, "nothing arrived");
     Ok(vec![
@@ -26,29 +26,33 @@ fn figures(outcome: &Outcome, plan: &Plan) -> Result<Vec<Option<f64>>> {
     ])
 }
 
-fn flat_out(traffic: Traffic) -> impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static {
-    move |lane, plan, _| figures(&lane.run(&Trial::flat_out(traffic, plan.length))?, plan)
+fn flat_out(
+    traffic: Traffic,
+) -> impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> + 'static {
+    move |testbed, plan, _| figures(&testbed.run(&Trial::flat_out(traffic, plan.length))?, plan)
 }
 
-/// With the kernel's part on the worker's core, as far as it lets itself be moved.
-fn steered(traffic: Traffic) -> impl FnMut(&mut Lane, &Plan, &mut Known) -> Result<Vec<Option<f64>>> + 'static {
-    move |lane, plan, _| {
-        lane.steer(true)?;
-        let outcome = lane.run(&Trial::flat_out(traffic, plan.length));
-        lane.steer(false)?;
+/// With the kernel's work on the worker's core, as far as it can be moved.
+fn steered(
+    traffic: Traffic,
+) -> impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> + 'static {
+    move |testbed, plan, _| {
+        testbed.steer(true)?;
+        let outcome = testbed.run(&Trial::flat_out(traffic, plan.length));
+        testbed.steer(false)?;
         figures(&outcome?, plan)
     }
 }
 
 pub(crate) fn one_connection() -> Scenario {
     let traffic = Traffic::SMALLEST;
-    let plain = |peer| Case::of(peer, flat_out(traffic));
+    let plain = |peer| ScenarioCase::of(peer, flat_out(traffic));
     let linear = |rules: usize| {
         plain(Peer::Linear).with(|spec| spec.policies(rules)).named(format!("nftables, {rules} linear rules"))
     };
     Scenario {
         name: "pps",
-        title: "One UDP connection, 64 octets, flat out",
+        title: "One UDP connection, 64 bytes, flat out",
         about: "The generator has one core. Kernel peers do their work on it too, as on a node, since the sender's \
                 system call carries a packet to the receiver's socket; with RPS the kernel moves its part to the second core, \
                 which Penstock's worker has in its own cases. Open vSwitch and testpmd poll on that core. The core times \
@@ -59,9 +63,9 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::penstock()).with(|spec| spec.policies(10_000)).named("Penstock, 10,000 policies"),
             plain(Peer::forward()),
             plain(Peer::Kernel),
-            Case::of(Peer::Kernel, steered(traffic)).named("kernel routing, RPS"),
+            ScenarioCase::of(Peer::Kernel, steered(traffic)).named("kernel routing, RPS"),
             plain(Peer::Nftables),
-            Case::of(Peer::Nftables, steered(traffic)).named("nftables, sets + conntrack, RPS"),
+            ScenarioCase::of(Peer::Nftables, steered(traffic)).named("nftables, sets + conntrack, RPS"),
             linear(10),
             linear(100),
             linear(1000),
@@ -75,7 +79,7 @@ pub(crate) fn one_connection() -> Scenario {
 
 pub(crate) fn policies() -> Scenario {
     let case = |peer: fn() -> Peer, policies: usize| {
-        let case = Case::of(peer(), flat_out(Traffic { new: 0.1, ..Traffic::SMALLEST }));
+        let case = ScenarioCase::of(peer(), flat_out(Traffic { new: 0.1, ..Traffic::SMALLEST }));
         let name = format!("{}, {policies} policies", case.spec.peer_name());
         case.with(|spec| spec.policies(policies)).named(name)
     };
@@ -84,23 +88,23 @@ pub(crate) fn policies() -> Scenario {
     Scenario {
         name: "policies",
         title: "Policies that select the receiver: 1, 100 and 10,000; a tenth of the packets opens a connection",
-        about: "Frames of 64 octets. Policy is asked once a connection; the tenth that opens one makes its cost visible.",
+        about: "Frames of 64 bytes. Policy is asked once a connection; the tenth that opens one makes its cost visible.",
         metrics: METRICS,
         cases: penstock.into_iter().chain(nftables).collect(),
     }
 }
 
-/// Who is compared where every peer would be too many.
+/// Peers to compare where all of them would be too many.
 fn few() -> [Peer; 5] {
     [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch]
 }
 
 pub(crate) fn lengths() -> Scenario {
-    let lengths = [Lengths::Of(128), Lengths::Of(512), Lengths::Of(1500), Lengths::Imix];
+    let lengths = [FrameLengths::Of(128), FrameLengths::Of(512), FrameLengths::Of(1500), FrameLengths::Imix];
     let cases = lengths.into_iter().flat_map(|lengths| {
         few().into_iter().map(move |peer| {
             let traffic = Traffic { lengths, ..of_length(64) };
-            let case = Case::of(peer, flat_out(traffic));
+            let case = ScenarioCase::of(peer, flat_out(traffic));
             let name = format!("{}: {}", lengths.name(), case.spec.peer_name());
             case.named(name)
         })
@@ -108,7 +112,7 @@ pub(crate) fn lengths() -> Scenario {
     Scenario {
         name: "lengths",
         title: "Longer frames, one UDP connection, flat out",
-        about: "Frames of 128, 512 and 1,500 octets, and the simple Internet mix (7:4:1 of 64, 576 and 1,500).",
+        about: "Frames of 128, 512 and 1,500 bytes, and the simple Internet mix (7:4:1 of 64, 576 and 1,500).",
         metrics: METRICS,
         cases: cases.collect(),
     }
@@ -119,14 +123,14 @@ pub(crate) fn connections() -> Scenario {
         [Peer::penstock(), Peer::Kernel, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch].into_iter().map(
             move |peer| {
                 let traffic = Traffic { connections, ..Traffic::SMALLEST };
-                let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
-                    // Every connection is opened before what is counted.
+                let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+                    // Every connection is opened before the counted part.
                     let opening = std::time::Duration::from_secs_f64(f64::from(connections) / 300e3);
                     let mut trial = Trial::flat_out(traffic, plan.length);
                     trial.warm_up = trial.warm_up.max(opening);
-                    figures(&lane.run(&trial)?, plan)
+                    figures(&testbed.run(&trial)?, plan)
                 };
-                let case = Case::of(peer, measure);
+                let case = ScenarioCase::of(peer, measure);
                 let name = format!("{connections}: {}", case.spec.peer_name());
                 case.named(name)
             },
@@ -134,22 +138,22 @@ pub(crate) fn connections() -> Scenario {
     });
     Scenario {
         name: "connections",
-        title: "Many UDP connections, 64 octets, flat out",
+        title: "Many UDP connections, 64 bytes, flat out",
         about: "10,000 and 1,000,000 connections take turns, packet by packet. Every peer has room for 4 million.",
         metrics: METRICS,
         cases: cases.collect(),
     }
 }
 
-/// Who is compared where connections are opened.
+/// Peers to compare where connections are opened.
 pub(super) const FEW_MORE: [fn() -> Peer; 6] =
     [Peer::penstock, || Peer::Kernel, || Peer::Nftables, || Peer::Iptables, || Peer::Nfqueue, || Peer::OpenVSwitch];
 
 pub(super) fn opening() -> Scenario {
-    let case = |peer: fn() -> Peer| Case::of(peer(), flat_out(Traffic { new: 1.0, ..Traffic::SMALLEST }));
+    let case = |peer: fn() -> Peer| ScenarioCase::of(peer(), flat_out(Traffic { new: 1.0, ..Traffic::SMALLEST }));
     Scenario {
         name: "udp-connections",
-        title: "New UDP connections: every packet opens one, 64 octets, flat out",
+        title: "New UDP connections: every packet opens one, 64 bytes, flat out",
         about: "One packet each, from ports that were not used before.",
         metrics: METRICS,
         cases: FEW_MORE.map(case).into(),
@@ -159,7 +163,7 @@ pub(super) fn opening() -> Scenario {
 pub(crate) fn pods() -> Scenario {
     let cases = [2, 10, 100].into_iter().flat_map(|pods| {
         [Peer::penstock, || Peer::Kernel, || Peer::Nftables].into_iter().map(move |peer: fn() -> Peer| {
-            let case = Case::of(peer(), flat_out(Traffic::SMALLEST)).with(|spec| spec.pods(pods));
+            let case = ScenarioCase::of(peer(), flat_out(Traffic::SMALLEST)).with(|spec| spec.pods(pods));
             let name = format!("{pods} pods: {}", case.spec.peer_name());
             case.named(name)
         })
@@ -167,7 +171,7 @@ pub(crate) fn pods() -> Scenario {
     Scenario {
         name: "pods",
         title: "2, 10 and 100 pods on the node, one UDP connection between two of them",
-        about: "All others are idle, as most pods are: what do they cost who sends? Frames of 64 octets, flat out.",
+        about: "All others are idle, as most pods are: what do they cost who sends? Frames of 64 bytes, flat out.",
         metrics: METRICS,
         cases: cases.collect(),
     }

@@ -10,7 +10,7 @@ class ASTFProgram:
         self.commands, self.labels = [], {}
 
     def send(self, buf, size=0, fill=None):
-        self.commands.append({'name': 'tx', 'octets': max(size, len(buf))})
+        self.commands.append({'name': 'tx', 'bytes': max(size, len(buf))})
 
     def recv(self, bytes, clear=False):
         self.commands.append({'name': 'rx', 'min_bytes': bytes, 'clear': clear})

@@ -1,42 +1,42 @@
-//! The lanes of a run: each is built once, when a scenario first needs it.
+//! The testbeds of a run: each is built once, when a scenario first needs it.
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
-use penstock_bench::peers::{Cores, Lane, Missing, Peer, Size};
+use penstock_bench::peers::{ClusterSize, Cores, MissingTool, Peer, PeerTestbed};
 
-/// What a lane is built from.
+/// Specification of a testbed.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Spec {
+pub(crate) struct TestbedSpec {
     pub(crate) peer: Peer,
-    pub(crate) size: Size,
+    pub(crate) size: ClusterSize,
     pub(crate) mtu: u32,
 }
 
-/// Policies of the cluster where nothing else is said.
+/// Default number of policies.
 pub(crate) const POLICIES: usize = 100;
-/// MTU of the pods where nothing else is said.
+/// Default MTU of pods.
 pub(crate) const MTU: u32 = 1500;
 
-impl Spec {
+impl TestbedSpec {
     /// Two pods and a hundred policies.
     pub(crate) fn of(peer: Peer) -> Self {
-        Self { peer, size: Size { pods: 2, policies: POLICIES }, mtu: MTU }
+        Self { peer, size: ClusterSize { pods: 2, policies: POLICIES }, mtu: MTU }
     }
 
     pub(crate) fn policies(self, policies: usize) -> Self {
-        Self { size: Size { policies, ..self.size }, ..self }
+        Self { size: ClusterSize { policies, ..self.size }, ..self }
     }
 
     pub(crate) fn pods(self, pods: usize) -> Self {
-        Self { size: Size { pods, ..self.size }, ..self }
+        Self { size: ClusterSize { pods, ..self.size }, ..self }
     }
 
     pub(crate) fn mtu(self, mtu: u32) -> Self {
         Self { mtu, ..self }
     }
 
-    /// What a report calls the peer.
+    /// The peer's name in reports.
     pub(crate) fn peer_name(&self) -> &'static str {
         match &self.peer {
             Peer::Penstock { enforces: true, .. } => "Penstock",
@@ -52,33 +52,33 @@ impl Spec {
     }
 }
 
-/// The lanes that were built, and why others could not be.
-pub(crate) struct Lanes {
+/// The testbeds that were built, and why others could not be.
+pub(crate) struct PeerTestbeds {
     cores: Cores,
-    built: BTreeMap<Spec, Result<Lane, String>>,
+    built: BTreeMap<TestbedSpec, Result<PeerTestbed, String>>,
     /// By peer.
     pub(crate) descriptions: BTreeMap<String, String>,
 }
 
-impl Lanes {
+impl PeerTestbeds {
     pub(crate) fn new(cores: Cores) -> Self {
         Self { cores, built: BTreeMap::new(), descriptions: BTreeMap::new() }
     }
 
-    /// The lane, or in one line why there is none.
-    pub(crate) fn get(&mut self, spec: &Spec) -> Result<&mut Lane, String> {
+    /// The testbed, or one line that explains why there is none.
+    pub(crate) fn get(&mut self, spec: &TestbedSpec) -> Result<&mut PeerTestbed, String> {
         let number = self.built.len();
         let (cores, descriptions) = (self.cores, &mut self.descriptions);
-        let lane = self.built.entry(spec.clone()).or_insert_with(|| {
-            let built = Lane::build(&format!("lane{number}"), spec.peer.clone(), spec.size, spec.mtu, cores);
-            let lane = built.map_err(|error| match error.downcast_ref::<Missing>() {
+        let testbed = self.built.entry(spec.clone()).or_insert_with(|| {
+            let built = PeerTestbed::build(&format!("lane{number}"), spec.peer.clone(), spec.size, spec.mtu, cores);
+            let testbed = built.map_err(|error| match error.downcast_ref::<MissingTool>() {
                 Some(missing) => missing.to_string(),
                 None => format!("{error:#}").replace('\n', "; "),
             });
-            let description = lane.as_ref().map_or_else(Clone::clone, |lane| lane.description().to_owned());
+            let description = testbed.as_ref().map_or_else(Clone::clone, |testbed| testbed.description().to_owned());
             descriptions.entry(spec.peer_name().to_owned()).or_insert(description);
-            lane
+            testbed
         });
-        lane.as_mut().map_err(|reason| reason.clone())
+        testbed.as_mut().map_err(|reason| reason.clone())
     }
 }

@@ -1,4 +1,4 @@
-//! What the policies say of a probe.
+//! Expected results of probes, derived from the policies.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -10,17 +10,17 @@ use penstock_policy::model::{Change, Object};
 
 use crate::probe::{Probe, Protocol};
 
-/// The port that a probe's own end stands for: no policy looks at it.
+/// Port at the client's end of a probe; no policy matches on it.
 const EPHEMERAL: u16 = 50_000;
 
-/// What should come of a probe.
+/// Expected result of a probe.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Expectation {
     /// It is answered.
     Allowed,
     /// It is dropped.
     Denied {
-        /// Which pod is isolated in which direction, and by which policies.
+        /// The isolated pod, the direction, and the policies that isolate it.
         by: String,
     },
 }
@@ -34,20 +34,20 @@ impl fmt::Display for Expectation {
     }
 }
 
-/// The policies of a set of objects, judged by the control side's own library, from scratch and for all pods.
-pub struct Judge {
+/// Evaluates the policies of a set of objects with the control plane's engine, from scratch and for all pods.
+pub struct PolicyOracle {
     engine: Engine,
 }
 
-impl Judge {
-    /// Takes all objects at once.
+impl PolicyOracle {
+    /// Loads all objects at once.
     pub fn new(objects: &[Object]) -> Self {
         let mut engine = Engine::new(Settings::for_all_pods());
         engine.apply(objects.iter().cloned().map(Change::Set));
         Self { engine }
     }
 
-    /// What should come of a probe that is sent from this address.
+    /// Expected result of a probe sent from this address.
     pub fn expect(&self, source: IpAddr, probe: &Probe) -> Expectation {
         let (protocol, dst_port) = match probe.protocol {
             Protocol::Tcp(port) => (IpProtocol::TCP, port),

@@ -1,4 +1,4 @@
-//! The objects of an API server without the server: versions, a history to watch, lists in pages.
+//! An object store with the semantics of the API server: resource versions, a history for watches, and paginated lists.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -6,10 +6,10 @@ use serde_json::{Value, json};
 
 use super::Resource;
 
-/// An object's place: resource, namespace (empty where it has none) and name.
-pub(super) type Place = (Resource, String, String);
+/// Path of an object: resource, namespace (empty for cluster-scoped objects) and name.
+pub(super) type ObjectPath = (Resource, String, String);
 
-/// One change, as a watch tells it.
+/// One change, as reported by a watch.
 #[derive(Clone, Debug)]
 pub(super) struct Event {
     pub(super) version: u64,
@@ -19,15 +19,15 @@ pub(super) struct Event {
     pub(super) object: Value,
 }
 
-/// All objects and what happened to them.
+/// All objects and their history.
 #[derive(Debug)]
-pub(super) struct Cluster {
+pub(super) struct ObjectStore {
     version: u64,
-    objects: BTreeMap<Place, Value>,
+    objects: BTreeMap<ObjectPath, Value>,
     history: Vec<Event>,
-    /// Changes up to this version are forgotten.
+    /// Changes up to this version are compacted.
     compacted: u64,
-    /// What is left of lists that were asked for in pages, by their continue tokens.
+    /// Remainders of paginated lists, by continue token.
     rest: HashMap<String, (u64, Vec<Value>)>,
 }
 
@@ -39,12 +39,12 @@ pub(super) struct Page {
     pub(super) remaining: usize,
 }
 
-/// A refusal, as status code and reason.
-pub(super) type Refusal = (u16, &'static str, String);
+/// An API error: status code, reason and message.
+pub(super) type ApiError = (u16, &'static str, String);
 
-impl Cluster {
+impl ObjectStore {
     pub(super) fn new() -> Self {
-        // A cluster is never at 0, which has a meaning of its own.
+        // Version 0 has a special meaning in the API.
         Self { version: 100, objects: BTreeMap::new(), history: Vec::new(), compacted: 0, rest: HashMap::new() }
     }
 
@@ -52,12 +52,12 @@ impl Cluster {
         self.version
     }
 
-    pub(super) fn get(&self, place: &Place) -> Result<Value, Refusal> {
+    pub(super) fn get(&self, place: &ObjectPath) -> Result<Value, ApiError> {
         self.objects.get(place).cloned().ok_or_else(|| not_found(place))
     }
 
-    /// Creates an object. Its status is not taken, as with every resource that has one of its own.
-    pub(super) fn create(&mut self, place: Place, mut object: Value) -> Result<Value, Refusal> {
+    /// Creates an object without its status, as for every resource that has a status subresource.
+    pub(super) fn create(&mut self, place: ObjectPath, mut object: Value) -> Result<Value, ApiError> {
         if self.objects.contains_key(&place) {
             return Err((409, "AlreadyExists", format!("{} {} already exists", place.0.path(), place.2)));
         }
@@ -73,8 +73,13 @@ impl Cluster {
         Ok(self.put(place, "ADDED", object))
     }
 
-    /// Replaces an object but for its status, or its status alone.
-    pub(super) fn replace(&mut self, place: Place, mut object: Value, status_alone: bool) -> Result<Value, Refusal> {
+    /// Replaces an object without its status, or only its status.
+    pub(super) fn replace(
+        &mut self,
+        place: ObjectPath,
+        mut object: Value,
+        status_alone: bool,
+    ) -> Result<Value, ApiError> {
         let mut old = self.get(&place)?;
         if let Some(version) = object["metadata"]["resourceVersion"].as_str()
             && Some(version) != old["metadata"]["resourceVersion"].as_str()
@@ -99,19 +104,19 @@ impl Cluster {
         Ok(self.put(place, "MODIFIED", new))
     }
 
-    pub(super) fn delete(&mut self, place: &Place) -> Result<Value, Refusal> {
+    pub(super) fn delete(&mut self, place: &ObjectPath) -> Result<Value, ApiError> {
         let mut object = self.objects.remove(place).ok_or_else(|| not_found(place))?;
         self.note(place.0, "DELETED", &mut object);
         Ok(object)
     }
 
-    /// Creates or replaces an object with its status.
-    pub(super) fn set(&mut self, place: Place, object: Value) {
+    /// Creates or replaces an object, status included.
+    pub(super) fn set(&mut self, place: ObjectPath, object: Value) {
         let kind = if self.objects.contains_key(&place) { "MODIFIED" } else { "ADDED" };
         self.put(place, kind, object);
     }
 
-    fn put(&mut self, place: Place, kind: &'static str, mut object: Value) -> Value {
+    fn put(&mut self, place: ObjectPath, kind: &'static str, mut object: Value) -> Value {
         self.note(place.0, kind, &mut object);
         self.objects.insert(place, object.clone());
         object
@@ -120,26 +125,26 @@ impl Cluster {
     fn note(&mut self, resource: Resource, kind: &'static str, object: &mut Value) {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
-        // In watches objects say what they are, in lists the list does.
-        let mut told = object.clone();
-        (told["apiVersion"], told["kind"]) = (json!(resource.api_version()), json!(resource.kind()));
-        self.history.push(Event { version: self.version, resource, kind, object: told });
+        // Watch events carry kind and version in each object; in lists only the list does.
+        let mut event_object = object.clone();
+        (event_object["apiVersion"], event_object["kind"]) = (json!(resource.api_version()), json!(resource.kind()));
+        self.history.push(Event { version: self.version, resource, kind, object: event_object });
     }
 
-    /// The first page of a list, or the one that a token stands for.
+    /// The first page of a list, or the page of a continue token.
     pub(super) fn list(
         &mut self,
         resource: Resource,
         namespace: Option<&str>,
         limit: usize,
         token: Option<&str>,
-    ) -> Result<Page, Refusal> {
+    ) -> Result<Page, ApiError> {
         let (version, mut items) = match token {
             Some(token) => self.rest.remove(token).ok_or_else(|| {
                 (410, "Expired", "The provided continue parameter is too old to display a consistent list".to_owned())
             })?,
             None => {
-                let wanted = |place: &Place| place.0 == resource && namespace.is_none_or(|name| place.1 == name);
+                let wanted = |place: &ObjectPath| place.0 == resource && namespace.is_none_or(|name| place.1 == name);
                 let items = self.objects.iter().filter(|(place, _)| wanted(place));
                 (self.version, items.map(|(_, object)| object.clone()).collect())
             }
@@ -153,8 +158,8 @@ impl Cluster {
         Ok(Page { version, items, next, remaining })
     }
 
-    /// The changes of a resource after a version, and the version up to which they reach.
-    pub(super) fn since(&self, resource: Resource, version: u64) -> Result<(Vec<Event>, u64), Refusal> {
+    /// Changes of a resource after a version, and the version up to which they reach.
+    pub(super) fn since(&self, resource: Resource, version: u64) -> Result<(Vec<Event>, u64), ApiError> {
         if version < self.compacted {
             return Err((410, "Expired", format!("too old resource version: {version} ({})", self.compacted)));
         }
@@ -163,7 +168,7 @@ impl Cluster {
         Ok((events, self.version))
     }
 
-    /// Forgets the history, as etcd's compaction does, and with it unfinished lists.
+    /// Discards the history, as etcd's compaction does, and unfinished lists with it.
     pub(super) fn compact(&mut self) {
         self.compacted = self.version;
         self.history.clear();
@@ -171,6 +176,6 @@ impl Cluster {
     }
 }
 
-fn not_found(place: &Place) -> Refusal {
+fn not_found(place: &ObjectPath) -> ApiError {
     (404, "NotFound", format!("{} \"{}\" not found", place.0.path(), place.2))
 }

@@ -1,31 +1,30 @@
-//! The node, its pods and its daemon, which is restarted now and then.
+//! The node, its pods and its daemon, which is restarted from time to time.
 
 use std::fmt::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
 use penstock_admin::types::Status;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::probe::{Servers, Service, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Scratch, network_state};
+use penstock_bench::probe::{EchoServers, EchoService, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
 
-use anyhow::{Context, Result, ensure};
-use nix::sys::signal::Signal;
-
-/// Pods that are there all the time.
+/// Permanent pods.
 const PODS: u8 = 6;
-/// Ports of datagrams that policy allows, and that it denies.
+/// Ports of datagrams that policy allows and denies.
 pub(crate) const ALLOWED: u16 = 7000;
 pub(crate) const DENIED: u16 = 7001;
-/// How long a daemon may take to end.
+/// Timeout for a daemon to end.
 const END: Duration = Duration::from_secs(10);
-/// What was on its way when the daemon was killed is lost with it; after the next start some comes late.
+/// Packets in flight when the daemon is killed are lost; after the next start some arrive late.
 const UNDER_WAY: Duration = Duration::from_millis(10);
 const SETTLE: Duration = Duration::from_millis(250);
 
-/// A time in which nobody judges, from the run's beginning on.
+/// A time without a daemon, since the start of the run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outage {
     pub(crate) from: Duration,
@@ -33,28 +32,28 @@ pub(crate) struct Outage {
 }
 
 impl Outage {
-    /// Whether what happened from `start` to `end` may have met it.
+    /// Whether something that happened from `start` to `end` may overlap it.
     pub(crate) fn meets(&self, start: Duration, end: Duration) -> bool {
         end >= self.from && start <= self.to
     }
 }
 
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) cluster: Cluster,
     pub(crate) daemon: Daemon,
     pub(crate) epoch: Instant,
     pub(crate) outages: Vec<Outage>,
-    scratch: Scratch,
+    scratch: ScratchDir,
     manifests: PathBuf,
     config: DaemonConfig,
     before: Vec<String>,
-    _servers: Vec<Servers>,
+    _servers: Vec<EchoServers>,
 }
 
-impl World {
-    /// `is_last`: there is no other daemon after this one.
+impl Fixture {
+    /// `is_last`: no other daemon follows this one.
     pub(crate) fn start(is_last: bool) -> Result<Self> {
-        let scratch = Scratch::new()?;
+        let scratch = ScratchDir::new()?;
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests)?;
         std::fs::write(manifests.join("all.yaml"), objects())?;
@@ -66,8 +65,8 @@ impl World {
         config.conntrack =
             format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = \"0s\"\n", scratch.path().display());
         config.sections += on_exit(is_last);
-        let services = [Service::Tcp(8080), Service::Udp(53)];
-        let servers = Servers::start_all(&cluster.sites, &services)?;
+        let services = [EchoService::Tcp(8080), EchoService::Udp(53)];
+        let servers = EchoServers::start_all(&cluster.sites, &services)?;
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
         let (epoch, outages) = (Instant::now(), Vec::new());
         Ok(Self { cluster, daemon, epoch, outages, scratch, manifests, config, before, _servers: servers })
@@ -96,7 +95,7 @@ impl World {
         Ok(Client::new(socket)?.get("/v1/status", &())?)
     }
 
-    /// Ends the daemon, by a kill or as an update does, and starts the next one.
+    /// Ends the daemon, by a kill or by an update, and starts the next one.
     pub(crate) fn restart(&mut self, kill: bool, is_last: bool) -> Result<()> {
         let from = self.epoch.elapsed().saturating_sub(UNDER_WAY);
         self.daemon.signal(if kill { Signal::SIGKILL } else { Signal::SIGTERM })?;
@@ -108,7 +107,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends the daemon for good. What is wrong with how it ended, or with what it left, is returned.
+    /// Ends the last daemon. Returns what was wrong with its exit and what it left behind.
     pub(crate) fn stop(self) -> Result<(Vec<Outage>, Vec<String>)> {
         let (status, log) = self.daemon.stop()?;
         let mut wrong = Vec::new();
@@ -116,7 +115,7 @@ impl World {
             wrong.push(format!("the daemon ended with {status}: {}", log.join("\n")));
         }
         wrong.extend(log.iter().filter(|line| line.contains("panicked") || line.contains("NOT balanced")).cloned());
-        // The kernel takes away some of it a little later.
+        // The kernel removes some objects a little later.
         let deadline = Instant::now() + Duration::from_secs(3);
         let mut after = network_state(self.cluster.node.netlink())?;
         while after != self.before && Instant::now() < deadline {
@@ -130,7 +129,7 @@ impl World {
     }
 }
 
-/// An update of the daemon keeps pods closed; the last one puts the node back.
+/// An update keeps pods closed; the last daemon restores the node.
 fn on_exit(is_last: bool) -> &'static str {
     if is_last { "[fail]\non_exit = \"restore\"\n" } else { "[fail]\non_exit = \"keep\"\n" }
 }
@@ -156,7 +155,7 @@ pub(crate) fn pod(name: &str, number: u8) -> String {
     )
 }
 
-/// `pod-1` lets `pod-0` in, and everyone to a port that changes; `pod-2` sends wherever it likes.
+/// `pod-1` admits `pod-0`, and everyone on a port that changes; `pod-2` may send anywhere.
 pub(crate) fn policy(changing: u16) -> String {
     format!(
         "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: test, name: only}}\n\

@@ -1,55 +1,55 @@
-//! A node with a daemon that follows an API server on the node's own loopback.
+//! Test fixture: a node with a daemon that follows an API server on the node's loopback.
 
 use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use penstock_bench::testbed::api_server::{ApiServer, Who};
-use penstock_bench::testbed::{Daemon, Node, Privileges, Scratch};
+use penstock_bench::testbed::api_server::{Account, ApiServer};
+use penstock_bench::testbed::{Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
-pub(crate) struct World {
+pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) node: Node,
     pub(crate) server: ApiServer,
     toml: String,
-    /// Where connections outlast a daemon.
-    _scratch: Scratch,
+    /// Directory of the connection table, which outlasts a daemon.
+    _scratch: ScratchDir,
 }
 
-impl World {
-    /// With a namespace `test` and nothing else in the cluster; `sections` are further ones of the configuration.
+impl Fixture {
+    /// A cluster with only the namespace `test`; `sections` are further ones of the configuration.
     pub(crate) fn start(sections: &str) -> Self {
         let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
         let server = ApiServer::start(Some(node.namespace())).unwrap();
         server.admin().create(&namespace("test")).unwrap();
         server.admin().create(&node_object()).unwrap();
-        let scratch = Scratch::new().unwrap();
+        let scratch = ScratchDir::new().unwrap();
         let mapping = scratch.path().join("conntrack").display().to_string();
-        let toml = configuration(&server.kubeconfig(Who::Penstock), &mapping, sections);
+        let toml = configuration(&server.kubeconfig(Account::Penstock), &mapping, sections);
         let daemon = launch(&node, &toml);
         Self { daemon, node, server, toml, _scratch: scratch }
     }
 
-    /// Kills the daemon, and waits until it is gone.
+    /// Kills the daemon and waits until it has ended.
     pub(crate) fn kill(&self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
         self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
     }
 
-    /// Starts the next daemon, with the configuration of the one that was killed.
+    /// Starts the next daemon with the same configuration.
     pub(crate) fn restart(&mut self) {
         self.daemon = launch(&self.node, &self.toml);
     }
 
-    /// Wires a pod, as its CNI plugin does, and then tells the API server of it, as the scheduler and kubelet do.
+    /// Wires a pod as its CNI plugin does, then creates it in the API as the scheduler and kubelet do.
     pub(crate) fn add_pod(&mut self, name: &str, address: &str) {
         self.wire_pod(name, address);
         self.server.admin().create(&pod(name, address)).unwrap();
     }
 
-    /// Wires a pod of which the API server is not told yet.
+    /// Wires a pod that the API server does not know yet.
     pub(crate) fn wire_pod(&mut self, name: &str, address: &str) {
         let address: IpAddr = address.parse().unwrap();
         self.node.add_pod(&format!("test/{name}"), &[address]).unwrap();
@@ -64,8 +64,8 @@ fn launch(node: &Node, toml: &str) -> Daemon {
     daemon
 }
 
-/// The configuration of a daemon that follows an API server, with nothing outside of its network namespace that another
-/// daemon could have as well. `mapping` is the file for its connections, or `off`.
+/// Configuration of a daemon that follows an API server. It uses nothing outside its network namespace that another
+/// daemon could use too. `mapping` is the connection table's file, or `off`.
 pub(crate) fn configuration(kubeconfig: &Path, mapping: &str, sections: &str) -> String {
     format!(
         "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
@@ -85,7 +85,7 @@ fn node_object() -> Value {
     })
 }
 
-/// A running pod of the namespace `test` on the node, labelled `app: NAME`.
+/// A running pod in the namespace `test` on the node, labelled `app: NAME`.
 pub(crate) fn pod(name: &str, address: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
@@ -95,7 +95,7 @@ pub(crate) fn pod(name: &str, address: &str) -> Value {
     })
 }
 
-/// A policy by which `to` is reached only by pods labelled `app: FROM`.
+/// A policy that admits only pods labelled `app: FROM` to `to`.
 pub(crate) fn policy(to: &str, from: &str) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",

@@ -1,14 +1,14 @@
-//! What a packet costs the worker by stage.
+//! Cost of a packet in the worker, by stage.
 
 use anyhow::{Context, Result, ensure};
-use penstock_bench::load::{Outcome, Traffic, Trial};
-use penstock_bench::peers::{Lane, Peer};
+use penstock_bench::load::{Traffic, Trial, TrialResult};
+use penstock_bench::peers::{Peer, PeerTestbed};
 
-use super::{Case, Known, Scenario};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
 
-/// The worker's stages, by the names that `penstock status --json` has.
+/// The worker's stages as named in `penstock status --json`.
 const STAGES: [&str; 7] = ["ring_read", "parse", "connection", "policy", "rewrite", "ring_write", "send"];
 
 const CLOCKS: &[Metric] = &[
@@ -23,60 +23,60 @@ const CLOCKS: &[Metric] = &[
     Metric::higher("received", "k packets/s", 0),
 ];
 
-/// Packets, and clocks by stage, of all turns that were timed so far.
-fn timed(lane: &Lane) -> Result<(u64, [u64; STAGES.len()])> {
-    let status = lane.status()?.context("only Penstock tells what its stages cost")?;
+/// Packets, and clocks by stage, of all poll iterations timed so far.
+fn timed(testbed: &PeerTestbed) -> Result<(u64, [u64; STAGES.len()])> {
+    let status = testbed.status()?.context("only Penstock reports the cost of its stages")?;
     let packets = status.workers.iter().map(|worker| worker.stages.packets).sum();
     let of = |stage: &str| status.workers.iter().filter_map(|worker| worker.stages.clocks.get(stage)).sum();
     Ok((packets, STAGES.map(of)))
 }
 
-/// Clocks of a packet.
-pub(super) struct Clocks {
+/// Clocks per packet.
+pub(super) struct PacketClocks {
     each: [f64; STAGES.len()],
 }
 
-impl Clocks {
+impl PacketClocks {
     /// In the system calls that send.
     pub(super) fn send(&self) -> f64 {
         self.each[STAGES.len() - 1]
     }
 
-    /// In all else.
+    /// In everything else.
     pub(super) fn outside(&self) -> f64 {
         self.each[..STAGES.len() - 1].iter().sum()
     }
 }
 
-/// Runs a trial; what a packet cost meanwhile.
-pub(super) fn clocks(lane: &mut Lane, trial: &Trial) -> Result<(Clocks, Outcome)> {
-    let (packets, before) = lane.with_peer(timed)?;
-    let outcome = lane.run(trial)?;
-    let (packets_after, after) = lane.with_peer(timed)?;
+/// Runs a trial and returns the cost per packet.
+pub(super) fn clocks(testbed: &mut PeerTestbed, trial: &Trial) -> Result<(PacketClocks, TrialResult)> {
+    let (packets, before) = testbed.with_peer(timed)?;
+    let outcome = testbed.run(trial)?;
+    let (packets_after, after) = testbed.with_peer(timed)?;
     let packets = packets_after - packets;
-    ensure!(packets > 0, "no turn of the worker was timed");
+    ensure!(packets > 0, "no poll iteration of the worker was timed");
     let mut each = [0.0; STAGES.len()];
     for (each, (after, before)) in each.iter_mut().zip(after.into_iter().zip(before)) {
         *each = (after - before) as f64 / packets as f64;
     }
-    Ok((Clocks { each }, outcome))
+    Ok((PacketClocks { each }, outcome))
 }
 
 pub(crate) fn stages() -> Scenario {
     let case = |peer: Peer, traffic: Traffic| {
-        let measure = move |lane: &mut Lane, plan: &Plan, _: &mut Known| {
-            let (clocks, outcome) = clocks(lane, &Trial::flat_out(traffic, plan.length))?;
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+            let (clocks, outcome) = clocks(testbed, &Trial::flat_out(traffic, plan.length))?;
             let figures = std::iter::once(clocks.outside()).chain(clocks.each).chain([outcome.rate() / 1e3]);
             Ok(figures.map(Some).collect())
         };
-        Case::of(peer, measure)
+        ScenarioCase::of(peer, measure)
     };
     let many = Traffic { connections: 10_000, ..Traffic::SMALLEST };
     let new = Traffic { new: 1.0, ..Traffic::SMALLEST };
     Scenario {
         name: "stages",
         title: "What a packet costs the worker by stage",
-        about: "Clocks of the processor's time stamp counter, from one turn in 64 that the worker times. Frames of 64 octets, flat \
+        about: "Clocks of the processor's time stamp counter, from one turn in 64 that the worker times. Frames of 64 bytes, flat \
                 out. \"ring write\" is everything outside of system calls that is nothing else: descriptors, frames that come \
                 back, counters, the loop. \"send\" is the system call, in which the kernel also runs the receiver's stack.",
         metrics: CLOCKS,

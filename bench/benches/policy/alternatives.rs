@@ -1,4 +1,4 @@
-//! What the tables are measured against, each written to be as quick as its form allows.
+//! Alternatives to the policy tables, each as fast as its data structure allows.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -7,13 +7,13 @@ use ipnet::IpNet;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_policy::render::acl::{Action, SixTuple};
 
-/// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: no field that is the same in
-/// all entries is compared.
+/// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: fields that are equal in
+/// all entries are not compared.
 pub(crate) struct LinearList {
-    entries: Vec<Entry>,
+    entries: Vec<MaskedEntry>,
 }
 
-struct Entry {
+struct MaskedEntry {
     peer: u128,
     mask: u128,
     protocol: Option<Protocol>,
@@ -30,7 +30,7 @@ impl LinearList {
             let ports = tuple
                 .ports
                 .map_or((None, 0, u16::MAX), |range| (Some(range.protocol.number()), range.first, range.last));
-            Entry {
+            MaskedEntry {
                 peer,
                 mask,
                 protocol: ports.0,
@@ -46,7 +46,7 @@ impl LinearList {
         self.entries.len()
     }
 
-    pub(crate) fn judge_all(&self, flows: &[Flow]) -> u64 {
+    pub(crate) fn evaluate_all(&self, flows: &[Flow]) -> u64 {
         flows.iter().map(|flow| u64::from(self.permits(flow))).sum()
     }
 
@@ -67,14 +67,14 @@ fn prefix(net: IpNet) -> (u128, u128) {
 }
 
 /// Ingress in the form of Mizar's design: an enforcement map, a map of blocks, one of blocks that have excepts, one of
-/// excepts (longest prefix each) and one of ports, a bit a policy. IPv4 as there; one network, so that the network's
+/// excepts (longest prefix each) and one of ports, with one bit per policy. IPv4 as there; one network, so the network
 /// number is left out of every key.
 pub(crate) struct MizarTables {
-    enforce: HashMap<u32, bool, multiply::Fast>,
+    enforce: HashMap<u32, bool, multiply::FastBuildHasher>,
     primary: PrefixTrie,
     supplementary: PrefixTrie,
     except: PrefixTrie,
-    ports: HashMap<(u32, u8, u16), u64, multiply::Fast>,
+    ports: HashMap<(u32, u8, u16), u64, multiply::FastBuildHasher>,
 }
 
 impl MizarTables {
@@ -100,7 +100,7 @@ impl MizarTables {
         tables
     }
 
-    pub(crate) fn judge_all(&self, flows: &[Flow]) -> u64 {
+    pub(crate) fn evaluate_all(&self, flows: &[Flow]) -> u64 {
         flows.iter().map(|flow| u64::from(self.allows(flow))).sum()
     }
 
@@ -151,7 +151,7 @@ impl PrefixTrie {
         found
     }
 
-    /// Adds bits to a prefix's value. The root, which has no bit in common, is node 0.
+    /// Adds bits to a prefix's value. Node 0 is the root, which matches every key.
     fn insert(&mut self, (prefix, length): (u64, u32), bits: u64) {
         if self.nodes.is_empty() {
             self.nodes.push(TrieNode { prefix: 0, length: 0, value: None, children: [None; 2] });
@@ -194,22 +194,22 @@ fn bit(key: u64, place: u32) -> usize {
     (key >> (63 - place) & 1) as usize
 }
 
-/// The quickest hash that the standard library's map takes, so that hashing is not what is measured.
+/// The fastest hash for the standard library's map, so that hashing is not what is measured.
 mod multiply {
     use std::hash::{BuildHasherDefault, Hasher};
 
-    pub(crate) type Fast = BuildHasherDefault<Multiply>;
+    pub(crate) type FastBuildHasher = BuildHasherDefault<MultiplyHasher>;
 
     #[derive(Default)]
-    pub(crate) struct Multiply(u64);
+    pub(crate) struct MultiplyHasher(u64);
 
-    impl Hasher for Multiply {
+    impl Hasher for MultiplyHasher {
         fn finish(&self) -> u64 {
             self.0.rotate_left(26)
         }
 
-        fn write(&mut self, octets: &[u8]) {
-            octets.iter().for_each(|octet| self.write_u64(u64::from(*octet)));
+        fn write(&mut self, bytes: &[u8]) {
+            bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
         }
 
         fn write_u8(&mut self, value: u8) {

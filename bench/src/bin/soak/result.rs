@@ -1,4 +1,4 @@
-//! What it all comes to.
+//! The result of a soak run.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,38 +6,38 @@ use std::time::Duration;
 use owo_colors::{OwoColorize, Stream};
 
 use crate::churn::Churn;
+use crate::fixture::Outage;
 use crate::sample::{Sample, Sampler};
-use crate::streams::Outcome;
-use crate::world::Outage;
+use crate::streams::TrafficResult;
 
 /// A daemon's first seconds, in which everything grows to its size.
 const WARM_UP: Duration = Duration::from_secs(10);
 /// Fewer samples show no trend.
 const LEAST: usize = 12;
 
-/// One thing that must hold.
+/// One checked condition.
 struct Finding {
     good: bool,
     what: String,
 }
 
-pub(crate) struct Verdict(Vec<Finding>);
+pub(crate) struct SoakResult(Vec<Finding>);
 
-/// What must not grow: its name, how it is read of a sample, and by which factor and amount it may differ.
-type Watched = (&'static str, fn(&Sample) -> Option<f64>, f64, f64);
+/// A value that must not grow: its name, how to read it from a sample, and the accepted factor and amount.
+type GrowthLimit = (&'static str, fn(&Sample) -> Option<f64>, f64, f64);
 
-const WATCHED: [Watched; 4] = [
+const WATCHED: [GrowthLimit; 4] = [
     ("memory, MiB", |sample| Some(sample.memory_mebibytes), 1.05, 4.0),
     ("descriptors", |sample| Some(sample.descriptors), 1.0, 8.0),
     ("frames under way", |sample| Some(sample.frames_under_way), 1.0, 64.0),
-    // The 99th percentile, which the plot has too, tells more of what else the machine does.
+    // The plot also has the 99th percentile, which depends more on other load of the machine.
     ("median latency, ms", |sample| sample.latency_milliseconds.map(|(p50, _)| p50), 2.0, 1.0),
 ];
 
-impl Verdict {
+impl SoakResult {
     pub(crate) fn reach(
         sampler: &Sampler,
-        outcome: &Outcome,
+        outcome: &TrafficResult,
         churn: &Churn,
         outages: &[Outage],
         ended: Vec<String>,
@@ -97,19 +97,19 @@ impl Verdict {
     }
 }
 
-/// Every datagram arrived once, or was sent while nobody judged, or was lost by a cause that a daemon counted.
-fn losses(sampler: &Sampler, outcome: &Outcome, outages: &[Outage], find: &mut impl FnMut(bool, String)) {
+/// Every datagram arrived once, was sent while no daemon ran, or was counted as lost by a daemon.
+fn losses(sampler: &Sampler, outcome: &TrafficResult, outages: &[Outage], find: &mut impl FnMut(bool, String)) {
     let met = |sent: &&Duration| outages.iter().any(|outage| outage.meets(**sent, **sent));
     let mut unexplained = 0;
-    for fate in &outcome.fates {
-        let in_outages = fate.lost.iter().filter(met).count() as u64;
-        let others = fate.lost.len() as u64 - in_outages;
+    for stream_result in &outcome.streams {
+        let in_outages = stream_result.lost.iter().filter(met).count() as u64;
+        let others = stream_result.lost.len() as u64 - in_outages;
         unexplained += others;
         find(
-            fate.twice == 0,
+            stream_result.twice == 0,
             format!(
                 "{}: {} datagrams, {} twice, {in_outages} lost while no daemon ran, {others} otherwise",
-                fate.name, fate.sent, fate.twice
+                stream_result.name, stream_result.sent, stream_result.twice
             ),
         );
     }

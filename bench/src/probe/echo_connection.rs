@@ -1,4 +1,4 @@
-//! A connection that stays open and tells when it stops flowing.
+//! A connection that stays open and reports when it is blocked.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -13,22 +13,22 @@ use anyhow::{Context, Result, bail};
 use super::server::reply_to;
 use crate::testbed::Namespace;
 
-/// Between two exchanges: the precision with which a cut is seen.
+/// Interval between exchanges: the resolution with which an interruption is measured.
 const INTERVAL: Duration = Duration::from_micros(200);
 
-/// A TCP connection that exchanges eight octets several thousand times a second with an echo server.
-pub struct Flow {
+/// A TCP connection that exchanges eight bytes with an echo server several thousand times a second.
+pub struct EchoConnection {
     exchanges: Arc<AtomicU64>,
-    /// Nanoseconds that the slowest exchange took.
+    /// Duration of the slowest exchange in nanoseconds.
     slowest: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     blocked: Receiver<Instant>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Flow {
-    /// Connects from `namespace` to the server of this identity and starts exchanging. Without an answer for
-    /// `silence`, it counts as blocked.
+impl EchoConnection {
+    /// Connects from `namespace` to the server with this identity and starts the exchanges. Without a reply for
+    /// `silence` the connection counts as blocked.
     pub fn open(
         namespace: &Namespace,
         (identity, address): (u32, IpAddr),
@@ -55,17 +55,17 @@ impl Flow {
         Ok(Self { exchanges, slowest, stop, blocked, thread: Some(thread) })
     }
 
-    /// How many exchanges were completed so far.
+    /// Exchanges completed so far.
     pub fn exchanges(&self) -> u64 {
         self.exchanges.load(Ordering::Relaxed)
     }
 
-    /// How long the slowest exchange took since this was asked last: a gap in the connection.
+    /// Duration of the slowest exchange since the last call.
     pub fn take_slowest(&self) -> Duration {
         Duration::from_nanos(self.slowest.swap(0, Ordering::Relaxed))
     }
 
-    /// Waits until `more` further exchanges are completed, or fails once `limit` has passed.
+    /// Waits for `more` further exchanges; fails once `limit` has passed.
     pub fn wait_for(&self, more: u64, limit: Duration) -> Result<()> {
         let goal = self.exchanges() + more;
         let deadline = Instant::now() + limit;
@@ -78,14 +78,13 @@ impl Flow {
         Ok(())
     }
 
-    /// Waits until it is blocked, at most for `limit`; returns when the first octet that was not answered had
-    /// been sent.
+    /// Waits at most `limit` until the connection is blocked. Returns when the first unanswered byte was sent.
     pub fn wait_until_blocked(&self, limit: Duration) -> Option<Instant> {
         self.blocked.recv_timeout(limit).ok()
     }
 }
 
-impl Drop for Flow {
+impl Drop for EchoConnection {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);
@@ -104,7 +103,7 @@ fn connect(identity: u32, address: SocketAddr, silence: Duration) -> Result<TcpS
     Ok(stream)
 }
 
-/// Exchanges until told to stop; returns when the octets were sent that were not answered.
+/// Exchanges until `stop` is set. Returns when the first unanswered bytes were sent.
 fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, slowest: &AtomicU64, stop: &AtomicBool) -> Option<Instant> {
     while !stop.load(Ordering::Relaxed) {
         let request = exchanges.load(Ordering::Relaxed).to_be_bytes();
@@ -113,7 +112,7 @@ fn exchange(mut stream: TcpStream, exchanges: &AtomicU64, slowest: &AtomicU64, s
         if stream.write_all(&request).and_then(|()| stream.read_exact(&mut reply)).is_err() {
             return Some(sent);
         }
-        if reply != request.map(|octet| !octet) {
+        if reply != request.map(|byte| !byte) {
             return Some(sent);
         }
         exchanges.fetch_add(1, Ordering::Relaxed);

@@ -1,0 +1,228 @@
+//! Thresholds that the results must meet, as ratios or differences within one run.
+
+use crate::results::Results;
+
+/// Direction of a threshold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Bound {
+    AtLeast,
+    AtMost,
+}
+
+/// A threshold for the figure of one case, alone or relative to another case.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Threshold {
+    pub(crate) what: &'static str,
+    scenario: &'static str,
+    metric: &'static str,
+    of: &'static str,
+    against: Option<&'static str>,
+    /// Whether the difference of the two figures counts, rather than their ratio.
+    difference: bool,
+    pub(crate) bound: Bound,
+    pub(crate) threshold: f64,
+}
+
+/// Result of a threshold.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) enum ThresholdResult {
+    /// The ratio or difference, and whether it meets the threshold.
+    Measured(f64, bool),
+    /// Why it was not measured.
+    NotMeasured(String),
+}
+
+const fn at_least(what: &'static str, scenario: &'static str, metric: &'static str, threshold: f64) -> Threshold {
+    Threshold {
+        what,
+        scenario,
+        metric,
+        of: "Penstock",
+        against: None,
+        difference: false,
+        bound: Bound::AtLeast,
+        threshold,
+    }
+}
+
+const fn at_most(what: &'static str, scenario: &'static str, metric: &'static str, threshold: f64) -> Threshold {
+    Threshold { bound: Bound::AtMost, ..at_least(what, scenario, metric, threshold) }
+}
+
+impl Threshold {
+    const fn of(self, of: &'static str) -> Self {
+        Self { of, ..self }
+    }
+
+    const fn against(self, against: &'static str) -> Self {
+        Self { against: Some(against), ..self }
+    }
+
+    /// The difference to that case is bounded.
+    const fn difference(self, rest: &'static str) -> Self {
+        Self { against: Some(rest), difference: true, ..self }
+    }
+}
+
+/// All thresholds.
+pub(crate) const THRESHOLDS: &[Threshold] = &[
+    at_least("full pipeline with 10,000 policies against own raw AF_XDP forward, 64 bytes", "pps", "received", 0.92)
+        .of("Penstock, 10,000 policies")
+        .against("Penstock, raw forward"),
+    at_least("one UDP connection, 64 bytes, against kernel + nftables sets + conntrack", "pps", "received", 1.5)
+        .against("nftables, sets + conntrack"),
+    at_least("the same against kernel + 1,000 linear rules", "pps", "received", 5.0)
+        .against("nftables, 1000 linear rules"),
+    at_least("the same against Open vSwitch, userspace, with conntrack", "pps", "received", 2.0)
+        .against("Open vSwitch, userspace"),
+    at_most(
+        "from save to in force, p99, while 50 pods come and go each second: ms beyond that at rest",
+        "policy-churn",
+        "p99",
+        10.0,
+    )
+    .of("Penstock, 50 pods a second")
+    .difference("Penstock, at rest"),
+    at_most(
+        "first packet of a connection, p99 of the added latency, against NFQUEUE",
+        "first-packet",
+        "added p99",
+        0.1,
+    )
+    .against("NFQUEUE"),
+    at_least("new TCP connections a second against kernel + nftables + conntrack", "tcp-connections", "opened", 1.0)
+        .against("nftables, sets + conntrack"),
+    at_most("round trip p99 at half load against plain kernel routing", "round-trip", "p99", 1.3)
+        .of("50 %: Penstock")
+        .against("50 %: kernel routing"),
+    at_least("bulk TCP, one stream, against kernel without GSO", "bulk", "one stream", 0.8)
+        .against("kernel routing, without GSO"),
+    at_least("bulk TCP, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.2)
+        .against("kernel routing"),
+    at_least("bulk TCP, one stream, largest single frame, against kernel with GSO", "bulk", "one stream", 0.4)
+        .of("Penstock, largest single frame")
+        .against("kernel routing"),
+    at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
+    at_most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
+    at_least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
+];
+
+/// Whether a threshold uses this case.
+pub(crate) fn uses_case(scenario: &str, case: &str) -> bool {
+    THRESHOLDS
+        .iter()
+        .any(|threshold| threshold.scenario == scenario && (threshold.of == case || threshold.against == Some(case)))
+}
+
+impl Threshold {
+    /// Evaluates the threshold.
+    pub(crate) fn evaluate(&self, results: &Results) -> ThresholdResult {
+        let Some(scenario) = results.scenario(self.scenario) else {
+            return ThresholdResult::NotMeasured(format!("scenario {} was not run", self.scenario));
+        };
+        let median = |case: &str| {
+            // A loss of zero is required in every repetition, not only in the median.
+            let samples = scenario.samples(case, self.metric);
+            let value =
+                samples.and_then(|samples| if self.threshold == 0.0 { samples.highest() } else { samples.median() });
+            value.ok_or_else(|| {
+                let failure = scenario.cases.iter().find(|other| other.name == case);
+                let failure = failure.and_then(|case| case.failure.clone());
+                format!("{case}: {}", failure.unwrap_or_else(|| "not measured".to_owned()))
+            })
+        };
+        let against = self.against.map_or(Ok(1.0), median);
+        match (median(self.of), against) {
+            (Ok(of), Ok(against)) => {
+                let value = if self.difference { of - against } else { of / against };
+                let meets = match self.bound {
+                    Bound::AtLeast => value >= self.threshold,
+                    Bound::AtMost => value <= self.threshold,
+                };
+                ThresholdResult::Measured(value, meets)
+            }
+            (Err(reason), _) | (_, Err(reason)) => ThresholdResult::NotMeasured(reason),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use penstock_bench::peers::Cores;
+
+    use super::*;
+    use crate::Plan;
+    use crate::machine::Machine;
+    use crate::results::{CaseResult, Metric, Samples, ScenarioResult};
+
+    const METRICS: &[Metric] = &[Metric::higher("received", "", 0)];
+
+    fn results(cases: &[(&str, &[f64], Option<&str>)]) -> Results {
+        let case = |&(name, values, failure): &(&str, &[f64], Option<&str>)| {
+            let mut samples = Samples::default();
+            values.iter().for_each(|&value| samples.add(value));
+            CaseResult {
+                name: name.into(),
+                samples: vec![samples],
+                failure: failure.map(Into::into),
+                ..CaseResult::default()
+            }
+        };
+        let cases = cases.iter().map(case).collect();
+        let scenario = ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases };
+        Results {
+            machine: Machine { facts: Vec::new(), load: 0.0 },
+            plan: Plan { length: Duration::ZERO, repetitions: 1, cores: Cores { generator: 0, worker: 1 } },
+            took: Duration::ZERO,
+            scenarios: vec![scenario],
+            peers: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_threshold_is_met_missed_or_not_measured_with_a_reason() {
+        let twice = at_least("", "pps", "received", 2.0).against("other");
+        let most_twice = at_most("", "pps", "received", 2.0).against("other");
+        let none = at_most("", "pps", "received", 0.0);
+        let difference = |threshold| at_most("", "pps", "received", threshold).difference("other");
+        let measured: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[1.0, 6.0, 5.0], None), ("other", &[2.0, 2.5, 3.0], None)];
+        let slower: &[(&str, &[f64], Option<&str>)] = &[("Penstock", &[3.0], None), ("other", &[2.0], None)];
+        let missing: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[3.0], None), ("other", &[], Some("it is not installed"))];
+        for (threshold, cases, expected) in [
+            (twice, measured, ThresholdResult::Measured(2.0, true)),
+            (most_twice, measured, ThresholdResult::Measured(2.0, true)),
+            (twice, slower, ThresholdResult::Measured(1.5, false)),
+            (most_twice, slower, ThresholdResult::Measured(1.5, true)),
+            (difference(2.5), measured, ThresholdResult::Measured(2.5, true)),
+            (difference(2.0), measured, ThresholdResult::Measured(2.5, false)),
+            (twice, missing, ThresholdResult::NotMeasured("other: it is not installed".into())),
+            // Where nothing may be lost, one repetition that loses something is enough.
+            (none, &[("Penstock", &[0.0, 0.0, 7.0][..], None)], ThresholdResult::Measured(7.0, false)),
+            (none, &[("Penstock", &[0.0, 0.0][..], None)], ThresholdResult::Measured(0.0, true)),
+        ] {
+            assert_eq!(threshold.evaluate(&results(cases)), expected);
+        }
+        let elsewhere = at_least("", "bulk", "received", 1.0);
+        assert_eq!(
+            elsewhere.evaluate(&results(measured)),
+            ThresholdResult::NotMeasured("scenario bulk was not run".into())
+        );
+    }
+
+    #[test]
+    fn every_threshold_names_an_existing_scenario_case_and_metric() {
+        let scenarios = crate::scenarios::all();
+        for threshold in THRESHOLDS {
+            let scenario = scenarios.iter().find(|scenario| scenario.name == threshold.scenario).expect(threshold.what);
+            assert!(scenario.metrics.iter().any(|metric| metric.name == threshold.metric), "{}", threshold.what);
+            for case in std::iter::once(threshold.of).chain(threshold.against) {
+                assert!(scenario.cases.iter().any(|other| other.name == case), "{}: {case}", threshold.what);
+            }
+        }
+    }
+}
