@@ -1,0 +1,98 @@
+//! What pages name without a link: files of the repository, and tests.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::pages;
+
+/// Directories whose files pages name by their path.
+const SOURCES: [&str; 9] =
+    [".ci/", ".github/", "bench/", "configs/", "control/", "dataplane/", "pcap-tests/", "scripts/", "xdp-redirect/"];
+
+/// Whether a piece of code in a text is the path of a file or directory here; patterns and shortened ones are not.
+fn is_path(code: &str) -> bool {
+    SOURCES.iter().any(|directory| code.starts_with(directory)) && !code.contains(['*', '…', ' ', ':', '{'])
+}
+
+#[test]
+fn every_file_that_a_page_names_exists() {
+    let mut checked = 0;
+    let mut missing = Vec::new();
+    // The change log speaks of files as they were.
+    for page in pages::all().into_iter().filter(|page| page.path != Path::new("CHANGELOG.md")) {
+        for (line, code) in page.content().code.into_iter().filter(|(_, code)| is_path(code)) {
+            checked += 1;
+            if !pages::root().join(&code).exists() {
+                missing.push(format!("{}:{line}: {code}", page.path.display()));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "there are no such files: {missing:#?}");
+    assert!(checked > 30, "only {checked} paths found");
+}
+
+/// The names of all functions and modules of the workspace's sources.
+fn functions() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for directory in SOURCES.iter().filter(|directory| !directory.starts_with('.')) {
+        collect(&pages::root().join(directory), &mut names);
+    }
+    names
+}
+
+fn collect(directory: &Path, names: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path: PathBuf = entry.unwrap().path();
+        if path.is_dir() && path.file_name().is_some_and(|name| name != "target") {
+            collect(&path, names);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            for piece in text.split("fn ").skip(1) {
+                names.insert(piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect());
+            }
+            names.extend(path.file_stem().and_then(|stem| stem.to_str()).map(str::to_owned));
+        }
+    }
+}
+
+/// The name that a piece of code gives a test: its last word, behind `::`; dots stand for what is left out.
+fn test_name(code: &str) -> Option<&str> {
+    let name = code.rsplit([' ', ':']).next()?;
+    let long = name.matches('_').count() >= 3;
+    (long && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "_…".contains(c))).then_some(name)
+}
+
+/// Whether `short` is `long` with pieces left out where it has dots.
+fn abbreviates(short: &str, long: &str) -> bool {
+    let (start, end) = (short.split('…').next().unwrap_or_default(), short.rsplit('…').next().unwrap_or_default());
+    let mut rest = long;
+    let in_order = short.split('…').all(|piece| {
+        let found = rest.find(piece).map(|at| &rest[at + piece.len()..]);
+        rest = found.unwrap_or_default();
+        found.is_some()
+    });
+    in_order && short.contains('…') && long.starts_with(start) && long.ends_with(end)
+}
+
+#[test]
+fn every_test_that_a_page_names_exists() {
+    let functions = functions();
+    let exists = |name: &str| functions.contains(name) || functions.iter().any(|known| abbreviates(name, known));
+    let mut checked = 0;
+    let mut missing = Vec::new();
+    for page in pages::all() {
+        if !["docs/promises.md", "docs/threat-model.md"].map(Path::new).contains(&page.path.as_path()) {
+            continue;
+        }
+        for (line, code) in page.content().code {
+            let Some(name) = test_name(&code) else { continue };
+            checked += 1;
+            if !exists(name) {
+                missing.push(format!("{}:{line}: {code}", page.path.display()));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "there are no such tests: {missing:#?}");
+    assert!(checked > 60, "only {checked} tests found");
+}
