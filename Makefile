@@ -73,6 +73,19 @@ lint: setup ## Format, clippy and documentation, all without warnings   (licence
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --document-private-items
 
+# Builds the book. Debian 12 has none; it is a tool of this target alone, and part of no build.
+MDBOOK_VERSION := 0.5.4
+MDBOOK := $(abspath $(TARGET))/tools/bin/mdbook
+
+.PHONY: docs
+docs: setup ## The documentation as a book, in target/book, without warnings   (links and commands in it: make test)
+	@[ "$$($(MDBOOK) --version 2>/dev/null)" = "mdbook v$(MDBOOK_VERSION)" ] || \
+		$(CARGO) install --locked --no-default-features --root $(abspath $(TARGET))/tools --version $(MDBOOK_VERSION) mdbook
+	@rm -rf $(TARGET)/book
+	$(MDBOOK) build --dest-dir $(abspath $(TARGET))/book 2>&1 | tee $(TARGET)/book.log
+	@! grep -E '^ *(WARN|ERROR)' $(TARGET)/book.log || { echo "docs: the warnings above must go" >&2; exit 1; }
+	@echo "written: $(TARGET)/book/index.html"
+
 .PHONY: audit
 audit: ## Known vulnerabilities of the dependencies; needs cargo-deny and the advisories' host
 	@./scripts/audit
