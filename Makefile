@@ -42,6 +42,17 @@ test: build ## Every test, those on real veths included; they run the optimised 
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
+# Test programs that pass as any user: no namespace, no XDP, no AF_XDP.
+UNPRIVILEGED := judge parse pipeline via_host capture commands conformance docs manifest_directory manifest_errors manifest_forms \
+	policy replay_command replay_stream corpus differential floods reassembly manifests trex
+
+.PHONY: test-unprivileged
+test-unprivileged: setup ## The tests that need neither root nor sudo: parser, pipeline, policy, replay, commands, documentation
+	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
+		$(CARGO) test --workspace --locked --no-fail-fast $(addprefix --test ,$(UNPRIVILEGED))
+	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
+		$(CARGO) test --workspace --locked --no-fail-fast --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
+
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end

@@ -32,6 +32,35 @@ fn every_file_that_a_page_names_exists() {
     assert!(checked > 30, "only {checked} paths found");
 }
 
+/// The targets of make that a text of code names.
+fn targets(code: &str) -> impl Iterator<Item = &str> {
+    let word = |text: &'_ str| text.find(|c: char| !c.is_ascii_lowercase() && c != '-').unwrap_or(text.len());
+    code.lines()
+        .filter_map(|line| line.trim_start_matches(['$', '-', ' ']).trim_start_matches("run: ").strip_prefix("make "))
+        .map(move |target| &target[..word(target)])
+        .filter(|target| !target.is_empty())
+}
+
+#[test]
+fn every_make_target_that_a_page_or_a_workflow_names_exists() {
+    let makefile = fs::read_to_string(pages::root().join("Makefile")).unwrap();
+    let exists = |target: &str| makefile.lines().any(|line| line.strip_prefix(target).is_some_and(|rest| rest.starts_with(':')));
+    let mut named = BTreeSet::new();
+    for page in pages::all() {
+        let content = page.content();
+        let blocks = content.blocks.iter().map(|block| &page.text[block.range.clone()]);
+        let texts = content.code.iter().map(|(_, code)| code.as_str()).chain(blocks);
+        named.extend(texts.flat_map(targets).map(|target| (page.path.clone(), target.to_owned())));
+    }
+    for workflow in ["ci.yml", "release.yml"].map(|name| Path::new(".github/workflows").join(name)) {
+        let text = fs::read_to_string(pages::root().join(&workflow)).unwrap();
+        named.extend(targets(&text).map(|target| (workflow.clone(), target.to_owned())));
+    }
+    let missing: Vec<_> = named.iter().filter(|(_, target)| !exists(target)).collect();
+    assert!(missing.is_empty(), "the Makefile has no such targets: {missing:?}");
+    assert!(named.len() > 20, "only {named:?} found");
+}
+
 /// The names of all functions and modules of the workspace's sources.
 fn functions() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
