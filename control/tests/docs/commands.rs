@@ -75,7 +75,12 @@ fn run(steps: &[Step<'_>], directory: &Path) -> Vec<(String, i32)> {
     let binary = Path::new(env!("CARGO_BIN_EXE_penstock")).parent().unwrap();
     let path = format!("{}:{}", binary.display(), std::env::var("PATH").unwrap_or_default());
     let mut command = Command::new("bash");
-    command.args(["-c", &script]).current_dir(directory).env("PATH", path).env("NO_COLOR", "1").env_remove("FORCE_COLOR");
+    command
+        .args(["-c", &script])
+        .current_dir(directory)
+        .env("PATH", path)
+        .env("NO_COLOR", "1")
+        .env_remove("FORCE_COLOR");
     for (name, _) in std::env::vars_os() {
         if name.to_str().is_some_and(|name| name.starts_with("PENSTOCK_")) {
             command.env_remove(name);
@@ -159,7 +164,10 @@ fn every_block_of_commands_is_run_or_marked_as_captured() {
             let shows_output = page.text[block.range.clone()].lines().any(|line| line.starts_with("$ "));
             let marked = ["console", "console,captured"].contains(&block.info.as_str());
             let place = format!("{}:{}", page.path.display(), page.line(block.range.start));
-            assert_eq!(shows_output, marked, "{place}: a block with commands behind \"$ \" is `console` or `console,captured`");
+            assert_eq!(
+                shows_output, marked,
+                "{place}: a block with commands behind \"$ \" is `console` or `console,captured`"
+            );
         }
     }
 }

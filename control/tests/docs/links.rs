@@ -31,7 +31,8 @@ fn broken(page: &Page, link: &str, anchors: &BTreeMap<PathBuf, Vec<String>>) -> 
 fn every_link_leads_to_a_file_and_a_heading_that_exist() {
     let pages = pages::all();
     let contents: Vec<_> = pages.iter().map(Page::content).collect();
-    let anchors = pages.iter().zip(&contents).map(|(page, content)| (page.path.clone(), content.anchors.clone())).collect();
+    let anchors =
+        pages.iter().zip(&contents).map(|(page, content)| (page.path.clone(), content.anchors.clone())).collect();
     let mut checked = 0;
     let mut wrong = Vec::new();
     for (page, content) in pages.iter().zip(&contents) {

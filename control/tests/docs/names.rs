@@ -44,7 +44,8 @@ fn targets(code: &str) -> impl Iterator<Item = &str> {
 #[test]
 fn every_make_target_that_a_page_or_a_workflow_names_exists() {
     let makefile = fs::read_to_string(pages::root().join("Makefile")).unwrap();
-    let exists = |target: &str| makefile.lines().any(|line| line.strip_prefix(target).is_some_and(|rest| rest.starts_with(':')));
+    let exists =
+        |target: &str| makefile.lines().any(|line| line.strip_prefix(target).is_some_and(|rest| rest.starts_with(':')));
     let mut named = BTreeSet::new();
     for page in pages::all() {
         let content = page.content();
