@@ -61,7 +61,7 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(MAKE) fuzz
 
 .PHONY: fuzz
-fuzz: setup ## Frames and capture files of any octets, a minute each   (FUZZ_SECONDS=600: ten)
+fuzz: setup ## Frames and capture files of random bytes, a minute each   (FUZZ_SECONDS=600: ten)
 	@./scripts/setup g++
 	@./scripts/fuzz
 
