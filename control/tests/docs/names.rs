@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use penstock_dataplane::Cause;
+
 use crate::pages;
 
 /// Directories whose files pages name by their path.
@@ -62,28 +64,34 @@ fn every_make_target_that_a_page_or_a_workflow_names_exists() {
     assert!(named.len() > 20, "only {named:?} found");
 }
 
-/// The names of all functions and modules of the workspace's sources.
-fn functions() -> BTreeSet<String> {
-    let mut names = BTreeSet::new();
+/// All Rust files of the workspace: their names, and their texts one behind the other.
+fn sources() -> (Vec<PathBuf>, String) {
+    let mut paths = Vec::new();
     for directory in SOURCES.iter().filter(|directory| !directory.starts_with('.')) {
-        collect(&pages::root().join(directory), &mut names);
+        collect(&pages::root().join(directory), &mut paths);
     }
-    names
+    let text = paths.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    (paths, text)
 }
 
-fn collect(directory: &Path, names: &mut BTreeSet<String>) {
+fn collect(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {
-        let path: PathBuf = entry.unwrap().path();
+        let path = entry.unwrap().path();
         if path.is_dir() && path.file_name().is_some_and(|name| name != "target") {
-            collect(&path, names);
+            collect(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            let text = fs::read_to_string(&path).unwrap();
-            for piece in text.split("fn ").skip(1) {
-                names.insert(piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect());
-            }
-            names.extend(path.file_stem().and_then(|stem| stem.to_str()).map(str::to_owned));
+            found.push(path);
         }
     }
+}
+
+/// The names of all functions and files of the workspace's sources.
+fn functions() -> BTreeSet<String> {
+    let (paths, text) = sources();
+    let word = |piece: &str| piece.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+    let mut names: BTreeSet<String> = text.split("fn ").skip(1).map(word).collect();
+    names.extend(paths.iter().filter_map(|path| path.file_stem()?.to_str()).map(str::to_owned));
+    names
 }
 
 /// The name that a piece of code gives a test: its last word, behind `::`; dots stand for what is left out.
@@ -125,4 +133,31 @@ fn every_test_that_a_page_names_exists() {
     }
     assert!(missing.is_empty(), "there are no such tests: {missing:#?}");
     assert!(checked > 60, "only {checked} tests found");
+}
+
+/// The metrics that a piece of code names, without labels and the suffix that the exposition format adds to counters.
+fn metric(code: &str) -> Option<&str> {
+    let name = code.split('{').next()?;
+    name.starts_with("penstock_").then(|| name.strip_suffix("_total").unwrap_or(name))
+}
+
+#[test]
+fn every_metric_that_a_page_names_exists() {
+    let (_, sources) = sources();
+    let mut named = BTreeSet::new();
+    for page in pages::all().into_iter().filter(|page| page.path != Path::new("CHANGELOG.md")) {
+        named.extend(page.content().code.iter().filter_map(|(_, code)| metric(code)).map(str::to_owned));
+    }
+    let missing: Vec<&String> = named.iter().filter(|name| !sources.contains(&format!("\"{name}\""))).collect();
+    assert!(missing.is_empty(), "there are no such metrics: {missing:?}");
+    assert!(named.len() > 10, "only {named:?} found");
+}
+
+#[test]
+fn every_drop_reason_is_explained() {
+    let page = pages::all().into_iter().find(|page| page.path == Path::new("docs/operate/troubleshooting.md")).unwrap();
+    let explained: BTreeSet<String> = page.content().code.into_iter().map(|(_, code)| code).collect();
+    let missing: Vec<&str> =
+        Cause::ALL.iter().map(|cause| cause.name()).filter(|name| !explained.contains(*name)).collect();
+    assert!(missing.is_empty(), "docs/operate/troubleshooting.md does not explain {missing:?}");
 }
