@@ -42,6 +42,17 @@ test: build ## Every test, those on real veths included; they run the optimised 
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
+# Test programs that pass as any user: no namespace, no XDP, no AF_XDP.
+UNPRIVILEGED := judge parse pipeline via_host capture commands conformance docs manifest_directory manifest_errors manifest_forms \
+	policy replay_command replay_stream corpus differential floods reassembly manifests trex
+
+.PHONY: test-unprivileged
+test-unprivileged: setup ## The tests that need neither root nor sudo: parser, pipeline, policy, replay, commands, documentation
+	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
+		$(CARGO) test --workspace --locked --no-fail-fast $(addprefix --test ,$(UNPRIVILEGED))
+	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
+		$(CARGO) test --workspace --locked --no-fail-fast --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
+
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
@@ -50,7 +61,7 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(MAKE) fuzz
 
 .PHONY: fuzz
-fuzz: setup ## Frames and capture files of any octets, a minute each   (FUZZ_SECONDS=600: ten)
+fuzz: setup ## Frames and capture files of random bytes, a minute each   (FUZZ_SECONDS=600: ten)
 	@./scripts/setup g++
 	@./scripts/fuzz
 
@@ -72,6 +83,19 @@ lint: setup ## Format, clippy and documentation, all without warnings   (licence
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --document-private-items
+
+# Builds the book. Debian 12 has none; it is a tool of this target alone, and part of no build.
+MDBOOK_VERSION := 0.5.4
+MDBOOK := $(abspath $(TARGET))/tools/bin/mdbook
+
+.PHONY: docs
+docs: setup ## The documentation as a book, in target/book, without warnings   (links and commands in it: make test)
+	@[ "$$($(MDBOOK) --version 2>/dev/null)" = "mdbook v$(MDBOOK_VERSION)" ] || \
+		$(CARGO) install --locked --no-default-features --root $(abspath $(TARGET))/tools --version $(MDBOOK_VERSION) mdbook
+	@rm -rf $(TARGET)/book
+	$(MDBOOK) build --dest-dir $(abspath $(TARGET))/book 2>&1 | tee $(TARGET)/book.log
+	@! grep -E '^ *(WARN|ERROR)' $(TARGET)/book.log || { echo "docs: the warnings above must go" >&2; exit 1; }
+	@echo "written: $(TARGET)/book/index.html"
 
 .PHONY: audit
 audit: ## Known vulnerabilities of the dependencies; needs cargo-deny and the advisories' host
