@@ -11,8 +11,11 @@ use super::policy::NODE;
 use super::{ManifestReloader, PeerTestbed, v4};
 use crate::testbed::{Namespace, Netlink, RouteVia};
 
-/// Number of churned pods that exist at a time.
-const ALIVE: usize = 10;
+/// Pods that are removed together. A node that removes one interface at a time is limited to some forty a second: each
+/// removal waits for an RCU grace period under the RTNL lock.
+const GROUP: u32 = 10;
+/// Number of groups of churned pods that exist at a time.
+const ALIVE: usize = 2;
 /// Port that is opened and closed in turn; no other policy allows it.
 const PORT: u16 = 9200;
 /// Timeout of a change.
@@ -28,20 +31,27 @@ const SILENCE: Duration = Duration::from_millis(20);
 /// machine's cost of running one.
 pub fn churn(testbed: &PodChurn, a_second: f64, ends: &AtomicBool) -> Result<u32> {
     let (node, others) = (testbed.node.netlink()?, Namespace::new("churn")?);
-    let mut alive: VecDeque<(u32, String)> = VecDeque::new();
+    let inside = others.netlink()?;
+    let mut alive: VecDeque<(u32, Vec<String>)> = VecDeque::new();
     let (start, mut made) = (Instant::now(), 0_u32);
     while !ends.load(Ordering::Relaxed) {
         if start.elapsed().as_secs_f64() * a_second < f64::from(made) {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         }
-        alive.push_back(come(testbed, &node, &others, made)?);
+        if made.is_multiple_of(GROUP) {
+            // Group 0 is the default group.
+            alive.push_back((1 + made / GROUP, Vec::new()));
+        }
+        if let Some((group, files)) = alive.back_mut() {
+            files.push(come(testbed, &node, (&others, &inside), (made, *group))?);
+        }
         made += 1;
         if alive.len() > ALIVE {
             go(testbed, &node, alive.pop_front())?;
         }
     }
-    alive.into_iter().try_for_each(|pod| go(testbed, &node, Some(pod)))?;
+    alive.into_iter().try_for_each(|group| go(testbed, &node, Some(group)))?;
     Ok(made)
 }
 
@@ -58,11 +68,17 @@ impl PodChurn {
     }
 }
 
-fn come(testbed: &PodChurn, node: &Netlink, others: &Namespace, number: u32) -> Result<(u32, String)> {
+fn come(
+    testbed: &PodChurn,
+    node: &Netlink,
+    (others, inside): (&Namespace, &Netlink),
+    (number, group): (u32, u32),
+) -> Result<String> {
     let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 2, 0).to_bits() + number % 1000);
-    let index = node.add_veth(&format!("churn{number}"), &format!("peer{number}"), others, 1500)?;
-    let inside = others.netlink()?;
-    inside.set_up(inside.index(&format!("peer{number}"))?)?;
+    let peer = format!("peer{number}");
+    let index = node.add_veth(&format!("churn{number}"), &peer, others, 1500)?;
+    node.set_group(index, group)?;
+    inside.set_up(inside.index(&peer)?)?;
     node.add_route(IpAddr::from(address).into(), index, RouteVia::Link)?;
     let file = format!("churn-{number}.yaml");
     testbed.reload.save_as(
@@ -73,13 +89,13 @@ fn come(testbed: &PodChurn, node: &Netlink, others: &Namespace, number: u32) -> 
              status: {{ phase: Running, podIPs: [{{ ip: {address} }}] }}\n"
         ),
     )?;
-    Ok((index, file))
+    Ok(file)
 }
 
-fn go(testbed: &PodChurn, node: &Netlink, pod: Option<(u32, String)>) -> Result<()> {
-    let Some((index, file)) = pod else { return Ok(()) };
-    testbed.reload.remove(&file)?;
-    node.remove(index)
+fn go(testbed: &PodChurn, node: &Netlink, group: Option<(u32, Vec<String>)>) -> Result<()> {
+    let Some((group, files)) = group else { return Ok(()) };
+    files.iter().try_for_each(|file| testbed.reload.remove(file))?;
+    node.remove_group(group)
 }
 
 /// Opens and closes a port of the second pod by policy, `changes` times. Returns the time from each save to the first

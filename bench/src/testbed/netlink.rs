@@ -157,6 +157,24 @@ impl Netlink {
         self.wait(self.handle.link().del(index).execute()).with_context(|| format!("cannot remove interface {index}"))
     }
 
+    /// Puts an interface into a group that [`Netlink::remove_group`] removes.
+    pub fn set_group(&self, index: u32, group: u32) -> Result<()> {
+        let message = LinkMessageBuilder::<LinkUnspec>::new()
+            .index(index)
+            .append_extra_attribute(LinkAttribute::Group(group))
+            .build();
+        self.wait(self.handle.link().set(message).execute())
+            .with_context(|| format!("cannot put interface {index} into group {group}"))
+    }
+
+    /// Removes all interfaces of a group at once, as the kernel removes those of namespaces that have ended
+    /// (`cleanup_net` in net/core/net_namespace.c): it waits once for all of them.
+    pub fn remove_group(&self, group: u32) -> Result<()> {
+        let mut request = self.handle.link().del(0);
+        request.message_mut().attributes.push(LinkAttribute::Group(group));
+        self.wait(request.execute()).with_context(|| format!("cannot remove the interfaces of group {group}"))
+    }
+
     /// Adds an address to an interface.
     pub fn add_address(&self, index: u32, address: IpNet) -> Result<()> {
         let mut request = self.handle.address().add(index, address.addr(), address.prefix_len());
