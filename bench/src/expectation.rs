@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use penstock_control::engine::{Engine, Settings, SideExplanation};
 use penstock_control::model::{Change, Object};
 use penstock_dataplane::packet::{Flow, Protocol as IpProtocol};
-use penstock_dataplane::policy::{Direction, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict};
 
 use crate::probe::{Probe, Protocol};
 
@@ -58,7 +58,7 @@ impl PolicyOracle {
         let (src, dst) = (source.into(), probe.destination.into());
         let explanation = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
         let sides = [(Direction::Egress, &explanation.egress), (Direction::Ingress, &explanation.ingress)];
-        match sides.into_iter().find(|(_, side)| side.side == Side::Denied) {
+        match sides.into_iter().find(|(_, side)| side.side == DirectionVerdict::Denied) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },
             None => Expectation::Allowed,
         }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use penstock_control::replay::{Options, Paths, Report, run};
 use penstock_control::source::convert::Settings;
 use penstock_control::source::manifest;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 
 use crate::capture::pcapng;
 use crate::packet::{BuiltPacket, build};
@@ -128,7 +128,7 @@ impl CorpusCase {
                 settings: Settings { v1beta1: self.script.v1beta1 },
                 ..manifest::Options::default()
             },
-            reach: if self.script.cluster_wide { Reach::ClusterWide } else { Reach::BothSides },
+            reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },
             timeline,
             ..Options::default()
         }

@@ -13,7 +13,7 @@ use penstock_control::source::manifest::{self, read_manifests};
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 
 use crate::case::root;
 
@@ -44,7 +44,8 @@ impl Default for FuzzNode {
         let closed = objects("changes/db-closed.yaml").into_iter().map(Change::Set).collect();
         let back = shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(Change::Set);
         let changes = [closed, back.collect()];
-        let cluster = Cluster::new(shop, Some("n1"), Reach::BothSides).expect("the corpus' cluster can be replayed");
+        let cluster =
+            Cluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
         // Small, so that it fills up.
         let config = Config { entries: 4096, ..Config::default() };
         let player = Player::new(cluster, &config).expect("a small table can be made");

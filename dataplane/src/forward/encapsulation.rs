@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_pods_send_most_does_not_reach_the_list() {
+    fn common_ports_do_not_reach_the_list() {
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, [], []);
         for port in [53, 123, 443, 5353] {
             assert_eq!(encapsulation.hint & bit(port), 0, "port {port}");

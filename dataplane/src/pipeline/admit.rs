@@ -1,12 +1,12 @@
 //! First stage: parses a frame and rejects invalid packets.
 
-use crate::Cause;
+use crate::DropReason;
 use crate::forward::{Forwarding, Port, PortKind};
-use crate::packet::{Address, Packet, Scope, parse_into};
+use crate::packet::{Address, AddressScope, Packet, parse_into};
 
 /// Parses a frame received on `port` and checks its source address and whether it may be routed.
 #[inline(always)]
-pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
     parse_into(frame, packet)?;
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     let own_source = match port.kind {
@@ -17,20 +17,20 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
         PortKind::Uplink => !forwarding.is_local_pod(src) && !forwarding.is_node(src),
     };
     if !own_source {
-        return Err(Cause::SpoofedSource);
+        return Err(DropReason::SpoofedSource);
     }
     if port.kind == PortKind::Pod && forwarding.would_be_decapsulated(packet) {
-        return Err(Cause::Encapsulation);
+        return Err(DropReason::Encapsulation);
     }
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
 }
 
 /// Whether a router may forward a packet between these addresses.
 #[inline(never)]
-fn routable(src: Address, dst: Address) -> Result<(), Cause> {
+fn routable(src: Address, dst: Address) -> Result<(), DropReason> {
     match (src.scope(), dst.scope()) {
-        (_, Scope::Many) => Err(Cause::Multicast),
-        (Scope::Routable, Scope::Routable) => Ok(()),
-        _ => Err(Cause::NotRoutable),
+        (_, AddressScope::Multicast) => Err(DropReason::Multicast),
+        (AddressScope::Routable, AddressScope::Routable) => Ok(()),
+        _ => Err(DropReason::NotRoutable),
     }
 }

@@ -1,11 +1,14 @@
 //! The pipeline with clock reads between its stages, for one batch in many.
 
-use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Refusal, Snapshot, Timestamp, Verdict};
-use super::{Pipeline, Route, conclude, track};
+use super::{
+    BATCH, DropReason, DroppedPacket, EvaluationReason, Frames, Observer, PipelineMode, PortId, Snapshot, Timestamp,
+    Verdict,
+};
+use super::{PacketPath, Pipeline, conclude, track};
 use crate::clocks;
 use crate::forward::PortKind;
 use crate::packet::Flow;
-use crate::policy::Judgement;
+use crate::policy::PolicyVerdict;
 
 /// Clocks of the stages of a batch, on the CPU's time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -20,7 +23,7 @@ pub struct StageClocks {
     pub rewrite: u64,
     /// Number of policy evaluations. Each cost two clock reads, one included in `policy` and one in `connection`. The
     /// other fields include one clock read each.
-    pub asked: u64,
+    pub evaluations: u64,
 }
 
 /// An observer that also measures policy evaluations.
@@ -28,18 +31,24 @@ struct Timing<'a, O> {
     inner: &'a mut O,
     began: u64,
     took: u64,
-    asked: u64,
+    evaluations: u64,
 }
 
 impl<O: Observer> Observer for Timing<'_, O> {
-    fn asked(&mut self) {
+    fn before_evaluation(&mut self) {
         self.began = clocks::now();
     }
 
-    fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion) {
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        policy_verdict: &PolicyVerdict,
+        evaluation_reason: EvaluationReason,
+    ) {
         self.took += clocks::now().saturating_sub(self.began);
-        self.asked += 1;
-        self.inner.judged(index, flow, judgement, occasion);
+        self.evaluations += 1;
+        self.inner.evaluated(index, flow, policy_verdict, evaluation_reason);
     }
 }
 
@@ -55,15 +64,15 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) -> StageClocks {
-        self.answers.begin(now);
+        self.replies.begin(now);
         let Some(port) = snapshot.forwarding.port(ingress) else {
-            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(Cause::NotReady));
+            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return StageClocks::default();
         };
         let start = clocks::now();
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
         let parsed = clocks::now();
-        let mut observer = Timing { inner: observer, began: 0, took: 0, asked: 0 };
+        let mut observer = Timing { inner: observer, began: 0, took: 0, evaluations: 0 };
         let connections = &*self.connections;
         let observer_of_tracker = &mut observer;
         let mut tracker = track::Tracker {
@@ -73,24 +82,24 @@ impl Pipeline {
             ingress,
             index: 0,
             observer: observer_of_tracker,
-            cut_at: None,
+            revoked_at: None,
             from_host: port.kind == PortKind::Host,
-            route: Route::Direct,
+            route: PacketPath::Direct,
         };
-        let mut outcomes = [(Ok(()), None, Route::Direct); BATCH];
+        let mut outcomes = [(Ok(()), None, PacketPath::Direct); BATCH];
         for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
-            (tracker.index, tracker.cut_at, tracker.route) = (entry.index, None, Route::Direct);
-            if self.mode == Mode::Full {
+            (tracker.index, tracker.revoked_at, tracker.route) = (entry.index, None, PacketPath::Direct);
+            if self.mode == PipelineMode::Full {
                 outcome.0 = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
-                (outcome.1, outcome.2) = (tracker.cut_at, tracker.route);
+                (outcome.1, outcome.2) = (tracker.revoked_at, tracker.route);
             }
         }
         let tracked = clocks::now();
-        for (entry, (allowed, cut_at, route)) in self.slots[..admitted].iter().zip(outcomes) {
-            let allowed = allowed.map(|()| route).map_err(|cause| Refusal { cause, cut_at, route });
+        for (entry, (allowed, revoked_at, route)) in self.slots[..admitted].iter().zip(outcomes) {
+            let allowed = allowed.map(|()| route).map_err(|reason| DroppedPacket { reason, revoked_at, route });
             let frame = frames.bytes(entry.index);
             verdicts[entry.index] =
-                conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
+                conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
         }
         let took = |from: u64, to: u64| to.saturating_sub(from);
         StageClocks {
@@ -98,7 +107,7 @@ impl Pipeline {
             connection: took(parsed, tracked).saturating_sub(observer.took),
             policy: observer.took,
             rewrite: took(tracked, clocks::now()),
-            asked: observer.asked,
+            evaluations: observer.evaluations,
         }
     }
 }
