@@ -55,7 +55,7 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
-	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::inserts_of_one_connection_end
+	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
 	$(CARGO) test --locked -p penstock-bench --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(MAKE) fuzz

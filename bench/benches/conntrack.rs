@@ -24,7 +24,7 @@ use hdrhistogram::Histogram;
 use nix::time::{ClockId, clock_gettime};
 use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::{
-    Config, ConnTable, Insertion, NewConn, OwnerId, SweepCursor, Timeouts, Timestamp, Update,
+    Config, ConnTable, Insertion, NewConnection, OwnerId, SweepCursor, Timeouts, Timestamp, Update,
 };
 use penstock_dataplane::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
 use rustc_hash::FxBuildHasher;
@@ -60,8 +60,8 @@ const CHURN: u32 = 65_536;
 /// The flow of number `n`, in its client's direction.
 fn flow(n: u32) -> Flow {
     Flow {
-        src: Address::from_v4_octets((0x0a00_0000 | (n >> 14)).to_be_bytes()),
-        dst: Address::from_v4_octets([10, 200, 0, 1 + (n & 3) as u8]),
+        src: Address::from_v4_bytes((0x0a00_0000 | (n >> 14)).to_be_bytes()),
+        dst: Address::from_v4_bytes([10, 200, 0, 1 + (n & 3) as u8]),
         protocol: Protocol::UDP,
         src_port: 1024 + (n & 0x3fff) as u16,
         dst_port: 53,
@@ -108,7 +108,8 @@ fn enter(table: &ConnTable, flow: &Flow, now: u64) {
     let now = Timestamp::from_millis(now);
     // Many owners, so that only the table's size limits the number of connections.
     let owner = OwnerId(flow.src_port);
-    let new = NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
+    let new =
+        NewConnection { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
     assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
 }
 
@@ -541,8 +542,14 @@ fn flood(settings: &Settings) -> Row {
         let hashed = table.prepare(&request);
         // Both sides have sent, and the opener again seconds later: such a connection is not evicted.
         let at = Timestamp::from_millis(now - 3000);
-        let new =
-            NewConn { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now: at };
+        let new = NewConnection {
+            hashed: &hashed,
+            transport: &Transport::Udp,
+            owner,
+            via_host: false,
+            epoch: Epoch(1),
+            now: at,
+        };
         let Ok(Insertion::Created(mut conn)) = table.insert(&new) else { panic!("there is room") };
         conn.update(hashed.orientation().opposite(), &Transport::Udp, at);
         conn.update(hashed.orientation(), &Transport::Udp, Timestamp::from_millis(now));
@@ -584,8 +591,8 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
     while running.load(Relaxed) {
         let now = Timestamp::now();
         let flows: [Flow; BATCH] = std::array::from_fn(|index| Flow {
-            src: Address::from_v4_octets([10, 100, 0, 1]),
-            dst: Address::from_v4_octets(((sent + index as u64) as u32).to_be_bytes()),
+            src: Address::from_v4_bytes([10, 100, 0, 1]),
+            dst: Address::from_v4_bytes(((sent + index as u64) as u32).to_be_bytes()),
             protocol: Protocol::TCP,
             src_port: 4000,
             dst_port: 80,
@@ -594,7 +601,8 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
         hashed.iter_mut().for_each(|hashed| table.locate(hashed));
         for hashed in &hashed {
             if table.find(hashed, now).is_none() {
-                let new = NewConn { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
+                let new =
+                    NewConnection { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
                 // Inserted, or rejected because the pod is at its quota: both are expected.
                 let _ = black_box(table.insert(&new).is_ok());
             }

@@ -15,7 +15,7 @@ use penstock_bench::in_memory::{Batch, frame, snapshot};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::{Sum, parse};
-use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -134,12 +134,12 @@ fn work(part: &str, times: u64) -> Fallible<()> {
         "policy lookup" => {
             let set = snapshot().policy;
             let flow = parse(&bytes).map_err(|cause| format!("{cause:?}"))?.flow;
-            repeat(times, || set.judge(black_box(&flow)));
+            repeat(times, || set.evaluate(black_box(&flow)));
         }
         "connection, find and update" => connections(times)?,
-        "pipeline, established" => pipeline(Mode::Full, times, false)?,
-        "pipeline, established, timed" => pipeline(Mode::Full, times, true)?,
-        "pipeline, forward only" => pipeline(Mode::ForwardOnly, times, false)?,
+        "pipeline, established" => pipeline(PipelineMode::Full, times, false)?,
+        "pipeline, established, timed" => pipeline(PipelineMode::Full, times, true)?,
+        "pipeline, forward only" => pipeline(PipelineMode::ForwardOnly, times, false)?,
         _ => return Err(format!("there is no part {part}").into()),
     }
     Ok(())
@@ -157,7 +157,7 @@ fn table() -> Fallible<Arc<ConnTable>> {
 
 fn connections(times: u64) -> Fallible<()> {
     let table = table()?;
-    fill(&mut Pipeline::new(table.clone(), Mode::Full), &mut Batch::of(FLOWS))?;
+    fill(&mut Pipeline::new(table.clone(), PipelineMode::Full), &mut Batch::of(FLOWS))?;
     let packets: Vec<_> = (0..FLOWS)
         .map(|number| parse(&frame(number)).map_err(|cause| format!("{cause:?}")))
         .collect::<Result<_, _>>()?;
@@ -171,7 +171,7 @@ fn connections(times: u64) -> Fallible<()> {
 
 /// Opens all connections of a batch's frames.
 fn fill(pipeline: &mut Pipeline, batch: &mut Batch) -> Fallible<()> {
-    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(Cause::NotReady); BATCH]);
+    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(DropReason::NotReady); BATCH]);
     for _ in 0..batch.count() / BATCH {
         pipeline.process_batch(&snapshot, NOW, PortId(0), batch, &mut verdicts, &mut ());
         if verdicts != [Verdict::Forward(PortId(1)); BATCH] {
@@ -182,10 +182,10 @@ fn fill(pipeline: &mut Pipeline, batch: &mut Batch) -> Fallible<()> {
     Ok(())
 }
 
-fn pipeline(mode: Mode, times: u64, timed: bool) -> Fallible<()> {
+fn pipeline(mode: PipelineMode, times: u64, timed: bool) -> Fallible<()> {
     let (mut pipeline, mut batch) = (Pipeline::new(table()?, mode), Batch::of(FLOWS));
     fill(&mut pipeline, &mut batch)?;
-    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(Cause::NotReady); BATCH]);
+    let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(DropReason::NotReady); BATCH]);
     for _ in 0..times {
         if timed {
             black_box(pipeline.process_batch_timed(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ()));

@@ -13,7 +13,7 @@ use penstock_bench::in_memory::{Batch, frame, snapshot};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
-use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 
 /// CPU time of this thread for so many repetitions of `work`.
 fn on_core<T>(times: u64, mut work: impl FnMut() -> T) -> Duration {
@@ -31,14 +31,19 @@ fn on_core<T>(times: u64, mut work: impl FnMut() -> T) -> Duration {
 fn pipeline(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pipeline");
     group.throughput(Throughput::Elements(BATCH as u64));
-    for (mode, flows) in [(Mode::ForwardOnly, 1), (Mode::Full, 1), (Mode::Full, 64 << 10), (Mode::Full, 512 << 10)] {
+    for (mode, flows) in [
+        (PipelineMode::ForwardOnly, 1),
+        (PipelineMode::Full, 1),
+        (PipelineMode::Full, 64 << 10),
+        (PipelineMode::Full, 512 << 10),
+    ] {
         let config = Config { entries: 1 << 20, quota: Some(1 << 20), ..Config::default() };
         let connections = Arc::new(ConnTable::new(&config).unwrap());
         let mut pipeline = Pipeline::new(connections, mode);
         let snapshot = snapshot();
         let mut batch = Batch::of(flows);
         let rounds = batch.count() / BATCH;
-        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         let mut run = || {
             pipeline.process_batch(
                 &snapshot,
@@ -69,7 +74,7 @@ fn stages(criterion: &mut Criterion) {
     let set = snapshot().policy;
     let flow = parse(&bytes).unwrap().flow;
     criterion.bench_function("judge", |bencher| {
-        bencher.iter_custom(|times| on_core(times, || set.judge(black_box(&flow))));
+        bencher.iter_custom(|times| on_core(times, || set.evaluate(black_box(&flow))));
     });
 }
 

@@ -27,8 +27,8 @@ use nix::sys::time::TimeVal;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::pipeline::{BATCH, Cause, Frames, Mode, Pipeline, Verdict};
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::pipeline::{BATCH, DropReason, Frames, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::policy::RuleScope;
 use penstock_replay::cluster::Cluster;
 use penstock_replay::{Options, Paths, run};
 use penstock_sources::manifest::{self, read_manifests};
@@ -331,11 +331,11 @@ fn clock() -> Fallible<f64> {
 fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
     let read = read_manifests(&[manifests], &manifest::Options::default())?;
     let objects = read.documents.into_iter().map(|document| document.object);
-    let cluster = Cluster::new(objects, None, Reach::BothSides)?;
+    let cluster = Cluster::new(objects, None, RuleScope::BothSides)?;
     let snapshot = cluster.snapshot();
     let config = Config { entries, quota: Some(1 << 20), ..Config::default() };
-    let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), Mode::Full);
-    let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+    let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), PipelineMode::Full);
+    let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
     let now = Timestamp::from_millis(5_000_000);
     let mut ring = RxBuffers::new();
     let mut process = |ingress, ring: &mut RxBuffers| {
@@ -352,7 +352,7 @@ fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
             connection.step = connection.step.min(2);
             frame.resize(FRAME, 0);
             let frame = *frame.first_chunk::<FRAME>().ok_or("a segment without data is short")?;
-            let address = Address::from_v4_octets(connection.ends[from].0.octets());
+            let address = Address::from_v4_bytes(connection.ends[from].0.octets());
             let ingress = snapshot.forwarding.pod_port(address).ok_or("a pod has no port")?;
             if place < 3 {
                 ring.receive(&[frame]);

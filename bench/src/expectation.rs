@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::IpAddr;
 
 use penstock_dataplane::packet::{Flow, Protocol as IpProtocol};
-use penstock_dataplane::policy::{Direction, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict};
 use penstock_policy::engine::{Engine, Settings, SideExplanation};
 use penstock_policy::model::{Change, Object};
 
@@ -58,7 +58,7 @@ impl PolicyOracle {
         let (src, dst) = (source.into(), probe.destination.into());
         let explanation = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
         let sides = [(Direction::Egress, &explanation.egress), (Direction::Ingress, &explanation.ingress)];
-        match sides.into_iter().find(|(_, side)| side.side == Side::Denied) {
+        match sides.into_iter().find(|(_, side)| side.side == DirectionVerdict::Denied) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },
             None => Expectation::Allowed,
         }

@@ -9,8 +9,8 @@ use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::{BATCH, Frames};
 use penstock_dataplane::policy::{
-    Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PeerSpec, PolicySet, PortProtocol, PortRange, PortSpec,
-    RuleName, RuleSpec, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortProtocol, PortRange,
+    PortSpec, RuleName, RuleSpec, RuleTable,
 };
 use penstock_dataplane::{Epoch, Snapshot};
 
@@ -79,7 +79,7 @@ pub fn snapshot() -> Snapshot {
     };
     let table = Arc::new(RuleTable::new(&[rule], []));
     for (number, address) in [(0, CLIENT), (1, SERVER)] {
-        let address = Address::from_v4_octets(address.octets());
+        let address = Address::from_v4_bytes(address.octets());
         let port = Port {
             kind: PortKind::Pod,
             own_mac: Mac([2, 0, 0, 0, 0, number]),
@@ -89,10 +89,13 @@ pub fn snapshot() -> Snapshot {
         };
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");
         let endpoint = EndpointId(number.into());
-        let isolation = || Isolation::Isolated(Arc::clone(&table));
+        let isolation = || EndpointPolicy::Isolated(Arc::clone(&table));
         update.set_endpoint(endpoint, Some(Endpoint { egress: isolation(), ingress: isolation() }));
         let identity = Identity(NonZeroU32::MIN);
-        update.set_address(address, Some(Owner::Pod { identity, endpoint: Some(endpoint), node: Some(NodeId(0)) }));
+        update.set_address(
+            address,
+            Some(AddressOwner::Pod { identity, endpoint: Some(endpoint), node: Some(NodeId(0)) }),
+        );
     }
     Snapshot { epoch: Epoch(1), policy: update.finish(), forwarding }
 }

@@ -18,11 +18,11 @@ pub(crate) fn now() -> u64 {
 }
 
 /// Cost of a clock read in clocks: the median of many, since some are interrupted and some overlap.
-pub(crate) fn cost_of_a_look() -> u64 {
+pub(crate) fn cost_of_a_read() -> u64 {
     let mut looks = [0; 1001];
-    for look in &mut looks {
+    for read in &mut looks {
         let before = now();
-        *look = now().saturating_sub(before);
+        *read = now().saturating_sub(before);
     }
     let (_, median, _) = looks.select_nth_unstable(500);
     *median

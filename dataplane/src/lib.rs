@@ -4,18 +4,18 @@
 //! find the connection ([`conntrack`]) or evaluate policy ([`policy`]), then rewrite and forward ([`forward`]). Policy
 //! and forwarding tables are one immutable [`Snapshot`].
 
-pub mod answer;
-mod cause;
 mod clocks;
 pub mod conntrack;
+mod drop_reason;
 pub mod forward;
 pub mod io;
 pub mod packet;
 pub mod pipeline;
 pub mod policy;
 mod prefetch;
+pub mod reply;
 mod snapshot;
 pub mod worker;
 
-pub use cause::Cause;
+pub use drop_reason::DropReason;
 pub use snapshot::{Epoch, Snapshot};

@@ -4,7 +4,7 @@ use etherparse::{IpNumber, Ipv4Header, Ipv4Options, PacketBuilder};
 use penstock_dataplane::packet::{
     Address, Flow, Fragment, Packet, Protocol, SctpChunk, TcpFlags, Transport, parse, quoted_flow,
 };
-use penstock_dataplane::pipeline::Cause;
+use penstock_dataplane::pipeline::DropReason;
 use proptest::prelude::*;
 
 const A4: [u8; 4] = [10, 0, 0, 1];
@@ -45,12 +45,12 @@ fn tcp(flags: u8, options: &[u8]) -> Vec<u8> {
 }
 
 fn flow4(protocol: Protocol, ports: (u16, u16)) -> Flow {
-    let (src, dst) = (Address::from_v4_octets(A4), Address::from_v4_octets(B4));
+    let (src, dst) = (Address::from_v4_bytes(A4), Address::from_v4_bytes(B4));
     Flow { src, dst, protocol, src_port: ports.0, dst_port: ports.1 }
 }
 
 fn flow6(protocol: Protocol, ports: (u16, u16)) -> Flow {
-    let (src, dst) = (Address::from_v6_octets(A6), Address::from_v6_octets(B6));
+    let (src, dst) = (Address::from_v6_bytes(A6), Address::from_v6_bytes(B6));
     Flow { src, dst, protocol, src_port: ports.0, dst_port: ports.1 }
 }
 
@@ -74,7 +74,7 @@ fn tcp_segments_show_their_ports_numbers_flags_and_window_scale() {
 }
 
 #[test]
-fn the_window_scale_is_read_on_syn_segments_only_and_survives_odd_options() {
+fn the_window_scale_is_parsed_on_syn_segments_only_and_with_odd_options() {
     for (name, flags, options, expected) in [
         ("none", 0x02, &[][..], None),
         ("alone", 0x02, &[3, 3, 7, 0][..], Some(7)),
@@ -91,7 +91,7 @@ fn the_window_scale_is_read_on_syn_segments_only_and_survives_odd_options() {
 }
 
 #[test]
-fn every_kind_of_packet_gets_its_flow_and_kind() {
+fn every_kind_of_packet_gets_its_flow_and_type() {
     let sctp = |kind: u8| {
         [&5000u16.to_be_bytes()[..], &80u16.to_be_bytes(), &[0, 0, 0, 9, 0, 0, 0, 0, kind, 0, 0, 4]].concat()
     };
@@ -128,14 +128,14 @@ fn every_kind_of_packet_gets_its_flow_and_kind() {
         ("ICMPv6 over IPv4 is no ICMP", v4(58, &echo(128), |_| {}), flow4(icmp6, (0, 0)), Transport::Other),
         ("no next header", v6(59, &[]), flow6(Protocol(59), (0, 0)), Transport::Other),
     ] {
-        let packet = parse(&frame).unwrap_or_else(|cause| panic!("{name}: {cause}"));
+        let packet = parse(&frame).unwrap_or_else(|reason| panic!("{name}: {reason}"));
         assert_eq!((packet.flow, packet.transport), (flow, transport), "{name}");
         assert_eq!(usize::from(packet.layout.end), frame.len(), "{name}");
     }
 }
 
 #[test]
-fn what_is_not_understood_is_refused_by_cause() {
+fn invalid_packets_are_rejected_with_their_reason() {
     let good = v4(17, &udp(1, 2), |_| {});
     let edit = |at: usize, value: u8| {
         let mut frame = good.clone();
@@ -145,27 +145,27 @@ fn what_is_not_understood_is_refused_by_cause() {
     let options = |bytes: &[u8]| v4(17, &udp(1, 2), |header| header.options = Ipv4Options::try_from(bytes).unwrap());
     let mapped = {
         let mut frame = v6(17, &udp(1, 2));
-        frame[22..38].copy_from_slice(&Address::from_v4_octets(A4).bits().to_be_bytes());
+        frame[22..38].copy_from_slice(&Address::from_v4_bytes(A4).bits().to_be_bytes());
         frame
     };
     let long_chain = [&[60, 0, 0, 0, 0, 0, 0, 0].repeat(6)[..], &[17, 0, 0, 0, 0, 0, 0, 0], &udp(1, 2)].concat();
-    for (name, frame, cause) in [
-        ("empty", vec![], Cause::Truncated),
-        ("ARP", ethernet(0x0806, &[0; 28]), Cause::NotIp),
-        ("VLAN tag", ethernet(0x8100, &good[12..]), Cause::VlanTag),
-        ("provider VLAN tag", ethernet(0x88a8, &good[12..]), Cause::VlanTag),
-        ("version 5", edit(14, 0x55), Cause::Malformed),
-        ("header length 4", edit(14, 0x44), Cause::Malformed),
-        ("header checksum", edit(22, 63), Cause::HeaderChecksum),
-        ("total length below the header", edit(17, 19), Cause::Malformed),
-        ("total length past the end", edit(17, 200), Cause::Truncated),
-        ("loose source route", options(&[131, 7, 4, 10, 0, 0, 3, 0]), Cause::SourceRoute),
-        ("strict source route", options(&[1, 137, 7, 4, 10, 0, 0, 3]), Cause::SourceRoute),
-        ("option of length 1", options(&[7, 1, 0, 0]), Cause::Malformed),
-        ("option past the end", options(&[7, 9, 0, 0]), Cause::Malformed),
-        ("option without length", options(&[1, 1, 1, 7]), Cause::Malformed),
-        ("UDP length 7", v4(17, &[0, 1, 0, 2, 0, 7, 0, 0], |_| {}), Cause::Malformed),
-        ("UDP length past the end", v4(17, &[0, 1, 0, 2, 0, 9, 0, 0], |_| {}), Cause::Truncated),
+    for (name, frame, reason) in [
+        ("empty", vec![], DropReason::Truncated),
+        ("ARP", ethernet(0x0806, &[0; 28]), DropReason::NotIp),
+        ("VLAN tag", ethernet(0x8100, &good[12..]), DropReason::VlanTag),
+        ("provider VLAN tag", ethernet(0x88a8, &good[12..]), DropReason::VlanTag),
+        ("version 5", edit(14, 0x55), DropReason::Malformed),
+        ("header length 4", edit(14, 0x44), DropReason::Malformed),
+        ("header checksum", edit(22, 63), DropReason::HeaderChecksum),
+        ("total length below the header", edit(17, 19), DropReason::Malformed),
+        ("total length past the end", edit(17, 200), DropReason::Truncated),
+        ("loose source route", options(&[131, 7, 4, 10, 0, 0, 3, 0]), DropReason::SourceRoute),
+        ("strict source route", options(&[1, 137, 7, 4, 10, 0, 0, 3]), DropReason::SourceRoute),
+        ("option of length 1", options(&[7, 1, 0, 0]), DropReason::Malformed),
+        ("option past the end", options(&[7, 9, 0, 0]), DropReason::Malformed),
+        ("option without length", options(&[1, 1, 1, 7]), DropReason::Malformed),
+        ("UDP length 7", v4(17, &[0, 1, 0, 2, 0, 7, 0, 0], |_| {}), DropReason::Malformed),
+        ("UDP length past the end", v4(17, &[0, 1, 0, 2, 0, 9, 0, 0], |_| {}), DropReason::Truncated),
         (
             "TCP header length 16",
             v4(
@@ -177,7 +177,7 @@ fn what_is_not_understood_is_refused_by_cause() {
                 },
                 |_| {},
             ),
-            Cause::Malformed,
+            DropReason::Malformed,
         ),
         (
             "TCP options past the end",
@@ -190,37 +190,37 @@ fn what_is_not_understood_is_refused_by_cause() {
                 },
                 |_| {},
             ),
-            Cause::Truncated,
+            DropReason::Truncated,
         ),
-        ("SCTP without a chunk", v4(132, &[0; 12], |_| {}), Cause::Truncated),
-        ("redirect", v4(1, &[5, 0, 0, 0, 0, 0, 0, 0], |_| {}), Cause::Redirect),
-        ("redirect over IPv6", v6(58, &[137, 0, 0, 0, 0, 0, 0, 0]), Cause::Redirect),
-        ("router advertisement", v6(58, &[134, 0, 0, 0, 0, 0, 0, 0]), Cause::NeighbourDiscovery),
-        ("mapped address in an IPv6 header", mapped, Cause::Malformed),
+        ("SCTP without a chunk", v4(132, &[0; 12], |_| {}), DropReason::Truncated),
+        ("redirect", v4(1, &[5, 0, 0, 0, 0, 0, 0, 0], |_| {}), DropReason::Redirect),
+        ("redirect over IPv6", v6(58, &[137, 0, 0, 0, 0, 0, 0, 0]), DropReason::Redirect),
+        ("router advertisement", v6(58, &[134, 0, 0, 0, 0, 0, 0, 0]), DropReason::NeighbourDiscovery),
+        ("mapped address in an IPv6 header", mapped, DropReason::Malformed),
         (
             "hop-by-hop that is not first",
             v6(60, &[&[0, 0, 0, 0, 0, 0, 0, 0][..], &[17, 0, 0, 0, 0, 0, 0, 0], &udp(1, 2)].concat()),
-            Cause::ExtensionHeaders,
+            DropReason::ExtensionHeaders,
         ),
-        ("too many extension headers", v6(60, &long_chain), Cause::ExtensionHeaders),
+        ("too many extension headers", v6(60, &long_chain), DropReason::ExtensionHeaders),
         (
             "two fragment headers",
             v6(44, &[&[44, 0, 0, 1, 0, 0, 0, 1][..], &[17, 0, 0, 1, 0, 0, 0, 1], &udp(1, 2)].concat()),
-            Cause::ExtensionHeaders,
+            DropReason::ExtensionHeaders,
         ),
         (
             "a fragment header behind that of an atomic fragment",
             v6(44, &[&[44, 0, 0, 0, 0, 0, 0, 1][..], &[17, 0, 0, 1, 0, 0, 0, 1], &udp(1, 2)].concat()),
-            Cause::ExtensionHeaders,
+            DropReason::ExtensionHeaders,
         ),
         (
             "routing header with segments left",
             v6(43, &[&[17, 2, 0, 1, 0, 0, 0, 0][..], &[0; 16], &udp(1, 2)].concat()),
-            Cause::SourceRoute,
+            DropReason::SourceRoute,
         ),
-        ("extension header past the end", v6(60, &[17, 9, 0, 0, 0, 0, 0, 0]), Cause::Truncated),
+        ("extension header past the end", v6(60, &[17, 9, 0, 0, 0, 0, 0, 0]), DropReason::Truncated),
     ] {
-        assert_eq!(parse(&frame), Err(cause), "{name}");
+        assert_eq!(parse(&frame), Err(reason), "{name}");
     }
 }
 
@@ -230,13 +230,14 @@ fn extension_headers_and_options_lead_to_the_transport_header() {
     assert_eq!(parse(&options).unwrap().layout.transport, 38, "router alert");
     for (name, next, chain) in [
         ("hop-by-hop", 0, &[17, 0, 1, 4, 0, 0, 0, 0][..]),
-        ("destination options of 16 octets", 60, &[17, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        ("destination options of 16 bytes", 60, &[17, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
         ("hop-by-hop, then destination", 0, &[60, 0, 1, 4, 0, 0, 0, 0, 17, 0, 1, 4, 0, 0, 0, 0]),
         ("spent routing header", 43, &[17, 0, 0, 0, 0, 0, 0, 0]),
-        ("authentication of 12 octets", 51, &[17, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1]),
+        ("authentication of 12 bytes", 51, &[17, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1]),
         ("atomic fragment", 44, &[17, 0, 0, 0, 0, 0, 0, 1]),
     ] {
-        let packet = parse(&v6(next, &[chain, &udp(1, 2)].concat())).unwrap_or_else(|cause| panic!("{name}: {cause}"));
+        let packet =
+            parse(&v6(next, &[chain, &udp(1, 2)].concat())).unwrap_or_else(|reason| panic!("{name}: {reason}"));
         assert_eq!((packet.flow, packet.fragment), (flow6(Protocol::UDP, (1, 2)), None), "{name}");
         assert_eq!(usize::from(packet.layout.transport), 54 + chain.len(), "{name}");
     }
@@ -282,7 +283,7 @@ fn fragments_are_told_apart_in_both_families() {
         let word = (units << 3 | u16::from(more)).to_be_bytes();
         let of_v6 = v6(44, &[&[17, 0, word[0], word[1], 0, 0, 0, 77][..], &transport].concat());
         for frame in [of_v4, of_v6] {
-            assert_eq!(parse(&frame), Err(Cause::Malformed), "{units} units, {extra} bytes too many");
+            assert_eq!(parse(&frame), Err(DropReason::Malformed), "{units} units, {extra} bytes too many");
         }
     }
     // Extension headers behind the Fragment header are of the datagram's payload, those before it are not.
@@ -300,7 +301,7 @@ fn fragments_are_told_apart_in_both_families() {
 }
 
 #[test]
-fn an_icmp_error_names_the_flow_that_it_quotes() {
+fn an_icmp_error_gives_the_quoted_flow() {
     let quoted = |frame: &[u8]| {
         let packet = parse(frame).unwrap();
         let Transport::IcmpError { quoted_at } = packet.transport else { panic!("{packet:?}") };
@@ -313,7 +314,7 @@ fn an_icmp_error_names_the_flow_that_it_quotes() {
     assert_eq!(
         quoted(&v4(1, &error(11, &tcp4[14..42]), |_| {})),
         Some(flow4(Protocol::TCP, (1000, 80))),
-        "eight octets do"
+        "eight bytes do"
     );
     assert_eq!(quoted(&v4(1, &error(3, &tcp4[14..41]), |_| {})), None, "seven do not");
     assert_eq!(quoted(&v4(1, &error(3, &ping[14..]), |_| {})), Some(flow4(Protocol::ICMP, (0x1234, 0x1235))));
@@ -336,14 +337,14 @@ fn check(frame: &[u8], packet: &Packet) {
 }
 
 #[test]
-fn a_packet_cut_off_anywhere_is_refused_and_never_read_past_its_end() {
+fn a_truncated_packet_is_rejected_and_never_read_past_its_end() {
     let mut whole = vec![v4(6, &tcp(2, &[3, 3, 7, 0]), |_| {}), v6(17, &udp(1, 2)), v4(132, &[0; 16], |_| {})];
     whole.push(v6(0, &[&[44, 0, 1, 4, 0, 0, 0, 0][..], &[17, 0, 0, 1, 0, 0, 0, 1], &udp(1, 2)].concat()));
     whole.push(v6(58, &[&[2, 0, 0, 0, 0, 0, 5, 0][..], &v6(17, &udp(1, 2))[14..]].concat()));
     for frame in &whole {
         check(frame, &parse(frame).unwrap());
         for length in 0..frame.len() {
-            assert_eq!(parse(&frame[..length]), Err(Cause::Truncated), "{length} of {} octets", frame.len());
+            assert_eq!(parse(&frame[..length]), Err(DropReason::Truncated), "{length} of {} bytes", frame.len());
         }
     }
 }
@@ -352,7 +353,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
     #[test]
-    fn random_octets_never_break_the_parser(v6: bool, mut frame in prop::collection::vec(any::<u8>(), 14..120)) {
+    fn random_bytes_never_break_the_parser(v6: bool, mut frame in prop::collection::vec(any::<u8>(), 14..120)) {
         frame[12..14].copy_from_slice(if v6 { &[0x86, 0xdd] } else { &[0x08, 0x00] });
         if let Some(version) = frame.get_mut(14) {
             *version = if v6 { 0x60 } else { 0x45 };

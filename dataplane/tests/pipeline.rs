@@ -9,10 +9,10 @@ use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Transport, parse};
-use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
-    Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PeerSpec, PolicySet, PortProtocol, PortRange, PortSpec,
-    RuleName, RuleSet, RuleSpec, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortProtocol, PortRange,
+    PortSpec, RuleName, RuleSet, RuleSpec, RuleTable,
 };
 use penstock_dataplane::{Epoch, Snapshot};
 
@@ -88,18 +88,22 @@ fn policy(ingress: Ingress) -> PolicySet {
         }
         Ingress::Nothing => RuleTable::new(&[], []),
     };
-    let pod =
-        |number| Owner::Pod { identity: identity(number), endpoint: Some(EndpointId(number)), node: Some(NodeId(0)) };
+    let pod = |number| AddressOwner::Pod {
+        identity: identity(number),
+        endpoint: Some(EndpointId(number)),
+        node: Some(NodeId(0)),
+    };
     let mut update = PolicySet::default().update();
-    for (text, owner) in [(WEB4, pod(1)), (WEB6, pod(1)), (DB4, pod(2)), (DB6, pod(2)), (NODE4, Owner::Node(NodeId(0)))]
+    for (text, owner) in
+        [(WEB4, pod(1)), (WEB6, pod(1)), (DB4, pod(2)), (DB6, pod(2)), (NODE4, AddressOwner::Node(NodeId(0)))]
     {
         update.set_address(ip(text).into(), Some(owner));
     }
     update
-        .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+        .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
         .set_endpoint(
             EndpointId(2),
-            Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Isolated(Arc::new(table)) }),
+            Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Isolated(Arc::new(table)) }),
         );
     update.finish()
 }
@@ -112,10 +116,10 @@ struct Node {
 
 impl Node {
     fn new() -> Self {
-        Self::with(Config { entries: 1024, ..Config::default() }, Mode::Full)
+        Self::with(Config { entries: 1024, ..Config::default() }, PipelineMode::Full)
     }
 
-    fn with(config: Config, mode: Mode) -> Self {
+    fn with(config: Config, mode: PipelineMode) -> Self {
         let connections = Arc::new(ConnTable::new(&config).unwrap());
         let snapshot = Snapshot { epoch: Epoch(1), policy: policy(Ingress::Usual), forwarding: forwarding() };
         Self { pipeline: Pipeline::new(connections, mode), snapshot, now: Timestamp::from_millis(1_000_000) }
@@ -130,7 +134,7 @@ impl Node {
     fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<u8>) {
         let mut frames = MemoryFrames::new();
         frames.push(frame.to_vec()).unwrap();
-        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         self.pipeline.process_batch(&self.snapshot, self.now, port, &mut frames, &mut verdicts, &mut ());
         (verdicts[0], frames.drain().next().unwrap())
     }
@@ -204,49 +208,49 @@ fn with_ttl(mut frame: Vec<u8>, ttl: u8) -> Vec<u8> {
 }
 
 #[test]
-fn first_packets_are_judged_by_where_they_come_from_and_what_policy_says() {
+fn first_packets_get_verdicts_by_port_source_and_policy() {
     let forward = Verdict::Forward;
     let drop = Verdict::Drop;
     for (name, port, frame, expected) in [
         ("open to open", DB, udp(DB4, WEB4, (1, 2)), forward(WEB)),
         ("allowed by rule", WEB, udp(WEB4, DB4, (1, 5432)), forward(DB)),
         ("allowed by rule, IPv6", WEB, udp(WEB6, DB6, (1, 5432)), forward(DB)),
-        ("port of no rule", WEB, udp(WEB4, DB4, (1, 80)), drop(Cause::IngressDenied)),
-        ("ICMP under a rule with ports", WEB, ping(WEB4, DB4, true), drop(Cause::IngressDenied)),
+        ("port of no rule", WEB, udp(WEB4, DB4, (1, 80)), drop(DropReason::IngressDenied)),
+        ("ICMP under a rule with ports", WEB, ping(WEB4, DB4, true), drop(DropReason::IngressDenied)),
         ("node to its pod", HOST, ping(NODE4, DB4, true), forward(DB)),
         ("pod to its node", DB, ping(DB4, NODE4, true), forward(HOST)),
         ("world to pod by the host port", HOST, udp(WORLD4, DB4, (1, 9)), forward(DB)),
         ("world to pod by the uplink", UPLINK, udp(WORLD4, DB4, (1, 9)), forward(DB)),
-        ("world that no rule names", UPLINK, udp("198.51.100.1", DB4, (1, 9)), drop(Cause::IngressDenied)),
+        ("world that no rule names", UPLINK, udp("198.51.100.1", DB4, (1, 9)), drop(DropReason::IngressDenied)),
         ("pod to world", WEB, udp(WEB4, WORLD4, (1, 53)), forward(HOST)),
-        ("another's address", WEB, udp(DB4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
-        ("an address of nobody's", WEB, udp("10.9.9.9", DB4, (1, 2)), drop(Cause::SpoofedSource)),
-        ("the node's address from a pod", WEB, udp(NODE4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
-        ("a pod's address from outside", UPLINK, udp(WEB4, DB4, (1, 5432)), drop(Cause::SpoofedSource)),
-        ("the node's address from outside", UPLINK, udp(NODE4, DB4, (1, 2)), drop(Cause::SpoofedSource)),
-        ("multicast", WEB, udp(WEB4, "224.0.0.251", (5353, 5353)), drop(Cause::Multicast)),
-        ("broadcast", WEB, udp(WEB4, "255.255.255.255", (68, 67)), drop(Cause::Multicast)),
-        ("link-local", WEB, udp(WEB4, "169.254.169.254", (1, 80)), drop(Cause::NotRoutable)),
-        ("loopback", WEB, udp(WEB4, "127.0.0.1", (1, 80)), drop(Cause::NotRoutable)),
-        ("loopback by the host port", HOST, udp("127.0.0.1", WEB4, (1, 80)), drop(Cause::NotRoutable)),
-        ("world to a pod that is not there", HOST, udp(WORLD4, "10.0.0.99", (1, 2)), drop(Cause::NotReady)),
-        ("the stack's own, come back", HOST, udp(WEB4, WORLD4, (1, 2)), drop(Cause::NoPort)),
-        ("last hop spent", WEB, with_ttl(udp(WEB4, DB4, (1, 5432)), 1), drop(Cause::TtlExpired)),
-        ("last hop spent, IPv6", WEB, with_ttl(udp(WEB6, DB6, (1, 5432)), 1), drop(Cause::TtlExpired)),
+        ("another's address", WEB, udp(DB4, DB4, (1, 2)), drop(DropReason::SpoofedSource)),
+        ("an address of nobody's", WEB, udp("10.9.9.9", DB4, (1, 2)), drop(DropReason::SpoofedSource)),
+        ("the node's address from a pod", WEB, udp(NODE4, DB4, (1, 2)), drop(DropReason::SpoofedSource)),
+        ("a pod's address from outside", UPLINK, udp(WEB4, DB4, (1, 5432)), drop(DropReason::SpoofedSource)),
+        ("the node's address from outside", UPLINK, udp(NODE4, DB4, (1, 2)), drop(DropReason::SpoofedSource)),
+        ("multicast", WEB, udp(WEB4, "224.0.0.251", (5353, 5353)), drop(DropReason::Multicast)),
+        ("broadcast", WEB, udp(WEB4, "255.255.255.255", (68, 67)), drop(DropReason::Multicast)),
+        ("link-local", WEB, udp(WEB4, "169.254.169.254", (1, 80)), drop(DropReason::NotRoutable)),
+        ("loopback", WEB, udp(WEB4, "127.0.0.1", (1, 80)), drop(DropReason::NotRoutable)),
+        ("loopback by the host port", HOST, udp("127.0.0.1", WEB4, (1, 80)), drop(DropReason::NotRoutable)),
+        ("world to a pod that is not there", HOST, udp(WORLD4, "10.0.0.99", (1, 2)), drop(DropReason::NotReady)),
+        ("the stack's own, come back", HOST, udp(WEB4, WORLD4, (1, 2)), drop(DropReason::NoPort)),
+        ("last hop spent", WEB, with_ttl(udp(WEB4, DB4, (1, 5432)), 1), drop(DropReason::TtlExpired)),
+        ("last hop spent, IPv6", WEB, with_ttl(udp(WEB6, DB6, (1, 5432)), 1), drop(DropReason::TtlExpired)),
         ("the stack takes the hop", WEB, with_ttl(udp(WEB4, WORLD4, (1, 2)), 1), forward(HOST)),
         ("the stack has taken the hop", HOST, with_ttl(udp(WORLD4, DB4, (1, 2)), 1), forward(DB)),
-        ("echo reply that answers nothing", DB, ping(DB4, WEB4, false), drop(Cause::NoConnection)),
-        ("pod that policy does not know", FRESH, udp(FRESH4, WEB4, (1, 2)), drop(Cause::NotReady)),
-        ("to a pod that policy does not know", WEB, udp(WEB4, FRESH4, (1, 2)), drop(Cause::NotReady)),
-        ("port without an entry", PortId(9), udp(WEB4, DB4, (1, 5432)), drop(Cause::NotReady)),
-        ("not IP", WEB, vec![0; 60], drop(Cause::NotIp)),
+        ("echo reply that answers nothing", DB, ping(DB4, WEB4, false), drop(DropReason::NoConnection)),
+        ("pod that policy does not know", FRESH, udp(FRESH4, WEB4, (1, 2)), drop(DropReason::NotReady)),
+        ("to a pod that policy does not know", WEB, udp(WEB4, FRESH4, (1, 2)), drop(DropReason::NotReady)),
+        ("port without an entry", PortId(9), udp(WEB4, DB4, (1, 5432)), drop(DropReason::NotReady)),
+        ("not IP", WEB, vec![0; 60], drop(DropReason::NotIp)),
     ] {
         assert_eq!(Node::new().verdict(port, &frame), expected, "{name}");
     }
 }
 
 #[test]
-fn what_is_forwarded_carries_the_ports_macs_and_a_spent_hop() {
+fn a_forwarded_packet_has_the_ports_macs_and_a_decremented_ttl() {
     for (name, port, frame, out, ttl) in [
         ("pod to pod", WEB, udp(WEB4, DB4, (1, 5432)), DB, 63),
         ("pod to pod, IPv6", WEB, udp(WEB6, DB6, (1, 5432)), DB, 63),
@@ -263,19 +267,19 @@ fn what_is_forwarded_carries_the_ports_macs_and_a_spent_hop() {
 }
 
 #[test]
-fn a_packet_longer_than_the_way_out_is_dropped() {
+fn a_packet_beyond_the_egress_mtu_is_dropped() {
     let big = |length: usize| tcp(WEB4, DB4, (1, 5432), |header| header.syn = true, &vec![0; length - 40]);
     assert_eq!(Node::new().verdict(WEB, &big(1400)), Verdict::Forward(DB));
-    assert_eq!(Node::new().verdict(WEB, &big(1401)), Verdict::Drop(Cause::TooBig));
+    assert_eq!(Node::new().verdict(WEB, &big(1401)), Verdict::Drop(DropReason::TooBig));
 }
 
 #[test]
-fn replies_pass_where_the_other_direction_would_be_denied() {
+fn replies_pass_even_if_their_direction_is_denied() {
     let mut node = Node::new();
     let (request, reply) = (udp(WEB4, DB4, (40000, 5432)), udp(DB4, WEB4, (5432, 40000)));
     // The other way round, port 40000 of `web` would be open; so check the side that is isolated.
     let (back, forth) = (udp(DB4, WEB4, (7, 8)), udp(WEB4, DB4, (8, 7)));
-    assert_eq!(node.verdict(WEB, &forth), Verdict::Drop(Cause::IngressDenied), "before db has asked");
+    assert_eq!(node.verdict(WEB, &forth), Verdict::Drop(DropReason::IngressDenied), "before db has asked");
     assert_eq!(node.verdict(DB, &back), Verdict::Forward(WEB));
     assert_eq!(node.verdict(WEB, &forth), Verdict::Forward(DB), "db has asked");
     assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
@@ -320,7 +324,7 @@ fn establish(node: &mut Node) -> (Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn a_connection_is_cut_at_its_next_packet_from_either_side_when_policy_changes() {
+fn a_policy_change_revokes_a_connection_at_its_next_packet_from_either_side() {
     for first in [WEB, DB] {
         let mut node = Node::new();
         let (there, back) = establish(&mut node);
@@ -328,11 +332,11 @@ fn a_connection_is_cut_at_its_next_packet_from_either_side_when_policy_changes()
         assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "a change that does not concern it");
         node.publish(Ingress::Nothing);
         let frame = if first == WEB { &there } else { &back };
-        assert_eq!(node.verdict(first, frame), Verdict::Drop(Cause::ConnectionCut));
+        assert_eq!(node.verdict(first, frame), Verdict::Drop(DropReason::ConnectionCut));
         // `db` may open connections to `web`, but its segments on the revoked connection stay dropped.
         for _ in 0..3 {
-            assert_eq!(node.verdict(DB, &back), Verdict::Drop(Cause::ConnectionCut));
-            assert_eq!(node.verdict(WEB, &there), Verdict::Drop(Cause::ConnectionCut));
+            assert_eq!(node.verdict(DB, &back), Verdict::Drop(DropReason::ConnectionCut));
+            assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionCut));
         }
         node.publish(Ingress::Usual);
         assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "allowed again while both ends still hold it");
@@ -341,32 +345,32 @@ fn a_connection_is_cut_at_its_next_packet_from_either_side_when_policy_changes()
 }
 
 #[test]
-fn a_cut_udp_flow_does_not_come_back_by_its_replies() {
+fn replies_do_not_restore_a_revoked_udp_flow() {
     let mut node = Node::new();
     let (request, reply) = (udp(WEB4, DB4, (40000, 5432)), udp(DB4, WEB4, (5432, 40000)));
     assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
     assert_eq!(node.verdict(DB, &reply), Verdict::Forward(WEB));
     node.publish(Ingress::Nothing);
     for _ in 0..3 {
-        assert_eq!(node.verdict(DB, &reply), Verdict::Drop(Cause::ConnectionCut));
-        assert_eq!(node.verdict(WEB, &request), Verdict::Drop(Cause::ConnectionCut));
+        assert_eq!(node.verdict(DB, &reply), Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(node.verdict(WEB, &request), Verdict::Drop(DropReason::ConnectionCut));
     }
 }
 
 #[test]
-fn a_new_syn_may_open_what_was_cut_in_the_direction_that_policy_allows() {
+fn a_syn_may_reopen_a_revoked_connection_in_an_allowed_direction() {
     let mut node = Node::new();
     let (there, _) = establish(&mut node);
     node.publish(Ingress::Nothing);
-    assert_eq!(node.verdict(WEB, &there), Verdict::Drop(Cause::ConnectionCut));
+    assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionCut));
     let syn =
         |from, to, ports| tcp(from, to, ports, |header| (header.syn, header.sequence_number) = (true, 900_000), b"");
-    assert_eq!(node.verdict(WEB, &syn(WEB4, DB4, (40000, 5432))), Verdict::Drop(Cause::IngressDenied));
+    assert_eq!(node.verdict(WEB, &syn(WEB4, DB4, (40000, 5432))), Verdict::Drop(DropReason::IngressDenied));
     assert_eq!(node.verdict(DB, &syn(DB4, WEB4, (5432, 40000))), Verdict::Forward(WEB), "its own connection");
 }
 
 #[test]
-fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
+fn an_icmp_error_passes_only_for_the_connection_it_quotes() {
     let error = |from: &str, to: &str, quoted: &[u8]| {
         let (IpAddr::V4(from), IpAddr::V4(to)) = (ip(from), ip(to)) else { panic!("IPv4 only") };
         let unreachable = etherparse::icmpv4::DestUnreachableHeader::FragmentationNeeded { next_hop_mtu: 1300 };
@@ -385,9 +389,9 @@ fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
     let router = "198.51.100.1";
     for (name, frame, expected) in [
         ("about a live connection", error(router, WEB4, &request), Verdict::Forward(WEB)),
-        ("about none", error(router, WEB4, &udp(WEB4, WORLD4, (40001, 53))), Verdict::Drop(Cause::NoConnection)),
-        ("to another than its sender", error(router, DB4, &request), Verdict::Drop(Cause::NoConnection)),
-        ("cut short", error(router, WEB4, &request[..30]), Verdict::Drop(Cause::NoConnection)),
+        ("about none", error(router, WEB4, &udp(WEB4, WORLD4, (40001, 53))), Verdict::Drop(DropReason::NoConnection)),
+        ("to another than its sender", error(router, DB4, &request), Verdict::Drop(DropReason::NoConnection)),
+        ("cut short", error(router, WEB4, &request[..30]), Verdict::Drop(DropReason::NoConnection)),
     ] {
         assert_eq!(node.verdict(HOST, &frame), expected, "{name}");
     }
@@ -396,11 +400,11 @@ fn an_icmp_error_passes_for_the_connection_that_it_quotes_and_for_none_else() {
     assert_eq!(node.verdict(WEB, &request), Verdict::Forward(DB));
     assert_eq!(node.verdict(DB, &error(DB4, WEB4, &request)), Verdict::Forward(WEB));
     let elsewhere = udp(WEB4, WORLD4, (40000, 53));
-    assert_eq!(node.verdict(DB, &error(DB4, WEB4, &elsewhere)), Verdict::Drop(Cause::NoConnection));
+    assert_eq!(node.verdict(DB, &error(DB4, WEB4, &elsewhere)), Verdict::Drop(DropReason::NoConnection));
 }
 
 #[test]
-fn a_full_batch_is_judged_frame_by_frame() {
+fn every_frame_of_a_full_batch_gets_its_own_verdict() {
     let mut node = Node::new();
     let mut frames = MemoryFrames::new();
     for number in 0..BATCH as u16 {
@@ -411,21 +415,21 @@ fn a_full_batch_is_judged_frame_by_frame() {
         };
         frames.push(frame).unwrap();
     }
-    let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+    let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
     node.pipeline.process_batch(&node.snapshot, node.now, WEB, &mut frames, &mut verdicts, &mut ());
     for (number, verdict) in verdicts.iter().enumerate() {
         let expected = match number % 3 {
             0 => Verdict::Forward(DB),
-            1 => Verdict::Drop(Cause::IngressDenied),
-            _ => Verdict::Drop(Cause::SpoofedSource),
+            1 => Verdict::Drop(DropReason::IngressDenied),
+            _ => Verdict::Drop(DropReason::SpoofedSource),
         };
         assert_eq!(*verdict, expected, "frame {number}");
     }
 }
 
 #[test]
-fn a_batch_that_is_timed_by_stage_comes_to_the_same() {
-    for mode in [Mode::Full, Mode::ForwardOnly] {
+fn a_timed_batch_gets_the_same_verdicts() {
+    for mode in [PipelineMode::Full, PipelineMode::ForwardOnly] {
         let run = |timed: bool| {
             let mut node = Node::with(Config { entries: 1024, ..Config::default() }, mode);
             let mut outcomes = Vec::new();
@@ -446,7 +450,7 @@ fn a_batch_that_is_timed_by_stage_comes_to_the_same() {
                         }
                         frames.push(frame).unwrap();
                     }
-                    let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+                    let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
                     let Node { pipeline, snapshot, now } = &mut node;
                     if timed {
                         pipeline.process_batch_timed(snapshot, *now, port, &mut frames, &mut verdicts, &mut ());
@@ -463,30 +467,30 @@ fn a_batch_that_is_timed_by_stage_comes_to_the_same() {
 }
 
 #[test]
-fn forward_only_asks_neither_policy_nor_connections() {
-    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, Mode::ForwardOnly);
+fn forward_only_uses_neither_policy_nor_connections() {
+    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, PipelineMode::ForwardOnly);
     assert_eq!(node.verdict(WEB, &udp(WEB4, DB4, (1, 80))), Verdict::Forward(DB));
-    assert_eq!(node.verdict(WEB, &udp(DB4, DB4, (1, 80))), Verdict::Drop(Cause::SpoofedSource));
+    assert_eq!(node.verdict(WEB, &udp(DB4, DB4, (1, 80))), Verdict::Drop(DropReason::SpoofedSource));
 }
 
 #[test]
 fn the_quota_of_one_pod_leaves_room_for_the_others() {
-    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, Mode::Full);
+    let mut node = Node::with(Config { entries: 1024, ..Config::default() }, PipelineMode::Full);
     let mut refused = 0;
     for port in 0..1000 {
         let handshake = |from, to, ports, edit: fn(&mut TcpHeader)| tcp(from, to, ports, edit, &[]);
         match node.verdict(WEB, &handshake(WEB4, DB4, (port, 5432), |tcp| tcp.syn = true)) {
             Verdict::Forward(DB) => {
-                let answer = handshake(DB4, WEB4, (5432, port), |tcp| {
+                let reply = handshake(DB4, WEB4, (5432, port), |tcp| {
                     (tcp.syn, tcp.ack, tcp.acknowledgment_number) = (true, true, 1001);
                 });
-                assert_eq!(node.verdict(DB, &answer), Verdict::Forward(WEB));
+                assert_eq!(node.verdict(DB, &reply), Verdict::Forward(WEB));
                 let last = handshake(WEB4, DB4, (port, 5432), |tcp| {
                     (tcp.ack, tcp.sequence_number, tcp.acknowledgment_number) = (true, 1001, 1001);
                 });
                 assert_eq!(node.verdict(WEB, &last), Verdict::Forward(DB));
             }
-            Verdict::Drop(Cause::QuotaExceeded) => refused += 1,
+            Verdict::Drop(DropReason::QuotaExceeded) => refused += 1,
             other => panic!("{other:?}"),
         }
     }
@@ -495,7 +499,7 @@ fn the_quota_of_one_pod_leaves_room_for_the_others() {
 }
 
 #[test]
-fn later_fragments_follow_their_first() {
+fn later_fragments_follow_their_first_fragment() {
     let fragment = |units: u16, more: bool, id: u16| {
         let frame = udp(WEB4, DB4, (40000, 5432));
         let mut header = etherparse::Ipv4Header::from_slice(&frame[14..]).unwrap().0;
@@ -511,13 +515,25 @@ fn later_fragments_follow_their_first() {
         [&frame[..14], &header.to_bytes(), &payload].concat()
     };
     let mut node = Node::new();
-    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(Cause::Fragment), "before the first");
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(DropReason::Fragment), "before the first");
     assert_eq!(node.verdict(WEB, &fragment(0, true, 7)), Verdict::Forward(DB));
     assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Forward(DB));
-    assert_eq!(node.verdict(WEB, &fragment(1, true, 7)), Verdict::Drop(Cause::Fragment), "over the ports of the first");
-    assert_eq!(node.verdict(WEB, &fragment(2, false, 8)), Verdict::Drop(Cause::Fragment), "another datagram's");
+    assert_eq!(
+        node.verdict(WEB, &fragment(1, true, 7)),
+        Verdict::Drop(DropReason::Fragment),
+        "over the ports of the first"
+    );
+    assert_eq!(node.verdict(WEB, &fragment(2, false, 8)), Verdict::Drop(DropReason::Fragment), "another datagram's");
     node.publish(Ingress::Nothing);
-    assert_eq!(node.verdict(WEB, &fragment(2, false, 7)), Verdict::Drop(Cause::ConnectionCut), "of one that is cut");
-    assert_eq!(node.verdict(WEB, &fragment(0, true, 9)), Verdict::Drop(Cause::ConnectionCut));
-    assert_eq!(node.verdict(WEB, &fragment(2, false, 9)), Verdict::Drop(Cause::Fragment), "its first did not pass");
+    assert_eq!(
+        node.verdict(WEB, &fragment(2, false, 7)),
+        Verdict::Drop(DropReason::ConnectionCut),
+        "of one that is cut"
+    );
+    assert_eq!(node.verdict(WEB, &fragment(0, true, 9)), Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(
+        node.verdict(WEB, &fragment(2, false, 9)),
+        Verdict::Drop(DropReason::Fragment),
+        "its first did not pass"
+    );
 }

@@ -6,12 +6,14 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
-use penstock_dataplane::answer::OnCut;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::io::MemoryFrames;
-use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Pipeline, Verdict};
-use penstock_dataplane::policy::{Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PolicySet, RuleTable};
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::policy::{
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
+};
+use penstock_dataplane::reply::OnRevoke;
 use penstock_dataplane::{Epoch, Snapshot};
 
 const HOST: PortId = PortId(0);
@@ -55,7 +57,7 @@ impl Node {
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
         }
-        let pipeline = Pipeline::new(connections, Mode::Full).on_cut(OnCut::Reset);
+        let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(OnRevoke::Reset);
         let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, timed };
         node.publish(true);
         node
@@ -63,21 +65,22 @@ impl Node {
 
     /// `b` admits everything, or nothing.
     fn publish(&mut self, open: bool) {
-        let pod = |number| Owner::Pod {
+        let pod = |number| AddressOwner::Pod {
             identity: Identity(NonZeroU32::new(number).unwrap()),
             endpoint: Some(EndpointId(number)),
             node: Some(NodeId(0)),
         };
-        let ingress = if open { Isolation::Open } else { Isolation::Isolated(Arc::new(RuleTable::new(&[], []))) };
+        let ingress =
+            if open { EndpointPolicy::Open } else { EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))) };
         let mut update = PolicySet::default().update();
-        for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, Owner::Node(NodeId(0)))] {
+        for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, AddressOwner::Node(NodeId(0)))] {
             for text in texts {
                 update.set_address(ip(text).into(), Some(owner));
             }
         }
         update
-            .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
-            .set_endpoint(EndpointId(2), Some(Endpoint { egress: Isolation::Open, ingress }));
+            .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
+            .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         self.snapshot.policy = update.finish();
         self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
     }
@@ -86,15 +89,15 @@ impl Node {
     fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
         let mut frames = MemoryFrames::new();
         frames.push(frame.to_vec()).unwrap();
-        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         let now = Timestamp::from_millis(1_000_000);
         if self.timed {
             self.pipeline.process_batch_timed(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
         } else {
             self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
         }
-        let answers = self.pipeline.answers().take().map(|(port, frame)| (port, frame.to_vec())).collect();
-        (verdicts[0], answers)
+        let replies = self.pipeline.replies().take().map(|(port, frame)| (port, frame.to_vec())).collect();
+        (verdicts[0], replies)
     }
 
     fn verdict(&mut self, port: PortId, frame: &[u8]) -> Verdict {
@@ -149,7 +152,7 @@ fn fragment(mut frame: Vec<u8>, offset: u16, more: bool) -> Vec<u8> {
 }
 
 #[test]
-fn a_connection_that_came_through_the_nodes_stack_goes_through_it_in_both_directions() {
+fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
     for (timed, v6) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
         let mut node = Node::new(timed);
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -172,7 +175,7 @@ fn a_connection_that_came_through_the_nodes_stack_goes_through_it_in_both_direct
 }
 
 #[test]
-fn a_segment_from_the_middle_of_a_connection_between_two_pods_goes_by_the_nodes_stack() {
+fn a_mid_stream_segment_between_two_pods_goes_through_the_nodes_stack() {
     for v6 in [0, 1] {
         let mut node = Node::new(false);
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -186,7 +189,7 @@ fn a_segment_from_the_middle_of_a_connection_between_two_pods_goes_by_the_nodes_
 }
 
 #[test]
-fn what_is_said_about_such_a_connection_goes_the_same_way() {
+fn icmp_errors_about_a_connection_through_the_stack_take_the_same_path() {
     for v6 in [0, 1] {
         let mut node = Node::new(false);
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -194,18 +197,18 @@ fn what_is_said_about_such_a_connection_goes_the_same_way() {
         assert_eq!(node.verdict(HOST, &sent), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &unreachable(b.0, a.0, &sent)), Verdict::Forward(HOST));
         // A packet too long for B's link: the sender's stack only learns the translated packet's MTU through the node.
-        let (verdict, answers) = node.send(HOST, &udp(a, b, 1420));
-        assert_eq!(verdict, Verdict::Drop(Cause::TooBig));
-        assert_eq!(answers.iter().map(|answer| answer.0).collect::<Vec<_>>(), [HOST]);
-        assert_eq!(&answers[0].1[..6], &[2, 0, 0, 0, 0, 2], "to the node's end");
+        let (verdict, replies) = node.send(HOST, &udp(a, b, 1420));
+        assert_eq!(verdict, Verdict::Drop(DropReason::TooBig));
+        assert_eq!(replies.iter().map(|reply| reply.0).collect::<Vec<_>>(), [HOST]);
+        assert_eq!(&replies[0].1[..6], &[2, 0, 0, 0, 0, 2], "to the node's end");
         // On a direct connection the sender is notified directly.
-        let (verdict, answers) = node.send(A, &udp((a.0, 1001), b, 1420));
-        assert_eq!((verdict, answers[0].0), (Verdict::Drop(Cause::TooBig), A));
+        let (verdict, replies) = node.send(A, &udp((a.0, 1001), b, 1420));
+        assert_eq!((verdict, replies[0].0), (Verdict::Drop(DropReason::TooBig), A));
     }
 }
 
 #[test]
-fn later_fragments_follow_their_first_one_through_the_nodes_stack() {
+fn later_fragments_follow_their_first_fragment_through_the_nodes_stack() {
     let mut node = Node::new(false);
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
@@ -215,29 +218,29 @@ fn later_fragments_follow_their_first_one_through_the_nodes_stack() {
 }
 
 #[test]
-fn both_ends_of_such_a_connection_are_reset_by_the_ways_they_know() {
+fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
     let mut node = Node::new(false);
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &tcp(a, b, SYN, (1000, 0))), Verdict::Forward(B));
     assert_eq!(node.verdict(B, &tcp(b, a, SYN_ACK, (5000, 1001))), Verdict::Forward(HOST));
     assert_eq!(node.verdict(HOST, &tcp(a, b, ACK, (1001, 5001))), Verdict::Forward(B));
     node.publish(false);
-    let (verdict, answers) = node.send(B, &tcp(b, a, ACK, (5001, 1001)));
-    assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
-    assert_eq!(answers.iter().map(|answer| answer.0).collect::<Vec<_>>(), [B, HOST], "the sender, then the other end");
+    let (verdict, replies) = node.send(B, &tcp(b, a, ACK, (5001, 1001)));
+    assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(replies.iter().map(|reply| reply.0).collect::<Vec<_>>(), [B, HOST], "the sender, then the other end");
 }
 
 #[test]
-fn an_uplink_takes_nothing_in_the_name_of_a_local_pod_that_has_no_port() {
+fn an_uplink_drops_the_source_of_a_local_pod_without_port() {
     let mut node = Node::new(false);
-    assert_eq!(node.verdict(UPLINK, &udp((GHOST, 1), (B_IPS[0], 2), 10)), Verdict::Drop(Cause::SpoofedSource));
+    assert_eq!(node.verdict(UPLINK, &udp((GHOST, 1), (B_IPS[0], 2), 10)), Verdict::Drop(DropReason::SpoofedSource));
     assert_eq!(node.verdict(UPLINK, &udp(("203.0.113.7", 1), (B_IPS[0], 2), 10)), Verdict::Forward(B));
 }
 
 #[test]
-fn pods_send_nodes_nothing_that_these_would_unwrap() {
+fn tunnel_packets_from_pods_to_nodes_are_dropped() {
     let mut node = Node::new(false);
-    let dropped = Verdict::Drop(Cause::Encapsulation);
+    let dropped = Verdict::Drop(DropReason::Encapsulation);
     let of_protocol = |from: &str, to: &str, number: u8| {
         let mut frame = Vec::new();
         builder(from, to, 64).write(&mut frame, IpNumber(number), &[0; 40]).unwrap();

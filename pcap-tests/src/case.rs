@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 use penstock_replay::{Options, Paths, Report, run};
 use penstock_sources::convert::Settings;
 use penstock_sources::manifest;
@@ -128,7 +128,7 @@ impl CorpusCase {
                 settings: Settings { v1beta1: self.script.v1beta1 },
                 ..manifest::Options::default()
             },
-            reach: if self.script.cluster_wide { Reach::ClusterWide } else { Reach::BothSides },
+            reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },
             timeline,
             ..Options::default()
         }

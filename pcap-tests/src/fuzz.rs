@@ -7,7 +7,7 @@ use std::sync::Arc;
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{Change, Object};
 use penstock_replay::batch::Batch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
@@ -44,7 +44,8 @@ impl Default for FuzzNode {
         let closed = objects("changes/db-closed.yaml").into_iter().map(Change::Set).collect();
         let back = shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(Change::Set);
         let changes = [closed, back.collect()];
-        let cluster = Cluster::new(shop, Some("n1"), Reach::BothSides).expect("the corpus' cluster can be replayed");
+        let cluster =
+            Cluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
         // Small, so that it fills up.
         let config = Config { entries: 4096, ..Config::default() };
         let player = Player::new(cluster, &config).expect("a small table can be made");

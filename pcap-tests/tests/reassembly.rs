@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use penstock_dataplane::conntrack::Config;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 use penstock_pcap_tests::frame::IpSpec;
 use penstock_pcap_tests::root;
 use penstock_policy::model::Object;
@@ -146,7 +146,7 @@ fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<SentFragment> {
 fn player() -> Player {
     let manifests = read_manifests(&[root().join("clusters/shop")], &Options::default()).unwrap();
     let objects: Vec<Object> = manifests.documents.into_iter().map(|document| document.object).collect();
-    let cluster = Cluster::new(objects, Some("n1"), Reach::BothSides).unwrap();
+    let cluster = Cluster::new(objects, Some("n1"), RuleScope::BothSides).unwrap();
     Player::new(cluster, &Config { entries: 4096, ..Config::default() }).unwrap()
 }
 

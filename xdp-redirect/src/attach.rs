@@ -12,11 +12,14 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
 use crate::pins::{Pinned, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
-use crate::{AttachError, AttachOptions, Interface, ModeChoice, Outcomes, OwnError, SocketError, leave, own};
+use crate::{
+    AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, SocketError, XdpOutcomeCounts, egress_check,
+    own_addresses,
+};
 
 /// XDP mode of a program.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Mode {
+pub enum XdpMode {
     /// Native: in the driver.
     Native,
     /// Generic: in the kernel's generic path.
@@ -29,7 +32,7 @@ pub enum Mode {
     },
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for XdpMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Native => "native",
@@ -46,7 +49,7 @@ impl fmt::Display for Mode {
 pub struct Attached {
     interface: Interface,
     options: AttachOptions,
-    mode: Mode,
+    mode: XdpMode,
     program: Program,
     link: OwnedFd,
     pin: Option<(Pins, Pinned)>,
@@ -69,15 +72,17 @@ impl Drop for Attached {
 impl Attached {
     pub(crate) fn attach(program: Program, interface: &Interface, options: AttachOptions) -> Result<Self, AttachError> {
         let (link, mode) = match options.mode {
-            ModeChoice::Generic => (try_generic(&program, interface)?, Mode::Generic { because: None }),
+            ModeChoice::Generic => (try_generic(&program, interface)?, XdpMode::Generic { because: None }),
             ModeChoice::Native => {
                 let link = create_link(&program, interface, libbpf_sys::XDP_FLAGS_DRV_MODE);
-                (link.map_err(|source| refused(interface, "native", source))?, Mode::Native)
+                (link.map_err(|source| refused(interface, "native", source))?, XdpMode::Native)
             }
             ModeChoice::NativeElseGeneric => match create_link(&program, interface, libbpf_sys::XDP_FLAGS_DRV_MODE) {
-                Ok(link) => (link, Mode::Native),
+                Ok(link) => (link, XdpMode::Native),
                 Err(error) if is_final(&error) => return Err(refused(interface, "native", error)),
-                Err(error) => (try_generic(&program, interface)?, Mode::Generic { because: Some(error.to_string()) }),
+                Err(error) => {
+                    (try_generic(&program, interface)?, XdpMode::Generic { because: Some(error.to_string()) })
+                }
             },
         };
         Ok(Self { interface: interface.clone(), options, mode, program, link, pin: None, kept: false })
@@ -129,7 +134,7 @@ impl Attached {
     }
 
     /// Its mode, and why it is not native.
-    pub fn mode(&self) -> &Mode {
+    pub fn mode(&self) -> &XdpMode {
         &self.mode
     }
 
@@ -153,23 +158,23 @@ impl Attached {
 
     /// Sets MAC and addresses of the pod behind this port: ARP and neighbour discovery that claim others are dropped.
     /// Before the first call the program cannot verify them.
-    pub fn set_own(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnError> {
-        own::set(&self.program.own, mac, addresses)
-            .map_err(|source| OwnError { interface: self.interface.name.clone(), source })
+    pub fn set_own_addresses(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnAddressesError> {
+        own_addresses::set(&self.program.own, mac, addresses)
+            .map_err(|source| OwnAddressesError { interface: self.interface.name.clone(), source })
     }
 
     /// On the node's end of the host port (this is the workers' end), drops packets with a local pod's source that did
     /// not enter the node's stack there: see `penstock_leave` in `src/bpf/redirect.bpf.c`. Atomically replaces the
     /// program of an earlier process. It stays as long as the interface, and is counted in [`Attached::outcomes`].
     pub fn check_sources_on(&self, node: &Interface) -> Result<(), AttachError> {
-        let Some(program) = &self.program.leave else { return Ok(()) };
-        leave::attach(program.as_fd(), node)
+        let Some(program) = &self.program.egress_check else { return Ok(()) };
+        egress_check::attach(program.as_fd(), node)
             .map_err(|source| AttachError::Filter { interface: node.name.clone(), source })
     }
 
     /// Counters of the program, by outcome.
-    pub fn outcomes(&self) -> Result<Outcomes, libbpf_rs::Error> {
-        Outcomes::read(&self.program.outcomes)
+    pub fn outcomes(&self) -> Result<XdpOutcomeCounts, libbpf_rs::Error> {
+        XdpOutcomeCounts::read(&self.program.outcomes)
     }
 }
 
@@ -226,10 +231,10 @@ fn replace_program(link: &OwnedFd, program: &Program) -> io::Result<()> {
 }
 
 /// XDP mode of an interface's program.
-fn mode_of(interface: &Interface) -> Mode {
+fn mode_of(interface: &Interface) -> XdpMode {
     match query(interface) {
-        Some(found) if found.skb_prog_id != 0 => Mode::Generic { because: None },
-        _ => Mode::Native,
+        Some(found) if found.skb_prog_id != 0 => XdpMode::Generic { because: None },
+        _ => XdpMode::Native,
     }
 }
 

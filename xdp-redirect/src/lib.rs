@@ -6,25 +6,25 @@
 //!
 //! Every packet has one of the outcomes [`XdpOutcome::ALL`], which are counted.
 
-mod alive;
 mod attach;
+mod egress_check;
 mod error;
 mod foreign;
-mod leave;
+mod liveness;
 mod local_pods;
 mod outcome;
-mod own;
+mod own_addresses;
 mod pins;
 mod program;
 mod tag;
 mod translation;
 
-pub use attach::{Attached, Mode};
+pub use attach::{Attached, XdpMode};
 pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
-pub use outcome::{Outcome, Outcomes};
-pub use own::OwnError;
+pub use outcome::{XdpOutcome, XdpOutcomeCounts};
+pub use own_addresses::OwnAddressesError;
 pub use pins::{PinError, Pinned, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
@@ -33,7 +33,7 @@ pub use translation::can_find_translated;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use program::Shared;
+use program::SharedMaps;
 
 /// The largest MTU of a veth's peer at which the driver accepts the program: a page of 4,096 bytes, less the XDP
 /// headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in drivers/net/veth.c). Above it the program
@@ -44,7 +44,7 @@ pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
     /// The host side of a pod's veth: all IP packets. Its ARP and neighbour discovery must be about itself
-    /// ([`Attached::set_own`]).
+    /// ([`Attached::set_own_addresses`]).
     Pod,
     /// The veth pair into the node's own stack: all IP packets.
     Host,
@@ -128,12 +128,12 @@ pub fn try_source_check() -> Option<Result<(), AttachError>> {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
         let interface = Interface { name: "lo".to_owned(), index: 1 };
         let loaded =
-            Shared::create().and_then(|shared| program::Program::load(AttachOptions::new(Role::Host), &shared));
+            SharedMaps::create().and_then(|shared| program::Program::load(AttachOptions::new(Role::Host), &shared));
         let program = match loaded {
             Ok(program) => program,
             Err(source) => return Some(Err(AttachError::Load { interface: interface.name, source })),
         };
-        let attached = leave::attach(program.leave.as_ref()?.as_fd(), &interface);
+        let attached = egress_check::attach(program.egress_check.as_ref()?.as_fd(), &interface);
         Some(attached.map_err(|source| AttachError::Filter { interface: interface.name, source }))
     };
     std::thread::scope(|scope| scope.spawn(attempt).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -142,14 +142,14 @@ pub fn try_source_check() -> Option<Result<(), AttachError>> {
 /// Loads and attaches instances of the program, which share one map of local pods.
 #[derive(Debug)]
 pub struct Redirect {
-    shared: Shared,
+    shared: SharedMaps,
     pins: Option<Pins>,
 }
 
 impl Redirect {
     /// Creates the shared maps. Needs CAP_BPF and CAP_NET_ADMIN (or root).
     pub fn new() -> Result<Self, LoadError> {
-        Ok(Self { shared: Shared::create()?, pins: None })
+        Ok(Self { shared: SharedMaps::create()?, pins: None })
     }
 
     /// Like [`Redirect::new`], with all links pinned: links that an earlier process left in these pins are taken over.
@@ -170,7 +170,7 @@ impl Redirect {
     /// As long as this socket is open in any process, programs with [`OnMiss::Pass`] redirect packets; afterwards they
     /// pass all of them.
     pub fn alive(&self) -> BorrowedFd<'_> {
-        self.shared.alive.socket()
+        self.shared.liveness.socket()
     }
 
     /// Loads an instance of the program and attaches it to an interface in the calling thread's network namespace.

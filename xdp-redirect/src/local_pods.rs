@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_for_which_there_is_no_room_is_told_by_the_kernels_error_number() {
+    fn a_full_address_map_is_reported_by_the_kernels_error_number() {
         let local = LocalPods::create().unwrap();
         for number in 0..MAX_LOCAL_ADDRESSES {
             local.insert(address(number), 1514).unwrap();

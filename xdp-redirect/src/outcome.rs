@@ -7,7 +7,7 @@ use libbpf_rs::{MapCore, MapFlags};
 /// What the program did with a packet, and why. Numbered as `enum outcome` in `src/bpf/redirect.bpf.c`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(u8)]
-pub enum Outcome {
+pub enum XdpOutcome {
     /// Redirected to the AF_XDP socket of its queue.
     Redirected,
     /// Its queue has no socket: dropped or passed, according to [`crate::OnMiss`].
@@ -37,7 +37,7 @@ pub enum Outcome {
     Undecided,
 }
 
-impl Outcome {
+impl XdpOutcome {
     /// All outcomes, in the order of their numbers.
     pub const ALL: [Self; 12] = [
         Self::Redirected,
@@ -73,7 +73,7 @@ impl Outcome {
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for XdpOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -81,13 +81,13 @@ impl fmt::Display for Outcome {
 
 /// Packets by outcome since the program was attached.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Outcomes([u64; Outcome::ALL.len()]);
+pub struct XdpOutcomeCounts([u64; XdpOutcome::ALL.len()]);
 
-impl Outcomes {
+impl XdpOutcomeCounts {
     /// Reads and sums the per-CPU counters.
     pub(crate) fn read(map: &impl MapCore) -> Result<Self, libbpf_rs::Error> {
         let mut total = Self::default();
-        for outcome in Outcome::ALL {
+        for outcome in XdpOutcome::ALL {
             let key = u32::from(outcome as u8).to_ne_bytes();
             let per_cpu = map.lookup_percpu(&key, MapFlags::ANY)?.unwrap_or_default();
             total.0[outcome as usize] =
@@ -97,13 +97,13 @@ impl Outcomes {
     }
 
     /// Packets with this outcome.
-    pub fn get(&self, outcome: Outcome) -> u64 {
+    pub fn get(&self, outcome: XdpOutcome) -> u64 {
         self.0[outcome as usize]
     }
 
     /// Each outcome with its packets.
-    pub fn iter(&self) -> impl Iterator<Item = (Outcome, u64)> + '_ {
-        Outcome::ALL.into_iter().map(|outcome| (outcome, self.get(outcome)))
+    pub fn iter(&self) -> impl Iterator<Item = (XdpOutcome, u64)> + '_ {
+        XdpOutcome::ALL.into_iter().map(|outcome| (outcome, self.get(outcome)))
     }
 
     /// All packets that the program saw.
@@ -114,13 +114,13 @@ impl Outcomes {
 
 #[cfg(test)]
 mod tests {
-    use super::Outcome;
+    use super::XdpOutcome;
 
     #[test]
-    fn numbers_index_the_list_and_names_are_distinct() {
-        for (index, outcome) in Outcome::ALL.into_iter().enumerate() {
+    fn numbers_match_the_list_and_names_are_distinct() {
+        for (index, outcome) in XdpOutcome::ALL.into_iter().enumerate() {
             assert_eq!(outcome as usize, index);
-            assert!(Outcome::ALL.iter().all(|other| *other == outcome || other.name() != outcome.name()));
+            assert!(XdpOutcome::ALL.iter().all(|other| *other == outcome || other.name() != outcome.name()));
         }
     }
 }

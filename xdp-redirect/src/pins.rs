@@ -231,7 +231,7 @@ mod tests {
     use crate::Role;
 
     #[test]
-    fn a_files_name_tells_role_and_interface_and_nothing_else_is_taken_for_one() {
+    fn pin_names_encode_role_and_interface_and_other_names_are_ignored() {
         for role in [Role::Pod, Role::Host, Role::Uplink] {
             let pinned = Pinned { role, interface: 4_294_967_295 };
             assert_eq!(parse(&format!("{}-{}", role_name(role), pinned.interface)), Some(pinned));

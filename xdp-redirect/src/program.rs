@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 
-use crate::alive::Alive;
+use crate::liveness::ProcessLiveness;
 use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role};
 
 /// For pods' ports.
@@ -27,14 +27,14 @@ pub const MAX_QUEUES: u32 = 64;
 
 /// The maps shared by all instances.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedMaps {
     pub(crate) local_pods: LocalPods,
-    pub(crate) alive: Alive,
+    pub(crate) liveness: ProcessLiveness,
 }
 
-impl Shared {
+impl SharedMaps {
     pub(crate) fn create() -> Result<Self, LoadError> {
-        Ok(Self { local_pods: LocalPods::create()?, alive: Alive::create()? })
+        Ok(Self { local_pods: LocalPods::create()?, liveness: ProcessLiveness::create()? })
     }
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Program {
     pub(crate) outcomes: MapHandle,
     pub(crate) own: MapHandle,
     /// The program for the node's end of the host port; only for that role.
-    pub(crate) leave: Option<OwnedFd>,
+    pub(crate) egress_check: Option<OwnedFd>,
 }
 
 /// Opens a skeleton, sets the program's constants and passes the shared maps. The same for both skeletons, whose types
@@ -67,14 +67,14 @@ macro_rules! open {
         let [a, b, c, d, e, f] = $options.bridge.unwrap_or_default();
         constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
         open.maps.local_pods.reuse_fd($shared.local_pods.map().as_fd()).map_err(failed)?;
-        open.maps.alive.reuse_fd($shared.alive.map().as_fd()).map_err(failed)?;
+        open.maps.alive.reuse_fd($shared.liveness.map().as_fd()).map_err(failed)?;
         open
     }};
 }
 
 /// The descriptors of a loaded skeleton.
 macro_rules! loaded {
-    ($loaded:expr, $leave:expr) => {{
+    ($loaded:expr, $egress_check:expr) => {{
         let loaded = $loaded;
         let handle = |map| MapHandle::try_from(map).map_err(|source| LoadError::new("the program's maps", source));
         Ok(Self {
@@ -82,14 +82,14 @@ macro_rules! loaded {
             sockets: handle(&*loaded.maps.sockets)?,
             outcomes: handle(&*loaded.maps.outcomes)?,
             own: handle(&*loaded.maps.own)?,
-            leave: $leave(&loaded)?,
+            egress_check: $egress_check(&loaded)?,
         })
     }};
 }
 
 impl Program {
     /// Loads the program of this role through the verifier.
-    pub(crate) fn load(options: AttachOptions, shared: &Shared) -> Result<Self, LoadError> {
+    pub(crate) fn load(options: AttachOptions, shared: &SharedMaps) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the XDP program", source);
         let mut storage = MaybeUninit::uninit();
         if options.role == Role::Pod {

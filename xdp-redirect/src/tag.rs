@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::libbpf_sys;
 
 use crate::pins::{Pinned, Pins, link_info};
-use crate::program::{Program, Shared};
+use crate::program::{Program, SharedMaps};
 use crate::{AttachOptions, LoadError, Role};
 
 /// A program's tag (`bpf_prog_info.tag`).
@@ -19,7 +19,7 @@ pub struct ProgramTag([u8; 8]);
 
 impl fmt::Display for ProgramTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|octet| write!(f, "{octet:02x}"))
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
@@ -27,7 +27,7 @@ impl ProgramTag {
     /// The tag of this binary's program for this role. The program is loaded for that, but not attached. Uplinks and
     /// the host port have the same tag.
     pub fn own(role: Role) -> Result<Self, LoadError> {
-        let program = Program::load(AttachOptions::new(role), &Shared::create()?)?;
+        let program = Program::load(AttachOptions::new(role), &SharedMaps::create()?)?;
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
     }
 

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, LARGEST_NATIVE_MTU, Mode, ModeChoice, OnMiss, Outcome, Pinned,
-    Pins, ProgramTag, Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, LARGEST_NATIVE_MTU, ModeChoice, OnMiss, Pinned, Pins, ProgramTag,
+    Redirect, Role, SocketError, XdpMode, XdpOutcome,
 };
 
 /// Runs a test in a temporary network namespace.
@@ -61,7 +61,7 @@ fn send(interface: &str, frame: &[u8]) {
 }
 
 /// Waits until this many packets had this outcome.
-fn expect(attached: &Attached, outcome: Outcome, count: u64) {
+fn expect(attached: &Attached, outcome: XdpOutcome, count: u64) {
     let deadline = Instant::now() + Duration::from_secs(2);
     while attached.outcomes().unwrap().get(outcome) < count && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
@@ -80,25 +80,25 @@ fn a_veth_is_native_and_dropping_detaches() {
         let redirect = Redirect::new().unwrap();
         for choice in [ModeChoice::NativeElseGeneric, ModeChoice::Native] {
             let attached = redirect.attach(&interface, options(choice)).unwrap();
-            assert_eq!((attached.mode(), attached.interface()), (&Mode::Native, &interface));
+            assert_eq!((attached.mode(), attached.interface()), (&XdpMode::Native, &interface));
             assert!(ip("-d link show dev v").contains(" prog/xdp "));
             drop(attached);
             assert!(!ip("-d link show dev v").contains("prog/xdp"));
         }
         let attached = redirect.attach(&interface, options(ModeChoice::Generic)).unwrap();
-        assert_eq!(attached.mode(), &Mode::Generic { because: None });
+        assert_eq!(attached.mode(), &XdpMode::Generic { because: None });
         assert!(ip("-d link show dev v").contains("xdpgeneric"));
     });
 }
 
 #[test]
-fn where_the_driver_cannot_it_is_generic_and_says_why() {
+fn without_driver_support_it_is_generic_and_says_why() {
     in_namespace(|| {
         let interface = Interface::by_name("lo").unwrap();
         let redirect = Redirect::new().unwrap();
         let attached = redirect.attach(&interface, options(ModeChoice::NativeElseGeneric)).unwrap();
         match attached.mode() {
-            Mode::Generic { because: Some(reason) } => assert!(reason.contains("not supported"), "{reason}"),
+            XdpMode::Generic { because: Some(reason) } => assert!(reason.contains("not supported"), "{reason}"),
             mode => panic!("{mode:?}"),
         }
         drop(attached);
@@ -108,7 +108,7 @@ fn where_the_driver_cannot_it_is_generic_and_says_why() {
 }
 
 #[test]
-fn a_veth_takes_a_native_program_up_to_an_mtu_of_3506_and_a_generic_one_above() {
+fn a_veth_is_native_up_to_an_mtu_of_3506_and_generic_above() {
     in_namespace(|| {
         let interface = veth();
         let redirect = Redirect::new().unwrap();
@@ -121,7 +121,7 @@ fn a_veth_takes_a_native_program_up_to_an_mtu_of_3506_and_a_generic_one_above() 
 }
 
 #[test]
-fn another_program_is_not_pushed_aside_but_named() {
+fn another_program_is_not_replaced_but_named() {
     in_namespace(|| {
         let interface = veth();
         let redirect = Redirect::new().unwrap();
@@ -143,7 +143,7 @@ fn another_program_is_not_pushed_aside_but_named() {
 }
 
 #[test]
-fn an_interface_or_a_queue_that_is_not_there_is_named() {
+fn a_missing_interface_or_queue_is_named() {
     in_namespace(|| {
         let error = Interface::by_name("none").unwrap_err();
         assert!(error.to_string().contains("interface none does not exist"), "{error}");
@@ -162,7 +162,7 @@ fn an_interface_or_a_queue_that_is_not_there_is_named() {
 }
 
 #[test]
-fn without_a_socket_packets_are_dropped_unless_they_are_to_pass() {
+fn without_a_socket_packets_are_dropped_unless_configured_to_pass() {
     in_namespace(|| {
         let interface = veth();
         let redirect = Redirect::new().unwrap();
@@ -175,8 +175,8 @@ fn without_a_socket_packets_are_dropped_unless_they_are_to_pass() {
             for _ in 0..10 {
                 send("vp", &frame);
             }
-            expect(&attached, Outcome::NoSocket, 10);
-            assert_eq!(attached.outcomes().unwrap().get(Outcome::Redirected), 0);
+            expect(&attached, XdpOutcome::NoSocket, 10);
+            assert_eq!(attached.outcomes().unwrap().get(XdpOutcome::Redirected), 0);
         }
     });
 }
@@ -196,7 +196,7 @@ fn solicitation(to: &str) -> Vec<u8> {
 }
 
 #[test]
-fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
+fn routable_neighbour_discovery_does_not_pass_to_the_kernel() {
     in_namespace(|| {
         let interface = veth();
         std::fs::write("/proc/sys/net/ipv6/conf/v/disable_ipv6", "0").unwrap();
@@ -209,10 +209,10 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
         let attached = Redirect::new().unwrap().attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
         let before = attached.outcomes().unwrap();
         for (to, outcome) in [
-            ("fd00::1", Outcome::NeighbourDiscovery),
-            ("ff02::1:ff00:1", Outcome::NeighbourDiscovery),
-            ("2001:db8::1", Outcome::NoSocket),
-            ("fd00::2", Outcome::NoSocket),
+            ("fd00::1", XdpOutcome::NeighbourDiscovery),
+            ("ff02::1:ff00:1", XdpOutcome::NeighbourDiscovery),
+            ("2001:db8::1", XdpOutcome::NoSocket),
+            ("fd00::2", XdpOutcome::NoSocket),
         ] {
             let count = attached.outcomes().unwrap().get(outcome) + 1;
             send("vp", &solicitation(to));
@@ -221,7 +221,7 @@ fn neighbour_discovery_that_the_node_would_route_is_not_left_to_it() {
         assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
         drop(attached);
         // On a bridge port, packets addressed to the bridge itself would be routed by the node.
-        let cases = [([9; 6], Outcome::NeighbourDiscovery), (SOLICITED, Outcome::NoSocket)];
+        let cases = [([9; 6], XdpOutcome::NeighbourDiscovery), (SOLICITED, XdpOutcome::NoSocket)];
         for (bridge, outcome) in cases {
             let options = AttachOptions { bridge: Some(bridge), ..AttachOptions::new(Role::Pod) };
             let attached = Redirect::new().unwrap().attach(&interface, options).unwrap();
@@ -273,10 +273,10 @@ fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
         let there = redirect.pins().unwrap().links();
         assert_eq!(there, [Pinned { role: Role::Pod, interface: interface.index }]);
         let after = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
-        assert_eq!(after.mode(), &Mode::Native);
+        assert_eq!(after.mode(), &XdpMode::Native);
         assert_ne!(program(ip("-d link show dev v")), Some(first), "another program has its place");
         send("vp", &ipv4_frame());
-        expect(&after, Outcome::NoSocket, 1);
+        expect(&after, XdpOutcome::NoSocket, 1);
         drop(after);
         assert_eq!(program(ip("-d link show dev v")), None);
         assert_eq!(redirect.pins().unwrap().links(), []);
@@ -308,7 +308,7 @@ fn replace_by_another(pin: &std::path::Path) {
 }
 
 #[test]
-fn every_instance_has_the_tag_of_this_binarys_program_and_another_program_is_found_out_and_replaced() {
+fn instances_share_the_binarys_tag_and_a_foreign_program_is_detected_and_replaced() {
     in_namespace(|| {
         let root = PinRoot::new("tag");
         let interface = veth();
@@ -333,7 +333,7 @@ fn every_instance_has_the_tag_of_this_binarys_program_and_another_program_is_fou
 }
 
 #[test]
-fn pins_of_interfaces_and_namespaces_that_are_gone_are_swept() {
+fn pins_of_removed_interfaces_and_namespaces_are_swept() {
     let root = PinRoot::new("sweep");
     in_namespace(|| {
         let redirect = Redirect::pinned(root.open()).unwrap();
@@ -360,7 +360,7 @@ fn pins_of_interfaces_and_namespaces_that_are_gone_are_swept() {
 }
 
 #[test]
-fn pins_outside_bpffs_are_refused_with_the_mend() {
+fn pins_outside_bpffs_are_rejected_with_the_remedy() {
     let directory = std::env::temp_dir().join(format!("penstock-no-bpffs-{}", std::process::id()));
     let error = Pins::open(&directory).unwrap_err().to_string();
     std::fs::remove_dir_all(&directory).unwrap();

@@ -64,7 +64,7 @@ pub(crate) fn run(size: ClusterScale) -> Vec<bool> {
         tables.tables,
         tables.rules,
         tables.identities,
-        engine.policy_set().statistics().octets / 1024,
+        engine.policy_set().statistics().bytes / 1024,
     );
     let mut results = vec![
         row(

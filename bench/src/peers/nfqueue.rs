@@ -77,7 +77,7 @@ fn open() -> std::io::Result<nfq::Queue> {
 
 /// Whether policy allows the connection that this IPv4 packet opens.
 fn allows(policy: &PolicySet, packet: &[u8]) -> bool {
-    flow(packet).is_some_and(|flow| policy.judge(&flow).cause().is_none())
+    flow(packet).is_some_and(|flow| policy.evaluate(&flow).drop_reason().is_none())
 }
 
 fn flow(packet: &[u8]) -> Option<Flow> {

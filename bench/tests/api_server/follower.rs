@@ -116,7 +116,7 @@ impl Follower {
         let address = |text: &str| text.parse::<std::net::IpAddr>().unwrap().into();
         let (src, dst) = (address(from), address(to));
         let flow = Flow { src, dst, protocol: Protocol::TCP, src_port: 40_000, dst_port: 80 };
-        self.engine.policy_set().judge(&flow).is_allowed()
+        self.engine.policy_set().evaluate(&flow).is_allowed()
     }
 
     fn take(&mut self, batch: Vec<Change>) {

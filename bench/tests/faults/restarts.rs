@@ -57,7 +57,7 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
     let streams = [("test/pod-0", ALLOWED), ("test/pod-2", DENIED), ("node", NODE)];
     let streams = streams.map(|(from, port)| Stream::start(fixture.site(from), port, to, epoch));
     // The runtime logs a panic immediately.
-    fixture.daemon.log().wait_for_after(0, "told to, to see what holds then", Duration::from_secs(10)).unwrap();
+    fixture.daemon.log().wait_for_after(0, "panic requested by a test", Duration::from_secs(10)).unwrap();
     let panicked = Instant::now();
     let status = fixture.daemon.wait_until_ended(Duration::from_secs(60)).unwrap();
     let (took, ended) = (panicked.elapsed(), epoch.elapsed());

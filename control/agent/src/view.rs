@@ -6,7 +6,7 @@ use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::worker::{Dataplane, Depths};
+use penstock_dataplane::worker::{Dataplane, QueueDepths};
 use penstock_policy::flow;
 use penstock_sources::SourceHealth;
 
@@ -34,7 +34,7 @@ pub(crate) struct View<'a> {
 /// What is read of the kernel and asked of the workers, which may take a moment.
 pub(crate) struct Figures {
     pub(crate) sample: Sample,
-    pub(crate) depths: Depths,
+    pub(crate) depths: QueueDepths,
     pub(crate) ports: Vec<Counted>,
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::{Display, Write as _};
 
-use penstock_dataplane::policy::{Direction, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict};
 
 use crate::compile::{Lack, Provenance, rules_of};
 use crate::engine::{Engine, Near, SideExplanation};
@@ -78,15 +78,19 @@ fn side(
     };
     let name = side.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
     let verdict = match side.side {
-        Side::Denied => paint.bad(&"denied"),
-        Side::NotLocal if side.pod.is_some() => format!("{} here, its own node enforces it", paint.good(&"allowed")),
-        Side::NotLocal => format!("{}, it is no pod: no policy is about it", paint.good(&"allowed")),
-        Side::Open => format!("{}, no policy isolates it", paint.good(&"allowed")),
-        Side::Exempt => {
+        DirectionVerdict::Denied => paint.bad(&"denied"),
+        DirectionVerdict::NotLocal if side.pod.is_some() => {
+            format!("{} here, its own node enforces it", paint.good(&"allowed"))
+        }
+        DirectionVerdict::NotLocal => format!("{}, it is no pod: no policy is about it", paint.good(&"allowed")),
+        DirectionVerdict::Open => format!("{}, no policy isolates it", paint.good(&"allowed")),
+        DirectionVerdict::Exempt => {
             format!("{}, a pod and its node, and a pod and itself, always reach each other", paint.good(&"allowed"))
         }
-        Side::Allowed(_) => paint.good(&"allowed"),
-        Side::AllowedByPeer(_) => format!("{}, by a rule of the other side, cluster-wide", paint.good(&"allowed")),
+        DirectionVerdict::Allowed(_) => paint.good(&"allowed"),
+        DirectionVerdict::AllowedByPeer(_) => {
+            format!("{}, by a rule of the other side, cluster-wide", paint.good(&"allowed"))
+        }
     };
     line(text, &format!("\n{} of {name}: {verdict}", paint.strong(&word)));
     for key in &side.policies {
@@ -109,7 +113,7 @@ fn side(
     }
     match &side.nearest {
         Some(near) => nearest(text, engine, paint, near, peer),
-        None if side.side == Side::Denied => {
+        None if side.side == DirectionVerdict::Denied => {
             line(text, "  nearest  none of these has a rule for it: denied by default")
         }
         None => {}

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, Settings};
 use penstock_policy::model::{Change, Object, ObjectKey};
 use penstock_policy::render::tables::Scope;
@@ -55,7 +55,7 @@ impl Cluster {
     pub fn new(
         objects: impl IntoIterator<Item = Object>,
         node: Option<&str>,
-        reach: Reach,
+        reach: RuleScope,
     ) -> Result<Self, ClusterError> {
         let scope = node.map_or(Scope::AllPods, |node| Scope::Node(node.to_owned()));
         let settings = Settings { scope: scope.clone(), reach };

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::entry::Control;
+use super::entry::ControlWord;
 use super::state::{SctpState, State, TcpState};
 use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
@@ -19,7 +19,7 @@ pub struct Config {
     /// Idle timeouts.
     pub timeouts: Timeouts,
     /// Whether a TCP segment or SCTP chunk from mid-stream may open a connection.
-    pub pick_up: PickUp,
+    pub midstream_pickup: MidStreamPickup,
     /// File of the table, so that it outlasts the process; anonymous memory if `None`.
     pub mapping: Option<PathBuf>,
 }
@@ -45,7 +45,13 @@ impl Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Self { entries: 1 << 20, quota: None, timeouts: Timeouts::default(), pick_up: PickUp::Always, mapping: None }
+        Self {
+            entries: 1 << 20,
+            quota: None,
+            timeouts: Timeouts::default(),
+            midstream_pickup: MidStreamPickup::Always,
+            mapping: None,
+        }
     }
 }
 
@@ -53,7 +59,7 @@ impl Default for Config {
 /// single ACK from any sender creates such an entry and cannot be distinguished from a connection that the table has
 /// lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PickUp {
+pub enum MidStreamPickup {
     /// Never.
     Never,
     /// Until this time, unless the table was [found](super::TableOrigin::Found): connections of a lost table continue.
@@ -202,10 +208,10 @@ impl Timeouts {
                 SctpState::Closed => self.sctp_timeout_closed,
             },
             // As long as either side may retransmit: TCP does so at least every two minutes (RFC 6298).
-            (State::Cut, Protocol::TCP) => self.tcp_timeout_unacknowledged,
-            (State::Cut, Protocol::SCTP) => self.sctp_timeout_established,
+            (State::Revoked, Protocol::TCP) => self.tcp_timeout_unacknowledged,
+            (State::Revoked, Protocol::SCTP) => self.sctp_timeout_established,
             (State::Unreplied, Protocol::UDP) => self.udp_timeout,
-            (State::Replied | State::Assured | State::Cut, Protocol::UDP) => self.udp_timeout_stream,
+            (State::Replied | State::Assured | State::Revoked, Protocol::UDP) => self.udp_timeout_stream,
             (_, Protocol::ICMP) => self.icmp_timeout,
             (_, Protocol::ICMPV6) => self.icmpv6_timeout,
             _ => self.generic_timeout,
@@ -214,29 +220,29 @@ impl Timeouts {
 }
 
 /// Index of [`State::Revoked`] among the state numbers; no state uses it.
-const CUT: u8 = 15;
+const REVOKED_AT: u8 = 15;
 
 /// The timeouts in ticks, by protocol class and state number, as the packet path reads them.
-pub(super) struct Lifetimes([[u32; 16]; 6]);
+pub(super) struct TimeoutTicks([[u32; 16]; 6]);
 
-impl Lifetimes {
+impl TimeoutTicks {
     pub(super) fn new(timeouts: &Timeouts) -> Self {
         let mut table = [[0; 16]; 6];
         for protocol in [Protocol::TCP, Protocol::UDP, Protocol::ICMP, Protocol::ICMPV6, Protocol::SCTP, Protocol(0)] {
-            for code in 0..CUT {
+            for code in 0..REVOKED_AT {
                 if let Some(state) = State::from_code(protocol, code) {
                     table[class(protocol)][usize::from(code)] = ticks(timeouts.of(protocol, state));
                 }
             }
-            table[class(protocol)][usize::from(CUT)] = ticks(timeouts.of(protocol, State::Cut));
+            table[class(protocol)][usize::from(REVOKED_AT)] = ticks(timeouts.of(protocol, State::Revoked));
         }
         Self(table)
     }
 
     /// Idle timeout in ticks for the state in `control`; zero if it is not a state.
     #[inline]
-    pub(super) fn of(&self, protocol: Protocol, control: Control) -> u32 {
-        let code = if control.is_revoked() { CUT } else { control.state() };
+    pub(super) fn of(&self, protocol: Protocol, control: ControlWord) -> u32 {
+        let code = if control.is_revoked() { REVOKED_AT } else { control.state() };
         self.0[class(protocol)][usize::from(code & 15)]
     }
 }
@@ -268,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_out_of_range_are_refused_by_name() {
+    fn settings_out_of_range_are_rejected_by_name() {
         let mut config = Config { entries: 1, ..Config::default() };
         assert_eq!(config.check(), Err(ConfigError::Entries(1)));
         config.entries = 1000;

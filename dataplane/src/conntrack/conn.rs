@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use super::counters::Event;
-use super::entry::{Control, Entry, EpochTag, OwnerId, Tracking};
-use super::hash::Hashed;
+use super::counters::TableEvent;
+use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
+use super::hash::PreparedFlow;
 use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tcp::Window;
 use super::time::{TICK, Tick, Timestamp};
-use super::track::{self, Step};
+use super::track::{self, PacketEffect};
 use crate::packet::{Flow, Orientation, Protocol, Transport};
 use crate::snapshot::Epoch;
 
@@ -18,10 +18,10 @@ use crate::snapshot::Epoch;
 #[derive(Clone, Copy)]
 pub struct Conn<'t> {
     table: &'t ConnTable,
-    entry: &'t Entry,
-    hashed: Hashed,
+    entry: &'t TableEntry,
+    hashed: PreparedFlow,
     slot: u32,
-    control: Control,
+    control: ControlWord,
 }
 
 /// Result of applying a packet to its connection.
@@ -32,37 +32,37 @@ pub enum Update {
     /// The packet does not fit the connection: it is out of window or not allowed in this state.
     Invalid,
     /// Policy has revoked the connection, and the packet does not open a new one.
-    Cut,
+    Revoked,
     /// The packet opens a new connection in place of one that has ended or was never answered. Evaluate policy for the
     /// packet's own direction and, if allowed, [replace](Conn::replace) this one.
     Opens,
     /// A SYN from the answering side of a live connection. Evaluate policy for the packet's own direction and, if
     /// allowed, [hold it](Conn::hold_syn).
-    AsksInReverse,
+    ReverseSyn,
     /// A SYN-ACK that acknowledges a held SYN of this live connection: both ends have lost the connection and open a
     /// new one. Evaluate policy for the direction of that SYN and, if allowed, [restart](Conn::restart) this one.
     Restarts,
     /// The connection was removed meanwhile. Handle the packet as one without a connection.
-    Ended,
+    Removed,
 }
 
 /// Result of evaluating policy again for a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Judged {
+pub enum Reevaluation {
     /// Unchanged: still allowed, or still revoked. Also if another thread evaluated it under a newer epoch; that
     /// verdict stays.
-    Kept,
+    Unchanged,
     /// It was allowed and is no longer: this verdict has revoked it.
-    Cut,
+    Revoked,
     /// It was revoked and is allowed again.
     Restored,
     /// It was removed.
-    Gone,
+    Removed,
 }
 
 impl<'t> Conn<'t> {
     #[inline]
-    pub(super) fn new(table: &'t ConnTable, hashed: &Hashed, slot: u32, control: Control) -> Self {
+    pub(super) fn new(table: &'t ConnTable, hashed: &PreparedFlow, slot: u32, control: ControlWord) -> Self {
         Self { table, entry: table.entry(slot), hashed: *hashed, slot, control }
     }
 
@@ -123,37 +123,37 @@ impl<'t> Conn<'t> {
 
     /// Whether it was evaluated under this epoch or a newer one. Epochs are compared by their low 23 bits.
     #[inline]
-    pub fn is_of_epoch(&self, epoch: Epoch) -> bool {
+    pub fn is_evaluated_under(&self, epoch: Epoch) -> bool {
         self.control.epoch().covers(EpochTag::of(epoch))
     }
 
     /// Whether policy has revoked it.
     #[inline]
-    pub fn is_cut(&self) -> bool {
+    pub fn is_revoked(&self) -> bool {
         self.control.is_revoked()
     }
 
     /// Records the verdict of this epoch: a connection that is no longer allowed is revoked, and a revoked one that is
     /// allowed again is restored. If several threads do so at once, exactly one gets the result `Revoked` or
     /// `Restored`. Verdict and epoch change atomically, and an older epoch never replaces a newer one.
-    pub fn set_judged(&mut self, epoch: Epoch, allowed: bool) -> Judged {
+    pub fn set_verdict(&mut self, epoch: Epoch, allowed: bool) -> Reevaluation {
         let epoch = EpochTag::of(epoch);
         loop {
             let control = self.entry.control();
             if !control.is_same_generation(self.control) {
-                return Judged::Gone;
+                return Reevaluation::Removed;
             }
             self.control = control;
             if control.epoch().covers(epoch) {
-                return Judged::Kept;
+                return Reevaluation::Unchanged;
             }
             let wanted = control.with_verdict(epoch, allowed);
             if self.entry.exchange(control, wanted).is_ok() {
                 self.control = wanted;
                 return match (control.is_revoked(), allowed) {
-                    (false, false) => Judged::Cut,
-                    (true, true) => Judged::Restored,
-                    _ => Judged::Kept,
+                    (false, false) => Reevaluation::Revoked,
+                    (true, true) => Reevaluation::Restored,
+                    _ => Reevaluation::Unchanged,
                 };
             }
         }
@@ -187,7 +187,7 @@ impl<'t> Conn<'t> {
     fn act_again(&mut self, orientation: Orientation, transport: &Transport, now: Timestamp, allowed: bool) -> Update {
         loop {
             if !self.refresh() {
-                return Update::Ended;
+                return Update::Removed;
             }
             if let Some(update) = self.act(orientation, transport, now, allowed) {
                 return update;
@@ -226,31 +226,31 @@ impl<'t> Conn<'t> {
         if control.is_in(TcpState::Established as u8)
             && self.hashed.protocol() == Protocol::TCP
             && let Transport::Tcp(segment) = transport
-            && let Some(tracking) = track::go_on(tracked, orientation, segment)
+            && let Some(tracking) = track::fast_step(tracked, orientation, segment)
         {
             return self.accept(State::Tcp(TcpState::Established), tracked, tracking, now);
         }
         if control.is_revoked() {
             // A revoked connection stays while its ends retransmit. If another thread was faster, it did the same.
             let _ = self.entry.exchange(control, control.with(control.state(), now));
-            return Some(if track::opens(transport) { Update::Opens } else { Update::Cut });
+            return Some(if track::opens(transport) { Update::Opens } else { Update::Revoked });
         }
         let Some(state) = State::of(self.hashed.protocol(), control) else {
-            return Some(Update::Ended);
+            return Some(Update::Removed);
         };
         let held = self.entry.held_syn();
         match track::step(state, tracked, control.original(), orientation, transport, held, now) {
-            Step::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
-            Step::Hold(..) if orientation != control.original() && !allowed => Some(Update::AsksInReverse),
-            Step::Hold(tracking, syn) => {
+            PacketEffect::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
+            PacketEffect::Hold(..) if orientation != control.original() && !allowed => Some(Update::ReverseSyn),
+            PacketEffect::Hold(tracking, syn) => {
                 self.entry.hold_syn(control, syn);
                 // It proves nothing yet, so the connection's time is not refreshed.
                 self.accept(state, tracked, tracking, control.tick())
             }
-            Step::Pass => Some(Update::Accepted(state)),
-            Step::Invalid => Some(Update::Invalid),
-            Step::Open => Some(Update::Opens),
-            Step::Restart(_) => Some(Update::Restarts),
+            PacketEffect::Pass => Some(Update::Accepted(state)),
+            PacketEffect::Invalid => Some(Update::Invalid),
+            PacketEffect::Open => Some(Update::Opens),
+            PacketEffect::Restart(_) => Some(Update::Restarts),
         }
     }
 
@@ -273,7 +273,7 @@ impl<'t> Conn<'t> {
                 && self.control.state() == seen.state()
                 && self.control.is_revoked() == seen.is_revoked();
             if is_as_seen && self.take(self.control) {
-                self.table.counters.count(Event::Reopened);
+                self.table.counters.count(TableEvent::Reopened);
                 return true;
             }
         }
@@ -291,13 +291,13 @@ impl<'t> Conn<'t> {
             };
             let held = self.entry.held_syn();
             let step = track::step(state, tracked, control.original(), orientation, transport, held, now.tick());
-            let Step::Restart(tracking) = step else { return false };
+            let PacketEffect::Restart(tracking) = step else { return false };
             let wanted = control
                 .with(TcpState::SynReceived as u8, now.tick())
                 .with_original(orientation.opposite())
                 .with_verdict(EpochTag::of(epoch), true);
             if self.exchange(tracked, tracking, wanted) {
-                self.table.counters.count(Event::Reopened);
+                self.table.counters.count(TableEvent::Reopened);
                 return true;
             }
         }
@@ -330,7 +330,7 @@ impl<'t> Conn<'t> {
 
     /// Puts tracking words and control word in place of those that were read; false if another thread was faster.
     #[inline(always)]
-    fn exchange(&mut self, tracked: Tracking, tracking: Tracking, wanted: Control) -> bool {
+    fn exchange(&mut self, tracked: Tracking, tracking: Tracking, wanted: ControlWord) -> bool {
         let (low, high) = (Orientation::LowToHigh, Orientation::HighToLow);
         // Windows first: if the process ends between the steps, they are only ahead of the state.
         let done = self.entry.exchange_tracking(low, tracked[0], tracking[0])
@@ -347,7 +347,7 @@ impl<'t> Conn<'t> {
         let mut control = self.control;
         while control.is_same_generation(self.control) {
             if self.take(control) {
-                self.table.counters.count(Event::Removed);
+                self.table.counters.count(TableEvent::Removed);
                 return true;
             }
             control = self.entry.control();
@@ -357,7 +357,7 @@ impl<'t> Conn<'t> {
 
     /// Removes it if its control word is still this one.
     #[inline]
-    fn take(&self, control: Control) -> bool {
+    fn take(&self, control: ControlWord) -> bool {
         let taken = self.entry.exchange(control, control.claimed()).is_ok();
         if taken {
             self.table.release(self.slot, control);

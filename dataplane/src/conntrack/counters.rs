@@ -8,17 +8,17 @@ macro_rules! events {
     ($($(#[doc = $doc:literal])+ $variant:ident = $field:ident,)+) => {
         /// An operation that the table counts.
         #[derive(Clone, Copy)]
-        pub(super) enum Event { $($variant,)+ }
+        pub(super) enum TableEvent { $($variant,)+ }
 
         /// Operations of the table since it was created. Each operation is counted once.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-        pub struct Statistics { $($(#[doc = $doc])+ pub $field: u64,)+ }
+        pub struct ConnTableStatistics { $($(#[doc = $doc])+ pub $field: u64,)+ }
 
         const EVENTS: usize = [$(stringify!($field)),+].len();
 
-        impl Statistics {
+        impl ConnTableStatistics {
             fn from_sums(sums: [u64; EVENTS]) -> Self {
-                Self { $($field: sums[Event::$variant as usize],)+ }
+                Self { $($field: sums[TableEvent::$variant as usize],)+ }
             }
 
             /// Each counter with its name.
@@ -69,18 +69,18 @@ impl Counters {
     }
 
     #[inline]
-    pub(super) fn count(&self, event: Event) {
+    pub(super) fn count(&self, event: TableEvent) {
         self.add(event, 1);
     }
 
     #[inline]
-    pub(super) fn add(&self, event: Event, times: u64) {
+    pub(super) fn add(&self, event: TableEvent, times: u64) {
         self.0[stripe()][event as usize].fetch_add(times, Ordering::Relaxed);
     }
 
-    pub(super) fn statistics(&self) -> Statistics {
+    pub(super) fn statistics(&self) -> ConnTableStatistics {
         let sum = |event: usize| self.0.iter().map(|stripe| stripe[event].load(Ordering::Relaxed)).sum();
-        Statistics::from_sums(std::array::from_fn(sum))
+        ConnTableStatistics::from_sums(std::array::from_fn(sum))
     }
 }
 

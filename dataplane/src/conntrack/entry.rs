@@ -61,7 +61,7 @@ impl EpochTag {
 /// The generation wraps after 2¹¹ claims. A compare-and-swap delayed that long would also have to find the same state,
 /// epoch and tick to go wrong.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Control(pub(super) u64);
+pub(super) struct ControlWord(pub(super) u64);
 
 const STATE: u64 = 15;
 const TENTATIVE: u64 = 1 << 4;
@@ -81,7 +81,7 @@ pub(super) const FREE: u8 = 0;
 /// State number of an entry that one thread is writing or clearing.
 pub(super) const CLAIMED: u8 = 1;
 
-impl Control {
+impl ControlWord {
     /// A tentative connection in an entry claimed at this generation.
     pub(super) fn tentative(claimed: Self, state: u8, orientation: Orientation, epoch: EpochTag, tick: Tick) -> Self {
         Self(
@@ -212,14 +212,14 @@ pub(super) type Tracking = [u64; 2];
 
 /// Initial content of an entry besides its key.
 #[derive(Clone, Copy)]
-pub(super) struct Contents {
+pub(super) struct EntryContents {
     pub(super) owner: OwnerId,
     pub(super) tracking: Tracking,
 }
 
 /// A consistent copy of an entry.
-pub(super) struct Loaded {
-    pub(super) control: Control,
+pub(super) struct EntrySnapshot {
+    pub(super) control: ControlWord,
     pub(super) key: KeyWords,
     pub(super) owner: OwnerId,
     pub(super) tracking: Tracking,
@@ -242,7 +242,7 @@ const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4
 /// generation *written* before and after reading the key has therefore read the key of one connection.
 /// [`TableEntry::load`] does so.
 #[repr(C, align(64))]
-pub(super) struct Entry {
+pub(super) struct TableEntry {
     control: AtomicU64,
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
@@ -251,9 +251,9 @@ pub(super) struct Entry {
     tracking: [AtomicU64; 2],
 }
 
-const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<Entry>() == 64);
+const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<TableEntry>() == 64);
 
-impl Entry {
+impl TableEntry {
     #[cfg(all(test, feature = "loom"))]
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
@@ -262,28 +262,28 @@ impl Entry {
 
     /// The control word, with acquire ordering.
     #[inline]
-    pub(super) fn control(&self) -> Control {
-        Control(self.control.load(Ordering::Acquire))
+    pub(super) fn control(&self) -> ControlWord {
+        ControlWord(self.control.load(Ordering::Acquire))
     }
 
     /// Compare-and-swap of the control word; returns the current word on failure.
     #[inline]
-    pub(super) fn exchange(&self, from: Control, to: Control) -> Result<(), Control> {
+    pub(super) fn exchange(&self, from: ControlWord, to: ControlWord) -> Result<(), ControlWord> {
         match self.control.compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
-            Err(found) => Err(Control(found)),
+            Err(found) => Err(ControlWord(found)),
         }
     }
 
     /// Claims the entry for a new connection; returns the control word to write it under.
-    pub(super) fn claim(&self) -> Option<Control> {
+    pub(super) fn claim(&self) -> Option<ControlWord> {
         let free = self.control();
         let claimed = free.claimed_anew();
         (free.is_free() && self.exchange(free, claimed).is_ok()).then_some(claimed)
     }
 
     /// Writes a connection into an entry that this thread has claimed, and publishes it.
-    pub(super) fn publish(&self, control: Control, key: &KeyWords, contents: Contents) {
+    pub(super) fn publish(&self, control: ControlWord, key: &KeyWords, contents: EntryContents) {
         // A reader that sees any of the words below also sees, through its own fence, that the entry was claimed.
         fence(Ordering::Release);
         for (word, value) in self.addresses.iter().zip(key) {
@@ -297,13 +297,13 @@ impl Entry {
     }
 
     /// Frees an entry that this thread has claimed.
-    pub(super) fn free(&self, claimed: Control) {
+    pub(super) fn free(&self, claimed: ControlWord) {
         self.control.store(claimed.freed().0, Ordering::Release);
     }
 
     /// The control word, if the entry contains a connection with this key.
     #[inline(always)]
-    pub(super) fn matches(&self, key: &KeyWords) -> Option<Control> {
+    pub(super) fn matches(&self, key: &KeyWords) -> Option<ControlWord> {
         let before = self.control();
         // No early exit between the words: the comparison is one branch, which is nearly always taken.
         let name = (self.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
@@ -313,7 +313,7 @@ impl Entry {
     }
 
     /// A consistent copy of the entry, or `None` if it is free or was claimed meanwhile.
-    pub(super) fn load(&self) -> Option<Loaded> {
+    pub(super) fn load(&self) -> Option<EntrySnapshot> {
         let control = self.control();
         let mut key = [0; 5];
         for (value, word) in key.iter_mut().zip(&self.addresses) {
@@ -322,19 +322,24 @@ impl Entry {
         let name = self.name.load(Ordering::Relaxed);
         key[4] = name & NAME_MASK;
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
-        self.still(control).then_some(Loaded { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking })
+        self.still(control).then_some(EntrySnapshot {
+            control,
+            key,
+            owner: OwnerId((name >> OWNER_AT) as u16),
+            tracking,
+        })
     }
 
     /// Whether words read since `before` was read belong to the connection of `before`.
     #[inline]
-    fn still(&self, before: Control) -> bool {
+    fn still(&self, before: ControlWord) -> bool {
         fence(Ordering::Acquire);
-        before.is_same_generation(Control(self.control.load(Ordering::Relaxed)))
+        before.is_same_generation(ControlWord(self.control.load(Ordering::Relaxed)))
     }
 
     /// The tracking words of the connection of `control`, if it still exists, with its current control word.
     #[inline]
-    pub(super) fn tracking(&self, control: Control) -> Option<(Control, Tracking)> {
+    pub(super) fn tracking(&self, control: ControlWord) -> Option<(ControlWord, Tracking)> {
         let now = self.control();
         if !now.is_same_generation(control) {
             return None;
@@ -345,7 +350,7 @@ impl Entry {
 
     /// The tracking words while the control word is exactly this one; `None` if it is not.
     #[inline]
-    pub(super) fn tracking_under(&self, control: Control) -> Option<Tracking> {
+    pub(super) fn tracking_under(&self, control: ControlWord) -> Option<Tracking> {
         let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
         fence(Ordering::Acquire);
         (self.control.load(Ordering::Relaxed) == control.0).then_some(tracking)
@@ -381,7 +386,7 @@ impl Entry {
 
     /// Assigns the connection of `control` to another owner; returns the previous one, or `None` if the connection was
     /// removed.
-    pub(super) fn exchange_owner(&self, control: Control, to: OwnerId) -> Option<OwnerId> {
+    pub(super) fn exchange_owner(&self, control: ControlWord, to: OwnerId) -> Option<OwnerId> {
         let mut name = self.name.load(Ordering::Relaxed);
         loop {
             if !self.still(control) || name & UNCOUNTED != 0 {
@@ -403,7 +408,7 @@ impl Entry {
     }
 
     /// Stores a held SYN in the connection of `control`, if it still exists.
-    pub(super) fn hold_syn(&self, control: Control, syn: HeldSyn) {
+    pub(super) fn hold_syn(&self, control: ControlWord, syn: HeldSyn) {
         let mut name = self.name.load(Ordering::Relaxed);
         while self.still(control) {
             let wanted = name & ((1 << HELD_SYN_AT) - 1) | u64::from(syn.0) << HELD_SYN_AT;
@@ -417,7 +422,7 @@ impl Entry {
     /// Whether the connection of `control` was opened from this address, given as key words. Valid under the conditions
     /// of [`TableEntry::owner`].
     #[inline]
-    pub(super) fn is_opened_by(&self, control: Control, source: &[u64; 2]) -> bool {
+    pub(super) fn is_opened_by(&self, control: ControlWord, source: &[u64; 2]) -> bool {
         let words = match control.original() {
             Orientation::LowToHigh => self.addresses.get(..2),
             Orientation::HighToLow => self.addresses.get(2..4),
@@ -437,11 +442,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_control_word_keeps_its_parts_apart() {
-        let claimed = Control(0x5ef << 53 | 0xfffff << 20).claimed_anew();
+    fn fields_of_the_control_word_do_not_overlap() {
+        let claimed = ControlWord(0x5ef << 53 | 0xfffff << 20).claimed_anew();
         assert_eq!((claimed.generation(), claimed.state()), (0x5f0, CLAIMED));
         let (tick, epoch) = (Tick(0x2a_5a5a), EpochTag::of(Epoch(0x12ab_cdef)));
-        let control = Control::tentative(claimed, 11, Orientation::HighToLow, epoch, tick);
+        let control = ControlWord::tentative(claimed, 11, Orientation::HighToLow, epoch, tick);
         assert!(control.is_tentative() && control.is_written() && !control.is_live());
         let control = control.confirmed();
         assert!(control.is_live() && !control.is_revoked() && control.is_in(11));
@@ -457,11 +462,11 @@ mod tests {
         assert!(!other.is_via_host() && by_host.is_via_host() && by_host.with_via_host(false) == other);
         assert!(by_host.with(5, tick).is_via_host() && !by_host.claimed().is_via_host());
         assert!(control.is_same_generation(other) && !control.is_same_generation(control.claimed()));
-        assert_eq!(Control(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
+        assert_eq!(ControlWord(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
 
     #[test]
-    fn epochs_are_compared_by_order_across_the_wrap() {
+    fn epochs_are_compared_in_order_across_the_wrap() {
         let tag = |epoch: u32| EpochTag::of(Epoch(epoch));
         for start in [1, 5_000_000, (1 << 24) - 3, (3 << 24) - 1, u32::MAX - 2] {
             let (old, new) = (Epoch(start), Epoch(start).next().next());

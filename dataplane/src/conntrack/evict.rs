@@ -1,10 +1,10 @@
 //! Eviction: which connection makes room for a new one.
 
-use super::counters::Event;
-use super::entry::{Control, OwnerId};
-use super::hash::{Hashed, alternate, home};
+use super::counters::TableEvent;
+use super::entry::{ControlWord, OwnerId};
+use super::hash::{PreparedFlow, alternate, home};
 use super::state::{EvictionClass, State};
-use super::table::{ConnTable, Held};
+use super::table::{ConnTable, SlotRef};
 use super::time::Tick;
 use crate::packet::Orientation;
 use crate::prefetch::prefetch;
@@ -14,8 +14,8 @@ use crate::prefetch::prefetch;
 /// Expired and closing connections go first. Then a flood from one address evicts its own connections before others;
 /// and connections that one side can create alone go before those that both sides have confirmed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Rank {
-    ending: Ending,
+struct EvictionRank {
+    liveness: Liveness,
     /// Opened by another address than the new connection.
     is_of_another: bool,
     class: EvictionClass,
@@ -24,7 +24,7 @@ struct Rank {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Ending {
+enum Liveness {
     Expired,
     Closing,
     Open,
@@ -35,29 +35,34 @@ impl ConnTable {
     /// given. `None` if no connection can be evicted.
     ///
     /// A connection that was updated or replaced since it was read stays, and the search starts again.
-    pub(super) fn evict(&self, hashed: &Hashed, owner: Option<OwnerId>, now: Tick) -> Option<Held> {
+    pub(super) fn evict(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<SlotRef> {
         loop {
             let (rank, slot, control) = self.victim(hashed, owner, now)?;
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
                 self.forget(slot);
-                self.counters.count(match (rank.ending, rank.class, owner) {
-                    (Ending::Expired, ..) => Event::Expired,
-                    (_, _, Some(_)) => Event::EvictedQuota,
-                    (_, EvictionClass::Closing, None) => Event::EvictedClosing,
-                    (_, EvictionClass::Unanswered, None) => Event::EvictedUnanswered,
-                    (_, EvictionClass::Answered | EvictionClass::Kept, None) => Event::EvictedAnswered,
+                self.counters.count(match (rank.liveness, rank.class, owner) {
+                    (Liveness::Expired, ..) => TableEvent::Expired,
+                    (_, _, Some(_)) => TableEvent::EvictedQuota,
+                    (_, EvictionClass::Closing, None) => TableEvent::EvictedClosing,
+                    (_, EvictionClass::Unanswered, None) => TableEvent::EvictedUnanswered,
+                    (_, EvictionClass::Answered | EvictionClass::Kept, None) => TableEvent::EvictedAnswered,
                 });
                 return Some((slot, control.claimed_anew()));
             }
         }
     }
 
-    fn victim(&self, hashed: &Hashed, owner: Option<OwnerId>, now: Tick) -> Option<(Rank, u32, Control)> {
+    fn victim(
+        &self,
+        hashed: &PreparedFlow,
+        owner: Option<OwnerId>,
+        now: Tick,
+    ) -> Option<(EvictionRank, u32, ControlWord)> {
         let source = match hashed.orientation {
             Orientation::LowToHigh => [hashed.words[0], hashed.words[1]],
             Orientation::HighToLow => [hashed.words[2], hashed.words[3]],
         };
-        let mut best: Option<(Rank, u32, Control)> = None;
+        let mut best: Option<(EvictionRank, u32, ControlWord)> = None;
         for group in [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)] {
             for slot in self.occupied(group) {
                 prefetch(self.entry(slot));
@@ -73,7 +78,7 @@ impl ConnTable {
                     best = Some((rank, slot, control));
                 }
             }
-            if best.is_some_and(|(rank, ..)| rank.ending < Ending::Open) {
+            if best.is_some_and(|(rank, ..)| rank.liveness < Liveness::Open) {
                 break;
             }
         }
@@ -81,7 +86,7 @@ impl ConnTable {
     }
 
     /// Rank of an entry for a new connection from `source`; `None` if it cannot be evicted.
-    fn rank(&self, slot: u32, control: Control, source: &[u64; 2], now: Tick) -> Option<Rank> {
+    fn rank(&self, slot: u32, control: ControlWord, source: &[u64; 2], now: Tick) -> Option<EvictionRank> {
         if !control.is_live() {
             return None;
         }
@@ -90,13 +95,13 @@ impl ConnTable {
         // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
         // still send. Otherwise a packet of the answering side would open a connection in the other direction.
         let class = State::from_code(protocol, control.state())?.eviction_class();
-        let (ending, class) = match class {
-            _ if self.is_expired(protocol, control, now) => (Ending::Expired, EvictionClass::Closing),
+        let (liveness, class) = match class {
+            _ if self.is_expired(protocol, control, now) => (Liveness::Expired, EvictionClass::Closing),
             EvictionClass::Kept => return None,
-            EvictionClass::Closing => (Ending::Closing, class),
-            EvictionClass::Unanswered | EvictionClass::Answered => (Ending::Open, class),
+            EvictionClass::Closing => (Liveness::Closing, class),
+            EvictionClass::Unanswered | EvictionClass::Answered => (Liveness::Open, class),
         };
         let is_of_another = !entry.is_opened_by(control, source);
-        Some(Rank { ending, is_of_another, class, freshness: Tick::MASK - control.tick().age(now) })
+        Some(EvictionRank { liveness, is_of_another, class, freshness: Tick::MASK - control.tick().age(now) })
     }
 }

@@ -33,7 +33,7 @@ use crate::packet::{Flow, Packet, Protocol};
 
 /// Datagrams in transit whose first fragment has passed.
 pub struct Fragments {
-    sets: Box<[[Entry; WAYS]]>,
+    sets: Box<[[FragmentEntry; WAYS]]>,
     seed: Seed,
 }
 
@@ -47,7 +47,7 @@ const LIFETIME: u32 = 59;
 /// contains a datagram, from bit 24 on a write counter.
 #[derive(Default)]
 #[repr(C, align(64))]
-struct Entry {
+struct FragmentEntry {
     control: AtomicU64,
     key: [AtomicU64; 5],
     /// Source port, destination port, end of the first fragment in the datagram's payload, protocol; 16 bits each.
@@ -74,7 +74,7 @@ impl Fragments {
             return;
         }
         let Some(key) = key(packet, port) else { return };
-        let (first, now) = (Datagram::of(packet), now.tick());
+        let (first, now) = (FirstFragment::of(packet), now.tick());
         let hash = self.seed.hash(&key);
         let set = self.set(hash);
         let Some((entry, before)) = set.iter().find_map(|entry| Some((entry, entry.read(&key, now)?))) else {
@@ -83,7 +83,7 @@ impl Fragments {
         // An earlier, longer one keeps its original expiry: identifications are reused, and the path MTU may have
         // shrunk since.
         let (end, since) = if before.end > first.end { (before.end, entry.tick()) } else { (first.end, now) };
-        entry.write(&key, Datagram { end, ..first }, since);
+        entry.write(&key, FirstFragment { end, ..first }, since);
     }
 
     /// The flow of a later fragment, with the ports of the first one; `None` if that is unknown or this one overlaps
@@ -92,18 +92,18 @@ impl Fragments {
         let fragment = packet.fragment.filter(|fragment| !fragment.is_first())?;
         let key = key(packet, port)?;
         let first = self.set(self.seed.hash(&key)).iter().find_map(|entry| entry.read(&key, now.tick()))?;
-        let Datagram { protocol, src_port, dst_port, end } = first;
+        let FirstFragment { protocol, src_port, dst_port, end } = first;
         (fragment.offset() >= end).then_some(Flow { protocol, src_port, dst_port, ..packet.flow })
     }
 
-    fn set(&self, hash: u64) -> &[Entry; WAYS] {
+    fn set(&self, hash: u64) -> &[FragmentEntry; WAYS] {
         &self.sets[hash as usize % SETS]
     }
 }
 
 /// Record of a datagram's first fragment.
 #[derive(Clone, Copy)]
-struct Datagram {
+struct FirstFragment {
     protocol: Protocol,
     src_port: u16,
     dst_port: u16,
@@ -111,7 +111,7 @@ struct Datagram {
     end: u16,
 }
 
-impl Datagram {
+impl FirstFragment {
     fn of(first: &Packet) -> Self {
         let Flow { protocol, src_port, dst_port, .. } = first.flow;
         Self { protocol, src_port, dst_port, end: first.fragment.map_or(u16::MAX, |fragment| fragment.end()) }
@@ -130,8 +130,8 @@ impl Datagram {
 
 /// The entry to use for a datagram from `port`: a free one, or the oldest of the port with most entries. A port that
 /// has as many as any other replaces its own. Ticks are long, so `turn` selects among entries of the same tick.
-fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
-    let holders = set.each_ref().map(Entry::port);
+fn victim(set: &[FragmentEntry; WAYS], port: PortId, turn: usize, now: Tick) -> &FragmentEntry {
+    let holders = set.each_ref().map(FragmentEntry::port);
     let count = |port: PortId| holders.iter().filter(|holder| **holder == port).count();
     let counts = holders.map(count);
     let most = counts.into_iter().max().unwrap_or(0);
@@ -139,10 +139,10 @@ fn victim(set: &[Entry; WAYS], port: PortId, turn: usize, now: Tick) -> &Entry {
     let rank = |way: usize| {
         let gives_up = if has_most { holders[way] == port } else { counts[way] == most };
         let (class, age) = match set[way].age(now) {
-            Age::Free => (3, 0),
-            Age::Held(age) => (if gives_up { 2 } else { 0 }, age),
+            EntryAge::Free => (3, 0),
+            EntryAge::Held(age) => (if gives_up { 2 } else { 0 }, age),
             // Another worker is writing it, and this write is skipped: better than evicting another port's entry.
-            Age::Writing => (u32::from(gives_up), 0),
+            EntryAge::Writing => (u32::from(gives_up), 0),
         };
         (class, age, (way + turn) % WAYS)
     };
@@ -161,7 +161,7 @@ fn key(packet: &Packet, port: PortId) -> Option<Key> {
 }
 
 /// Whether an entry can be replaced.
-enum Age {
+enum EntryAge {
     /// Free or expired.
     Free,
     /// In use, with an age in ticks.
@@ -170,9 +170,9 @@ enum Age {
     Writing,
 }
 
-impl Entry {
+impl FragmentEntry {
     /// The datagram with this key, if it is recorded and has not expired.
-    fn read(&self, key: &Key, now: Tick) -> Option<Datagram> {
+    fn read(&self, key: &Key, now: Tick) -> Option<FirstFragment> {
         let before = self.control.load(Ordering::Acquire);
         if before & (HELD | WRITING) != HELD || tick(before).age(now) > LIFETIME {
             return None;
@@ -181,15 +181,15 @@ impl Entry {
         let value = self.value.load(Ordering::Relaxed);
         // As in the connection table: the copy is consistent if no write has begun since.
         fence(Ordering::Acquire);
-        (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(Datagram::of_word(value))
+        (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(FirstFragment::of_word(value))
     }
 
-    fn age(&self, now: Tick) -> Age {
+    fn age(&self, now: Tick) -> EntryAge {
         let control = self.control.load(Ordering::Relaxed);
         match (control & (HELD | WRITING), tick(control).age(now)) {
-            (HELD, age) if age <= LIFETIME => Age::Held(age),
-            (state, _) if state & WRITING != 0 => Age::Writing,
-            _ => Age::Free,
+            (HELD, age) if age <= LIFETIME => EntryAge::Held(age),
+            (state, _) if state & WRITING != 0 => EntryAge::Writing,
+            _ => EntryAge::Free,
         }
     }
 
@@ -206,7 +206,7 @@ impl Entry {
 
     /// Overwrites the entry unless another thread is doing so. In that case the later fragments of this datagram find
     /// no record.
-    fn write(&self, key: &Key, first: Datagram, now: Tick) {
+    fn write(&self, key: &Key, first: FirstFragment, now: Tick) {
         let before = self.control.load(Ordering::Relaxed);
         let writing = (before & !(WRITE - 1)).wrapping_add(WRITE) | WRITING;
         if before & WRITING != 0
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fragment_that_overlaps_the_first_is_not_let_through() {
+    fn a_fragment_that_overlaps_the_first_is_dropped() {
         let fragments = Fragments::new();
         fragments.remember(&fragment(false, 7, 0), PORT, NOW);
         for (offset, passes) in [(8, false), (1472, false), (1480, true)] {
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_counts_from_behind_the_fragment_header_and_not_from_the_transport_header() {
+    fn overlap_is_counted_from_the_fragment_header_not_the_transport_header() {
         let fragments = Fragments::new();
         // 64 bytes of extension headers out of 1480 behind the Fragment header.
         let mut first = fragment(true, 7, 0);
@@ -299,7 +299,7 @@ mod tests {
 
     /// Identifications are reused, so the second one is valid and its fragments follow it.
     #[test]
-    fn after_a_second_first_fragment_the_later_ones_follow_it_and_begin_behind_both() {
+    fn later_fragments_follow_the_second_first_fragment_and_begin_behind_both() {
         for v6 in [false, true] {
             let fragments = Fragments::new();
             let (long, mut short) = (fragment(v6, 7, 0), fragment(v6, 7, 0));
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn only_first_fragments_are_remembered_and_not_for_ever() {
+    fn only_first_fragments_are_recorded_and_they_expire() {
         let fragments = Fragments::new();
         fragments.remember(&fragment(false, 7, 1480), PORT, NOW);
         fragments.remember(&Packet { fragment: None, ..fragment(false, 7, 0) }, PORT, NOW);
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_datagrams_costs_the_oldest_ones() {
+    fn a_flood_of_datagrams_replaces_the_oldest_ones() {
         let fragments = Fragments::new();
         let at = |id: u32| NOW.plus(Duration::from_millis(u64::from(id) / 10));
         for id in 0..100_000 {
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_first_fragments_from_other_ports_leaves_each_port_its_share_of_every_set() {
+    fn a_flood_of_first_fragments_from_other_ports_leaves_each_port_its_share() {
         const DATAGRAMS: u32 = 400;
         const FLOOD: u32 = 200_000;
         for (flooding, share) in [(1, 4), (3, 2), (7, 1)] {
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_is_alone_has_the_whole_of_a_set_and_gives_it_up_to_one_that_comes() {
+    fn a_single_port_uses_a_whole_set_and_shares_it_with_a_new_one() {
         let fragments = Fragments::new();
         let passes = |id, port| fragments.flow_of(&fragment(false, id, 1480), port, NOW).is_some();
         // Begins `count` datagrams that fall into the first set.
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_never_see_parts_of_two_datagrams() {
+    fn concurrent_reads_never_mix_two_datagrams() {
         let fragments = Fragments::new();
         let packet = |id: u32| {
             let mut first = fragment(false, id, 0);

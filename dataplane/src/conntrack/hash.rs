@@ -90,7 +90,7 @@ fn fold(a: u64, b: u64) -> u64 {
 
 /// A flow prepared for lookups by [`super::ConnTable::prepare`].
 #[derive(Clone, Copy, Debug)]
-pub struct Hashed {
+pub struct PreparedFlow {
     pub(super) words: KeyWords,
     pub(super) hash: u64,
     pub(super) hint: u32,
@@ -100,7 +100,7 @@ pub struct Hashed {
 /// No hint.
 pub(super) const NO_HINT: u32 = u32::MAX;
 
-impl Hashed {
+impl PreparedFlow {
     #[inline]
     pub(super) fn new(seed: &Seed, flow: &Flow) -> Self {
         let (key, orientation) = flow.key();
@@ -181,16 +181,16 @@ mod tests {
         #[test]
         fn equality_and_hash_of_the_key_agree(a in any_flow(), b in any_flow()) {
             let seed = Seed::from_words(&[1, 2, 3, 5, 7, 11, 13, 17].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
-            let (one, other) = (Hashed::new(&seed, &a), Hashed::new(&seed, &b));
+            let (one, other) = (PreparedFlow::new(&seed, &a), PreparedFlow::new(&seed, &b));
             let same = a.key().0 == b.key().0;
             prop_assert_eq!(one.words == other.words, same);
             prop_assert_eq!(one.hash == other.hash, same, "64 bits of hash do not collide among so few keys");
-            prop_assert_eq!(Hashed::new(&seed, &a.reversed()).hash, one.hash);
+            prop_assert_eq!(PreparedFlow::new(&seed, &a.reversed()).hash, one.hash);
             prop_assert_eq!(one.flow(), a);
         }
 
         #[test]
-        fn the_alternate_group_is_another_one(hash in any::<u64>(), groups in 2u32..100) {
+        fn the_alternate_group_differs_from_home(hash in any::<u64>(), groups in 2u32..100) {
             prop_assert!(home(hash, groups) < groups && alternate(hash, groups) < groups);
             prop_assert_ne!(home(hash, groups), alternate(hash, groups));
         }
@@ -206,12 +206,12 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_a_connection_says_nothing_of_its_place_in_the_table() {
+    fn a_connection_id_reveals_nothing_about_the_table_position() {
         const GROUPS: u32 = 64;
         let seed = Seed::random();
         let flow = |n: u32| Flow {
-            src: Address::from_v4_octets([10, 0, 0, 1]),
-            dst: Address::from_v4_octets((0x0a01_0000 + n / 1000).to_be_bytes()),
+            src: Address::from_v4_bytes([10, 0, 0, 1]),
+            dst: Address::from_v4_bytes((0x0a01_0000 + n / 1000).to_be_bytes()),
             protocol: Protocol::TCP,
             src_port: 1024 + (n % 1000) as u16,
             dst_port: 80,
@@ -229,7 +229,7 @@ mod tests {
         // How the ids of one group's connections are distributed over 64 ranges.
         let mut ranges = [0u32; GROUPS as usize];
         for n in 0..64_000 {
-            let group = home(Hashed::new(&seed, &flow(n)).hash, GROUPS);
+            let group = home(PreparedFlow::new(&seed, &flow(n)).hash, GROUPS);
             let number = seed.name(&flow(n));
             for (right, guess) in right.iter_mut().zip(guesses) {
                 *right += u32::from(guess(number) == group);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_a_connection_is_that_of_both_its_directions_and_of_the_seed() {
+    fn a_connection_id_is_equal_in_both_directions_and_depends_on_the_seed() {
         let flow = Flow { src_port: 1000, dst_port: 80, protocol: Protocol::TCP, ..Flow::default() };
         let (one, other) = (Seed::random(), Seed::random());
         assert_eq!(one.name(&flow), one.name(&flow.reversed()));
@@ -262,13 +262,13 @@ mod tests {
         let mut counts = [0u32; GROUPS as usize];
         for n in 0..64_000u32 {
             let flow = Flow {
-                src: Address::from_v4_octets([10, 0, 0, 1]),
-                dst: Address::from_v4_octets((0x0a01_0000 + n / 1000).to_be_bytes()),
+                src: Address::from_v4_bytes([10, 0, 0, 1]),
+                dst: Address::from_v4_bytes((0x0a01_0000 + n / 1000).to_be_bytes()),
                 protocol: Protocol::TCP,
                 src_port: 1024 + (n % 1000) as u16,
                 dst_port: 80,
             };
-            counts[home(Hashed::new(&seed, &flow).hash, GROUPS) as usize] += 1;
+            counts[home(PreparedFlow::new(&seed, &flow).hash, GROUPS) as usize] += 1;
         }
         // 1000 expected with a standard deviation of 31: six of them on either side.
         assert!(counts.iter().all(|count| (810..1190).contains(count)), "{counts:?}");

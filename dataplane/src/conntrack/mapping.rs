@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use super::entry::Entry;
+use super::entry::TableEntry;
 use super::hash::Seed;
-use super::opened::{OpenError, Opened, Unusable};
+use super::origin::{OpenError, TableOrigin, UnusableFile};
 use super::tags::{LANES, Tags};
 
 /// Entries and tags in a mapping that is initially zero: free.
 pub(super) struct Storage {
-    entries: NonNull<Entry>,
+    entries: NonNull<TableEntry>,
     tags: NonNull<Tags>,
     groups: usize,
     /// The mapping that the pointers refer to.
@@ -36,12 +36,12 @@ unsafe impl Sync for Storage {}
 
 impl Storage {
     /// Memory for this many groups: the content of the file if it is usable, otherwise free entries.
-    pub(super) fn open(groups: u32, mapping: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
+    pub(super) fn open(groups: u32, mapping: Option<&Path>) -> Result<(Self, Seed, TableOrigin), OpenError> {
         let Some(path) = mapping else {
             let bytes = table_len(groups);
             let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
-            settle_in(&map);
-            return Ok((Self::new(map, None, 0, groups), Seed::random(), Opened::New));
+            advise(&map);
+            return Ok((Self::new(map, None, 0, groups), Seed::random(), TableOrigin::New));
         };
         Self::open_file(groups, path).map_err(|error| match error {
             FileError::InUse => OpenError::InUse { path: path.to_owned() },
@@ -49,21 +49,21 @@ impl Storage {
         })
     }
 
-    fn open_file(groups: u32, path: &Path) -> Result<(Self, Seed, Opened), FileError> {
-        let opened = match OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Opened::New,
+    fn open_file(groups: u32, path: &Path) -> Result<(Self, Seed, TableOrigin), FileError> {
+        let origin = match OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => TableOrigin::New,
             Err(error) => return Err(error.into()),
             Ok(file) => {
                 lock(&file)?;
                 let map = map(&file)?;
-                match Header::check(&map, groups) {
-                    Ok(seed) => return Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, Opened::Found)),
-                    Err(reason) => Opened::Remade(reason),
+                match FileHeader::check(&map, groups) {
+                    Ok(seed) => return Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, TableOrigin::Found)),
+                    Err(reason) => TableOrigin::Remade(reason),
                 }
             }
         };
         let (file, map, seed) = make(groups, path)?;
-        Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, opened))
+        Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, origin))
     }
 
     fn new(mut map: MmapMut, file: Option<File>, tags_at: usize, groups: u32) -> Self {
@@ -79,7 +79,7 @@ impl Storage {
     }
 
     #[inline]
-    pub(super) fn entries(&self) -> &[Entry] {
+    pub(super) fn entries(&self) -> &[TableEntry] {
         // SAFETY: the mapping contains this many, aligned, and any bit pattern is a valid atomic.
         unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.groups * LANES as usize) }
     }
@@ -93,7 +93,7 @@ impl Storage {
 
 /// Bytes of tags and entries.
 fn table_len(groups: u32) -> usize {
-    groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<Entry>())
+    groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<TableEntry>())
 }
 
 enum FileError {
@@ -109,10 +109,10 @@ impl From<io::Error> for FileError {
 
 /// How long to wait for the lock of a process that is about to end, or of a child forked while its parent had the file
 /// open that has not called exec yet.
-const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 
 fn lock(file: &File) -> Result<(), FileError> {
-    let deadline = Instant::now() + LOCK_PATIENCE;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
@@ -127,14 +127,14 @@ fn map(file: &File) -> io::Result<MmapMut> {
     // SAFETY: other processes that respect the lock do not change the file. While the mapping is shared, only atomics
     // are read from it, for which any bit pattern is valid, and the header, which is verified before use.
     let map = unsafe { MmapOptions::new().map_mut(file)? };
-    settle_in(&map);
+    advise(&map);
     Ok(map)
 }
 
 /// Asks for huge pages, so that there are fewer translations to look up, and for all pages now, so that no worker waits
 /// for one to be cleared. If the kernel has none of the first kind or does not know the second wish (before 5.14), the
 /// table works all the same.
-fn settle_in(map: &MmapMut) {
+fn advise(map: &MmapMut) {
     let _ = map.advise(memmap2::Advice::HugePage);
     let _ = map.advise(memmap2::Advice::PopulateWrite);
 }
@@ -162,7 +162,7 @@ fn fill(groups: u32, new: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     nix::fcntl::posix_fallocate(&file, 0, len as i64).map_err(io::Error::from)?;
     let mut map = map(&file)?;
     let seed = Seed::random();
-    map[..size_of::<Header>()].copy_from_slice(&Header::new(groups, &seed)?.to_bytes());
+    map[..size_of::<FileHeader>()].copy_from_slice(&FileHeader::new(groups, &seed)?.to_bytes());
     Ok((file, map, seed))
 }
 
@@ -171,11 +171,11 @@ const HEADER_LEN: usize = 4096;
 
 /// Identifies a file as a table that this program can use. Words are in native byte order: the file never leaves the
 /// machine.
-struct Header {
+struct FileHeader {
     words: [u64; Self::WORDS],
 }
 
-impl Header {
+impl FileHeader {
     /// Magic, version, groups, boot id (2), seed, checksum.
     const WORDS: usize = Self::SEED_AT + Seed::WORDS + 1;
     const SEED_AT: usize = 5;
@@ -203,29 +203,29 @@ impl Header {
     }
 
     /// The seed of the table in `file`, if it is valid and has this many groups.
-    fn check(file: &[u8], groups: u32) -> Result<Seed, Unusable> {
-        let bytes = file.get(..size_of::<Self>()).ok_or(Unusable::Torn)?;
+    fn check(file: &[u8], groups: u32) -> Result<Seed, UnusableFile> {
+        let bytes = file.get(..size_of::<Self>()).ok_or(UnusableFile::Torn)?;
         let mut words = [0u64; Self::WORDS];
         for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
             *word = u64::from_ne_bytes(chunk.try_into().expect("chunks of eight"));
         }
         if words[0] != Self::MAGIC {
-            return Err(Unusable::Foreign);
+            return Err(UnusableFile::Foreign);
         }
         if words[1] != Self::VERSION {
-            return Err(Unusable::Version { found: words[1], wanted: Self::VERSION });
+            return Err(UnusableFile::Version { found: words[1], wanted: Self::VERSION });
         }
         if words[Self::CHECKSUM_AT] != Self::checksum(&words[..Self::CHECKSUM_AT]) {
-            return Err(Unusable::Torn);
+            return Err(UnusableFile::Torn);
         }
         if words[2] != u64::from(groups) {
-            return Err(Unusable::Size);
+            return Err(UnusableFile::Size);
         }
         if file.len() != HEADER_LEN + table_len(groups) {
-            return Err(Unusable::Torn);
+            return Err(UnusableFile::Torn);
         }
         if boot().ok().is_none_or(|boot| words[3..5] != boot) {
-            return Err(Unusable::OtherBoot);
+            return Err(UnusableFile::OtherBoot);
         }
         Ok(Seed::from_words(words[Self::SEED_AT..Self::CHECKSUM_AT].try_into().expect("as many words")))
     }

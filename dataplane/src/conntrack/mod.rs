@@ -25,7 +25,7 @@ mod fragments;
 mod hash;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
-mod opened;
+mod origin;
 mod recover;
 mod sctp;
 mod state;
@@ -37,16 +37,16 @@ mod tcp;
 mod time;
 mod track;
 
-pub use config::{Config, ConfigError, PickUp, Timeouts};
-pub use conn::{Conn, Judged, Update};
-pub use counters::Statistics;
+pub use config::{Config, ConfigError, MidStreamPickup, Timeouts};
+pub use conn::{Conn, Reevaluation, Update};
+pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
 pub use fragments::Fragments;
-pub use hash::Hashed;
-pub use opened::{OpenError, Opened, Unusable};
+pub use hash::PreparedFlow;
+pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub use state::{EvictionClass, SctpState, State, TcpState};
-pub use sweep::{Connection, SweepCursor, Swept};
-pub use table::{ConnTable, Insertion, NewConn, Refused};
+pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
+pub use table::{ConnTable, InsertError, Insertion, NewConnection};
 pub use time::Timestamp;
 
 #[cfg(all(test, not(feature = "loom")))]

@@ -49,7 +49,7 @@ fn any_op() -> impl Strategy<Value = Op> {
 }
 
 fn address(last: u8) -> Address {
-    Address::from_v4_octets([10, 0, 0, last])
+    Address::from_v4_bytes([10, 0, 0, last])
 }
 
 /// The flow of connection `n` from its client. Protocols alternate, and some clients have a higher address than the
@@ -77,10 +77,10 @@ fn transport(protocol: Protocol, reply: bool) -> Transport {
 
 /// The map's entry of a connection.
 #[derive(Clone, Copy, PartialEq, Debug)]
-struct Known {
+struct ModelConnection {
     original: Flow,
     state: State,
-    is_cut: bool,
+    is_revoked: bool,
     owner: OwnerId,
     epoch: u32,
     began: u64,
@@ -88,7 +88,7 @@ struct Known {
 }
 
 struct Model {
-    known: HashMap<FlowKey, Known>,
+    known: HashMap<FlowKey, ModelConnection>,
     millis: u64,
     epoch: u32,
     created: u64,
@@ -110,16 +110,16 @@ fn ticks(millis: u64) -> u64 {
     millis / 512
 }
 
-impl Known {
+impl ModelConnection {
     /// The visible state.
     fn shown(&self) -> State {
-        if self.is_cut { State::Cut } else { self.state }
+        if self.is_revoked { State::Revoked } else { self.state }
     }
     fn lifetime(&self) -> u64 {
         let seconds: u64 = match (self.original.protocol, self.shown()) {
-            (Protocol::UDP, State::Replied | State::Assured | State::Cut) => 120,
+            (Protocol::UDP, State::Replied | State::Assured | State::Revoked) => 120,
             (Protocol::UDP | Protocol::ICMP, _) => 30,
-            (_, State::Cut) => 300,
+            (_, State::Revoked) => 300,
             (_, State::Tcp(TcpState::SynSent)) => 120,
             (_, State::Tcp(TcpState::Close)) => 10,
             other => panic!("the model does not reach {other:?}"),
@@ -130,20 +130,20 @@ impl Known {
         ticks(now) - ticks(self.last) > self.lifetime()
     }
     /// The documented eviction rank for a connection from `source`; `None`: never evicted.
-    fn rank(&self, source: Address, now: u64) -> Option<Rank> {
-        let (ending, class) = match self.state {
+    fn rank(&self, source: Address, now: u64) -> Option<EvictionRank> {
+        let (liveness, class) = match self.state {
             _ if self.is_expired(now) => (0, 0),
             State::Tcp(TcpState::Close) => (1, 0),
             State::Tcp(TcpState::SynSent) | State::Unreplied => (2, 0),
             State::Replied => (2, 1),
             _ => return None,
         };
-        Some((ending, self.original.src != source, class, ticks(self.last)))
+        Some((liveness, self.original.src != source, class, ticks(self.last)))
     }
 }
 
 /// Closing or not, of another source or not, answered or not, and the time of last use.
-type Rank = (u8, bool, u8, u64);
+type EvictionRank = (u8, bool, u8, u64);
 
 /// Runs one packet like the pipeline, and checks the result.
 fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport) {
@@ -159,7 +159,7 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
     );
     match (found, known) {
         (Some(mut conn), Some(mut known)) => {
-            assert!(conn.is_of_epoch(Epoch(known.epoch)) && !conn.is_of_epoch(Epoch(known.epoch + 1)));
+            assert!(conn.is_evaluated_under(Epoch(known.epoch)) && !conn.is_evaluated_under(Epoch(known.epoch + 1)));
             let reply = flow != known.original;
             let update = conn.update(hashed.orientation(), transport, now);
             let expected = expected_state(&known, reply, transport, model.millis);
@@ -171,8 +171,8 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
                 }
                 Expected::Unchanged => assert_eq!(update, Update::Accepted(known.state)),
                 Expected::Invalid => assert_eq!(update, Update::Invalid),
-                Expected::Cut => {
-                    assert_eq!(update, Update::Cut);
+                Expected::Revoked => {
+                    assert_eq!(update, Update::Revoked);
                     known.last = model.millis;
                     model.known.insert(key, known);
                 }
@@ -193,14 +193,14 @@ enum Expected {
     State(State),
     Unchanged,
     Invalid,
-    Cut,
+    Revoked,
     Opens,
 }
 
-fn expected_state(known: &Known, reply: bool, transport: &Transport, now: u64) -> Expected {
-    if known.is_cut {
+fn expected_state(known: &ModelConnection, reply: bool, transport: &Transport, now: u64) -> Expected {
+    if known.is_revoked {
         let anew = matches!(transport, Transport::Tcp(segment) if segment.flags == TcpFlags::SYN);
-        return if anew { Expected::Opens } else { Expected::Cut };
+        return if anew { Expected::Opens } else { Expected::Revoked };
     }
     let Transport::Tcp(segment) = transport else {
         return match transport {
@@ -237,7 +237,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
         let hashed = table.prepare(&key.flow(crate::packet::Orientation::LowToHigh));
         table.lookup(&hashed).map(|(slot, _)| slot / LANES)
     };
-    let candidates: HashMap<FlowKey, (u32, Rank)> = model
+    let candidates: HashMap<FlowKey, (u32, EvictionRank)> = model
         .known
         .iter()
         .filter(|(_, known)| known.owner == owner)
@@ -248,7 +248,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
     let all = model.known.len();
     let is_full = owned >= model.limit(all);
     let epoch = Epoch(model.epoch);
-    let new = NewConn { hashed: &hashed, transport, owner, via_host: false, epoch, now };
+    let new = NewConnection { hashed: &hashed, transport, owner, via_host: false, epoch, now };
     let opens = !matches!(transport, Transport::EchoReply)
         && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
     match table.insert(&new) {
@@ -259,23 +259,30 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
                 evicted(table, model, candidates, if owned > model.limit(all) { 2 } else { 1 });
             }
             let (state, began) = (conn.state(), model.millis);
-            let known =
-                Known { original: flow, state, is_cut: false, owner, epoch: model.epoch, began, last: model.millis };
+            let known = ModelConnection {
+                original: flow,
+                state,
+                is_revoked: false,
+                owner,
+                epoch: model.epoch,
+                began,
+                last: model.millis,
+            };
             model.known.insert(key, known);
             model.created += 1;
         }
         Ok(Insertion::Found(_)) => panic!("nobody else enters connections"),
-        Err(Refused::CannotOpen) => {
+        Err(InsertError::CannotOpen) => {
             assert!(!opens);
             model.known.extend(expired.map(|known| (key, known)));
         }
-        Err(Refused::Quota) => assert!(opens && is_full && candidates.is_empty()),
-        Err(Refused::Full) => panic!("the table is larger than the model ever is"),
+        Err(InsertError::Quota) => assert!(opens && is_full && candidates.is_empty()),
+        Err(InsertError::Full) => panic!("the table is larger than the model ever is"),
     }
 }
 
 /// This many of the candidates were evicted, or as many as there are; none in their group ranked before them.
-fn evicted(table: &ConnTable, model: &mut Model, mut candidates: HashMap<FlowKey, (u32, Rank)>, wanted: usize) {
+fn evicted(table: &ConnTable, model: &mut Model, mut candidates: HashMap<FlowKey, (u32, EvictionRank)>, wanted: usize) {
     let is_there =
         |key: &FlowKey| table.lookup(&table.prepare(&key.flow(crate::packet::Orientation::LowToHigh))).is_some();
     let mut gone: Vec<FlowKey> = model.known.keys().filter(|key| !is_there(key)).copied().collect();
@@ -308,16 +315,16 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
             let now = Timestamp::from_millis(model.millis);
             if let Some(mut conn) = table.find(&table.prepare(&flow(n)), now) {
                 let known = model.known.get_mut(&flow(n).key().0).unwrap();
-                let expected = match (known.is_cut, allowed) {
-                    _ if known.epoch >= epoch => Judged::Kept,
-                    (false, false) => Judged::Cut,
-                    (true, true) => Judged::Restored,
-                    _ => Judged::Kept,
+                let expected = match (known.is_revoked, allowed) {
+                    _ if known.epoch >= epoch => Reevaluation::Unchanged,
+                    (false, false) => Reevaluation::Revoked,
+                    (true, true) => Reevaluation::Restored,
+                    _ => Reevaluation::Unchanged,
                 };
                 if known.epoch < epoch {
-                    (known.epoch, known.is_cut) = (epoch, !allowed);
+                    (known.epoch, known.is_revoked) = (epoch, !allowed);
                 }
-                assert_eq!(conn.set_judged(Epoch(epoch), allowed), expected);
+                assert_eq!(conn.set_verdict(Epoch(epoch), allowed), expected);
             }
         }
         Op::Remove { n } => {
@@ -353,7 +360,7 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
 
 /// The visible content of the table equals the map.
 fn compare(table: &ConnTable, model: &Model) {
-    let listed: HashMap<FlowKey, Connection> = table
+    let listed: HashMap<FlowKey, ConnectionInfo> = table
         .iter(Timestamp::from_millis(model.millis))
         .map(|connection| (connection.original.key().0, connection))
         .collect();
@@ -384,11 +391,11 @@ proptest! {
     #![proptest_config(cases())]
 
     #[test]
-    fn the_table_does_what_a_map_with_a_clock_would(
+    fn the_table_matches_a_map_with_a_clock(
         ops in prop::collection::vec(any_op(), 1..150),
         quota in prop_oneof![Just(4u32), Just(8), Just(100)],
     ) {
-        let config = Config { entries: ENTRIES, quota: Some(quota), pick_up: PickUp::Never, ..Config::default() };
+        let config = Config { entries: ENTRIES, quota: Some(quota), midstream_pickup: MidStreamPickup::Never, ..Config::default() };
         let table = ConnTable::new(&config).unwrap();
         let mut model = Model {
             known: HashMap::new(),

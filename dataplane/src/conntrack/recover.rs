@@ -2,8 +2,8 @@
 
 use std::sync::atomic::Ordering as CountOrdering;
 
-use super::counters::Event;
-use super::entry::{Control, EpochTag, Loaded, OwnerId};
+use super::counters::TableEvent;
+use super::entry::{ControlWord, EntrySnapshot, EpochTag, OwnerId};
 use super::hash::{alternate, home, key_of, tag};
 use super::state::State;
 use super::table::ConnTable;
@@ -33,7 +33,7 @@ impl ConnTable {
     }
 
     /// The content of an entry, if it is consistent and at a valid position.
-    fn sound(&self, slot: u32) -> Option<Loaded> {
+    fn sound(&self, slot: u32) -> Option<EntrySnapshot> {
         let loaded = self.entry(slot).load()?;
         let hash = self.seed.hash(&loaded.key);
         let is_home = [home(hash, self.groups), alternate(hash, self.groups)].contains(&(slot / LANES));
@@ -41,7 +41,7 @@ impl ConnTable {
         (loaded.control.is_live() && is_home && is_state).then_some(loaded)
     }
 
-    fn take_over(&self, slot: u32, loaded: &Loaded) {
+    fn take_over(&self, slot: u32, loaded: &EntrySnapshot) {
         let (entry, control) = (self.entry(slot), loaded.control);
         // No other thread uses the table yet: the word cannot have changed.
         let _ = entry.exchange(control, control.with_verdict(EpochTag::NONE, !control.is_revoked()));
@@ -61,7 +61,7 @@ impl ConnTable {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
             // Repeat until it is done or the connection was removed: a worker may update it in between.
-            while let Some(Loaded { control, key, .. }) = self.entry(slot).load()
+            while let Some(EntrySnapshot { control, key, .. }) = self.entry(slot).load()
                 && control.is_live()
             {
                 match owner(&key_of(&key).flow(control.original())) {
@@ -75,12 +75,12 @@ impl ConnTable {
                 }
             }
         }
-        self.counters.add(Event::Removed, removed as u64);
+        self.counters.add(TableEvent::Removed, removed as u64);
         removed
     }
 
     /// Assigns the connection of `control` to this owner, unless it has changed.
-    fn give_to(&self, slot: u32, control: Control, owner: OwnerId) -> bool {
+    fn give_to(&self, slot: u32, control: ControlWord, owner: OwnerId) -> bool {
         // Counted first, so that a thread that then removes it finds it counted.
         self.owner(owner).fetch_add(1, CountOrdering::Relaxed);
         let before = self.entry(slot).exchange_owner(control, owner);

@@ -6,9 +6,9 @@
 use super::state::SctpState;
 use crate::packet::SctpChunk;
 
-/// The effect of a packet on its association; see [`super::track::Step`].
+/// The effect of a packet on its association; see [`super::track::SctpStep`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Step {
+pub(super) enum SctpStep {
     /// New state, and the tracking words of the packet's sender and receiver.
     Accept(SctpState, u64, u64),
     Pass,
@@ -19,11 +19,11 @@ pub(super) enum Step {
 const KNOWN: u64 = 1 << 32;
 
 /// The first packet of an association: its state and the tracking words of sender and receiver.
-pub(super) fn open(chunk: SctpChunk, tag: u32, pick_up: bool) -> Option<(SctpState, u64, u64)> {
+pub(super) fn open(chunk: SctpChunk, tag: u32, midstream_pickup: bool) -> Option<(SctpState, u64, u64)> {
     match chunk {
         // RFC 9260 section 8.5.1: INIT carries the tag 0.
         SctpChunk::Init => (tag == 0).then_some((SctpState::CookieWait, 0, 0)),
-        SctpChunk::Other if pick_up && tag != 0 => Some((SctpState::PickedUp, KNOWN | u64::from(tag), 0)),
+        SctpChunk::Other if midstream_pickup && tag != 0 => Some((SctpState::PickedUp, KNOWN | u64::from(tag), 0)),
         _ => None,
     }
 }
@@ -36,7 +36,7 @@ pub(super) fn step(
     from_opener: bool,
     chunk: SctpChunk,
     tag: u32,
-) -> Step {
+) -> SctpStep {
     if chunk == SctpChunk::Init {
         return init(state, sender, receiver, from_opener, tag);
     }
@@ -50,24 +50,24 @@ pub(super) fn step(
         _ => sender == 0 || sender == known,
     };
     if !fits {
-        return Step::Invalid;
+        return SctpStep::Invalid;
     }
     let sender = if sender == 0 && receiver != known { known } else { sender };
     let both_heard = sender != 0 && receiver != 0;
     let state = if state == SctpState::PickedUp && both_heard { SctpState::Established } else { state };
     match after(state, from_opener, chunk) {
-        Some(state) => Step::Accept(state, sender, receiver),
-        None => Step::Invalid,
+        Some(state) => SctpStep::Accept(state, sender, receiver),
+        None => SctpStep::Invalid,
     }
 }
 
-fn init(state: SctpState, sender: u64, receiver: u64, from_opener: bool, tag: u32) -> Step {
+fn init(state: SctpState, sender: u64, receiver: u64, from_opener: bool, tag: u32) -> SctpStep {
     match state {
-        _ if tag != 0 => Step::Invalid,
-        SctpState::Closed | SctpState::PickedUp => Step::Open,
-        SctpState::CookieWait if from_opener => Step::Accept(state, sender, receiver),
+        _ if tag != 0 => SctpStep::Invalid,
+        SctpState::Closed | SctpState::PickedUp => SctpStep::Open,
+        SctpState::CookieWait if from_opener => SctpStep::Accept(state, sender, receiver),
         // A peer that restarted, or INITs that crossed (RFC 9260 section 5.2): the receiver decides by its own state.
-        _ => Step::Pass,
+        _ => SctpStep::Pass,
     }
 }
 
@@ -120,20 +120,20 @@ mod tests {
         for (number, &(from_opener, chunk, tag, expected)) in packets.iter().enumerate() {
             let (sender, receiver) = if from_opener { (0, 1) } else { (1, 0) };
             let after = match step(state, kept[sender], kept[receiver], from_opener, chunk, tag) {
-                Step::Accept(next, of_sender, of_receiver) => {
+                SctpStep::Accept(next, of_sender, of_receiver) => {
                     (kept[sender], kept[receiver]) = (of_sender, of_receiver);
                     state = next;
                     Some(state)
                 }
-                Step::Pass => Some(state),
-                Step::Invalid | Step::Open => None,
+                SctpStep::Pass => Some(state),
+                SctpStep::Invalid | SctpStep::Open => None,
             };
             assert_eq!(after, expected, "{description}: packet {number}, {chunk:?}");
         }
     }
 
     #[test]
-    fn associations_follow_their_packets() {
+    fn associations_change_state_with_their_packets() {
         let then = |rest: &[Packet]| [&HANDSHAKE[..], rest].concat();
         run("handshake", &HANDSHAKE);
         run(
@@ -169,23 +169,23 @@ mod tests {
 
     #[test]
     fn an_init_reopens_a_closed_association() {
-        assert_eq!(step(S::Closed, KNOWN | 1, KNOWN | 2, true, Init, 0), Step::Open);
+        assert_eq!(step(S::Closed, KNOWN | 1, KNOWN | 2, true, Init, 0), SctpStep::Open);
     }
 
     #[test]
-    fn the_middle_of_an_association_opens_one_only_if_set() {
+    fn mid_stream_packets_open_an_association_only_if_enabled() {
         assert_eq!(open(Other, 5, false), None);
         assert_eq!(open(Other, 0, true), None);
         assert_eq!(open(Init, 5, true), None);
         assert_eq!(open(CookieAck, 5, true), None);
         let (state, sender, receiver) = open(Other, 5, true).unwrap();
         assert_eq!((state, sender, receiver), (S::PickedUp, KNOWN | 5, 0));
-        assert_eq!(step(state, sender, receiver, true, Shutdown, 5), Step::Accept(S::PickedUp, sender, receiver));
-        assert_eq!(step(state, sender, receiver, true, Init, 0), Step::Open);
-        assert_eq!(step(state, receiver, sender, false, Other, 6), Step::Accept(S::Established, KNOWN | 6, sender));
+        assert_eq!(step(state, sender, receiver, true, Shutdown, 5), SctpStep::Accept(S::PickedUp, sender, receiver));
+        assert_eq!(step(state, sender, receiver, true, Init, 0), SctpStep::Open);
+        assert_eq!(step(state, receiver, sender, false, Other, 6), SctpStep::Accept(S::Established, KNOWN | 6, sender));
         assert_eq!(
             step(state, receiver, sender, false, Abort, 5),
-            Step::Accept(S::Closed, receiver, sender),
+            SctpStep::Accept(S::Closed, receiver, sender),
             "reflected"
         );
     }

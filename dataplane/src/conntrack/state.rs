@@ -1,6 +1,6 @@
 //! Connection states, and which of them are evicted for others.
 
-use super::entry::Control;
+use super::entry::ControlWord;
 use crate::packet::Protocol;
 
 /// The state of a connection.
@@ -19,7 +19,7 @@ pub enum State {
     Assured,
     /// Any protocol: revoked by policy; no packet of it passes. The entry is kept because a packet of the answering
     /// side would otherwise open a connection in the other direction.
-    Cut,
+    Revoked,
 }
 
 /// TCP states as seen by a firewall between the ends. Names follow nf_conntrack.
@@ -95,7 +95,7 @@ impl State {
             Self::Unreplied => "UNREPLIED",
             Self::Replied => "REPLIED",
             Self::Assured => "ASSURED",
-            Self::Cut => "CUT",
+            Self::Revoked => "CUT",
         }
     }
 
@@ -118,14 +118,14 @@ impl State {
             },
             Self::Unreplied => EvictionClass::Unanswered,
             Self::Replied => EvictionClass::Answered,
-            Self::Assured | Self::Cut => EvictionClass::Kept,
+            Self::Assured | Self::Revoked => EvictionClass::Kept,
         }
     }
 
     /// The state of the connection of `control`, or `None` if its number is not a state.
     #[inline]
-    pub(super) const fn of(protocol: Protocol, control: Control) -> Option<Self> {
-        if control.is_revoked() { Some(Self::Cut) } else { Self::from_code(protocol, control.state()) }
+    pub(super) const fn of(protocol: Protocol, control: ControlWord) -> Option<Self> {
+        if control.is_revoked() { Some(Self::Revoked) } else { Self::from_code(protocol, control.state()) }
     }
 
     /// Its number in the control word; 0 and 1 are not connection states. [`State::Revoked`] has none: it is a flag
@@ -137,7 +137,7 @@ impl State {
             Self::Unreplied => 2,
             Self::Replied => 3,
             Self::Assured => 4,
-            Self::Cut => panic!("no packet leads to it"),
+            Self::Revoked => panic!("no packet leads to it"),
         }
     }
 
@@ -241,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_names_at_most_one_state_and_comes_back() {
+    fn state_numbers_are_unique_and_round_trip() {
         for protocol in [Protocol::TCP, Protocol::SCTP, Protocol::UDP, Protocol(47)] {
             let states: Vec<_> =
                 (0..=u8::MAX).filter_map(|code| Some((code, State::from_code(protocol, code)?))).collect();

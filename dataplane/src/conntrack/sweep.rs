@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::counters::Event;
-use super::entry::{EpochTag, Loaded, OwnerId};
+use super::counters::TableEvent;
+use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
 use super::state::State;
 use super::table::ConnTable;
@@ -20,7 +20,7 @@ pub struct SweepCursor {
 
 /// Result of one step of a sweep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Swept {
+pub struct SweepResult {
     /// Entries examined, free ones included.
     pub examined: usize,
     /// Connections removed by their timeout.
@@ -31,7 +31,7 @@ pub struct Swept {
 
 /// A connection in a listing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Connection {
+pub struct ConnectionInfo {
     /// The flow of the packet that opened it.
     pub original: Flow,
     /// Its state.
@@ -51,9 +51,9 @@ impl ConnTable {
     ///
     /// A million entries take some 30 ms. With a sweep every few seconds, in steps of a few hundred between batches, a
     /// connection outlives its timeout by at most one round, and is not found meanwhile.
-    pub fn sweep(&self, cursor: &mut SweepCursor, steps: usize, now: Timestamp, epoch: Epoch) -> Swept {
+    pub fn sweep(&self, cursor: &mut SweepCursor, steps: usize, now: Timestamp, epoch: Epoch) -> SweepResult {
         let (now, epoch) = (now.tick(), EpochTag::of(epoch));
-        let mut swept = Swept::default();
+        let mut swept = SweepResult::default();
         while swept.examined < steps {
             let group = cursor.group % self.groups;
             for slot in self.occupied(group) {
@@ -77,13 +77,13 @@ impl ConnTable {
     }
 
     /// The connections of the table, in no order. One that is inserted or removed meanwhile may or may not be included.
-    pub fn iter(&self, now: Timestamp) -> impl Iterator<Item = Connection> + '_ {
+    pub fn iter(&self, now: Timestamp) -> impl Iterator<Item = ConnectionInfo> + '_ {
         (0..self.groups).flat_map(|group| self.occupied(group)).filter_map(move |slot| {
-            let Loaded { control, key, owner, .. } = self.entry(slot).load()?;
+            let EntrySnapshot { control, key, owner, .. } = self.entry(slot).load()?;
             let key = key_of(&key);
-            let (age, lifetime) = (control.tick().age(now.tick()), self.lifetimes.of(key.protocol, control));
+            let (age, lifetime) = (control.tick().age(now.tick()), self.timeout_ticks.of(key.protocol, control));
             (control.is_live() && age <= lifetime).then_some(())?;
-            Some(Connection {
+            Some(ConnectionInfo {
                 original: key.flow(control.original()),
                 state: State::of(key.protocol, control)?,
                 owner,
@@ -111,7 +111,7 @@ impl ConnTable {
         let mut removed = 0;
         for slot in (0..self.groups).flat_map(|group| self.occupied(group)) {
             // Repeat until it is removed or replaced: a packet may update it in between.
-            while let Some(Loaded { control, key, owner, .. }) = self.entry(slot).load()
+            while let Some(EntrySnapshot { control, key, owner, .. }) = self.entry(slot).load()
                 && control.is_live()
                 && unwanted(&key_of(&key).flow(control.original()), owner)
             {
@@ -121,7 +121,7 @@ impl ConnTable {
                 }
             }
         }
-        self.counters.add(Event::Removed, removed as u64);
+        self.counters.add(TableEvent::Removed, removed as u64);
         removed
     }
 

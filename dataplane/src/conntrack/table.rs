@@ -4,17 +4,17 @@ use std::sync::atomic::{AtomicU32, Ordering as CountOrdering};
 
 use crossbeam::utils::CachePadded;
 
-use super::config::{Config, Lifetimes, PickUp};
+use super::config::{Config, MidStreamPickup, TimeoutTicks};
 use super::conn::Conn;
-use super::counters::{Counters, Event, Statistics};
-use super::entry::{Contents, Control, Entry, EpochTag, OwnerId};
+use super::counters::{ConnTableStatistics, Counters, TableEvent};
+use super::entry::{ControlWord, EntryContents, EpochTag, OwnerId, TableEntry};
 use super::fragments::Fragments;
-use super::hash::{Hashed, NO_HINT, Seed, alternate, home};
+use super::hash::{NO_HINT, PreparedFlow, Seed, alternate, home};
 #[cfg(all(test, feature = "loom"))]
 use super::interleavings::storage::Storage;
 #[cfg(not(all(test, feature = "loom")))]
 use super::mapping::Storage;
-use super::opened::{OpenError, Opened};
+use super::origin::{OpenError, TableOrigin};
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
@@ -28,9 +28,9 @@ pub struct ConnTable {
     pub(super) storage: Storage,
     pub(super) seed: Seed,
     pub(super) groups: u32,
-    pub(super) lifetimes: Lifetimes,
+    pub(super) timeout_ticks: TimeoutTicks,
     pub(super) counters: Counters,
-    pub(super) opened: Opened,
+    pub(super) origin: TableOrigin,
     /// Number of connections of each owner.
     owners: Box<[AtomicU32]>,
     /// Number of connections of all owners. It may be off by the few that are being inserted or removed.
@@ -38,14 +38,14 @@ pub struct ConnTable {
     fragments: Fragments,
     entries: u32,
     quota: u32,
-    pick_up: PickUp,
+    midstream_pickup: MidStreamPickup,
 }
 
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]
-pub struct NewConn<'a> {
+pub struct NewConnection<'a> {
     /// The prepared flow of the first packet; its direction becomes the original one.
-    pub hashed: &'a Hashed,
+    pub hashed: &'a PreparedFlow,
     /// The first packet.
     pub transport: &'a Transport,
     /// Owner whose quota it counts against.
@@ -68,7 +68,7 @@ pub enum Insertion<'t> {
 
 /// Why a connection was not inserted.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
-pub enum Refused {
+pub enum InsertError {
     /// Both of its groups are full of connections that cannot be evicted.
     #[error("the connection table is full")]
     Full,
@@ -81,7 +81,7 @@ pub enum Refused {
 }
 
 /// A slot and the control word under which this thread saw or claimed it.
-pub(super) type Held = (u32, Control);
+pub(super) type SlotRef = (u32, ControlWord);
 
 /// Number of owners that are counted.
 pub(super) const OWNERS: usize = if cfg!(all(test, feature = "loom")) { 4 } else { 1 << 16 };
@@ -102,33 +102,33 @@ impl ConnTable {
     pub fn new(config: &Config) -> Result<Self, OpenError> {
         config.check()?;
         let groups = group_count(config.entries);
-        let (storage, seed, opened) = Storage::open(groups, config.mapping.as_deref())?;
+        let (storage, seed, origin) = Storage::open(groups, config.mapping.as_deref())?;
         let mut table = Self {
             storage,
             seed,
             groups,
-            lifetimes: Lifetimes::new(&config.timeouts),
+            timeout_ticks: TimeoutTicks::new(&config.timeouts),
             counters: Counters::new(),
-            opened,
+            origin,
             owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
             total: CachePadded::new(AtomicU32::new(0)),
             fragments: Fragments::new(),
             entries: config.entries as u32,
             quota: config.quota(),
-            pick_up: config.pick_up,
+            midstream_pickup: config.midstream_pickup,
         };
-        if opened == Opened::Found {
+        if origin == TableOrigin::Found {
             table.recover();
-            if let PickUp::AfterLoss(_) = table.pick_up {
-                table.pick_up = PickUp::Never;
+            if let MidStreamPickup::AfterLoss(_) = table.midstream_pickup {
+                table.midstream_pickup = MidStreamPickup::Never;
             }
         }
         Ok(table)
     }
 
     /// How the table was obtained.
-    pub fn opened(&self) -> &Opened {
-        &self.opened
+    pub fn origin(&self) -> &TableOrigin {
+        &self.origin
     }
 
     /// Capacity in entries; slightly more than configured.
@@ -157,7 +157,7 @@ impl ConnTable {
     }
 
     /// Counters since the table was created.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> ConnTableStatistics {
         self.counters.statistics()
     }
 
@@ -169,8 +169,8 @@ impl ConnTable {
     /// Prepares a flow: hashes it and prefetches the tags of its group. With a batch, prepare all packets first, then
     /// [`ConnTable::locate`] all, then [`ConnTable::find`].
     #[inline(always)]
-    pub fn prepare(&self, flow: &Flow) -> Hashed {
-        let hashed = Hashed::new(&self.seed, flow);
+    pub fn prepare(&self, flow: &Flow) -> PreparedFlow {
+        let hashed = PreparedFlow::new(&self.seed, flow);
         prefetch(self.tags(home(hashed.hash, self.groups)));
         hashed
     }
@@ -186,7 +186,7 @@ impl ConnTable {
     /// Compares the tags of a prepared flow and prefetches the candidate entry. Optional: it saves [`ConnTable::find`]
     /// the memory latency if enough other work lies between the two.
     #[inline(always)]
-    pub fn locate(&self, hashed: &mut Hashed) {
+    pub fn locate(&self, hashed: &mut PreparedFlow) {
         let group = home(hashed.hash, self.groups);
         let lanes = self.tags(group).lanes_with(hashed.tag());
         if lanes == 0 {
@@ -199,7 +199,7 @@ impl ConnTable {
 
     /// The connection of this packet, in either direction. Expired ones are not found.
     #[inline(always)]
-    pub fn find(&self, hashed: &Hashed, now: Timestamp) -> Option<Conn<'_>> {
+    pub fn find(&self, hashed: &PreparedFlow, now: Timestamp) -> Option<Conn<'_>> {
         let (slot, control) = self.lookup(hashed)?;
         (!self.is_expired(hashed.protocol(), control, now.tick())).then(|| Conn::new(self, hashed, slot, control))
     }
@@ -213,20 +213,20 @@ impl ConnTable {
     ///
     /// # Errors
     /// Why it was rejected; each reason is counted.
-    pub fn insert(&self, new: &NewConn<'_>) -> Result<Insertion<'_>, Refused> {
+    pub fn insert(&self, new: &NewConnection<'_>) -> Result<Insertion<'_>, InsertError> {
         let hashed = new.hashed;
         let now = new.now.tick();
-        let pick_up = self.picks_up(new.owner, new.now);
-        let opening = track::open(hashed.protocol(), hashed.orientation, new.transport, pick_up, now);
+        let midstream_pickup = self.allows_pickup(new.owner, new.now);
+        let opening = track::open(hashed.protocol(), hashed.orientation, new.transport, midstream_pickup, now);
         let Some((state, tracking)) = opening else {
-            self.counters.count(Event::RefusedCannotOpen);
-            return Err(Refused::CannotOpen);
+            self.counters.count(TableEvent::RefusedCannotOpen);
+            return Err(InsertError::CannotOpen);
         };
-        let contents = Contents { owner: new.owner, tracking };
+        let contents = EntryContents { owner: new.owner, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if !self.is_expired(hashed.protocol(), control, new.now.tick()) {
-                    self.counters.count(Event::Raced);
+                    self.counters.count(TableEvent::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
                 }
                 // Check again whether it was removed or updated, or another thread is removing it.
@@ -235,41 +235,41 @@ impl ConnTable {
             }
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
-            let control = Control::tentative(claimed, state.code(), hashed.orientation, epoch, now);
+            let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
             let control = control.with_via_host(new.via_host);
             self.publish((slot, control), hashed, contents);
-            match self.settle(hashed, (slot, control)) {
+            match self.confirm_one(hashed, (slot, control)) {
                 Some((winner, found)) if winner == slot && found.is_same_generation(control) => {
                     return Ok(Insertion::Created(Conn::new(self, hashed, slot, found)));
                 }
                 Some((winner, found)) => {
-                    self.counters.count(Event::Raced);
+                    self.counters.count(TableEvent::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, winner, found)));
                 }
-                None => self.counters.count(Event::Retried),
+                None => self.counters.count(TableEvent::Retried),
             }
         }
     }
 
     /// Whether a mid-stream packet may currently open a connection for this owner.
-    fn picks_up(&self, owner: OwnerId, now: Timestamp) -> bool {
-        match self.pick_up {
-            PickUp::Never => false,
-            PickUp::AfterLoss(end) | PickUp::Until(end) if now >= end => false,
-            PickUp::AfterLoss(_) | PickUp::Until(_) => self.len_of(owner) < self.limit() / 2,
-            PickUp::Always => true,
+    fn allows_pickup(&self, owner: OwnerId, now: Timestamp) -> bool {
+        match self.midstream_pickup {
+            MidStreamPickup::Never => false,
+            MidStreamPickup::AfterLoss(end) | MidStreamPickup::Until(end) if now >= end => false,
+            MidStreamPickup::AfterLoss(_) | MidStreamPickup::Until(_) => self.len_of(owner) < self.limit() / 2,
+            MidStreamPickup::Always => true,
         }
     }
 
     /// A claimed entry for a new connection, counted for its owner.
-    fn make_room(&self, new: &NewConn<'_>) -> Result<Held, Refused> {
+    fn make_room(&self, new: &NewConnection<'_>) -> Result<SlotRef, InsertError> {
         let now = new.now.tick();
         let limit = self.limit();
         if self.count(new.owner) >= limit {
             let Some(held) = self.evict(new.hashed, Some(new.owner), now) else {
                 self.uncount(new.owner);
-                self.counters.count(Event::RefusedQuota);
-                return Err(Refused::Quota);
+                self.counters.count(TableEvent::RefusedQuota);
+                return Err(InsertError::Quota);
             };
             // The table has filled up since its owner got so many connections: evict one more of them.
             if self.len_of(new.owner) > self.limit()
@@ -282,8 +282,8 @@ impl ConnTable {
         let found = self.claim_free(new.hashed).or_else(|| self.evict(new.hashed, None, now));
         found.ok_or_else(|| {
             self.uncount(new.owner);
-            self.counters.count(Event::RefusedFull);
-            Refused::Full
+            self.counters.count(TableEvent::RefusedFull);
+            InsertError::Full
         })
     }
 
@@ -307,7 +307,7 @@ impl ConnTable {
 
     /// Claims a free entry in the home group, or in the alternate one if the home group is crowded and the other is
     /// less so.
-    fn claim_free(&self, hashed: &Hashed) -> Option<Held> {
+    fn claim_free(&self, hashed: &PreparedFlow) -> Option<SlotRef> {
         let (first, second) = (home(hashed.hash, self.groups), alternate(hashed.hash, self.groups));
         let crowded = self.tags(first).occupancy();
         let groups = if crowded > CROWDED && self.tags(second).occupancy() < crowded {
@@ -324,7 +324,7 @@ impl ConnTable {
     }
 
     /// Writes a connection into a claimed entry and publishes it to other inserts as tentative.
-    fn publish(&self, (slot, control): Held, hashed: &Hashed, contents: Contents) {
+    fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
         self.entry(slot).publish(control, &hashed.words, contents);
@@ -341,7 +341,7 @@ impl ConnTable {
     /// had become live, and gave up p. P saw q live: it gave up p.
     ///
     /// No thread waits: one that finds another's candidate completes that insert instead.
-    fn settle(&self, hashed: &Hashed, mut candidate: Held) -> Option<Held> {
+    fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
         'candidates: loop {
             // Between the publication of the candidate (ours, or another's that we have seen) and the scan.
             fence(Ordering::SeqCst);
@@ -351,24 +351,24 @@ impl ConnTable {
                     continue;
                 }
                 if found.is_live() {
-                    return Some(self.give_up(candidate).err().unwrap_or((other, found)));
+                    return Some(self.withdraw(candidate).err().unwrap_or((other, found)));
                 }
                 if other < slot {
-                    if let Err(confirmed) = self.give_up(candidate) {
+                    if let Err(confirmed) = self.withdraw(candidate) {
                         return Some(confirmed);
                     }
                     candidate = (other, found);
                     continue 'candidates;
                 }
-                if let Err(confirmed) = self.give_up((other, found)) {
-                    return Some(self.give_up(candidate).err().unwrap_or(confirmed));
+                if let Err(confirmed) = self.withdraw((other, found)) {
+                    return Some(self.withdraw(candidate).err().unwrap_or(confirmed));
                 }
             }
             return match self.entry(slot).exchange(control, control.confirmed()) {
                 Ok(()) => {
                     // Counted here and not by the thread that made the candidate, since it may be removed before that
                     // thread continues.
-                    self.counters.count(Event::Created);
+                    self.counters.count(TableEvent::Created);
                     Some((slot, control.confirmed()))
                 }
                 Err(found) if found.is_same_generation(control) => Some((slot, found)),
@@ -381,7 +381,7 @@ impl ConnTable {
     ///
     /// # Errors
     /// The entry, if it has become live; it stays.
-    fn give_up(&self, (slot, control): Held) -> Result<(), Held> {
+    fn withdraw(&self, (slot, control): SlotRef) -> Result<(), SlotRef> {
         match self.entry(slot).exchange(control, control.claimed()) {
             Ok(()) => {
                 self.release(slot, control);
@@ -393,7 +393,7 @@ impl ConnTable {
     }
 
     /// Entries with this key, live or tentative.
-    fn written<'a>(&'a self, hashed: &'a Hashed) -> impl Iterator<Item = Held> + 'a {
+    fn written<'a>(&'a self, hashed: &'a PreparedFlow) -> impl Iterator<Item = SlotRef> + 'a {
         [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)].into_iter().flat_map(move |group| {
             bits(self.tags(group).lanes_with(hashed.tag())).filter_map(move |lane| {
                 let slot = group * LANES + lane;
@@ -404,7 +404,7 @@ impl ConnTable {
 
     /// The live entry with this key.
     #[inline(always)]
-    pub(super) fn lookup(&self, hashed: &Hashed) -> Option<Held> {
+    pub(super) fn lookup(&self, hashed: &PreparedFlow) -> Option<SlotRef> {
         if hashed.hint != NO_HINT
             && let Some(entry) = self.storage.entries().get(hashed.hint as usize)
             && let Some(control) = entry.matches(&hashed.words)
@@ -417,21 +417,21 @@ impl ConnTable {
 
     /// [`ConnTable::lookup`] without a hint, or after a wrong one.
     #[inline(never)]
-    fn search(&self, hashed: &Hashed) -> Option<Held> {
+    fn search(&self, hashed: &PreparedFlow) -> Option<SlotRef> {
         self.written(hashed).find(|(_, control)| control.is_live())
     }
 
     /// Whether a connection has expired.
     #[inline]
-    pub(super) fn is_expired(&self, protocol: Protocol, control: Control, now: Tick) -> bool {
+    pub(super) fn is_expired(&self, protocol: Protocol, control: ControlWord, now: Tick) -> bool {
         let age = control.tick().age(now);
         // No timeout is that short, and a busy connection's last packet was just now.
-        age > 0 && age > self.lifetimes.of(protocol, control)
+        age > 0 && age > self.timeout_ticks.of(protocol, control)
     }
 
     /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
     /// stays: its control word differs.
-    pub(super) fn expire(&self, slot: u32, control: Control, now: Tick) -> bool {
+    pub(super) fn expire(&self, slot: u32, control: ControlWord, now: Tick) -> bool {
         let entry = self.entry(slot);
         if !control.is_live() || !self.is_expired(entry.protocol(), control, now) {
             return false;
@@ -439,13 +439,13 @@ impl ConnTable {
         let expired = entry.exchange(control, control.claimed()).is_ok();
         if expired {
             self.release(slot, control);
-            self.counters.count(Event::Expired);
+            self.counters.count(TableEvent::Expired);
         }
         expired
     }
 
     /// Frees an entry that this thread has claimed from the connection of `control`.
-    pub(super) fn release(&self, slot: u32, control: Control) {
+    pub(super) fn release(&self, slot: u32, control: ControlWord) {
         self.forget(slot);
         self.entry(slot).free(control.claimed());
     }
@@ -458,7 +458,7 @@ impl ConnTable {
     }
 
     #[inline]
-    pub(super) fn entry(&self, slot: u32) -> &Entry {
+    pub(super) fn entry(&self, slot: u32) -> &TableEntry {
         &self.storage.entries()[slot as usize]
     }
 

@@ -115,7 +115,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn both_ways_of_comparing_find_the_lanes_that_are_equal(
+        fn portable_and_simd_comparison_agree(
             tags in prop::collection::vec(prop_oneof![Just(0u16), Just(1), Just(0x8000), Just(0x7fff), Just(0xffff), any::<u16>()], 32),
             tag in prop_oneof![Just(0u16), Just(1), Just(0x8000), Just(0xffff), any::<u16>()],
         ) {
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_is_set_and_cleared_alone() {
+    fn setting_and_clearing_a_lane_leaves_others_unchanged() {
         let tags = Tags(Default::default());
         tags.set(5, 0xabcd);
         tags.set(31, 1);

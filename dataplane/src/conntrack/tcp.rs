@@ -8,9 +8,9 @@
 use super::state::TcpState;
 use crate::packet::{TcpFlags, TcpSegment};
 
-/// The effect of a segment on its connection; see [`super::track::Step`].
+/// The effect of a segment on its connection; see [`super::track::TcpStep`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Step {
+pub(super) enum TcpStep {
     /// New state, and the tracking words of the segment's sender and receiver.
     Accept(TcpState, u64, u64),
     /// The tracking word of the segment's sender, marked, and the held SYN.
@@ -211,7 +211,7 @@ fn log2(window: u32) -> u8 {
 
 /// Segment type according to its flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum SegmentKind {
     Syn,
     SynAck,
     Reset,
@@ -221,26 +221,26 @@ enum Kind {
 
 /// The segment type, or `None` for an invalid combination of flags.
 #[inline]
-fn kind(flags: TcpFlags) -> Option<Kind> {
+fn kind(flags: TcpFlags) -> Option<SegmentKind> {
     const SYN: u8 = TcpFlags::SYN.0;
     const FIN: u8 = TcpFlags::FIN.0;
     const RST: u8 = TcpFlags::RST.0;
     const ACK: u8 = TcpFlags::ACK.0;
     match flags.0 & (SYN | FIN | RST | ACK) {
         // Nearly all segments are of this type.
-        n if n & !FIN == ACK => Some(Kind::Plain),
-        SYN => Some(Kind::Syn),
-        n if n == SYN | ACK => Some(Kind::SynAck),
-        n if n & !ACK == RST => Some(Kind::Reset),
+        n if n & !FIN == ACK => Some(SegmentKind::Plain),
+        SYN => Some(SegmentKind::Syn),
+        n if n == SYN | ACK => Some(SegmentKind::SynAck),
+        n if n & !ACK == RST => Some(SegmentKind::Reset),
         _ => None,
     }
 }
 
 /// A connection's first segment: the state that it opens, and the windows of its sender and receiver.
-pub(super) fn open(segment: &TcpSegment, pick_up: bool) -> Option<(TcpState, Window, Window)> {
+pub(super) fn open(segment: &TcpSegment, midstream_pickup: bool) -> Option<(TcpState, Window, Window)> {
     match kind(segment.flags)? {
-        Kind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::default())),
-        Kind::Plain if pick_up && !segment.flags.contains(TcpFlags::FIN) => {
+        SegmentKind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::default())),
+        SegmentKind::Plain if midstream_pickup && !segment.flags.contains(TcpFlags::FIN) => {
             let unknown = Window { scale: UNKNOWN_SCALE, ..Window::default() };
             let offer = unknown.offer(segment);
             let reach = log2(offer).max(16);
@@ -263,15 +263,15 @@ pub(super) fn step(
     from_opener: bool,
     segment: &TcpSegment,
     held: HeldSyn,
-) -> Step {
+) -> TcpStep {
     // Unpacked lazily, so that those of a plain segment stay in registers.
     let windows = || (Window::unpack(sender), Window::unpack(receiver));
     match kind(segment.flags) {
-        Some(Kind::Plain) => plain(state, windows(), from_opener, segment, held),
-        Some(Kind::Syn) => syn(state, windows(), from_opener, segment, held),
-        Some(Kind::SynAck) => syn_ack(state, windows(), from_opener, segment, held),
-        Some(Kind::Reset) => reset(state, windows(), from_opener, segment, held),
-        None => Step::Invalid,
+        Some(SegmentKind::Plain) => plain(state, windows(), from_opener, segment, held),
+        Some(SegmentKind::Syn) => syn(state, windows(), from_opener, segment, held),
+        Some(SegmentKind::SynAck) => syn_ack(state, windows(), from_opener, segment, held),
+        Some(SegmentKind::Reset) => reset(state, windows(), from_opener, segment, held),
+        None => TcpStep::Invalid,
     }
 }
 
@@ -281,7 +281,7 @@ pub(super) fn step(
 ///
 /// It works on the packed words: unpacking and packing doubles the instructions of a segment.
 #[inline(always)]
-pub(super) fn go_on(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<(u64, u64)> {
+pub(super) fn fast_step(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<(u64, u64)> {
     const BITS: u8 = TcpFlags::SYN.0 | TcpFlags::FIN.0 | TcpFlags::RST.0 | TcpFlags::ACK.0;
     let seen = u64::from(SEEN);
     if segment.flags.0 & BITS != TcpFlags::ACK.0 || sender >> MARKS_AT != seen || receiver >> MARKS_AT != seen {
@@ -302,25 +302,31 @@ pub(super) fn go_on(sender: u64, receiver: u64, segment: &TcpSegment) -> Option<
 type Windows = (Window, Window);
 
 #[inline(always)]
-fn accept(state: TcpState, sender: Window, receiver: Window) -> Step {
-    Step::Accept(state, sender.pack(), receiver.pack())
+fn accept(state: TcpState, sender: Window, receiver: Window) -> TcpStep {
+    TcpStep::Accept(state, sender.pack(), receiver.pack())
 }
 
 #[inline(never)]
-fn syn(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
+fn syn(
+    state: TcpState,
+    (sender, receiver): Windows,
+    from_opener: bool,
+    segment: &TcpSegment,
+    held: HeldSyn,
+) -> TcpStep {
     match state {
         // A retransmission, or a new attempt with another initial sequence number.
         TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
         TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
         TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
-        TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => Step::Open,
+        TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => TcpStep::Open,
         // A retransmission.
-        TcpState::SynReceived if segment.end() == sender.end => Step::Pass,
-        _ if sender.holds_syn() => Step::Hold(sender.pack(), HeldSyn::new(segment, held.marks())),
+        TcpState::SynReceived if segment.end() == sender.end => TcpStep::Pass,
+        _ if sender.holds_syn() => TcpStep::Hold(sender.pack(), HeldSyn::new(segment, held.marks())),
         // RFC 9293 section 3.10.7.4, RFC 5961 section 4: a receiver that still has the connection replies with an ACK.
         // If the sender has lost the connection, it replies to that ACK with a RST. A receiver that has lost it too
         // replies with a SYN-ACK.
-        _ => Step::Hold(sender.holding().pack(), HeldSyn::new(segment, sender.marks & (FIN | FIN_ACKED))),
+        _ => TcpStep::Hold(sender.holding().pack(), HeldSyn::new(segment, sender.marks & (FIN | FIN_ACKED))),
     }
 }
 
@@ -331,25 +337,25 @@ fn syn_ack(
     from_opener: bool,
     segment: &TcpSegment,
     held: HeldSyn,
-) -> Step {
+) -> TcpStep {
     match state {
         TcpState::SynSent | TcpState::SynSent2 => {
             let simultaneous = state == TcpState::SynSent2;
             if (from_opener && !simultaneous) || !receiver.is_syn_acked_by(segment.ack) {
-                return Step::Invalid;
+                return TcpStep::Invalid;
             }
             if simultaneous && segment.end() != sender.end {
-                return Step::Invalid;
+                return TcpStep::Invalid;
             }
             let (sender, receiver) = answered(receiver, segment);
             accept(TcpState::SynReceived, sender, receiver)
         }
         _ if receiver.holds_syn() && held.is_acked_by(segment.ack) => {
             let (sender, receiver) = answered(Window::of_acked_syn(segment.ack), segment);
-            Step::Restart(sender.pack(), receiver.pack())
+            TcpStep::Restart(sender.pack(), receiver.pack())
         }
-        _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => Step::Pass,
-        _ => Step::Invalid,
+        _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => TcpStep::Pass,
+        _ => TcpStep::Invalid,
     }
 }
 
@@ -365,16 +371,22 @@ fn answered(mut receiver: Window, segment: &TcpSegment) -> Windows {
 }
 
 #[inline(never)]
-fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
+fn reset(
+    state: TcpState,
+    (sender, receiver): Windows,
+    from_opener: bool,
+    segment: &TcpSegment,
+    held: HeldSyn,
+) -> TcpStep {
     let has_ack = segment.flags.contains(TcpFlags::ACK);
     if state == TcpState::SynSent {
         return match from_opener {
             // It gives up. With another number it replies to something that was not seen here: its receiver decides.
             true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
-            true => Step::Pass,
+            true => TcpStep::Pass,
             // RFC 9293 section 3.10.7.3: a rejection acknowledges the SYN.
             false if has_ack && receiver.is_syn_acked_by(segment.ack) => accept(TcpState::Close, sender, receiver),
-            false => Step::Invalid,
+            false => TcpStep::Invalid,
         };
     }
     if receiver.holds_syn() && has_ack && held.is_acked_by(segment.ack) {
@@ -384,7 +396,7 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
     // Some stacks set ACK and leave the number zero.
     let ack = if has_ack && segment.ack != 0 { segment.ack } else { receiver.end };
     if !fits(&sender, &receiver, segment.seq, segment.end(), ack) {
-        return Step::Invalid;
+        return TcpStep::Invalid;
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it is
     // lower if bytes were lost behind this point, which cannot be seen here.
@@ -396,7 +408,13 @@ fn reset(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 }
 
 #[inline(always)]
-fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segment: &TcpSegment, held: HeldSyn) -> Step {
+fn plain(
+    state: TcpState,
+    (sender, receiver): Windows,
+    from_opener: bool,
+    segment: &TcpSegment,
+    held: HeldSyn,
+) -> TcpStep {
     // A segment that fits shows that its sender still has the connection: a held SYN on it will not be answered any
     // more.
     let (mut sender, mut receiver) = (sender.without(held), receiver.without(held));
@@ -407,9 +425,9 @@ fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
     }
     match state {
         // The answering side has an older connection (RFC 9293 section 3.5.1): the opener will reset it.
-        TcpState::SynSent if !from_opener && end == segment.seq => return Step::Pass,
-        TcpState::SynSent | TcpState::SynSent2 => return Step::Invalid,
-        _ if !fits(&sender, &receiver, segment.seq, end, ack) => return Step::Invalid,
+        TcpState::SynSent if !from_opener && end == segment.seq => return TcpStep::Pass,
+        TcpState::SynSent | TcpState::SynSent2 => return TcpStep::Invalid,
+        _ if !fits(&sender, &receiver, segment.seq, end, ack) => return TcpStep::Invalid,
         _ => {}
     }
     let offer = sender.offer(segment);
@@ -437,8 +455,8 @@ fn plain(state: TcpState, (sender, receiver): Windows, from_opener: bool, segmen
 /// Position of a side that is seen again: the reported one, unless it is so little behind the known one that the
 /// segment is a retransmission or an acknowledgement from before a gap. Data sent beyond it may have arrived.
 #[inline]
-fn resume(known: u32, told: u32, window: u32) -> u32 {
-    if known.wrapping_sub(told) <= window { known } else { told }
+fn resume(known: u32, reported: u32, window: u32) -> u32 {
+    if known.wrapping_sub(reported) <= window { known } else { reported }
 }
 
 #[inline(always)]

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use super::entry::Loaded;
+use super::entry::EntrySnapshot;
 use super::*;
 use crate::packet::{Address, Flow, Protocol, TcpFlags, TcpSegment, Transport};
 use crate::snapshot::Epoch;
 
-mod cut;
+mod revoked;
 
 pub(super) const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 pub(super) const POD: OwnerId = OwnerId(7);
@@ -19,8 +19,8 @@ pub(super) fn table(entries: usize) -> ConnTable {
 /// Flow number `n` from a client to 10.0.0.1:53.
 pub(super) fn flow(n: u32) -> Flow {
     Flow {
-        src: Address::from_v4_octets((0x0a01_0000 + (n >> 14)).to_be_bytes()),
-        dst: Address::from_v4_octets([10, 0, 0, 1]),
+        src: Address::from_v4_bytes((0x0a01_0000 + (n >> 14)).to_be_bytes()),
+        dst: Address::from_v4_bytes([10, 0, 0, 1]),
         protocol: Protocol::UDP,
         src_port: 1024 + (n & 0x3fff) as u16,
         dst_port: 53,
@@ -40,7 +40,7 @@ pub(super) fn insert<'t>(
     flow: &Flow,
     transport: &Transport,
     now: Timestamp,
-) -> Result<Insertion<'t>, Refused> {
+) -> Result<Insertion<'t>, InsertError> {
     insert_for(table, flow, transport, POD, now)
 }
 
@@ -50,9 +50,9 @@ pub(super) fn insert_for<'t>(
     transport: &Transport,
     owner: OwnerId,
     now: Timestamp,
-) -> Result<Insertion<'t>, Refused> {
+) -> Result<Insertion<'t>, InsertError> {
     let hashed = &table.prepare(flow);
-    table.insert(&NewConn { hashed, transport, owner, via_host: false, epoch: Epoch(1), now })
+    table.insert(&NewConnection { hashed, transport, owner, via_host: false, epoch: Epoch(1), now })
 }
 
 /// Connection `n` with an owner of its own, so that only the table's size limits their number.
@@ -69,7 +69,7 @@ fn find<'t>(table: &'t ConnTable, flow: &Flow, now: Timestamp) -> Option<Conn<'t
 }
 
 #[test]
-fn both_directions_find_the_one_entry() {
+fn both_directions_find_the_same_entry() {
     let table = table(100);
     assert!(find(&table, &flow(1), NOW).is_none());
     assert!(matches!(insert(&table, &flow(1), &Transport::Udp, NOW), Ok(Insertion::Created(_))));
@@ -90,32 +90,34 @@ fn both_directions_find_the_one_entry() {
 }
 
 #[test]
-fn a_stale_handle_reaches_nobody_elses_connection() {
+fn a_stale_handle_never_reaches_another_connection() {
     let table = table(64);
     insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
     let mut stale = find(&table, &flow(1), NOW).unwrap();
     assert!(find(&table, &flow(1), NOW).unwrap().remove());
     insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
-    assert_eq!(stale.set_judged(Epoch(9), false), Judged::Gone);
-    assert_eq!(stale.update(flow(1).key().1, &Transport::Udp, NOW), Update::Ended);
+    assert_eq!(stale.set_verdict(Epoch(9), false), Reevaluation::Removed);
+    assert_eq!(stale.update(flow(1).key().1, &Transport::Udp, NOW), Update::Removed);
     assert!(!stale.remove());
-    assert!(find(&table, &flow(1), NOW).unwrap().is_of_epoch(Epoch(1)));
+    assert!(find(&table, &flow(1), NOW).unwrap().is_evaluated_under(Epoch(1)));
 }
 
 #[test]
-fn an_epoch_is_kept_with_its_connection() {
+fn an_epoch_is_stored_with_its_connection() {
     let table = table(64);
     insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
     let mut conn = find(&table, &flow(1), NOW).unwrap();
-    assert!(conn.is_of_epoch(Epoch(1)) && !conn.is_of_epoch(Epoch(2)));
-    assert_eq!(conn.set_judged(Epoch(2), true), Judged::Kept);
+    assert!(conn.is_evaluated_under(Epoch(1)) && !conn.is_evaluated_under(Epoch(2)));
+    assert_eq!(conn.set_verdict(Epoch(2), true), Reevaluation::Unchanged);
     let conn = find(&table, &flow(1).reversed(), NOW).unwrap();
-    assert!(conn.is_of_epoch(Epoch(2)) && conn.is_of_epoch(Epoch(1)) && !conn.is_of_epoch(Epoch(3)));
+    assert!(
+        conn.is_evaluated_under(Epoch(2)) && conn.is_evaluated_under(Epoch(1)) && !conn.is_evaluated_under(Epoch(3))
+    );
     assert_eq!(conn.original_flow(), flow(1), "the epoch leaves ports and protocol alone");
 }
 
 #[test]
-fn what_was_asked_for_fits_in() {
+fn the_configured_capacity_fits() {
     for entries in [64, 1000, 50_000] {
         let table = table(entries);
         for n in 0..entries as u32 {
@@ -129,7 +131,7 @@ fn what_was_asked_for_fits_in() {
 }
 
 #[test]
-fn an_idle_connection_expires_and_a_touched_one_does_not() {
+fn an_idle_connection_expires_and_a_used_one_does_not() {
     let table = table(64);
     for n in 0..2 {
         insert(&table, &flow(n), &Transport::Udp, NOW).unwrap();
@@ -152,7 +154,7 @@ fn an_idle_connection_expires_and_a_touched_one_does_not() {
 }
 
 /// Makes the connection of `flow` one that is never evicted: both sides have sent, and the opening one again.
-fn establish(table: &ConnTable, flow: &Flow, owner: OwnerId, now: Timestamp) -> Result<(), Refused> {
+fn establish(table: &ConnTable, flow: &Flow, owner: OwnerId, now: Timestamp) -> Result<(), InsertError> {
     let began = Timestamp::from_millis(now.as_millis() - 3000);
     let way = flow.key().1;
     let (Insertion::Created(mut conn) | Insertion::Found(mut conn)) =
@@ -180,7 +182,7 @@ fn an_established_connection_is_never_evicted_for_a_new_one() {
     fill(&table, |n| established.extend(establish(&table, &flow(n), OwnerId(n as u16), NOW).is_ok().then_some(n)));
     let refused = table.statistics().refused_full;
     for n in 61_000..61_100 {
-        assert!(matches!(insert_for(&table, &tcp(n), &syn(), OwnerId(n as u16), NOW), Err(Refused::Full)));
+        assert!(matches!(insert_for(&table, &tcp(n), &syn(), OwnerId(n as u16), NOW), Err(InsertError::Full)));
     }
     assert!(established.iter().all(|n| find(&table, &flow(*n), NOW).is_some()));
     let s = table.statistics();
@@ -238,7 +240,7 @@ fn goes_first(older: &str, younger: &str) -> [u64; 3] {
 }
 
 #[test]
-fn what_is_worth_least_makes_room_first() {
+fn the_lowest_eviction_class_goes_first() {
     for (older, younger, closing, unanswered, answered) in [
         ("unreplied", "closed", 1, 0, 0),
         ("replied", "closed", 1, 0, 0),
@@ -255,12 +257,12 @@ fn what_is_worth_least_makes_room_first() {
 }
 
 #[test]
-fn among_connections_that_nobody_answered_the_least_recently_used_goes() {
+fn among_unanswered_connections_the_least_recently_used_goes() {
     for (older, younger) in [("unreplied", "half-open"), ("half-open", "unreplied"), ("picked up", "unreplied")] {
         let table = table(64);
         let later = NOW.plus(Duration::from_secs(5));
         fill(&table, |n| entry_of(&table, if n < 60 { older } else { younger }, n, if n < 60 { NOW } else { later }));
-        let is_old = |c: &Connection| c.idle > Duration::from_secs(2);
+        let is_old = |c: &ConnectionInfo| c.idle > Duration::from_secs(2);
         let (old, young) = (table.iter(later).filter(is_old).count(), table.iter(later).filter(|c| !is_old(c)).count());
         insert_alone(&table, &flow(40_000), 40_000, &Transport::Udp, later);
         assert_eq!(table.iter(later).filter(is_old).count(), old - 1, "{older}, {younger}");
@@ -269,9 +271,9 @@ fn among_connections_that_nobody_answered_the_least_recently_used_goes() {
 }
 
 #[test]
-fn a_flood_from_one_address_takes_from_itself_before_it_takes_from_others() {
+fn a_flood_from_one_address_evicts_its_own_connections_first() {
     let table = table(1000);
-    let from = |host: u8, n: u32| Flow { src: Address::from_v4_octets([192, 0, 2, host]), ..flow(n) };
+    let from = |host: u8, n: u32| Flow { src: Address::from_v4_bytes([192, 0, 2, host]), ..flow(n) };
     // Older than the whole flood, and the pod is at its share.
     for n in 0..50 {
         insert(&table, &from(1, n), &Transport::Udp, NOW).unwrap();
@@ -285,7 +287,7 @@ fn a_flood_from_one_address_takes_from_itself_before_it_takes_from_others() {
 }
 
 #[test]
-fn however_many_owners_take_all_they_can_there_is_room_for_another() {
+fn owners_at_their_limit_leave_room_for_another() {
     let table = table(10_000);
     for owner in 0..20 {
         for n in 0..5000 {
@@ -302,7 +304,7 @@ fn however_many_owners_take_all_they_can_there_is_room_for_another() {
 }
 
 #[test]
-fn an_owner_with_more_than_its_share_gives_back_as_the_table_fills() {
+fn an_owner_beyond_its_share_gives_back_as_the_table_fills() {
     let table = ConnTable::new(&Config { entries: 10_000, quota: Some(10_000), ..Config::default() }).unwrap();
     let greedy = |n: u32| insert_for(&table, &flow(n), &Transport::Udp, OwnerId(1), NOW).is_ok();
     (0..20_000).for_each(|n| _ = greedy(n));
@@ -317,66 +319,73 @@ fn an_owner_with_more_than_its_share_gives_back_as_the_table_fills() {
 }
 
 #[test]
-fn a_segment_from_the_middle_opens_only_in_time_and_within_half_a_share() {
+fn a_mid_stream_segment_opens_only_in_time_and_within_half_a_share() {
     let ack =
         Transport::Tcp(TcpSegment { seq: 1, ack: 1, window: 1000, flags: TcpFlags::ACK, ..TcpSegment::default() });
     let end = NOW.plus(Duration::from_secs(60));
-    let open = |pick_up, now| {
-        let table = ConnTable::new(&Config { entries: 1000, pick_up, ..Config::default() }).unwrap();
+    let open = |midstream_pickup, now| {
+        let table = ConnTable::new(&Config { entries: 1000, midstream_pickup, ..Config::default() }).unwrap();
         (0..1000).filter(|n| insert(&table, &tcp(*n), &ack, now).is_ok()).count()
     };
-    assert_eq!(open(PickUp::Never, NOW), 0);
-    assert_eq!(open(PickUp::Always, NOW), 1000, "the older ones made room");
-    for pick_up in [PickUp::AfterLoss(end), PickUp::Until(end)] {
-        assert_eq!(open(pick_up, NOW), 125, "half of a quarter");
-        assert_eq!(open(pick_up, end), 0);
+    assert_eq!(open(MidStreamPickup::Never, NOW), 0);
+    assert_eq!(open(MidStreamPickup::Always, NOW), 1000, "the older ones made room");
+    for midstream_pickup in [MidStreamPickup::AfterLoss(end), MidStreamPickup::Until(end)] {
+        assert_eq!(open(midstream_pickup, NOW), 125, "half of a quarter");
+        assert_eq!(open(midstream_pickup, end), 0);
     }
     let directory = tempfile::tempdir().unwrap();
     let mapping = Some(directory.path().join("conntrack"));
-    for (pick_up, first, again) in [(PickUp::AfterLoss(end), true, false), (PickUp::Until(end), true, true)] {
-        let config = Config { entries: 64, pick_up, mapping: mapping.clone(), ..Config::default() };
+    for (midstream_pickup, first, again) in
+        [(MidStreamPickup::AfterLoss(end), true, false), (MidStreamPickup::Until(end), true, true)]
+    {
+        let config = Config { entries: 64, midstream_pickup, mapping: mapping.clone(), ..Config::default() };
         for (n, expected) in [(1, first), (2, again)] {
             let table = ConnTable::new(&config).unwrap();
-            assert_eq!(insert(&table, &tcp(n), &ack, NOW).is_ok(), expected, "{pick_up:?}: {:?}", table.opened());
+            assert_eq!(
+                insert(&table, &tcp(n), &ack, NOW).is_ok(),
+                expected,
+                "{midstream_pickup:?}: {:?}",
+                table.origin()
+            );
         }
         std::fs::remove_file(config.mapping.unwrap()).unwrap();
     }
 }
 
 #[test]
-fn a_connection_idle_through_a_whole_round_of_epochs_is_not_taken_for_a_current_one() {
+fn a_connection_idle_through_an_epoch_wrap_is_evaluated_again() {
     let table = table(64);
     insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
     let sweep = |epoch: u32| table.sweep(&mut SweepCursor::default(), usize::MAX, NOW, Epoch(epoch));
     sweep(1000);
-    assert!(find(&table, &flow(1), NOW).unwrap().is_of_epoch(Epoch(1)), "not old enough to matter");
+    assert!(find(&table, &flow(1), NOW).unwrap().is_evaluated_under(Epoch(1)), "not old enough to matter");
     for epoch in (1..=20).map(|n| n << 20) {
         sweep(epoch);
     }
     for epoch in [1, 2, 1 << 23, (1 << 24) + 1, (1 << 24) + 2] {
-        assert!(!find(&table, &flow(1), NOW).unwrap().is_of_epoch(Epoch(epoch)), "{epoch}");
+        assert!(!find(&table, &flow(1), NOW).unwrap().is_evaluated_under(Epoch(epoch)), "{epoch}");
     }
-    assert_eq!(find(&table, &flow(1), NOW).unwrap().set_judged(Epoch((1 << 24) + 1), true), Judged::Kept);
-    assert!(find(&table, &flow(1), NOW).unwrap().is_of_epoch(Epoch((1 << 24) + 1)));
+    assert_eq!(find(&table, &flow(1), NOW).unwrap().set_verdict(Epoch((1 << 24) + 1), true), Reevaluation::Unchanged);
+    assert!(find(&table, &flow(1), NOW).unwrap().is_evaluated_under(Epoch((1 << 24) + 1)));
 }
 
 #[test]
-fn a_verdict_of_an_older_epoch_never_takes_the_place_of_a_newer_one() {
+fn an_older_epochs_verdict_never_replaces_a_newer_one() {
     for (first, second) in [(true, false), (false, true)] {
         let table = table(64);
         insert(&table, &flow(1), &Transport::Udp, NOW).unwrap();
         let mut newer = find(&table, &flow(1), NOW).unwrap();
         let mut lagging = find(&table, &flow(1), NOW).unwrap();
-        newer.set_judged(Epoch(3), first);
-        assert_eq!(lagging.set_judged(Epoch(2), second), Judged::Kept);
+        newer.set_verdict(Epoch(3), first);
+        assert_eq!(lagging.set_verdict(Epoch(2), second), Reevaluation::Unchanged);
         let found = find(&table, &flow(1), NOW).unwrap();
-        assert!(found.is_of_epoch(Epoch(3)) && found.is_cut() != first);
-        assert_eq!(lagging.is_cut(), found.is_cut(), "and the lagging one goes by it");
+        assert!(found.is_evaluated_under(Epoch(3)) && found.is_revoked() != first);
+        assert_eq!(lagging.is_revoked(), found.is_revoked(), "and the lagging one goes by it");
     }
 }
 
 #[test]
-fn a_flood_from_one_pod_leaves_the_others_alone() {
+fn a_flood_from_one_pod_does_not_affect_others() {
     let table = table(1000);
     let (victim, flooder) = (OwnerId(1), OwnerId(2));
     for n in 0..200 {
@@ -385,11 +394,17 @@ fn a_flood_from_one_pod_leaves_the_others_alone() {
     let flood = |n: u32| {
         let hashed = table.prepare(&tcp(1_000_000 + n));
         let syn = syn();
-        let new =
-            NewConn { hashed: &hashed, transport: &syn, owner: flooder, via_host: false, epoch: Epoch(1), now: NOW };
+        let new = NewConnection {
+            hashed: &hashed,
+            transport: &syn,
+            owner: flooder,
+            via_host: false,
+            epoch: Epoch(1),
+            now: NOW,
+        };
         table.insert(&new).map(|_| ())
     };
-    let refused = (0..20_000).filter(|n| flood(*n) == Err(Refused::Quota)).count() as u64;
+    let refused = (0..20_000).filter(|n| flood(*n) == Err(InsertError::Quota)).count() as u64;
     assert_eq!(table.len_of(flooder), 250, "a quarter of the table");
     assert_eq!(table.len_of(victim), 200);
     assert!((0..200).all(|n| find(&table, &flow(n), NOW).is_some()));
@@ -400,11 +415,11 @@ fn a_flood_from_one_pod_leaves_the_others_alone() {
     for n in 200..250 {
         establish(&table, &flow(n), victim, NOW).unwrap();
     }
-    assert_eq!(establish(&table, &flow(250), victim, NOW), Err(Refused::Quota), "established ones make no room");
+    assert_eq!(establish(&table, &flow(250), victim, NOW), Err(InsertError::Quota), "established ones make no room");
 }
 
 #[test]
-fn what_a_pod_leaves_behind_is_removed() {
+fn connections_of_a_removed_pod_are_removed() {
     let table = table(1000);
     for n in 0..100 {
         establish(&table, &flow(n), OwnerId(n as u16 % 2), NOW).unwrap();
@@ -417,7 +432,7 @@ fn what_a_pod_leaves_behind_is_removed() {
 }
 
 #[test]
-fn a_listing_says_how_long_a_connection_is_kept() {
+fn a_listing_shows_the_time_until_expiry() {
     let table = table(64);
     establish(&table, &flow(1), POD, NOW).unwrap();
     let later = NOW.plus(Duration::from_secs(20));
@@ -431,7 +446,7 @@ fn a_listing_says_how_long_a_connection_is_kept() {
 
 /// Four threads run all operations on so few connections that they collide all the time.
 #[test]
-fn threads_that_meet_leave_a_sound_table() {
+fn concurrent_threads_leave_a_consistent_table() {
     use std::collections::HashSet;
     const THREADS: u64 = 4;
     const FLOWS: u32 = 300;
@@ -458,21 +473,21 @@ fn threads_that_meet_leave_a_sound_table() {
             }
             match (table.find(&hashed, now), (random >> 32) % 32) {
                 (Some(conn), 0) => _ = conn.remove(),
-                (Some(mut conn), 1) => _ = conn.set_judged(Epoch(operations as u32), true),
-                (Some(mut conn), 2) => _ = conn.set_judged(Epoch(operations as u32), random & 4 == 0),
+                (Some(mut conn), 1) => _ = conn.set_verdict(Epoch(operations as u32), true),
+                (Some(mut conn), 2) => _ = conn.set_verdict(Epoch(operations as u32), random & 4 == 0),
                 (Some(mut conn), _) => {
                     let opened = if conn.is_reply(hashed.orientation()) { asked.reversed() } else { asked };
                     assert_eq!(conn.original_flow().key(), opened.key());
                     let found = conn.owner();
                     match conn.update(hashed.orientation(), &Transport::Udp, now) {
                         Update::Accepted(_) => assert_eq!(found, owner(n)),
-                        other => assert!(matches!(other, Update::Cut | Update::Ended), "{other:?}"),
+                        other => assert!(matches!(other, Update::Revoked | Update::Removed), "{other:?}"),
                     }
                 }
                 (None, 0) => _ = table.sweep(&mut cursor, 64, now, Epoch(1)),
                 (None, 1) if n == 0 => _ = table.remove_owner(OwnerId((random >> 50) as u16 % 4)),
                 (None, _) => {
-                    let new = NewConn {
+                    let new = NewConnection {
                         hashed: &hashed,
                         transport: &Transport::Udp,
                         owner: owner(n),
@@ -481,7 +496,7 @@ fn threads_that_meet_leave_a_sound_table() {
                         now,
                     };
                     if let Err(refused) = table.insert(&new) {
-                        assert_ne!(refused, Refused::CannotOpen);
+                        assert_ne!(refused, InsertError::CannotOpen);
                     }
                 }
             }
@@ -495,7 +510,8 @@ fn threads_that_meet_leave_a_sound_table() {
     let mut keys = HashSet::new();
     let mut by_owner = [0; 4];
     for slot in (0..table.groups).flat_map(|group| table.occupied(group)) {
-        let Loaded { control, key, owner: found, .. } = table.entry(slot).load().expect("no claim is left behind");
+        let EntrySnapshot { control, key, owner: found, .. } =
+            table.entry(slot).load().expect("no claim is left behind");
         assert!(control.is_live(), "nothing tentative is left behind");
         assert!(keys.insert(key), "one entry a connection");
         let n = (0..FLOWS).find(|n| table.prepare(&flow(*n)).words == key).expect("a key that was entered");

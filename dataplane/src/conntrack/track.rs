@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::entry::{Control, Tracking};
+use super::entry::{ControlWord, Tracking};
 use super::state::State;
 use super::tcp::HeldSyn;
 use super::time::{self, Tick};
@@ -11,7 +11,7 @@ use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Tran
 
 /// The effect of a packet on its connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Step {
+pub(super) enum PacketEffect {
     /// It passes, and this is the connection's new state.
     Accept(State, Tracking),
     /// A SYN on a live connection: it passes for its receiver to decide and is held with the connection, which
@@ -33,16 +33,16 @@ pub(super) fn open(
     protocol: Protocol,
     orientation: Orientation,
     transport: &Transport,
-    pick_up: bool,
+    midstream_pickup: bool,
     now: Tick,
 ) -> Option<(State, Tracking)> {
     match (protocol, transport) {
         (Protocol::TCP, Transport::Tcp(segment)) => {
-            let (state, sender, receiver) = tcp::open(segment, pick_up)?;
+            let (state, sender, receiver) = tcp::open(segment, midstream_pickup)?;
             Some((State::Tcp(state), tracking(orientation, sender.pack(), receiver.pack())))
         }
         (Protocol::SCTP, Transport::Sctp { chunk, tag }) => {
-            let (state, sender, receiver) = sctp::open(*chunk, *tag, pick_up)?;
+            let (state, sender, receiver) = sctp::open(*chunk, *tag, midstream_pickup)?;
             Some((State::Sctp(state), tracking(orientation, sender, receiver)))
         }
         (Protocol::TCP | Protocol::SCTP, _) => None,
@@ -63,44 +63,46 @@ pub(super) fn step(
     transport: &Transport,
     held: HeldSyn,
     now: Tick,
-) -> Step {
+) -> PacketEffect {
     let from_opener = orientation == original;
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
     match (state, transport) {
         (State::Tcp(state), Transport::Tcp(segment)) => {
             match tcp::step(state, sender, receiver, from_opener, segment, held) {
-                tcp::Step::Accept(state, sender, receiver) => {
-                    Step::Accept(State::Tcp(state), tracking(orientation, sender, receiver))
+                tcp::TcpStep::Accept(state, sender, receiver) => {
+                    PacketEffect::Accept(State::Tcp(state), tracking(orientation, sender, receiver))
                 }
-                tcp::Step::Hold(sender, held) => Step::Hold(tracking(orientation, sender, receiver), held),
-                tcp::Step::Pass => Step::Pass,
-                tcp::Step::Invalid => Step::Invalid,
-                tcp::Step::Open => Step::Open,
-                tcp::Step::Restart(sender, receiver) => Step::Restart(tracking(orientation, sender, receiver)),
+                tcp::TcpStep::Hold(sender, held) => PacketEffect::Hold(tracking(orientation, sender, receiver), held),
+                tcp::TcpStep::Pass => PacketEffect::Pass,
+                tcp::TcpStep::Invalid => PacketEffect::Invalid,
+                tcp::TcpStep::Open => PacketEffect::Open,
+                tcp::TcpStep::Restart(sender, receiver) => {
+                    PacketEffect::Restart(tracking(orientation, sender, receiver))
+                }
             }
         }
         (State::Sctp(state), Transport::Sctp { chunk, tag }) => {
             match sctp::step(state, sender, receiver, from_opener, *chunk, *tag) {
-                sctp::Step::Accept(state, sender, receiver) => {
-                    Step::Accept(State::Sctp(state), tracking(orientation, sender, receiver))
+                sctp::SctpStep::Accept(state, sender, receiver) => {
+                    PacketEffect::Accept(State::Sctp(state), tracking(orientation, sender, receiver))
                 }
-                sctp::Step::Pass => Step::Pass,
-                sctp::Step::Invalid => Step::Invalid,
-                sctp::Step::Open => Step::Open,
+                sctp::SctpStep::Pass => PacketEffect::Pass,
+                sctp::SctpStep::Invalid => PacketEffect::Invalid,
+                sctp::SctpStep::Open => PacketEffect::Open,
             }
         }
         // A later fragment passes with its first one; it only shows that the connection is in use.
-        (_, Transport::LaterFragment) => Step::Accept(state, tracked),
+        (_, Transport::LaterFragment) => PacketEffect::Accept(state, tracked),
         (State::Unreplied | State::Replied | State::Assured, transport) => match (transport, from_opener) {
             (Transport::EchoRequest | Transport::Udp | Transport::Other, true) => {
-                Step::Accept(after_opener(state, tracked, now), tracked)
+                PacketEffect::Accept(after_opener(state, tracked, now), tracked)
             }
             (Transport::EchoReply | Transport::Udp | Transport::Other, false) => {
-                Step::Accept(if state == State::Unreplied { State::Replied } else { state }, tracked)
+                PacketEffect::Accept(if state == State::Unreplied { State::Replied } else { state }, tracked)
             }
-            _ => Step::Invalid,
+            _ => PacketEffect::Invalid,
         },
-        _ => Step::Invalid,
+        _ => PacketEffect::Invalid,
     }
 }
 
@@ -117,16 +119,16 @@ fn after_opener(state: State, tracked: Tracking, now: Tick) -> State {
 /// Fast path of [`step`] for nearly every segment of an established TCP connection: the new tracking words, or `None`
 /// if [`step`] must decide.
 #[inline(always)]
-pub(super) fn go_on(tracked: Tracking, orientation: Orientation, segment: &TcpSegment) -> Option<Tracking> {
+pub(super) fn fast_step(tracked: Tracking, orientation: Orientation, segment: &TcpSegment) -> Option<Tracking> {
     let (sender, receiver) = (tracked[orientation as usize], tracked[orientation.opposite() as usize]);
-    let (sender, receiver) = tcp::go_on(sender, receiver, segment)?;
+    let (sender, receiver) = tcp::fast_step(sender, receiver, segment)?;
     Some(tracking(orientation, sender, receiver))
 }
 
 /// [`step`] for nearly every UDP packet: the state of its connection if it changes neither that nor what is tracked, or
 /// `None` where [`step`] is to decide.
 #[inline(always)]
-pub(super) fn go_on_udp(control: Control, orientation: Orientation) -> Option<State> {
+pub(super) fn go_on_udp(control: ControlWord, orientation: Orientation) -> Option<State> {
     let from_opener = orientation == control.original();
     [(State::Assured, true), (State::Unreplied, from_opener), (State::Replied, !from_opener)]
         .into_iter()
@@ -159,7 +161,7 @@ mod tests {
     const NOW: Tick = Tick(1000);
 
     #[test]
-    fn only_a_request_opens_and_a_reply_only_answers() {
+    fn a_request_opens_and_a_reply_only_answers() {
         for protocol in [Protocol::ICMP, Protocol::ICMPV6] {
             for other in [Transport::EchoReply, Transport::IcmpError { quoted_at: 0 }, Transport::LaterFragment] {
                 assert_eq!(open(protocol, LowToHigh, &other, true, NOW), None);
@@ -169,15 +171,15 @@ mod tests {
             let step = |orientation, transport| {
                 step(state, tracking, HighToLow, orientation, &transport, HeldSyn::default(), NOW)
             };
-            assert_eq!(step(HighToLow, Transport::EchoRequest), Step::Accept(State::Unreplied, tracking));
-            assert_eq!(step(LowToHigh, Transport::EchoReply), Step::Accept(State::Replied, tracking));
-            assert_eq!(step(HighToLow, Transport::EchoReply), Step::Invalid, "a reply from the asker");
-            assert_eq!(step(LowToHigh, Transport::EchoRequest), Step::Invalid, "a request from the asked");
+            assert_eq!(step(HighToLow, Transport::EchoRequest), PacketEffect::Accept(State::Unreplied, tracking));
+            assert_eq!(step(LowToHigh, Transport::EchoReply), PacketEffect::Accept(State::Replied, tracking));
+            assert_eq!(step(HighToLow, Transport::EchoReply), PacketEffect::Invalid, "a reply from the asker");
+            assert_eq!(step(LowToHigh, Transport::EchoRequest), PacketEffect::Invalid, "a request from the asked");
         }
     }
 
     #[test]
-    fn a_datagram_from_the_answering_side_is_a_reply_and_two_seconds_make_a_stream() {
+    fn a_datagram_of_the_answering_side_is_a_reply_and_two_seconds_make_a_stream() {
         for (protocol, transport) in [(Protocol::UDP, Transport::Udp), (Protocol(47), Transport::Other)] {
             let (state, tracking) = open(protocol, LowToHigh, &transport, false, NOW).unwrap();
             let step = |state, orientation, after: u32| match step(
@@ -189,7 +191,7 @@ mod tests {
                 HeldSyn::default(),
                 Tick(NOW.0 + after),
             ) {
-                Step::Accept(state, after) if after == tracking => state,
+                PacketEffect::Accept(state, after) if after == tracking => state,
                 other => panic!("{other:?}"),
             };
             assert_eq!(state, State::Unreplied);
@@ -202,12 +204,12 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_of_another_kind_than_its_connection_is_invalid() {
+    fn a_packet_of_another_type_than_its_connection_is_invalid() {
         let (state, tracking) = open(Protocol::UDP, LowToHigh, &Transport::Udp, true, NOW).unwrap();
         let segment = Transport::Tcp(TcpSegment::default());
         let step = |transport| step(state, tracking, LowToHigh, LowToHigh, &transport, HeldSyn::default(), NOW);
-        assert_eq!(step(segment), Step::Invalid);
-        assert_eq!(step(Transport::LaterFragment), Step::Accept(state, tracking));
+        assert_eq!(step(segment), PacketEffect::Invalid);
+        assert_eq!(step(Transport::LaterFragment), PacketEffect::Accept(state, tracking));
         for other in [Transport::Udp, Transport::LaterFragment] {
             assert_eq!(open(Protocol::TCP, LowToHigh, &other, true, NOW), None);
         }

@@ -32,8 +32,8 @@ pub struct Encapsulation {
     on: bool,
 }
 
-/// Rules out nearly every packet without a look at an [`Encapsulation`]: a bit for each destination port that it is about, by
-/// [`bit`]. What has no ports counts as port 0.
+/// Rules out most packets without reading an [`Encapsulation`]: the bits of its destination ports, by [`bit`]. Packets
+/// without ports count as port 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Hint(u64);
 
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_pods_send_most_does_not_reach_the_list() {
+    fn common_ports_do_not_reach_the_list() {
         let Hint(hint) = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, [], []).hint();
         for port in [53, 80, 123, 443, 5353, 8080] {
             assert_eq!(hint & bit(port), 0, "port {port}");

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::packet::{Address, Packet, Scope};
+use crate::packet::{Address, AddressScope, Packet};
 pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
 /// A logical port of this node. Numbers are small and dense: they index arrays.
@@ -80,7 +80,7 @@ pub struct Port {
 
 /// The ports towards the two ends of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Ways {
+pub(crate) struct PathPorts {
     /// Towards the packet's destination.
     pub(crate) ahead: Option<PortId>,
     /// Towards its sender, for replies.
@@ -210,7 +210,7 @@ impl Forwarding {
 
     /// An address of the node in this family, as the source of ICMP errors.
     pub fn node_address(&self, v4: bool) -> Option<Address> {
-        let usable = |address: &Address| address.scope() == Scope::Routable;
+        let usable = |address: &Address| address.scope() == AddressScope::Routable;
         self.node.iter().copied().find(|address| address.is_v4() == v4 && usable(address))
     }
 

@@ -31,13 +31,13 @@ impl FrameAccount {
 
 /// Number of an open queue, which marks its frames.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub(crate) struct Slot(u16);
+pub(crate) struct QueueSlot(u16);
 
-impl Slot {
+impl QueueSlot {
     /// Number of possible slots.
     pub(crate) const COUNT: u16 = 0x4000;
 
-    /// The slot with this number, which must be below [`Slot::COUNT`].
+    /// The slot with this number, which must be below [`QueueSlot::COUNT`].
     pub(crate) fn new(number: u16) -> Self {
         assert!(number < Self::COUNT, "slot {number} is out of range");
         Self(number)
@@ -46,25 +46,25 @@ impl Slot {
 
 /// Owner of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Holder {
+pub(crate) enum FrameOwner {
     /// None: it is in the pool or in a worker's cache.
     Free,
     /// In transit from one worker to another.
-    HandOver,
+    HandOff,
     /// A queue, for receiving.
-    Fill(Slot),
+    Fill(QueueSlot),
     /// A queue, for sending.
-    Transmit(Slot),
+    Transmit(QueueSlot),
 }
 
 const FILL: u16 = 0x4000;
 const TRANSMIT: u16 = 0x8000;
 
-impl Holder {
+impl FrameOwner {
     const fn encode(self) -> u16 {
         match self {
             Self::Free => 0,
-            Self::HandOver => 1,
+            Self::HandOff => 1,
             Self::Fill(slot) => FILL | slot.0,
             Self::Transmit(slot) => TRANSMIT | slot.0,
         }
@@ -78,7 +78,7 @@ impl Holder {
 #[derive(Debug)]
 pub(crate) struct FramePool {
     frames: Box<[FrameDesc]>,
-    holders: Box<[AtomicU16]>,
+    owners: Box<[AtomicU16]>,
     free: ArrayQueue<u32>,
     shift: u32,
 }
@@ -90,8 +90,8 @@ impl FramePool {
         for index in 0..frames.len() as u32 {
             free.push(index).expect("the pool has room for every frame");
         }
-        let holders = frames.iter().map(|_| AtomicU16::new(Holder::Free.encode())).collect();
-        Self { frames: frames.into(), holders, free, shift: frame_size.trailing_zeros() }
+        let owners = frames.iter().map(|_| AtomicU16::new(FrameOwner::Free.encode())).collect();
+        Self { frames: frames.into(), owners, free, shift: frame_size.trailing_zeros() }
     }
 
     /// Number of frames.
@@ -111,8 +111,8 @@ impl FramePool {
 
     /// Sets the owner of this frame.
     #[inline]
-    pub(crate) fn mark(&self, frame: &FrameDesc, holder: Holder) {
-        self.holders[self.index(frame)].store(holder.encode(), Ordering::Relaxed);
+    pub(crate) fn mark(&self, frame: &FrameDesc, owner: FrameOwner) {
+        self.owners[self.index(frame)].store(owner.encode(), Ordering::Relaxed);
     }
 
     fn take(&self) -> Option<FrameDesc> {
@@ -125,27 +125,27 @@ impl FramePool {
     }
 
     /// Takes a frame for a queue's fill ring.
-    pub(crate) fn take_for(&self, slot: Slot) -> Option<FrameDesc> {
+    pub(crate) fn take_for(&self, slot: QueueSlot) -> Option<FrameDesc> {
         let frame = self.take()?;
-        self.mark(&frame, Holder::Fill(slot));
+        self.mark(&frame, FrameOwner::Fill(slot));
         Some(frame)
     }
 
     /// Frees a frame.
     pub(crate) fn release(&self, frame: &FrameDesc) {
-        self.mark(frame, Holder::Free);
+        self.mark(frame, FrameOwner::Free);
         self.give_back(frame);
     }
 
     /// Frees all frames of a queue; its socket must be closed, and no worker may use the queue any more. Returns how
     /// many there were.
-    pub(crate) fn reclaim(&self, slot: Slot) -> u32 {
-        let (fill, transmit) = (Holder::Fill(slot).encode(), Holder::Transmit(slot).encode());
+    pub(crate) fn reclaim(&self, slot: QueueSlot) -> u32 {
+        let (fill, transmit) = (FrameOwner::Fill(slot).encode(), FrameOwner::Transmit(slot).encode());
         let mut found = 0;
-        for (index, holder) in self.holders.iter().enumerate() {
-            let held = holder.load(Ordering::Relaxed);
+        for (index, owner) in self.owners.iter().enumerate() {
+            let held = owner.load(Ordering::Relaxed);
             if held == fill || held == transmit {
-                holder.store(Holder::Free.encode(), Ordering::Relaxed);
+                owner.store(FrameOwner::Free.encode(), Ordering::Relaxed);
                 self.free.push(index as u32).expect("a frame was held and free at once");
                 found += 1;
             }
@@ -156,8 +156,8 @@ impl FramePool {
     /// The account by owners, to verify the [`FrameAccount`] that is derived from the rings.
     pub(crate) fn census(&self) -> FrameAccount {
         let mut account = FrameAccount { total: self.total(), ..FrameAccount::default() };
-        for holder in &self.holders {
-            match holder.load(Ordering::Relaxed) {
+        for owner in &self.owners {
+            match owner.load(Ordering::Relaxed) {
                 0 => account.free += 1,
                 held if held & FILL != 0 => account.fill += 1,
                 _ => account.in_flight += 1,
@@ -202,7 +202,7 @@ impl FrameCache {
     /// Frees a frame.
     #[inline]
     pub(crate) fn give(&mut self, frame: FrameDesc, pool: &FramePool) {
-        pool.mark(&frame, Holder::Free);
+        pool.mark(&frame, FrameOwner::Free);
         if self.frames.len() == Self::CAPACITY {
             for spilled in self.frames.drain(Self::CAPACITY / 2..) {
                 pool.give_back(&spilled);
@@ -230,15 +230,15 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_is_in_one_place_at_a_time() {
-        let (pool, slot) = (one_frame(), Slot::new(7));
+    fn a_frame_has_one_owner_at_a_time() {
+        let (pool, slot) = (one_frame(), QueueSlot::new(7));
         let free = FrameAccount { total: 1, free: 1, fill: 0, in_flight: 0 };
         assert_eq!((pool.census(), pool.available()), (free, 1));
         let frame = pool.take_for(slot).unwrap();
         assert_eq!(pool.census(), FrameAccount { free: 0, fill: 1, ..free });
         assert!(pool.take_for(slot).is_none());
-        for holder in [Holder::HandOver, Holder::Transmit(slot)] {
-            pool.mark(&frame, holder);
+        for owner in [FrameOwner::HandOff, FrameOwner::Transmit(slot)] {
+            pool.mark(&frame, owner);
             assert_eq!(pool.census(), FrameAccount { free: 0, in_flight: 1, ..free });
         }
         pool.release(&frame);
@@ -246,19 +246,19 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_queue_gives_back_its_own_frames_only() {
-        let (pool, mine, other) = (one_frame(), Slot::new(1), Slot::new(2));
-        for (holder, found) in [
-            (Holder::Fill(mine), 1),
-            (Holder::Transmit(mine), 1),
-            (Holder::Fill(other), 0),
-            (Holder::Transmit(other), 0),
-            (Holder::HandOver, 0),
-            (Holder::Free, 0),
+    fn a_closed_queue_returns_only_its_own_frames() {
+        let (pool, mine, other) = (one_frame(), QueueSlot::new(1), QueueSlot::new(2));
+        for (owner, found) in [
+            (FrameOwner::Fill(mine), 1),
+            (FrameOwner::Transmit(mine), 1),
+            (FrameOwner::Fill(other), 0),
+            (FrameOwner::Transmit(other), 0),
+            (FrameOwner::HandOff, 0),
+            (FrameOwner::Free, 0),
         ] {
             let frame = pool.take().unwrap();
-            pool.mark(&frame, holder);
-            assert_eq!(pool.reclaim(mine), found, "{holder:?}");
+            pool.mark(&frame, owner);
+            assert_eq!(pool.reclaim(mine), found, "{owner:?}");
             if found == 0 {
                 pool.release(&frame);
             }
@@ -268,16 +268,16 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "given back twice")]
-    fn a_frame_that_is_freed_twice_is_noticed() {
+    fn a_double_free_is_detected() {
         one_frame().release(&FrameDesc::default());
     }
 
     proptest! {
         #[test]
-        fn every_holder_has_a_number_of_its_own(one in 0..Slot::COUNT, two in 0..Slot::COUNT) {
-            let holders = |slot| [Holder::Free, Holder::HandOver, Holder::Fill(slot), Holder::Transmit(slot)];
-            for a in holders(Slot::new(one)) {
-                for b in holders(Slot::new(two)) {
+        fn every_frame_owner_has_a_unique_number(one in 0..QueueSlot::COUNT, two in 0..QueueSlot::COUNT) {
+            let owners = |slot| [FrameOwner::Free, FrameOwner::HandOff, FrameOwner::Fill(slot), FrameOwner::Transmit(slot)];
+            for a in owners(QueueSlot::new(one)) {
+                for b in owners(QueueSlot::new(two)) {
                     prop_assert_eq!(a.encode() == b.encode(), a == b);
                 }
             }

@@ -29,7 +29,7 @@ impl<'a> RxBatch<'a> {
     }
 
     /// Total bytes of all frames.
-    pub(crate) fn octets(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.frames.iter().map(|frame| frame.lengths().data() as u64).sum()
     }
 }
@@ -44,6 +44,6 @@ impl Frames for RxBatch<'_> {
     fn bytes(&mut self, index: usize) -> &mut [u8] {
         // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has. The borrow of `self`
         // prevents a second view of it while the result lives.
-        unsafe { self.umem.octets_mut(&mut self.frames[index]) }
+        unsafe { self.umem.bytes_mut(&mut self.frames[index]) }
     }
 }

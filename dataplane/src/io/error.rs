@@ -31,11 +31,11 @@ pub enum UmemError {
     NotPermitted(io::Error),
     /// There is not enough memory, or it may not be locked.
     #[error(
-        "no memory for a UMEM of {octets} octets ({source}): reduce frames or raise the limit of locked memory (ulimit -l)"
+        "no memory for a UMEM of {bytes} bytes ({source}): reduce frames or raise the limit of locked memory (ulimit -l)"
     )]
     NoMemory {
         /// Bytes requested.
-        octets: u64,
+        bytes: u64,
         /// Error of the kernel.
         source: io::Error,
     },
@@ -65,7 +65,7 @@ pub enum PortError {
         interface: String,
     },
     /// Its packets may be longer than a frame.
-    #[error("interface {interface} has MTU {mtu}, but frames of {frame_size} octets hold packets of {largest} at most: {}", mtu_remedy(interface, *mtu, *largest))]
+    #[error("interface {interface} has MTU {mtu}, but frames of {frame_size} bytes hold packets of {largest} at most: {}", mtu_remedy(interface, *mtu, *largest))]
     MtuTooLarge {
         /// Its name.
         interface: String,

@@ -60,7 +60,7 @@ impl FillTarget {
 
     /// Records a received batch; `now` may be the start of the poll iteration.
     #[inline]
-    pub(crate) fn note(&mut self, count: u32, now: Instant) {
+    pub(crate) fn record(&mut self, count: u32, now: Instant) {
         self.burst += count;
         self.longest = self.longest.max(self.burst);
         // Twice what was waiting: as much may arrive again before these frames are back.
@@ -107,13 +107,13 @@ mod tests {
     /// A queue after this many bursts of so many packets, with this pause between batches.
     fn after_at(mut target: FillTarget, bursts: u32, packets: u32, pause: Duration) -> FillTarget {
         let mut now = target.reviewed.unwrap_or_else(Instant::now);
-        let mut note = |count| {
+        let mut record = |count| {
             now += pause;
-            target.note(count, now);
+            target.record(count, now);
         };
         for _ in 0..bursts {
-            (0..packets / 64).for_each(|_| note(64));
-            note(packets % 64);
+            (0..packets / 64).for_each(|_| record(64));
+            record(packets % 64);
         }
         target
     }
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_wants_room_for_twice_the_bursts_it_had_and_gives_up_what_it_does_without() {
+    fn the_target_is_twice_the_bursts_and_shrinks_without_them() {
         let new = FillTarget::new(1024);
         assert_eq!(after(new, 1000, 20).wanted, 64);
         assert_eq!(after(new, 1, 100).wanted, 200);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_wants_room_for_what_comes_in_eight_milliseconds_before_it_ever_had_a_burst() {
+    fn without_bursts_the_target_covers_eight_milliseconds() {
         // Eight packets per pause.
         for (pause, packets) in [(1000, 64), (400, 160), (100, 640), (64, 1000), (10, 1024)] {
             let pause = Duration::from_micros(pause);
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_queue_may_have_depends_on_what_is_free() {
+    fn the_limit_depends_on_free_frames() {
         let (silent, busy) = (FillTarget::new(1024), after(FillTarget::new(1024), 1, 2000));
         for (free, idle, burst) in
             [(PLENTY, 1024, 1024), (16_384, 256, 1024), (4096, 64, 1024), (2048, 64, 512), (100, 64, 64), (0, 64, 64)]
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn however_many_queues_want_all_some_frames_stay_free() {
+    fn some_frames_stay_free_however_many_queues_want_more() {
         for queues in [1, 8, 112] {
             let busy = after(FillTarget::new(1024), 1, 2000);
             let (mut free, mut kept) = (16_384_u32, vec![0; queues]);
@@ -181,14 +181,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_queue_may_have_a_batch_at_least_and_its_ring_at_most(
+        fn the_limit_is_between_a_batch_and_the_ring_size(
             exponent in 6_u32..16,
             batches in prop::collection::vec((1_u32..=64, any::<u32>()), 0..2000),
         ) {
             let (mut target, mut now) = (FillTarget::new(1 << exponent), Instant::now());
             for (count, free) in batches {
                 now += Duration::from_nanos(free.into());
-                target.note(count, now);
+                target.record(count, now);
                 prop_assert!((FillTarget::LEAST..=1 << exponent).contains(&target.allowed(free)), "{target:?}");
             }
         }

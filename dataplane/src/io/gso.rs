@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, SockaddrLike, sendmsg, socket};
 
-use crate::packet::Joined;
+use crate::packet::JoinedSegments;
 use crate::pipeline::BATCH;
 
 /// The open packet sockets by the cookie of their network namespace: one for all ports in it. Closing one takes the
@@ -118,7 +118,11 @@ impl GsoPort {
     }
 
     /// Sends these joined frames as one GSO packet. On an error nothing was sent.
-    pub(crate) fn send<'a>(&self, joined: &Joined, frames: impl Iterator<Item = &'a [u8]>) -> Result<(), Errno> {
+    pub(crate) fn send<'a>(
+        &self,
+        joined: &JoinedSegments,
+        frames: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<(), Errno> {
         let header = virtio_net_hdr(joined);
         let mut parts = [(); 2 + BATCH].map(|()| IoSlice::new(&[]));
         (parts[0], parts[1]) = (IoSlice::new(&header), IoSlice::new(joined.headers()));
@@ -132,7 +136,7 @@ impl GsoPort {
     }
 }
 
-fn virtio_net_hdr(joined: &Joined) -> [u8; 10] {
+fn virtio_net_hdr(joined: &JoinedSegments) -> [u8; 10] {
     const NEEDS_CSUM: u8 = 1;
     const TCPV4: u8 = 1;
     const TCPV6: u8 = 4;

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_takes_what_a_pipeline_takes_and_keeps_order() {
+    fn a_batch_holds_as_many_frames_as_the_pipeline_takes_in_order() {
         let mut frames = MemoryFrames::new();
         assert!(frames.is_empty());
         for number in 0..BATCH {

@@ -14,7 +14,7 @@ mod umem;
 mod xsk;
 
 pub use account::FrameAccount;
-pub(crate) use account::{FrameCache, FramePool, Holder, Slot};
+pub(crate) use account::{FrameCache, FrameOwner, FramePool, QueueSlot};
 pub use batch::RxBatch;
 pub use error::{PortError, UmemError};
 pub(crate) use fill::FillTarget;

@@ -62,7 +62,7 @@ impl UmemConfig {
         Ok(self)
     }
 
-    fn octets(&self) -> u64 {
+    fn bytes(&self) -> u64 {
         u64::from(self.frames) * u64::from(self.frame_size)
     }
 }
@@ -128,7 +128,7 @@ impl Umem {
         let count = NonZeroU32::new(config.frames).expect("the number of frames was checked");
         // munmap(2) requires whole huge pages, so a size that is not a multiple cannot use them.
         if config.huge_pages == HugePages::Auto
-            && config.octets().is_multiple_of(HUGE_PAGE)
+            && config.bytes().is_multiple_of(HUGE_PAGE)
             && let Ok((xsk, frames)) = xsk_rs::Umem::new(built, count, true)
         {
             return Ok((xsk, frames, Pages::Huge));
@@ -157,12 +157,12 @@ impl Umem {
     /// # Safety
     ///
     /// It must be a frame of this UMEM that nobody else has.
-    pub(crate) unsafe fn write(&self, frame: &mut FrameDesc, octets: &[u8]) {
+    pub(crate) unsafe fn write(&self, frame: &mut FrameDesc, bytes: &[u8]) {
         // SAFETY: the caller's contract.
         let mut data = unsafe { self.xsk.data_mut(frame) };
         let mut cursor = data.cursor();
         cursor.set_pos(0);
-        cursor.write_all(octets).expect("an answer is shorter than the smallest frame");
+        cursor.write_all(bytes).expect("an answer is shorter than the smallest frame");
     }
 
     /// The bytes of a frame.
@@ -171,12 +171,12 @@ impl Umem {
     ///
     /// It must be a frame of this UMEM that nobody else has while the result lives.
     #[inline]
-    pub(super) unsafe fn octets(&self, frame: &FrameDesc) -> &[u8] {
+    pub(super) unsafe fn bytes(&self, frame: &FrameDesc) -> &[u8] {
         // SAFETY: the caller's contract.
         let data = unsafe { self.xsk.data(frame) };
-        let octets = data.contents();
+        let bytes = data.contents();
         // SAFETY: the bytes are in the UMEM, and `data` is only a view of them.
-        unsafe { std::slice::from_raw_parts(octets.as_ptr(), octets.len()) }
+        unsafe { std::slice::from_raw_parts(bytes.as_ptr(), bytes.len()) }
     }
 
     /// The bytes of a frame, mutable.
@@ -186,12 +186,12 @@ impl Umem {
     /// As for [`Umem::bytes`].
     #[inline]
     #[expect(clippy::mut_from_ref, reason = "a frame is the caller's, whatever else has the UMEM")]
-    pub(super) unsafe fn octets_mut(&self, frame: &mut FrameDesc) -> &mut [u8] {
+    pub(super) unsafe fn bytes_mut(&self, frame: &mut FrameDesc) -> &mut [u8] {
         // SAFETY: the caller's contract.
         let mut data = unsafe { self.xsk.data_mut(frame) };
-        let octets = data.contents_mut();
+        let bytes = data.contents_mut();
         // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(octets.as_mut_ptr(), octets.len()) }
+        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr(), bytes.len()) }
     }
 
     pub(super) fn xsk(&self) -> &xsk_rs::Umem {
@@ -225,7 +225,7 @@ fn umem_error(step: &'static str, error: impl std::error::Error, config: &UmemCo
     match source.raw_os_error() {
         Some(libc::EAFNOSUPPORT | libc::EPROTONOSUPPORT) => UmemError::NoAfXdp(source),
         Some(libc::EPERM | libc::EACCES) => UmemError::NotPermitted(source),
-        Some(libc::ENOMEM | libc::ENOBUFS) => UmemError::NoMemory { octets: config.octets(), source },
+        Some(libc::ENOMEM | libc::ENOBUFS) => UmemError::NoMemory { bytes: config.bytes(), source },
         _ => UmemError::Kernel { step, source },
     }
 }

@@ -9,8 +9,8 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
-use super::{FillTarget, FrameCache, FramePool, GsoPort, Holder, PortError, RxBatch, Slot, Umem};
-use crate::packet::{Joined, LEAST_TO_JOIN, finish_open};
+use super::{FillTarget, FrameCache, FrameOwner, FramePool, GsoPort, PortError, QueueSlot, RxBatch, Umem};
+use crate::packet::{JoinedSegments, LEAST_TO_JOIN, finish_open};
 use crate::pipeline::BATCH;
 
 /// Result of waking the kernel to send.
@@ -37,7 +37,7 @@ pub(crate) struct XskStatistics {
 /// closing, and everything else is owned by this value.
 #[derive(Debug)]
 pub(crate) struct XskQueue {
-    slot: Slot,
+    slot: QueueSlot,
     rx: RxQueue,
     tx: TxQueue,
     fill: FillQueue,
@@ -62,7 +62,7 @@ impl XskQueue {
         umem: &Umem,
         interface: &str,
         queue: u32,
-        slot: Slot,
+        slot: QueueSlot,
         patience: Duration,
         budget: u32,
     ) -> Result<Self, PortError> {
@@ -170,7 +170,7 @@ impl XskQueue {
         let count = unsafe { self.rx.consume(frames) };
         if count > 0 {
             self.filled -= count as u32;
-            self.fill_target.note(count as u32, now);
+            self.fill_target.record(count as u32, now);
         }
         // SAFETY: these were just taken from the RX ring, which never contains a frame twice.
         unsafe { RxBatch::new(umem, &mut frames[..count]) }
@@ -184,9 +184,9 @@ impl XskQueue {
         for frame in &mut frames[..room] {
             if frame.lengths().data() >= LEAST_TO_JOIN {
                 // SAFETY: the frame is the caller's until it is in the ring.
-                finish_open(unsafe { umem.octets_mut(frame) });
+                finish_open(unsafe { umem.bytes_mut(frame) });
             }
-            umem.pool().mark(frame, Holder::Transmit(self.slot));
+            umem.pool().mark(frame, FrameOwner::Transmit(self.slot));
         }
         // SAFETY: the frames belong to this UMEM, and the caller passes them on with this call.
         let sent = unsafe { self.tx.produce(&frames[..room]) };
@@ -197,20 +197,20 @@ impl XskQueue {
 
     /// The segments at the start of these frames that can be sent as one GSO packet, if any.
     #[inline]
-    pub(crate) fn join(&self, umem: &Umem, frames: &[FrameDesc]) -> Option<Joined> {
+    pub(crate) fn join(&self, umem: &Umem, frames: &[FrameDesc]) -> Option<JoinedSegments> {
         if self.gso.is_none() || frames.first()?.lengths().data() < LEAST_TO_JOIN {
             return None;
         }
         // SAFETY: the frames are the caller's, which is about to send them.
-        Joined::at_start(frames.iter().map(|frame| unsafe { umem.octets(frame) }))
+        JoinedSegments::at_start(frames.iter().map(|frame| unsafe { umem.bytes(frame) }))
     }
 
     /// Sends these joined frames as one GSO packet. The TX ring must have been drained before. `false`: the kernel did
     /// not take it, and the frames must be sent one by one.
-    pub(crate) fn send_joined(&self, umem: &Umem, frames: &[FrameDesc], joined: &Joined) -> bool {
+    pub(crate) fn send_joined(&self, umem: &Umem, frames: &[FrameDesc], joined: &JoinedSegments) -> bool {
         let Some(gso) = &self.gso else { return false };
         // SAFETY: as above.
-        gso.send(joined, frames.iter().map(|frame| unsafe { umem.octets(frame) })).is_ok()
+        gso.send(joined, frames.iter().map(|frame| unsafe { umem.bytes(frame) })).is_ok()
     }
 
     /// Frames in the TX ring that the kernel has not taken yet.
@@ -279,7 +279,7 @@ impl XskQueue {
             let mut count = 0;
             while count < wanted {
                 let Some(frame) = cache.take(pool) else { break };
-                pool.mark(&frame, Holder::Fill(self.slot));
+                pool.mark(&frame, FrameOwner::Fill(self.slot));
                 scratch[count] = frame;
                 count += 1;
             }

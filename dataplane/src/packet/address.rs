@@ -18,14 +18,14 @@ const MAPPED: u128 = 0xffff_0000_0000;
 impl Address {
     /// From the four bytes of an IPv4 header, in network order.
     #[inline]
-    pub const fn from_v4_octets(octets: [u8; 4]) -> Self {
-        Self(MAPPED | u32::from_be_bytes(octets) as u128)
+    pub const fn from_v4_bytes(bytes: [u8; 4]) -> Self {
+        Self(MAPPED | u32::from_be_bytes(bytes) as u128)
     }
 
     /// From the sixteen bytes of an IPv6 header, in network order.
     #[inline]
-    pub const fn from_v6_octets(octets: [u8; 16]) -> Self {
-        Self(u128::from_be_bytes(octets))
+    pub const fn from_v6_bytes(bytes: [u8; 16]) -> Self {
+        Self(u128::from_be_bytes(bytes))
     }
 
     /// From the numeric value returned by [`Address::bits`].
@@ -55,7 +55,7 @@ impl Address {
 
     /// The four bytes of an IPv4 address in network order, or `None` for IPv6.
     #[inline]
-    pub const fn v4_octets(self) -> Option<[u8; 4]> {
+    pub const fn v4_bytes(self) -> Option<[u8; 4]> {
         match self.v4_bits() {
             Some(bits) => Some(bits.to_be_bytes()),
             None => None,
@@ -66,47 +66,48 @@ impl Address {
     /// [`AddressScope::Routable`]: a fast check that is true for nearly all of them.
     #[inline]
     pub const fn is_plainly_routable(self) -> bool {
-        self.is_v4() && matches!(V4_SCOPES[(self.0 as u32 >> 24) as usize], Scope::Routable)
+        self.is_v4() && matches!(V4_SCOPES[(self.0 as u32 >> 24) as usize], AddressScope::Routable)
     }
 
     /// How far packets with this source or destination address may travel.
     #[inline]
-    pub const fn scope(self) -> Scope {
+    pub const fn scope(self) -> AddressScope {
         match self.v4_bits() {
             // One comparison for nearly all addresses: two checks per packet.
             Some(v4) => match V4_SCOPES[(v4 >> 24) as usize] {
-                Scope::Routable => Scope::Routable,
-                Scope::Link if v4 >> 16 != 0xa9fe => Scope::Routable,
-                Scope::Many if v4 >> 28 != 0xe && v4 != u32::MAX => Scope::Routable,
+                AddressScope::Routable => AddressScope::Routable,
+                AddressScope::Link if v4 >> 16 != 0xa9fe => AddressScope::Routable,
+                AddressScope::Multicast if v4 >> 28 != 0xe && v4 != u32::MAX => AddressScope::Routable,
                 scope => scope,
             },
-            None if self.0 >> 120 == 0xff => Scope::Many,
-            None if self.0 >> 118 == 0xfe80 >> 6 => Scope::Link,
-            None if self.0 <= 1 => Scope::Host,
-            None => Scope::Routable,
+            None if self.0 >> 120 == 0xff => AddressScope::Multicast,
+            None if self.0 >> 118 == 0xfe80 >> 6 => AddressScope::Link,
+            None if self.0 <= 1 => AddressScope::Host,
+            None => AddressScope::Routable,
         }
     }
 }
 
 /// By the first byte of an IPv4 address, the scope that it has or may have.
-const V4_SCOPES: [Scope; 256] = {
-    let mut scopes = [Scope::Routable; 256];
-    (scopes[0], scopes[127], scopes[169], scopes[255]) = (Scope::Host, Scope::Host, Scope::Link, Scope::Many);
-    let mut octet = 224;
-    while octet < 240 {
-        scopes[octet] = Scope::Many;
-        octet += 1;
+const V4_SCOPES: [AddressScope; 256] = {
+    let mut scopes = [AddressScope::Routable; 256];
+    (scopes[0], scopes[127], scopes[169], scopes[255]) =
+        (AddressScope::Host, AddressScope::Host, AddressScope::Link, AddressScope::Multicast);
+    let mut byte = 224;
+    while byte < 240 {
+        scopes[byte] = AddressScope::Multicast;
+        byte += 1;
     }
     scopes
 };
 
 /// How far packets with an address as source or destination may travel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Scope {
+pub enum AddressScope {
     /// Routers may forward them.
     Routable,
     /// Multicast in either family, or the IPv4 limited broadcast address.
-    Many,
+    Multicast,
     /// Link-local unicast: `169.254.0.0/16` (RFC 3927) or `fe80::/10` (RFC 4291).
     Link,
     /// Loopback or unspecified: never a valid address on a link.
@@ -116,8 +117,8 @@ pub enum Scope {
 impl From<IpAddr> for Address {
     fn from(ip: IpAddr) -> Self {
         match ip {
-            IpAddr::V4(v4) => Self::from_v4_octets(v4.octets()),
-            IpAddr::V6(v6) => Self::from_v6_octets(v6.octets()),
+            IpAddr::V4(v4) => Self::from_v4_bytes(v4.octets()),
+            IpAddr::V6(v6) => Self::from_v6_bytes(v6.octets()),
         }
     }
 }
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_families_survive_the_round_trip() {
+    fn both_families_round_trip() {
         for text in ["10.1.2.3", "255.255.255.255", "0.0.0.0", "::1", "fd00::1", "fe80::1", "ff02::1"] {
             let ip: IpAddr = text.parse().unwrap();
             assert_eq!(IpAddr::from(Address::from(ip)), ip);
@@ -158,24 +159,24 @@ mod tests {
     }
 
     #[test]
-    fn scopes_are_told_apart() {
+    fn scopes_are_distinguished() {
         for (text, scope) in [
-            ("10.0.0.1", Scope::Routable),
-            ("224.0.0.1", Scope::Many),
-            ("239.255.255.255", Scope::Many),
-            ("240.0.0.1", Scope::Routable),
-            ("255.255.255.255", Scope::Many),
-            ("169.254.1.1", Scope::Link),
-            ("169.253.1.1", Scope::Routable),
-            ("127.0.0.1", Scope::Host),
-            ("0.0.0.0", Scope::Host),
-            ("fe80::1", Scope::Link),
-            ("febf::1", Scope::Link),
-            ("fec0::1", Scope::Routable),
-            ("ff02::1", Scope::Many),
-            ("::", Scope::Host),
-            ("::1", Scope::Host),
-            ("fd00::1", Scope::Routable),
+            ("10.0.0.1", AddressScope::Routable),
+            ("224.0.0.1", AddressScope::Multicast),
+            ("239.255.255.255", AddressScope::Multicast),
+            ("240.0.0.1", AddressScope::Routable),
+            ("255.255.255.255", AddressScope::Multicast),
+            ("169.254.1.1", AddressScope::Link),
+            ("169.253.1.1", AddressScope::Routable),
+            ("127.0.0.1", AddressScope::Host),
+            ("0.0.0.0", AddressScope::Host),
+            ("fe80::1", AddressScope::Link),
+            ("febf::1", AddressScope::Link),
+            ("fec0::1", AddressScope::Routable),
+            ("ff02::1", AddressScope::Multicast),
+            ("::", AddressScope::Host),
+            ("::1", AddressScope::Host),
+            ("fd00::1", AddressScope::Routable),
         ] {
             assert_eq!(Address::from(text.parse::<IpAddr>().unwrap()).scope(), scope, "{text}");
         }

@@ -130,7 +130,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sums_agree_with_a_word_by_word_reading(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn sums_agree_with_a_word_by_word_sum(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut expected = 0u32;
             for pair in bytes.chunks(2) {
                 expected += u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)]));
@@ -142,7 +142,7 @@ mod tests {
         }
 
         #[test]
-        fn an_update_gives_what_a_new_sum_would(mut words in prop::collection::vec(any::<u16>(), 2..20), after: u16) {
+        fn an_incremental_update_equals_a_new_sum(mut words in prop::collection::vec(any::<u16>(), 2..20), after: u16) {
             let sum = |words: &[u16]| !words.iter().fold(Sum::default(), |sum, &word| sum.add_word(word)).folded();
             // A header is never all zero, so the two representations of zero cannot be confused.
             words[1] |= 1;
@@ -152,14 +152,14 @@ mod tests {
         }
 
         #[test]
-        fn a_partial_checksum_becomes_the_whole_one(
+        fn a_partial_checksum_is_completed(
             v6: bool, src: [u8; 16], dst: [u8; 16], ports: (u16, u16), payload in prop::collection::vec(any::<u8>(), 0..100),
         ) {
             let (src4, dst4) = ([10, src[1], src[2], src[3]], [10, dst[1], dst[2], dst[3]]);
             let (from, to) = if v6 {
-                (Address::from_v6_octets(src), Address::from_v6_octets(dst))
+                (Address::from_v6_bytes(src), Address::from_v6_bytes(dst))
             } else {
-                (Address::from_v4_octets(src4), Address::from_v4_octets(dst4))
+                (Address::from_v4_bytes(src4), Address::from_v4_bytes(dst4))
             };
             prop_assume!(from.is_v4() == to.is_v4());
 
@@ -184,8 +184,8 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_checksum_is_left_alone() {
-        let (src, dst) = (Address::from_v4_octets([10, 0, 0, 1]), Address::from_v4_octets([10, 0, 0, 2]));
+    fn a_complete_checksum_is_unchanged() {
+        let (src, dst) = (Address::from_v4_bytes([10, 0, 0, 1]), Address::from_v4_bytes([10, 0, 0, 2]));
         let mut tcp = TcpHeader::new(1, 2, 3, 4);
         tcp.checksum = tcp.calc_checksum_ipv4_raw([10, 0, 0, 1], [10, 0, 0, 2], &[]).unwrap();
         let mut segment = tcp.to_bytes().to_vec();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn sctp_is_finished_with_its_crc_in_the_order_of_the_wire() {
+    fn sctp_crc_is_completed_in_wire_order() {
         // INIT chunk header after the common header; the CRC was computed bit by bit with the polynomial 0x82f63b78.
         let mut packet = vec![0x00, 0x50, 0x1f, 0x90, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 4];
         let mut crc = !0u32;

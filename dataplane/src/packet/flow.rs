@@ -74,8 +74,8 @@ impl Flow {
     /// The ports for display: of ICMP queries the identifier on the querying side and 0 on the other.
     pub fn shown_ports(&self) -> (u16, u16) {
         match (self.protocol, self.identifier()) {
-            (_, Some((identifier, Asker::Source))) => (identifier, 0),
-            (_, Some((identifier, Asker::Destination))) => (0, identifier),
+            (_, Some((identifier, QueryingEnd::Source))) => (identifier, 0),
+            (_, Some((identifier, QueryingEnd::Destination))) => (0, identifier),
             (Protocol::ICMP | Protocol::ICMPV6, None) => (0, 0),
             (_, None) => (self.src_port, self.dst_port),
         }
@@ -94,7 +94,7 @@ impl Flow {
 
 /// The querying end of an ICMP query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Asker {
+pub enum QueryingEnd {
     /// The packet is a request.
     Source,
     /// The packet is a reply.
@@ -170,7 +170,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn both_directions_have_one_key(flow in any_flow()) {
+        fn both_directions_have_the_same_key(flow in any_flow()) {
             let (key, orientation) = flow.key();
             prop_assert_eq!(flow.reversed().key().0, key);
             prop_assert_eq!(key.flow(orientation), flow);

@@ -10,7 +10,7 @@ use crate::pipeline::BATCH;
 
 /// Minimum bytes of a frame that can be joined with others.
 pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
-/// Most octets of the whole: beyond, no device takes it uncut (`GSO_LEGACY_MAX_SIZE` in linux/netdevice.h).
+/// Maximum bytes of the whole: no device accepts longer GSO packets (`GSO_LEGACY_MAX_SIZE` in linux/netdevice.h).
 const MOST: usize = 65_535;
 /// The shortest headers: Ethernet, IPv4, TCP; the longest: Ethernet, IPv6, and TCP with all options.
 const HEADERS_LEAST: usize = ETHERNET_LEN + 20 + 20;
@@ -93,7 +93,7 @@ impl<'a> Segment<'a> {
 }
 
 /// Segments to be sent as one packet.
-pub(crate) struct Joined {
+pub(crate) struct JoinedSegments {
     /// Number of segments, at least two.
     pub(crate) count: usize,
     /// Payload bytes of each segment; the last one may have fewer.
@@ -105,7 +105,7 @@ pub(crate) struct Joined {
     headers: [u8; HEADERS],
 }
 
-impl Joined {
+impl JoinedSegments {
     /// The joinable segments at the start of these frames. `None`: the first one must be sent alone.
     #[inline]
     pub(crate) fn at_start<'a>(mut frames: impl Iterator<Item = &'a [u8]>) -> Option<Self> {
@@ -233,8 +233,8 @@ mod tests {
     }
 
     /// A stream split into segments, the last of which has PSH; the sequence numbers wrap.
-    fn stream(v6: bool, segment: usize, octets: usize) -> Vec<Sent> {
-        let all: Vec<u8> = (0..octets).map(|at| (at * 7 + at / 251) as u8).collect();
+    fn stream(v6: bool, segment: usize, bytes: usize) -> Vec<Sent> {
+        let all: Vec<u8> = (0..bytes).map(|at| (at * 7 + at / 251) as u8).collect();
         let seq = |index: usize| (u32::MAX - 700).wrapping_add((index * segment) as u32);
         let cut = all.chunks(segment).enumerate().map(|(index, part)| Sent::new(v6, seq(index), part.to_vec()));
         let mut sent: Vec<Sent> = cut.collect();
@@ -242,8 +242,8 @@ mod tests {
         sent
     }
 
-    fn join(frames: &[Vec<u8>]) -> Option<Joined> {
-        Joined::at_start(frames.iter().map(Vec::as_slice))
+    fn join(frames: &[Vec<u8>]) -> Option<JoinedSegments> {
+        JoinedSegments::at_start(frames.iter().map(Vec::as_slice))
     }
 
     fn frames(sent: &[Sent]) -> Vec<Vec<u8>> {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     /// The packet that is sent, with its checksum completed as by a device.
-    fn whole(joined: &Joined, frames: &[Vec<u8>]) -> Vec<u8> {
+    fn whole(joined: &JoinedSegments, frames: &[Vec<u8>]) -> Vec<u8> {
         let payloads = frames[..joined.count].iter().flat_map(|frame| &frame[joined.payload..]);
         let mut whole: Vec<u8> = joined.headers().iter().chain(payloads).copied().collect();
         finish_open(&mut whole);
@@ -267,9 +267,9 @@ mod tests {
     }
 
     #[test]
-    fn segments_of_a_stream_leave_as_the_one_that_was_cut() {
+    fn segments_of_a_stream_join_to_the_original_packet() {
         for v6 in [false, true] {
-            for (segment, octets, count) in [
+            for (segment, bytes, count) in [
                 (1448, 2896, 2),
                 (1448, 3000, 3),
                 (1448, 64_000, 45),
@@ -277,24 +277,24 @@ mod tests {
                 (900, 900 * 64, 64),
                 (3434, 3435, 2),
             ] {
-                let sent = stream(v6, segment, octets);
+                let sent = stream(v6, segment, bytes);
                 for opened in [false, true] {
                     let mut frames = frames(&sent);
                     frames.iter_mut().filter(|_| opened).for_each(|frame| open(frame, v6));
                     let joined = join(&frames).unwrap();
-                    assert_eq!((joined.count, usize::from(joined.segment)), (count, segment), "{v6} {octets}");
+                    assert_eq!((joined.count, usize::from(joined.segment)), (count, segment), "{v6} {bytes}");
                     assert_eq!((joined.is_v4(), usize::from(joined.tcp)), (!v6, if v6 { 54 } else { 34 }));
                     let mut meant = sent[0].clone();
                     meant.payload = sent.iter().flat_map(|sent| sent.payload.clone()).collect();
                     meant.tcp.psh = true;
-                    assert!(whole(&joined, &frames) == meant.frame(), "{v6} {segment} {octets} {opened}");
+                    assert!(whole(&joined, &frames) == meant.frame(), "{v6} {segment} {bytes} {opened}");
                 }
             }
         }
     }
 
     #[test]
-    fn no_more_leave_as_one_than_a_packet_holds() {
+    fn joined_segments_fit_into_one_packet() {
         for v6 in [false, true] {
             let frames = frames(&stream(v6, 1448, 100_000));
             let joined = join(&frames).unwrap();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_receiver_would_see_a_difference_of_is_not_joined() {
+    fn visibly_different_segments_are_not_joined() {
         type Change = fn(&mut Sent);
         let changes: [(&str, Change); 15] = [
             ("a gap", |sent| sent.tcp.sequence_number = sent.tcp.sequence_number.wrapping_add(1)),
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_or_spoilt_or_short_leaves_by_itself() {
+    fn incomplete_corrupt_or_short_segments_are_not_joined() {
         let mut fragmentable = stream(false, 1448, 2896);
         fragmentable.iter_mut().for_each(|sent| sent.dont_fragment = false);
         assert!(join(&frames(&fragmentable)).is_none(), "its identification counts");
@@ -362,7 +362,7 @@ mod tests {
 
     /// The segments that a whole is split into, without identification, checksums and PSH, which are the last one's or
     /// follow from the rest.
-    fn cut(joined: &Joined, frames: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    fn cut(joined: &JoinedSegments, frames: &[Vec<u8>]) -> Vec<Vec<u8>> {
         let (whole, tcp) = (whole(joined, frames), usize::from(joined.tcp));
         let seq = u32::from_be_bytes(whole[tcp + 4..tcp + 8].try_into().unwrap());
         let parts = whole[joined.payload..].chunks(joined.segment.into()).enumerate().map(|(index, part)| {
@@ -379,7 +379,7 @@ mod tests {
         parts.collect()
     }
 
-    fn left_out(mut frame: Vec<u8>, joined: &Joined) -> Vec<u8> {
+    fn left_out(mut frame: Vec<u8>, joined: &JoinedSegments) -> Vec<u8> {
         let tcp = usize::from(joined.tcp);
         if joined.is_v4() {
             frame[18..20].fill(0);
@@ -392,19 +392,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_leaves_as_one_is_cut_into_what_it_was(
+        fn joined_segments_split_into_the_originals(
             v6: bool,
             segment in 380_usize..1500,
-            octets in 1_usize..9000,
+            bytes in 1_usize..9000,
             opened: bool,
             spoilt in prop::collection::vec((any::<prop::sample::Index>(), 0_usize..120, any::<u8>()), 0..3),
             shortened in prop::option::of((any::<prop::sample::Index>(), any::<prop::sample::Index>())),
         ) {
-            let mut frames = frames(&stream(v6, segment, octets));
-            for (which, at, octet) in spoilt {
+            let mut frames = frames(&stream(v6, segment, bytes));
+            for (which, at, byte) in spoilt {
                 let frame = which.get(&frames).clone();
                 let index = which.index(frames.len());
-                frames[index][at.min(frame.len() - 1)] = octet;
+                frames[index][at.min(frame.len() - 1)] = byte;
             }
             frames.iter_mut().filter(|frame| opened && frame.len() > 74).for_each(|frame| open(frame, v6));
             if let Some((which, length)) = shortened {

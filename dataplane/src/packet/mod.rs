@@ -9,10 +9,10 @@ mod parse;
 mod rewrite;
 mod transport;
 
-pub use address::{Address, Scope};
+pub use address::{Address, AddressScope};
 pub use checksum::Sum;
-pub use flow::{Asker, Flow, FlowKey, Orientation, Protocol};
-pub(crate) use gro::{Joined, LEAST as LEAST_TO_JOIN};
+pub use flow::{Flow, FlowKey, Orientation, Protocol, QueryingEnd};
+pub(crate) use gro::{JoinedSegments, LEAST as LEAST_TO_JOIN};
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};

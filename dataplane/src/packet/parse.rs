@@ -6,7 +6,7 @@ use etherparse::{EtherType, Ipv4HeaderSlice, Ipv6HeaderSlice};
 
 use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
 use super::{Address, Flow, Protocol, Sum, icmp};
-use crate::Cause;
+use crate::DropReason;
 
 /// Bytes of an Ethernet II header.
 pub const ETHERNET_LEN: usize = 14;
@@ -24,9 +24,9 @@ pub struct Fragment {
 }
 
 impl Fragment {
-    /// The fragment of the datagram with this identification (16 bits in IPv4, 32 in IPv6), at an offset in bytes of which
-    /// the low three bits are ignored, with `len` bytes of payload. `None` for what is a whole packet: an IPv6 packet that
-    /// has a Fragment header nonetheless is one (RFC 6946).
+    /// The fragment of the datagram with this identification (16 bits in IPv4, 32 in IPv6) at an offset in bytes, whose
+    /// low three bits are ignored, with `len` bytes of payload. `None` for a whole packet, including an IPv6 packet
+    /// with a Fragment header of its own (an atomic fragment, RFC 6946).
     pub fn new(id: u32, offset: u16, more: bool, len: u16) -> Option<Self> {
         let place = NonZeroU16::new(offset & !7 | u16::from(more))?;
         Some(Self { id, place, len })
@@ -37,7 +37,7 @@ impl Fragment {
         self.id
     }
 
-    /// Offset of its payload in the datagram's, in bytes.
+    /// Offset of its payload in the datagram, in bytes.
     #[inline]
     pub const fn offset(&self) -> u16 {
         self.place.get() & !7
@@ -65,18 +65,19 @@ impl Fragment {
         self.place.get() & 1 == 1
     }
 
-    /// End of its payload in the datagram's, in bytes.
+    /// End of its payload in the datagram, in bytes.
     #[inline]
     pub const fn end(&self) -> u16 {
         self.offset().saturating_add(self.len)
     }
 
-    /// Rejects what no sender makes: a fragment that is not the last but ends between two units of eight bytes, and one
-    /// that ends behind the longest datagram (RFC 791 section 3.2, RFC 8200 section 4.5). Receivers disagree about both.
-    fn check(&self) -> Result<(), Cause> {
+    /// Rejects fragments that no stack sends: one that is not the last but whose end is not a multiple of eight bytes,
+    /// and one that exceeds the longest datagram (RFC 791 section 3.2, RFC 8200 section 4.5). Receivers treat both
+    /// differently.
+    fn check(&self) -> Result<(), DropReason> {
         let is_whole = !self.more() || self.len.is_multiple_of(8);
         let fits = self.offset().checked_add(self.len).is_some();
-        if is_whole && fits { Ok(()) } else { Err(Cause::Malformed) }
+        if is_whole && fits { Ok(()) } else { Err(DropReason::Malformed) }
     }
 }
 
@@ -122,7 +123,7 @@ impl Packet {
 /// # Errors
 /// The reason to drop a packet that cannot be parsed.
 #[inline]
-pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
+pub fn parse(frame: &[u8]) -> Result<Packet, DropReason> {
     let mut packet = Packet::default();
     parse_into(frame, &mut packet)?;
     Ok(packet)
@@ -131,7 +132,7 @@ pub fn parse(frame: &[u8]) -> Result<Packet, Cause> {
 /// [`parse`](fn@parse) into an existing packet, which is too large to be passed between functions. After an error its
 /// content is meaningless.
 #[inline(always)]
-pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
     if plain(frame, packet).is_some() {
         return Ok(());
     }
@@ -180,8 +181,8 @@ fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
         _ => return None,
     };
     packet.flow = Flow {
-        src: Address::from_v4_octets([head[IP + 12], head[IP + 13], head[IP + 14], head[IP + 15]]),
-        dst: Address::from_v4_octets([head[IP + 16], head[IP + 17], head[IP + 18], head[IP + 19]]),
+        src: Address::from_v4_bytes([head[IP + 12], head[IP + 13], head[IP + 14], head[IP + 15]]),
+        dst: Address::from_v4_bytes([head[IP + 16], head[IP + 17], head[IP + 18], head[IP + 19]]),
         protocol,
         src_port: word(TRANSPORT),
         dst_port: word(TRANSPORT + 2),
@@ -194,35 +195,35 @@ fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
 
 /// [`parse_into`] for every packet.
 #[inline(never)]
-fn parse_any(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
-    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(Cause::Truncated) };
+fn parse_any(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
+    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(DropReason::Truncated) };
     match EtherType(u16::from_be_bytes([ethertype[0], ethertype[1]])) {
         EtherType::IPV4 => ipv4(frame, ETHERNET_LEN, packet),
         EtherType::IPV6 => ipv6(frame, ETHERNET_LEN, packet),
-        EtherType::VLAN_TAGGED_FRAME | EtherType::PROVIDER_BRIDGING => Err(Cause::VlanTag),
-        _ => Err(Cause::NotIp),
+        EtherType::VLAN_TAGGED_FRAME | EtherType::PROVIDER_BRIDGING => Err(DropReason::VlanTag),
+        _ => Err(DropReason::NotIp),
     }
 }
 
-fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
+fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), DropReason> {
     let bytes = &frame[at..];
     let header = ipv4_header(bytes)?;
     let total = usize::from(header.total_len());
     if total < header.slice().len() {
-        return Err(Cause::Malformed);
+        return Err(DropReason::Malformed);
     }
     if total > bytes.len() {
-        return Err(Cause::Truncated);
+        return Err(DropReason::Truncated);
     }
     if Sum::default().add_ipv4_header(header.slice()).folded() != 0xffff {
-        return Err(Cause::HeaderChecksum);
+        return Err(DropReason::HeaderChecksum);
     }
     let options = &header.slice()[20..];
     if !options.is_empty() {
         check_ipv4_options(options)?;
     }
-    packet.flow.src = Address::from_v4_octets(header.source());
-    packet.flow.dst = Address::from_v4_octets(header.destination());
+    packet.flow.src = Address::from_v4_bytes(header.source());
+    packet.flow.dst = Address::from_v4_bytes(header.destination());
     packet.flow.protocol = Protocol(header.protocol().0);
     let transport = at + header.slice().len();
     packet.layout = Layout { network: at as u16, transport: transport as u16, end: to_offset(at + total)? };
@@ -237,17 +238,17 @@ fn ipv4(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
 }
 
 #[inline]
-fn ipv4_header(bytes: &[u8]) -> Result<Ipv4HeaderSlice<'_>, Cause> {
+fn ipv4_header(bytes: &[u8]) -> Result<Ipv4HeaderSlice<'_>, DropReason> {
     use etherparse::err::ipv4::HeaderSliceError;
     Ipv4HeaderSlice::from_slice(bytes).map_err(|error| match error {
-        HeaderSliceError::Len(_) => Cause::Truncated,
-        HeaderSliceError::Content(_) => Cause::Malformed,
+        HeaderSliceError::Len(_) => DropReason::Truncated,
+        HeaderSliceError::Content(_) => DropReason::Malformed,
     })
 }
 
 /// Checks the options: their lengths must fit, and source routes are rejected (RFC 7126 section 4.3: a later router
 /// would forward the packet past the destination that policy evaluated).
-fn check_ipv4_options(mut options: &[u8]) -> Result<(), Cause> {
+fn check_ipv4_options(mut options: &[u8]) -> Result<(), DropReason> {
     const END: u8 = 0;
     const NO_OPERATION: u8 = 1;
     const LOOSE_SOURCE_ROUTE: u8 = 131;
@@ -256,27 +257,27 @@ fn check_ipv4_options(mut options: &[u8]) -> Result<(), Cause> {
         options = match *options {
             [] | [END, ..] => return Ok(()),
             [NO_OPERATION, ref rest @ ..] => rest,
-            [LOOSE_SOURCE_ROUTE | STRICT_SOURCE_ROUTE, ..] => return Err(Cause::SourceRoute),
+            [LOOSE_SOURCE_ROUTE | STRICT_SOURCE_ROUTE, ..] => return Err(DropReason::SourceRoute),
             [_, length, ..] => match options.get(usize::from(length)..) {
                 Some(rest) if length >= 2 => rest,
-                _ => return Err(Cause::Malformed),
+                _ => return Err(DropReason::Malformed),
             },
-            [_] => return Err(Cause::Malformed),
+            [_] => return Err(DropReason::Malformed),
         };
     }
 }
 
-fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
+fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), DropReason> {
     let bytes = &frame[at..];
     let header = ipv6_header(bytes)?;
     let end = at + 40 + usize::from(header.payload_length());
     if end > frame.len() {
-        return Err(Cause::Truncated);
+        return Err(DropReason::Truncated);
     }
-    let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
+    let (src, dst) = (Address::from_v6_bytes(header.source()), Address::from_v6_bytes(header.destination()));
     if src.is_v4() || dst.is_v4() {
         // RFC 4942 section 2.2: mapped addresses must not appear on the wire.
-        return Err(Cause::Malformed);
+        return Err(DropReason::Malformed);
     }
     let chain = extension_headers(&frame[..end], at + 40, header.next_header().0)?;
     (packet.flow.src, packet.flow.dst, packet.flow.protocol) = (src, dst, Protocol(chain.protocol));
@@ -289,16 +290,16 @@ fn ipv6(frame: &[u8], at: usize, packet: &mut Packet) -> Result<(), Cause> {
     transport_into(frame, packet)
 }
 
-fn ipv6_header(bytes: &[u8]) -> Result<Ipv6HeaderSlice<'_>, Cause> {
+fn ipv6_header(bytes: &[u8]) -> Result<Ipv6HeaderSlice<'_>, DropReason> {
     use etherparse::err::ipv6::HeaderSliceError;
     Ipv6HeaderSlice::from_slice(bytes).map_err(|error| match error {
-        HeaderSliceError::Len(_) => Cause::Truncated,
-        HeaderSliceError::Content(_) => Cause::Malformed,
+        HeaderSliceError::Len(_) => DropReason::Truncated,
+        HeaderSliceError::Content(_) => DropReason::Malformed,
     })
 }
 
 /// The end of a chain of IPv6 extension headers.
-struct Chain {
+struct ExtensionChain {
     protocol: u8,
     at: usize,
     fragment: Option<Fragment>,
@@ -306,7 +307,7 @@ struct Chain {
 
 /// Follows IPv6 extension headers (RFC 8200 section 4) to the transport header. An incomplete chain is rejected, in a
 /// first fragment too (RFC 7112 section 5).
-fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain, Cause> {
+fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<ExtensionChain, DropReason> {
     const HOP_BY_HOP: u8 = 0;
     const ROUTING: u8 = 43;
     const FRAGMENT: u8 = 44;
@@ -316,17 +317,17 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
     let mut has_fragment_header = false;
     for count in 0..=MAX_EXTENSION_HEADERS {
         if !matches!(next, HOP_BY_HOP | ROUTING | FRAGMENT | DESTINATION | AUTHENTICATION) {
-            return Ok(Chain { protocol: next, at, fragment });
+            return Ok(ExtensionChain { protocol: next, at, fragment });
         }
         if next == HOP_BY_HOP && count > 0 {
-            return Err(Cause::ExtensionHeaders);
+            return Err(DropReason::ExtensionHeaders);
         }
         let Some(&[following, length, a, b, c, d, e, f]) = packet.get(at..at + 8) else {
-            return Err(Cause::Truncated);
+            return Err(DropReason::Truncated);
         };
-        let octets = match next {
+        let bytes = match next {
             // Also behind an atomic fragment's header: no sender fragments a datagram twice.
-            FRAGMENT if has_fragment_header => return Err(Cause::ExtensionHeaders),
+            FRAGMENT if has_fragment_header => return Err(DropReason::ExtensionHeaders),
             FRAGMENT => {
                 has_fragment_header = true;
                 let word = u16::from_be_bytes([a, b]);
@@ -336,30 +337,30 @@ fn extension_headers(packet: &[u8], mut at: usize, mut next: u8) -> Result<Chain
                 8
             }
             // RFC 5095 and RFC 8754: a router named by the source would forward it past the evaluated destination.
-            ROUTING if b > 0 => return Err(Cause::SourceRoute),
+            ROUTING if b > 0 => return Err(DropReason::SourceRoute),
             AUTHENTICATION => (usize::from(length) + 2) * 4,
             _ => (usize::from(length) + 1) * 8,
         };
-        at += octets;
+        at += bytes;
         if at > packet.len() {
-            return Err(Cause::Truncated);
+            return Err(DropReason::Truncated);
         }
         next = following;
         if fragment.is_some_and(|fragment| !fragment.is_first()) {
-            return Ok(Chain { protocol: next, at, fragment });
+            return Ok(ExtensionChain { protocol: next, at, fragment });
         }
     }
-    Err(Cause::ExtensionHeaders)
+    Err(DropReason::ExtensionHeaders)
 }
 
 /// Offsets have 16 bits; no frame is that long.
-fn to_offset(offset: usize) -> Result<u16, Cause> {
-    u16::try_from(offset).map_err(|_| Cause::TooBig)
+fn to_offset(offset: usize) -> Result<u16, DropReason> {
+    u16::try_from(offset).map_err(|_| DropReason::TooBig)
 }
 
 /// Parses the transport header after the other headers.
 #[inline(always)]
-fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
+fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
     let (flow, layout) = (&mut packet.flow, packet.layout);
     (flow.src_port, flow.dst_port) = (0, 0);
     if packet.fragment.is_some_and(|fragment| !fragment.is_first()) {
@@ -380,21 +381,21 @@ fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), Cause> {
 }
 
 #[inline]
-fn set_ports(bytes: &[u8], flow: &mut Flow) -> Result<(), Cause> {
-    let Some(&[a, b, c, d]) = bytes.get(..4) else { return Err(Cause::Truncated) };
+fn set_ports(bytes: &[u8], flow: &mut Flow) -> Result<(), DropReason> {
+    let Some(&[a, b, c, d]) = bytes.get(..4) else { return Err(DropReason::Truncated) };
     (flow.src_port, flow.dst_port) = (u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d]));
     Ok(())
 }
 
 #[inline(always)]
-fn tcp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
-    let Some(fixed) = bytes.first_chunk::<20>() else { return Err(Cause::Truncated) };
+fn tcp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, DropReason> {
+    let Some(fixed) = bytes.first_chunk::<20>() else { return Err(DropReason::Truncated) };
     set_ports(fixed, flow)?;
     let header_len = usize::from(fixed[12] >> 4) * 4;
     if header_len < 20 {
-        return Err(Cause::Malformed);
+        return Err(DropReason::Malformed);
     }
-    let Some(options) = bytes.get(20..header_len) else { return Err(Cause::Truncated) };
+    let Some(options) = bytes.get(20..header_len) else { return Err(DropReason::Truncated) };
     let flags = TcpFlags(fixed[13]);
     Ok(Transport::Tcp(TcpSegment {
         seq: u32::from_be_bytes([fixed[4], fixed[5], fixed[6], fixed[7]]),
@@ -420,23 +421,23 @@ fn window_scale(mut options: &[u8]) -> Option<u8> {
 }
 
 #[inline]
-fn udp(bytes: &[u8], flow: &mut Flow, first_fragment: bool) -> Result<Transport, Cause> {
-    let Some(header) = bytes.first_chunk::<8>() else { return Err(Cause::Truncated) };
+fn udp(bytes: &[u8], flow: &mut Flow, first_fragment: bool) -> Result<Transport, DropReason> {
+    let Some(header) = bytes.first_chunk::<8>() else { return Err(DropReason::Truncated) };
     set_ports(header, flow)?;
     let length = usize::from(u16::from_be_bytes([header[4], header[5]]));
     if length < 8 {
-        return Err(Cause::Malformed);
+        return Err(DropReason::Malformed);
     }
     if length > bytes.len() && !first_fragment {
-        return Err(Cause::Truncated);
+        return Err(DropReason::Truncated);
     }
     Ok(Transport::Udp)
 }
 
 #[inline(never)]
-fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, Cause> {
+fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, DropReason> {
     // Common header and the first chunk's type; a packet without a chunk is invalid (RFC 9260 section 3).
-    let Some(header) = bytes.first_chunk::<16>() else { return Err(Cause::Truncated) };
+    let Some(header) = bytes.first_chunk::<16>() else { return Err(DropReason::Truncated) };
     set_ports(header, flow)?;
     let chunk = match header[12] {
         1 => SctpChunk::Init,
@@ -466,11 +467,11 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
         if header.fragments_offset().value() > 0 {
             return None;
         }
-        let (src, dst) = (Address::from_v4_octets(header.source()), Address::from_v4_octets(header.destination()));
+        let (src, dst) = (Address::from_v4_bytes(header.source()), Address::from_v4_bytes(header.destination()));
         (src, dst, header.protocol().0, at + header.slice().len())
     } else {
         let header = ipv6_header(quoted).ok()?;
-        let (src, dst) = (Address::from_v6_octets(header.source()), Address::from_v6_octets(header.destination()));
+        let (src, dst) = (Address::from_v6_bytes(header.source()), Address::from_v6_bytes(header.destination()));
         let chain = extension_headers(frame, at + 40, header.next_header().0).ok()?;
         if chain.fragment.is_some_and(|fragment| !fragment.is_first()) {
             return None;
@@ -509,8 +510,8 @@ mod tests {
                     builder.udp(1000, 53).write(&mut frame, &payload).unwrap();
                 }
                 frame.resize(frame.len().max(60) + length / 10, 0);
-                for (at, octet) in changes {
-                    frame[at] = octet;
+                for (at, byte) in changes {
+                    frame[at] = byte;
                 }
                 if mend {
                     frame[24..26].fill(0);
@@ -528,7 +529,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(4_000))]
         #[test]
-        fn what_is_plain_is_read_as_any_packet_is(frame in any_frame()) {
+        fn the_fast_path_agrees_with_the_full_parser(frame in any_frame()) {
             let (mut short, mut long) = (Packet::default(), Packet::default());
             if plain(&frame, &mut short).is_some() {
                 prop_assert_eq!(parse_any(&frame, &mut long), Ok(()));
@@ -542,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_packet_of_each_protocol_takes_the_short_way() {
+    fn plain_packets_take_the_fast_path() {
         for tcp in [true, false] {
             let builder = PacketBuilder::ethernet2([1; 6], [2; 6]).ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64);
             let mut frame = Vec::new();

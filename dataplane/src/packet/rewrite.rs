@@ -103,7 +103,7 @@ fn finish_checksum(frame: &mut [u8], packet: &Packet) {
     finish_partial(transport, field_at, pseudo, protocol);
 }
 
-const _: () = assert!(ETHERNET_LEN == 14, "the MACs are written at octets 0 to 12");
+const _: () = assert!(ETHERNET_LEN == 14, "the MACs are written at bytes 0 to 12");
 
 #[cfg(test)]
 mod tests {
@@ -143,12 +143,12 @@ mod tests {
     }
 
     #[test]
-    fn a_forwarded_frame_differs_in_macs_ttl_and_header_checksum_alone() {
+    fn a_forwarded_frame_differs_only_in_macs_ttl_and_header_checksum() {
         for (name, before) in frames() {
             let mut after = before.clone();
             let packet = parse(&before).unwrap();
             rewrite(&mut after, &packet, HOP);
-            let reparsed = parse(&after).unwrap_or_else(|cause| panic!("{name}: {cause}"));
+            let reparsed = parse(&after).unwrap_or_else(|reason| panic!("{name}: {reason}"));
             assert_eq!(after[..12], [HOP.peer.0, HOP.own.0].concat(), "{name}");
             assert_eq!(reparsed.ttl, packet.ttl - 1, "{name}");
             assert_eq!((reparsed.flow, reparsed.transport), (packet.flow, packet.transport), "{name}");
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checksum_that_the_sender_left_open_is_finished() {
+    fn a_partial_checksum_is_completed_by_forwarding() {
         for (name, whole) in frames() {
             let packet = parse(&whole).unwrap();
             let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_open_is_finished_by_whoever_sends_it() {
+    fn a_checksum_left_partial_is_completed_by_the_sender() {
         let leave = NextHop { open: OpenChecksum::Leave, ..HOP };
         for (length, is_left) in [(399, false), (400, true), (1400, true)] {
             let payload = vec![5; length];
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hop_that_is_not_the_nodes_own_leaves_the_ttl() {
+    fn the_ttl_is_unchanged_for_another_hop() {
         for (name, before) in frames() {
             let mut after = before.clone();
             rewrite(&mut after, &parse(&before).unwrap(), NextHop { spend_ttl: false, ..HOP });
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_behind_the_packet_is_not_summed() {
+    fn padding_is_not_included_in_the_checksum() {
         let (_, mut frame) = frames().swap_remove(1);
         let whole = frame.clone();
         frame.extend([0xaa; 20]);

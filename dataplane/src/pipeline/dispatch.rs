@@ -1,12 +1,12 @@
 //! Last stage: selects the egress port of an allowed packet.
 
-use crate::Cause;
-use crate::forward::{Forwarding, Port, PortId, PortKind, Ways};
+use crate::DropReason;
+use crate::forward::{Forwarding, PathPorts, Port, PortId, PortKind};
 use crate::packet::{NextHop, OpenChecksum, Packet, rewrite};
 
 /// Path of a packet that may pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) enum Route {
+pub(super) enum PacketPath {
     /// Directly to its destination.
     #[default]
     Direct,
@@ -15,16 +15,22 @@ pub(super) enum Route {
 }
 
 /// The ports towards the two ends of a packet received on `ingress`: its destination and its sender.
-pub(super) fn ways(forwarding: &Forwarding, ingress: PortId, from: &Port, packet: &Packet, route: Route) -> Ways {
+pub(super) fn path_ports(
+    forwarding: &Forwarding,
+    ingress: PortId,
+    from: &Port,
+    packet: &Packet,
+    route: PacketPath,
+) -> PathPorts {
     let ahead = egress(forwarding, packet, route);
     // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
     let back = if from.kind == PortKind::Host { Some(ingress) } else { forwarding.next_hop(packet.flow.src) };
-    Ways { ahead, back }
+    PathPorts { ahead, back }
 }
 
 #[inline(always)]
-fn egress(forwarding: &Forwarding, packet: &Packet, route: Route) -> Option<PortId> {
-    if route == Route::ViaHost {
+fn egress(forwarding: &Forwarding, packet: &Packet, route: PacketPath) -> Option<PortId> {
+    if route == PacketPath::ViaHost {
         return via_host(forwarding);
     }
     forwarding.next_hop(packet.flow.dst)
@@ -42,22 +48,22 @@ pub(super) fn dispatch(
     from: &Port,
     frame: &mut [u8],
     packet: &Packet,
-    route: Route,
+    route: PacketPath,
     open: OpenChecksum,
-) -> Result<PortId, Cause> {
-    let egress = egress(forwarding, packet, route).ok_or(Cause::NoPort)?;
-    let port = forwarding.port(egress).ok_or(Cause::PortGone)?;
+) -> Result<PortId, DropReason> {
+    let egress = egress(forwarding, packet, route).ok_or(DropReason::NoPort)?;
+    let port = forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
     if from_host && to_host {
         // The node's stack sent it here because it belongs to a pod; returning it would create a loop.
-        return Err(Cause::NoPort);
+        return Err(DropReason::NoPort);
     }
     let spend_ttl = !from_host && !to_host;
     if spend_ttl && packet.ttl <= 1 {
-        return Err(Cause::TtlExpired);
+        return Err(DropReason::TtlExpired);
     }
     if packet.ip_len() > port.mtu {
-        return Err(Cause::TooBig);
+        return Err(DropReason::TooBig);
     }
     rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl, open });
     Ok(egress)

@@ -3,31 +3,31 @@
 //!
 //! The stages are the modules in order: `admit` (parse, spoofing, scope), `track` (connection, otherwise policy),
 //! `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
-//! reply (`answer`).
+//! reply (`reply`).
 //!
 //! Code that every packet executes is marked `inline(always)`, down to parser and connection table:
 //! [`Pipeline::process_batch`] is instantiated for each type of [`Frames`] in the crate of that type, and if there are
 //! several, the compiler would share the parts instead. A packet then takes a third longer.
 
 mod admit;
-mod answer;
 mod dispatch;
+mod reply;
 mod timed;
 mod track;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use crate::Cause;
-use dispatch::Route;
+pub use crate::DropReason;
+use dispatch::PacketPath;
 pub use timed::StageClocks;
 
 use crate::Snapshot;
-use crate::answer::{Answers, OnCut};
-use crate::conntrack::{ConnTable, Hashed, Timestamp};
+use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
 use crate::forward::{Forwarding, Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
-use crate::policy::Judgement;
+use crate::policy::PolicyVerdict;
+use crate::reply::{OnRevoke, Replies};
 
 /// Maximum frames in one batch.
 pub const BATCH: usize = 64;
@@ -39,7 +39,7 @@ const FETCH: usize = 16;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// Dropped and counted.
-    Drop(Cause),
+    Drop(DropReason),
     /// Rewritten in place, to be sent on this port.
     Forward(PortId),
 }
@@ -62,7 +62,7 @@ pub trait Frames {
 
 /// How much of the pipeline runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Mode {
+pub enum PipelineMode {
     /// All of it.
     #[default]
     Full,
@@ -72,11 +72,11 @@ pub enum Mode {
 
 /// Why policy was evaluated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Occasion {
+pub enum EvaluationReason {
     /// For the first packet of a connection.
     Opened,
     /// For a connection that was last evaluated under an older epoch.
-    JudgedAgain,
+    Reevaluated,
 }
 
 /// Notified of every policy evaluation. Replay and logs implement it; workers without either use `()`, which costs
@@ -84,70 +84,76 @@ pub enum Occasion {
 pub trait Observer {
     /// Policy is about to be evaluated.
     #[inline]
-    fn asked(&mut self) {}
+    fn before_evaluation(&mut self) {}
 
     /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`.
-    fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion);
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        policy_verdict: &PolicyVerdict,
+        evaluation_reason: EvaluationReason,
+    );
 }
 
 impl Observer for () {
     #[inline]
-    fn judged(&mut self, _: usize, _: &Flow, _: &Judgement, _: Occasion) {}
+    fn evaluated(&mut self, _: usize, _: &Flow, _: &PolicyVerdict, _: EvaluationReason) {}
 }
 
 /// An admitted packet: its index in the batch, the packet, and its connection's hash.
 #[derive(Clone)]
-struct Admitted {
+struct AdmittedPacket {
     index: usize,
     packet: Packet,
-    hashed: Hashed,
+    hashed: PreparedFlow,
 }
 
 /// Why a packet is dropped, with the data for its reply.
 #[derive(Clone, Copy)]
-struct Refusal {
-    cause: Cause,
-    /// If policy has ended the packet's connection with this packet, and it is TCP: the sequence number that the packet's
-    /// destination expects.
-    cut_at: Option<u32>,
+struct DroppedPacket {
+    reason: DropReason,
+    /// Set for TCP if this packet's evaluation revoked its connection: the sequence number that the packet's destination
+    /// expects.
+    revoked_at: Option<u32>,
     /// The path it would have taken.
-    route: Route,
+    route: PacketPath,
 }
 
-impl From<Cause> for Refusal {
-    fn from(cause: Cause) -> Self {
-        Self { cause, cut_at: None, route: Route::Direct }
+impl From<DropReason> for DroppedPacket {
+    fn from(reason: DropReason) -> Self {
+        Self { reason, revoked_at: None, route: PacketPath::Direct }
     }
 }
 
-/// What one worker needs to judge packets. It allocates nothing after it is made.
+/// Evaluates packets for one worker. It allocates nothing after construction.
 pub struct Pipeline {
     connections: Arc<ConnTable>,
-    mode: Mode,
+    mode: PipelineMode,
     /// Storage for a batch: packets are written once and stay in place.
-    slots: Vec<Admitted>,
-    answers: Answers,
+    slots: Vec<AdmittedPacket>,
+    replies: Replies,
     open: OpenChecksum,
 }
 
 impl Pipeline {
     /// A pipeline with the connection table shared by all workers.
-    pub fn new(connections: Arc<ConnTable>, mode: Mode) -> Self {
+    pub fn new(connections: Arc<ConnTable>, mode: PipelineMode) -> Self {
         let packet = Packet::default();
-        let slot = Admitted { index: 0, hashed: connections.prepare(&packet.flow), packet };
+        let slot = AdmittedPacket { index: 0, hashed: connections.prepare(&packet.flow), packet };
         Self {
             connections,
             mode,
             slots: vec![slot; BATCH],
-            answers: Answers::new(OnCut::default()),
+            replies: Replies::new(OnRevoke::default()),
             open: OpenChecksum::Finish,
         }
     }
 
     /// Sets what happens to revoked connections.
     #[must_use]
-    pub fn on_cut(self, on_cut: OnCut) -> Self {
-        Self { answers: Answers::new(on_cut), ..self }
+    pub fn on_revoke(self, on_revoke: OnRevoke) -> Self {
+        Self { replies: Replies::new(on_revoke), ..self }
     }
 
     /// Leaves partial checksums to the sender of the frames.
@@ -157,8 +163,8 @@ impl Pipeline {
     }
 
     /// Replies to the last batch.
-    pub fn answers(&mut self) -> &mut Answers {
-        &mut self.answers
+    pub fn replies(&mut self) -> &mut Replies {
+        &mut self.replies
     }
 
     /// The connection table.
@@ -179,9 +185,9 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) {
-        self.answers.begin(now);
+        self.replies.begin(now);
         let Some(port) = snapshot.forwarding.port(ingress) else {
-            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(Cause::NotReady));
+            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return;
         };
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
@@ -192,11 +198,11 @@ impl Pipeline {
             let frame = frames.bytes(entry.index);
             tracker.index = entry.index;
             let allowed = match self.mode {
-                Mode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
-                Mode::ForwardOnly => Ok(Route::Direct),
+                PipelineMode::Full => tracker.track(frame, &entry.packet, &entry.hashed),
+                PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
             };
             verdicts[entry.index] =
-                conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
+                conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
         }
     }
 
@@ -224,7 +230,7 @@ impl Pipeline {
                         located += FETCH;
                     }
                 }
-                Err(cause) => *verdict = Verdict::Drop(cause),
+                Err(reason) => *verdict = Verdict::Drop(reason),
             }
         }
         self.locate(located..admitted);
@@ -242,21 +248,21 @@ impl Pipeline {
 /// Last stage: dispatches an allowed packet, and replies to a dropped one if its sender is notified.
 #[inline(always)]
 fn conclude(
-    answers: &mut Answers,
+    replies: &mut Replies,
     snapshot: &Snapshot,
     (ingress, port): (PortId, &Port),
     frame: &mut [u8],
     packet: &Packet,
     open: OpenChecksum,
-    allowed: Result<Route, Refusal>,
+    allowed: Result<PacketPath, DroppedPacket>,
 ) -> Verdict {
-    let refusal = match allowed {
+    let dropped = match allowed {
         Ok(route) => match dispatch::dispatch(&snapshot.forwarding, port, frame, packet, route, open) {
             Ok(egress) => return Verdict::Forward(egress),
-            Err(cause) => Refusal { cause, cut_at: None, route },
+            Err(reason) => DroppedPacket { reason, revoked_at: None, route },
         },
-        Err(refusal) => refusal,
+        Err(dropped) => dropped,
     };
-    answer::answer(answers, snapshot, (ingress, port), frame, packet, refusal);
-    Verdict::Drop(refusal.cause)
+    reply::reply(replies, snapshot, (ingress, port), frame, packet, dropped);
+    Verdict::Drop(dropped.reason)
 }

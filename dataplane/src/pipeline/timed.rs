@@ -1,11 +1,13 @@
 //! The pipeline with clock reads between its stages, for one batch in many.
 
-use super::{BATCH, Cause, Frames, Mode, Observer, Occasion, PortId, Snapshot, Timestamp, Verdict};
-use super::{Pipeline, Route, conclude, track};
+use super::{
+    BATCH, DropReason, EvaluationReason, Frames, Observer, PipelineMode, PortId, Snapshot, Timestamp, Verdict,
+};
+use super::{PacketPath, Pipeline, conclude, track};
 use crate::clocks;
 use crate::forward::PortKind;
 use crate::packet::Flow;
-use crate::policy::Judgement;
+use crate::policy::PolicyVerdict;
 
 /// Clocks of the stages of a batch, on the CPU's time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -20,7 +22,7 @@ pub struct StageClocks {
     pub rewrite: u64,
     /// Number of policy evaluations. Each cost two clock reads, one included in `policy` and one in `connection`. The
     /// other fields include one clock read each.
-    pub asked: u64,
+    pub evaluations: u64,
 }
 
 /// An observer that also measures policy evaluations.
@@ -28,18 +30,24 @@ struct Timing<'a, O> {
     inner: &'a mut O,
     began: u64,
     took: u64,
-    asked: u64,
+    evaluations: u64,
 }
 
 impl<O: Observer> Observer for Timing<'_, O> {
-    fn asked(&mut self) {
+    fn before_evaluation(&mut self) {
         self.began = clocks::now();
     }
 
-    fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion) {
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        policy_verdict: &PolicyVerdict,
+        evaluation_reason: EvaluationReason,
+    ) {
         self.took += clocks::now().saturating_sub(self.began);
-        self.asked += 1;
-        self.inner.judged(index, flow, judgement, occasion);
+        self.evaluations += 1;
+        self.inner.evaluated(index, flow, policy_verdict, evaluation_reason);
     }
 }
 
@@ -55,15 +63,15 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) -> StageClocks {
-        self.answers.begin(now);
+        self.replies.begin(now);
         let Some(port) = snapshot.forwarding.port(ingress) else {
-            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(Cause::NotReady));
+            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return StageClocks::default();
         };
         let start = clocks::now();
         let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
         let parsed = clocks::now();
-        let mut observer = Timing { inner: observer, began: 0, took: 0, asked: 0 };
+        let mut observer = Timing { inner: observer, began: 0, took: 0, evaluations: 0 };
         let connections = &*self.connections;
         let observer_of_tracker = &mut observer;
         let mut tracker = track::Tracker {
@@ -75,10 +83,10 @@ impl Pipeline {
             observer: observer_of_tracker,
             from_host: port.kind == PortKind::Host,
         };
-        let mut outcomes = [Ok(Route::Direct); BATCH];
+        let mut outcomes = [Ok(PacketPath::Direct); BATCH];
         for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
             tracker.index = entry.index;
-            if self.mode == Mode::Full {
+            if self.mode == PipelineMode::Full {
                 *outcome = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
             }
         }
@@ -86,7 +94,7 @@ impl Pipeline {
         for (entry, allowed) in self.slots[..admitted].iter().zip(outcomes) {
             let frame = frames.bytes(entry.index);
             verdicts[entry.index] =
-                conclude(&mut self.answers, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
+                conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
         }
         let took = |from: u64, to: u64| to.saturating_sub(from);
         StageClocks {
@@ -94,7 +102,7 @@ impl Pipeline {
             connection: took(parsed, tracked).saturating_sub(observer.took),
             policy: observer.took,
             rewrite: took(tracked, clocks::now()),
-            asked: observer.asked,
+            evaluations: observer.evaluations,
         }
     }
 }

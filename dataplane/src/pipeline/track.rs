@@ -1,12 +1,14 @@
 //! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
 
-use super::dispatch::Route;
-use super::{Observer, Occasion, Refusal};
-use crate::conntrack::{Conn, ConnTable, Hashed, Insertion, Judged, NewConn, OwnerId, Refused, Timestamp, Update};
+use super::dispatch::PacketPath;
+use super::{DroppedPacket, EvaluationReason, Observer};
+use crate::conntrack::{
+    Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, PreparedFlow, Reevaluation, Timestamp, Update,
+};
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
-use crate::policy::{Judgement, Side};
-use crate::{Cause, Snapshot};
+use crate::policy::{DirectionVerdict, PolicyVerdict};
+use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
 pub(super) struct Tracker<'a, O> {
@@ -16,14 +18,19 @@ pub(super) struct Tracker<'a, O> {
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
-    /// Whether what is tracked came from the node's own stack.
+    /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
 }
 
 impl<O: Observer> Tracker<'_, O> {
-    /// Which way the packet leaves, if it may pass.
+    /// Returns the path of the packet if it may pass.
     #[inline(always)]
-    pub(super) fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
+    pub(super) fn track(
+        &mut self,
+        frame: &[u8],
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<PacketPath, DroppedPacket> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
             Transport::LaterFragment => return self.later_fragment(packet),
@@ -42,17 +49,22 @@ impl<O: Observer> Tracker<'_, O> {
     /// A later fragment belongs to the connection of its first fragment, which has the ports.
     #[cold]
     #[inline(never)]
-    fn later_fragment(&mut self, packet: &Packet) -> Result<Route, Refusal> {
-        let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(Cause::Fragment)?;
+    fn later_fragment(&mut self, packet: &Packet) -> Result<PacketPath, DroppedPacket> {
+        let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)?;
         let hashed = self.connections.prepare(&flow);
-        let connection = self.connections.find(&hashed, self.now).ok_or(Cause::Fragment)?;
+        let connection = self.connections.find(&hashed, self.now).ok_or(DropReason::Fragment)?;
         self.follow(connection, packet, &hashed)
     }
 
     /// A packet of a known connection.
     #[inline(always)]
-    fn follow(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
-        if !connection.is_of_epoch(self.snapshot.epoch) {
+    fn follow(
+        &mut self,
+        mut connection: Conn<'_>,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<PacketPath, DroppedPacket> {
+        if !connection.is_evaluated_under(self.snapshot.epoch) {
             return self.follow_again(connection, packet, hashed);
         }
         let route = self.route_of(&mut connection, packet);
@@ -62,7 +74,7 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// A packet that its connection does not simply let pass.
+    /// A packet that its connection does not simply accept.
     #[cold]
     #[inline(never)]
     fn follow_exception(
@@ -70,61 +82,77 @@ impl<O: Observer> Tracker<'_, O> {
         update: Update,
         connection: Conn<'_>,
         packet: &Packet,
-        hashed: &Hashed,
-        route: Route,
-    ) -> Result<Route, Refusal> {
-        let refused = |cause| Err(Refusal { cause, cut_at: None, route });
+        hashed: &PreparedFlow,
+        route: PacketPath,
+    ) -> Result<PacketPath, DroppedPacket> {
+        let refused = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
         match update {
             Update::Accepted(_) => Ok(route),
-            Update::Invalid => refused(Cause::InvalidState),
-            Update::Cut => refused(Cause::ConnectionCut),
-            Update::Ended => self.open(packet, hashed),
+            Update::Invalid => refused(DropReason::InvalidState),
+            Update::Revoked => refused(DropReason::ConnectionCut),
+            Update::Removed => self.open(packet, hashed),
             Update::Opens => self.open_in_place(connection, packet, hashed),
-            Update::AsksInReverse => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
+            Update::ReverseSyn => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
             Update::Restarts => self.restart(connection, packet, hashed).map(|()| route),
         }
     }
 
-    /// A packet that opens a connection where another one has ended, or was cut. Policy is asked first: were the old one
-    /// forgotten for a packet that is then denied, the next packet of its other side could bring it back.
-    fn open_in_place(&mut self, old: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
-        self.judge(&packet.flow, Occasion::Opened)?;
+    /// A packet that opens a connection in place of one that has ended or was revoked. Policy is evaluated first: if
+    /// the old one were removed for a packet that is then denied, the next packet of its other side could bring it
+    /// back.
+    fn open_in_place(
+        &mut self,
+        old: Conn<'_>,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<PacketPath, DroppedPacket> {
+        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
         if !old.replace(hashed.orientation(), &packet.transport, self.now) {
-            return Err(Cause::InvalidState.into());
+            return Err(DropReason::InvalidState.into());
         }
         self.enter(packet, hashed)
     }
 
-    /// A SYN on a live connection from the side that did not open it.
-    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Refusal> {
-        self.judge(&packet.flow, Occasion::Opened)?;
+    /// A SYN on a live connection from the answering side.
+    fn ask_in_reverse(
+        &mut self,
+        mut connection: Conn<'_>,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<(), DroppedPacket> {
+        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
         match connection.hold_syn(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
-            _ => Err(Cause::InvalidState.into()),
+            _ => Err(DropReason::InvalidState.into()),
         }
     }
 
-    /// A SYN-ACK with which both ends begin anew what the table still holds as a live connection.
-    fn restart(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<(), Refusal> {
-        self.judge(&packet.flow.reversed(), Occasion::Opened)?;
+    /// A SYN-ACK by which both ends restart a connection that is still live in the table.
+    fn restart(
+        &mut self,
+        mut connection: Conn<'_>,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<(), DroppedPacket> {
+        self.evaluate(&packet.flow.reversed(), EvaluationReason::Opened)?;
         let restarted = connection.restart(self.snapshot.epoch, hashed.orientation(), &packet.transport, self.now);
-        if restarted { Ok(()) } else { Err(Cause::InvalidState.into()) }
+        if restarted { Ok(()) } else { Err(DropReason::InvalidState.into()) }
     }
 
     /// A connection that came through the node's own stack uses it in both directions, since it was translated there:
     /// packets from a pod go to the stack, packets from the stack to the pod.
     #[inline(always)]
-    fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> Route {
+    fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> PacketPath {
         match (self.from_host, connection.via_host()) {
-            (false, true) => Route::ViaHost,
+            (false, true) => PacketPath::ViaHost,
             (true, false) => {
                 // The pod now reaches this end through another address, from the same port.
                 if packet.transport.may_open() && self.is_pod(packet.flow.src) {
                     connection.set_via_host();
                 }
-                Route::Direct
+                PacketPath::Direct
             }
-            _ => Route::Direct,
+            _ => PacketPath::Direct,
         }
     }
 
@@ -142,36 +170,41 @@ impl<O: Observer> Tracker<'_, O> {
         self.snapshot.forwarding.pod_port(address).is_some()
     }
 
-    /// A packet of a connection that is to be judged again. Should that cut it, the answer to its sender names the sequence
-    /// number that the packet's destination expects.
+    /// A packet of a connection that must be evaluated again. If that revokes it, the reply to the packet's sender carries
+    /// the sequence number that the packet's destination expects.
     #[cold]
     #[inline(never)]
-    fn follow_again(&mut self, mut connection: Conn<'_>, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
-        let mut cut_at = None;
-        if self.judge_again(&mut connection) == Judged::Cut
+    fn follow_again(
+        &mut self,
+        mut connection: Conn<'_>,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+    ) -> Result<PacketPath, DroppedPacket> {
+        let mut revoked_at = None;
+        if self.reevaluate(&mut connection) == Reevaluation::Revoked
             && let Transport::Tcp(segment) = packet.transport
         {
-            // After a restart the segment's own number is the best that is known.
-            cut_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
+            // After a restart the segment's own number is the best known.
+            revoked_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
         }
         let route = self.route_of(&mut connection, packet);
         let update = connection.update(hashed.orientation(), &packet.transport, self.now);
         let followed = self.follow_exception(update, connection, packet, hashed, route);
-        followed.map_err(|refusal| Refusal { cut_at, ..refusal })
+        followed.map_err(|dropped| DroppedPacket { revoked_at, ..dropped })
     }
 
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
-    fn open(&mut self, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
-        self.judge(&packet.flow, Occasion::Opened)?;
+    fn open(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
+        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
         self.enter(packet, hashed)
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, packet: &Packet, hashed: &Hashed) -> Result<Route, Refusal> {
+    fn enter(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
         let via_host = self.enters_via_host(packet);
-        let route = if via_host && !self.from_host { Route::ViaHost } else { Route::Direct };
-        let new = NewConn {
+        let route = if via_host && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
+        let new = NewConnection {
             hashed,
             transport: &packet.transport,
             owner: self.owner(&packet.flow),
@@ -186,33 +219,39 @@ impl<O: Observer> Tracker<'_, O> {
                 let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(route),
-                    Update::Cut => Err(Refusal { cause: Cause::ConnectionCut, cut_at: None, route }),
+                    Update::Revoked => {
+                        Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+                    }
                     // Ended again within the same instant: the sender will try again.
-                    _ => Err(Cause::InvalidState.into()),
+                    _ => Err(DropReason::InvalidState.into()),
                 }
             }
-            Err(Refused::Full) => Err(Cause::TableFull.into()),
-            Err(Refused::Quota) => Err(Cause::QuotaExceeded.into()),
-            Err(Refused::CannotOpen) => Err(Cause::NoConnection.into()),
+            Err(InsertError::Full) => Err(DropReason::TableFull.into()),
+            Err(InsertError::Quota) => Err(DropReason::QuotaExceeded.into()),
+            Err(InsertError::CannotOpen) => Err(DropReason::NoConnection.into()),
         }
     }
 
     /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
     /// packet's destination; a pod is no router, so it may not send errors about other pods' connections.
     #[inline(never)]
-    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<Route, Refusal> {
-        let quoted = quoted_flow(frame, packet, quoted_at).ok_or(Cause::NoConnection)?;
+    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
+        let quoted = quoted_flow(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
         let is_router = self.snapshot.forwarding.pod_port(packet.flow.src).is_none();
         if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
-            return Err(Cause::NoConnection.into());
+            return Err(DropReason::NoConnection.into());
         }
-        let mut connection = self.connections.related(&quoted, self.now).ok_or(Cause::NoConnection)?;
-        if !connection.is_of_epoch(self.snapshot.epoch) {
-            self.judge_again(&mut connection);
+        let mut connection = self.connections.related(&quoted, self.now).ok_or(DropReason::NoConnection)?;
+        if !connection.is_evaluated_under(self.snapshot.epoch) {
+            self.reevaluate(&mut connection);
         }
         // The node translates what is quoted back to what its receiver knows.
-        let route = if connection.via_host() && !self.from_host { Route::ViaHost } else { Route::Direct };
-        if connection.is_cut() { Err(Refusal { cause: Cause::ConnectionCut, cut_at: None, route }) } else { Ok(route) }
+        let route = if connection.via_host() && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
+        if connection.is_revoked() {
+            Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+        } else {
+            Ok(route)
+        }
     }
 
     /// A connection last evaluated under an older epoch: it is evaluated again in its original direction, and kept or
@@ -221,30 +260,32 @@ impl<O: Observer> Tracker<'_, O> {
     /// A revoked connection keeps its entry. If it were removed, a packet of its answering side would be evaluated as
     /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
-    fn judge_again(&mut self, connection: &mut Conn<'_>) -> Judged {
-        let allowed = self.judge(&connection.original_flow(), Occasion::JudgedAgain).is_ok();
-        connection.set_judged(self.snapshot.epoch, allowed)
+    fn reevaluate(&mut self, connection: &mut Conn<'_>) -> Reevaluation {
+        let allowed = self.evaluate(&connection.original_flow(), EvaluationReason::Reevaluated).is_ok();
+        connection.set_verdict(self.snapshot.epoch, allowed)
     }
 
     /// Evaluates policy in the direction in which the connection is opened.
-    fn judge(&mut self, flow: &Flow, occasion: Occasion) -> Result<(), Cause> {
-        self.observer.asked();
-        let judgement = self.snapshot.policy.judge(flow);
-        self.observer.judged(self.index, flow, &judgement, occasion);
-        if self.is_unready(flow, &judgement) {
-            return Err(Cause::NotReady);
+    fn evaluate(&mut self, flow: &Flow, evaluation_reason: EvaluationReason) -> Result<(), DropReason> {
+        self.observer.before_evaluation();
+        let policy_verdict = self.snapshot.policy.evaluate(flow);
+        self.observer.evaluated(self.index, flow, &policy_verdict, evaluation_reason);
+        if self.is_unready(flow, &policy_verdict) {
+            return Err(DropReason::NotReady);
         }
-        match judgement.cause() {
+        match policy_verdict.drop_reason() {
             None => Ok(()),
-            Some(Cause::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => Err(Cause::ServiceDenied),
-            Some(cause) => Err(cause),
+            Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
+                Err(DropReason::ServiceDenied)
+            }
+            Some(reason) => Err(reason),
         }
     }
 
     /// Whether one end is a pod of this node that policy does not know yet. It must not be treated as another node's.
-    fn is_unready(&self, flow: &Flow, judgement: &Judgement) -> bool {
-        (judgement.egress == Side::NotLocal && self.is_pod(flow.src))
-            || (judgement.ingress == Side::NotLocal && self.is_pod(flow.dst))
+    fn is_unready(&self, flow: &Flow, policy_verdict: &PolicyVerdict) -> bool {
+        (policy_verdict.egress == DirectionVerdict::NotLocal && self.is_pod(flow.src))
+            || (policy_verdict.ingress == DirectionVerdict::NotLocal && self.is_pod(flow.dst))
     }
 
     /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.

@@ -19,7 +19,7 @@ pub struct NodeId(pub u32);
 
 /// Owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Owner {
+pub enum AddressOwner {
     /// A pod's.
     Pod {
         /// Its class with respect to selectors.
@@ -38,7 +38,7 @@ pub(super) const NONE: u32 = u32::MAX;
 
 /// The owner of an address as the lookup needs it: three comparisons instead of nested options.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Entry {
+pub(super) struct AddressEntry {
     /// 0 if no selector can match it: it is not a pod's address.
     pub(super) identity: u32,
     /// [`NONE`] if it has no endpoint.
@@ -47,7 +47,7 @@ pub(super) struct Entry {
     pub(super) node: u32,
 }
 
-impl Entry {
+impl AddressEntry {
     /// An unknown address.
     pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE };
 
@@ -58,15 +58,15 @@ impl Entry {
     }
 }
 
-impl From<Owner> for Entry {
-    fn from(owner: Owner) -> Self {
+impl From<AddressOwner> for AddressEntry {
+    fn from(owner: AddressOwner) -> Self {
         match owner {
-            Owner::Pod { identity, endpoint, node } => Self {
+            AddressOwner::Pod { identity, endpoint, node } => Self {
                 identity: identity.0.get(),
                 endpoint: endpoint.map_or(NONE, |endpoint| endpoint.0),
                 node: node.map_or(NONE, |node| node.0),
             },
-            Owner::Node(node) => Self { node: node.0, ..Self::UNKNOWN },
+            AddressOwner::Node(node) => Self { node: node.0, ..Self::UNKNOWN },
         }
     }
 }
@@ -75,13 +75,13 @@ impl From<Owner> for Entry {
 const SHARDS: usize = 1024;
 
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+struct AddressSlot {
     address: Address,
     /// `None` if the slot is free.
-    entry: Option<Entry>,
+    entry: Option<AddressEntry>,
 }
 
-const FREE: Slot = Slot { address: Address::from_bits(0), entry: None };
+const FREE: AddressSlot = AddressSlot { address: Address::from_bits(0), entry: None };
 
 /// A persistent hash map in shards; a modified copy shares all shards but one.
 ///
@@ -89,13 +89,13 @@ const FREE: Slot = Slot { address: Address::from_bits(0), entry: None };
 /// reads the shard's pointer and, nearly always, one or two adjacent slots.
 #[derive(Clone, Debug)]
 pub(super) struct AddressMap {
-    shards: Arc<[Arc<[Slot]>; SHARDS]>,
+    shards: Arc<[Arc<[AddressSlot]>; SHARDS]>,
     len: usize,
 }
 
 impl Default for AddressMap {
     fn default() -> Self {
-        let empty: Arc<[Slot]> = Arc::new([FREE]);
+        let empty: Arc<[AddressSlot]> = Arc::new([FREE]);
         Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), len: 0 }
     }
 }
@@ -122,13 +122,13 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 impl AddressMap {
     /// The entry of an address.
     #[inline]
-    pub(super) fn find(&self, address: Address) -> Entry {
+    pub(super) fn find(&self, address: Address) -> AddressEntry {
         let hash = hash(address);
         let slots = &*self.shards[shard_of(hash)];
         let mut at = slot_of(hash, slots.len());
         loop {
             match slots[at].entry {
-                None => return Entry::UNKNOWN,
+                None => return AddressEntry::UNKNOWN,
                 Some(entry) if slots[at].address == address => return entry,
                 Some(_) => at = (at + 1) & (slots.len() - 1),
             }
@@ -141,7 +141,7 @@ impl AddressMap {
     }
 
     /// Sets or removes the entry of an address.
-    pub(super) fn set(&mut self, address: Address, entry: Option<Entry>) {
+    pub(super) fn set(&mut self, address: Address, entry: Option<AddressEntry>) {
         let shard = &mut Arc::make_mut(&mut self.shards)[shard_of(hash(address))];
         let known = find_slot(shard, address);
         match (known, entry) {
@@ -152,7 +152,7 @@ impl AddressMap {
                 if (used + 1) * 4 > shard.len() * 3 {
                     *shard = rehash(shard, shard.len() * 2, address);
                 }
-                insert(Arc::make_mut(shard), Slot { address, entry: Some(entry) });
+                insert(Arc::make_mut(shard), AddressSlot { address, entry: Some(entry) });
             }
             (Some(_), None) => {
                 self.len -= 1;
@@ -170,19 +170,19 @@ impl AddressMap {
     }
 }
 
-fn find_slot(shard: &[Slot], address: Address) -> Option<usize> {
+fn find_slot(shard: &[AddressSlot], address: Address) -> Option<usize> {
     let mut at = slot_of(hash(address), shard.len());
     loop {
         match shard[at] {
-            Slot { entry: None, .. } => return None,
-            Slot { address: found, .. } if found == address => return Some(at),
+            AddressSlot { entry: None, .. } => return None,
+            AddressSlot { address: found, .. } if found == address => return Some(at),
             _ => at = (at + 1) & (shard.len() - 1),
         }
     }
 }
 
 /// A copy of the shard without this address and with another number of slots.
-fn rehash(shard: &[Slot], slots: usize, without: Address) -> Arc<[Slot]> {
+fn rehash(shard: &[AddressSlot], slots: usize, without: Address) -> Arc<[AddressSlot]> {
     let mut fresh = vec![FREE; slots];
     shard
         .iter()
@@ -191,7 +191,7 @@ fn rehash(shard: &[Slot], slots: usize, without: Address) -> Arc<[Slot]> {
     fresh.into()
 }
 
-fn insert(shard: &mut [Slot], slot: Slot) {
+fn insert(shard: &mut [AddressSlot], slot: AddressSlot) {
     let mut at = slot_of(hash(slot.address), shard.len());
     while shard[at].entry.is_some() {
         at = (at + 1) & (shard.len() - 1);
@@ -199,17 +199,17 @@ fn insert(shard: &mut [Slot], slot: Slot) {
     shard[at] = slot;
 }
 
-impl Entry {
+impl AddressEntry {
     /// As the public type; `None` if nothing is known.
-    pub(super) fn owner(&self) -> Option<Owner> {
+    pub(super) fn owner(&self) -> Option<AddressOwner> {
         let some = |number: u32| (number != NONE).then_some(number);
         match NonZeroU32::new(self.identity) {
-            Some(identity) => Some(Owner::Pod {
+            Some(identity) => Some(AddressOwner::Pod {
                 identity: Identity(identity),
                 endpoint: some(self.endpoint).map(EndpointId),
                 node: some(self.node).map(NodeId),
             }),
-            None => some(self.node).map(|node| Owner::Node(NodeId(node))),
+            None => some(self.node).map(|node| AddressOwner::Node(NodeId(node))),
         }
     }
 }
@@ -222,8 +222,8 @@ mod tests {
 
     use super::*;
 
-    fn entry(number: u32) -> Entry {
-        Entry { identity: number, endpoint: number, node: 0 }
+    fn entry(number: u32) -> AddressEntry {
+        AddressEntry { identity: number, endpoint: number, node: 0 }
     }
 
     proptest! {
@@ -248,7 +248,7 @@ mod tests {
             for (map, oracle) in [(map, oracle), copy] {
                 prop_assert_eq!(map.len(), oracle.len());
                 for address in (0..600u128).map(|address| Address::from_bits((address << 64) | (address % 7))) {
-                    let expected = oracle.get(&address).map_or(Entry::UNKNOWN, |value| entry(*value));
+                    let expected = oracle.get(&address).map_or(AddressEntry::UNKNOWN, |value| entry(*value));
                     prop_assert_eq!(map.find(address), expected);
                 }
             }
@@ -259,7 +259,7 @@ mod tests {
     fn pod_networks_spread_evenly_over_the_shards() {
         let mut map = AddressMap::default();
         for pod in 0..100_000u32 {
-            map.set(Address::from_v4_octets((10 << 24 | (pod / 100) << 8 | (pod % 100)).to_be_bytes()), Some(entry(1)));
+            map.set(Address::from_v4_bytes((10 << 24 | (pod / 100) << 8 | (pod % 100)).to_be_bytes()), Some(entry(1)));
         }
         let largest = map.shards.iter().map(|shard| shard.len()).max().unwrap();
         assert!(largest <= 512, "{largest} slots in one of {SHARDS} shards");

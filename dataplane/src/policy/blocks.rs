@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use crate::packet::Address;
 
-use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
+use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 
 /// Addresses in `cidr` and in none of `except`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -30,19 +30,19 @@ const MAX_STRIDE: u32 = 8;
 #[derive(Clone, Debug)]
 pub(super) struct Blocks {
     root: u32,
-    nodes: Arc<[Node]>,
+    nodes: Arc<[TrieNode]>,
     entries: Arc<[u32]>,
 }
 
 /// A trie under construction.
 #[derive(Default)]
 struct Builder {
-    nodes: Vec<Node>,
+    nodes: Vec<TrieNode>,
     entries: Vec<u32>,
 }
 
 #[derive(Clone, Debug)]
-struct Node {
+struct TrieNode {
     /// All addresses under this node start with the first `128 - shift - stride` bits of this.
     prefix: u128,
     /// The row of addresses of the parent's entry before those of this node.
@@ -103,7 +103,7 @@ impl Builder {
         let shift = rest - stride;
         let prefix = ends.1.checked_shr(rest).and_then(|bits| bits.checked_shl(rest)).unwrap_or(0);
         let (number, base) = (self.nodes.len(), self.entries.len());
-        self.nodes.push(Node {
+        self.nodes.push(TrieNode {
             prefix,
             below: first,
             above,
@@ -138,7 +138,7 @@ fn bounds(prefix: &IpNet) -> (u128, u128) {
 
 /// An event at a point of the line, in the order in which simultaneous events apply.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+enum Boundary {
     BlockBegins,
     ExceptBegins,
     ExceptEnds,
@@ -147,8 +147,8 @@ enum Event {
 
 /// The row of the first address, and each point at which the row changes.
 fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilder) -> (Row, Vec<(u128, Row)>) {
-    let mut events: Vec<(u128, Event, usize)> = Vec::new();
-    let mut add = |prefix: &IpNet, begins: Event, ends: Event, block: usize| {
+    let mut events: Vec<(u128, Boundary, usize)> = Vec::new();
+    let mut add = |prefix: &IpNet, begins: Boundary, ends: Boundary, block: usize| {
         let (first, last) = bounds(prefix);
         events.push((first, begins, block));
         events.extend(last.checked_add(1).map(|end| (end, ends, block)));
@@ -157,15 +157,15 @@ fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilde
         if block.except.iter().chain([&MAPPED]).any(|except| except.contains(&block.cidr)) {
             continue;
         }
-        add(&block.cidr, Event::BlockBegins, Event::BlockEnds, index);
+        add(&block.cidr, Boundary::BlockBegins, Boundary::BlockEnds, index);
         for except in block.except.iter().chain([&MAPPED]).filter(|except| block.cidr.contains(*except)) {
-            add(except, Event::ExceptBegins, Event::ExceptEnds, index);
+            add(except, Boundary::ExceptBegins, Boundary::ExceptEnds, index);
         }
     }
     events.sort_unstable();
-    let mut sweep = Sweep::default();
+    let mut sweep = RuleSweep::default();
     let mut excepts = vec![0u32; blocks.len()];
-    let mut row = |sweep: &Sweep| {
+    let mut row = |sweep: &RuleSweep| {
         let mut rules = sweep.current().clone();
         rules.union_with(any);
         rows.row(&rules)
@@ -188,22 +188,22 @@ fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilde
 }
 
 /// A block's rule applies inside it except within its own excepts.
-fn step(sweep: &mut Sweep, event: Event, excepts: &mut u32, rule: u32) {
+fn step(sweep: &mut RuleSweep, event: Boundary, excepts: &mut u32, rule: u32) {
     match event {
-        Event::BlockBegins => sweep.enter(rule),
-        Event::ExceptBegins => {
+        Boundary::BlockBegins => sweep.enter(rule),
+        Boundary::ExceptBegins => {
             *excepts += 1;
             if *excepts == 1 {
                 sweep.leave(rule);
             }
         }
-        Event::ExceptEnds => {
+        Boundary::ExceptEnds => {
             *excepts -= 1;
             if *excepts == 0 {
                 sweep.enter(rule);
             }
         }
-        Event::BlockEnds => sweep.leave(rule),
+        Boundary::BlockEnds => sweep.leave(rule),
     }
 }
 
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn an_except_cuts_out_of_its_own_block_alone() {
+    fn an_except_only_applies_to_its_own_block() {
         let built = build(&[
             (block("10.0.0.0/8", &["10.1.0.0/16", "10.1.2.0/24"]), 0),
             (block("10.1.2.0/24", &[]), 1),
@@ -264,7 +264,7 @@ mod tests {
             (0..1024u32).map(|n| (block(&format!("{}/24", Ipv4Addr::from(n << 20)), &[]), n % 70)).collect();
         for blocks in [blocks, spread] {
             let (trie, _) = build(&blocks);
-            assert!(trie.size() < 64 * blocks.len() + 128, "{} octets", trie.size());
+            assert!(trie.size() < 64 * blocks.len() + 128, "{} bytes", trie.size());
         }
     }
 
@@ -281,7 +281,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_address_has_the_rules_whose_blocks_hold_it(blocks in prop::collection::vec(any_block(), 0..10)) {
+        fn every_address_has_the_rules_whose_blocks_contain_it(blocks in prop::collection::vec(any_block(), 0..10)) {
             let (trie, rows) = build(&blocks);
             let nets = blocks.iter().flat_map(|(block, _)| block.except.iter().chain([&block.cidr]));
             let edges = nets.flat_map(|net| {

@@ -7,7 +7,7 @@ use super::table::RuleTable;
 
 /// Policy of one direction of an endpoint.
 #[derive(Clone, Debug)]
-pub enum Isolation {
+pub enum EndpointPolicy {
     /// No policy selects it for this direction: everything is allowed.
     Open,
     /// Isolated: only what a rule of this table allows.
@@ -18,9 +18,9 @@ pub enum Isolation {
 #[derive(Clone, Debug)]
 pub struct Endpoint {
     /// What it may send.
-    pub egress: Isolation,
+    pub egress: EndpointPolicy,
     /// What it may receive.
-    pub ingress: Isolation,
+    pub ingress: EndpointPolicy,
 }
 
 /// Endpoints per chunk.

@@ -30,9 +30,9 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use addresses::{EndpointId, NodeId, Owner};
+pub use addresses::{AddressOwner, EndpointId, NodeId};
 pub use blocks::AddressBlock;
-pub use endpoints::{Endpoint, Isolation};
+pub use endpoints::{Endpoint, EndpointPolicy};
 pub use peers::Identity;
 pub use ports::{PortProtocol, PortRange};
 pub use rows::RuleSet;
@@ -40,10 +40,10 @@ pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
 
 use std::sync::Arc;
 
-use crate::Cause;
+use crate::DropReason;
 use crate::packet::{Address, Flow};
 
-use addresses::{AddressMap, Entry, NONE};
+use addresses::{AddressEntry, AddressMap, NONE};
 use endpoints::Endpoints;
 
 /// Direction of an endpoint's policy.
@@ -69,7 +69,7 @@ pub struct RuleRef {
 
 /// Verdict of one direction of a flow. The zero value denies.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Side {
+pub enum DirectionVerdict {
     /// The pod is isolated in this direction and no rule allows the flow.
     #[default]
     Denied,
@@ -86,7 +86,7 @@ pub enum Side {
     Exempt,
 }
 
-impl Side {
+impl DirectionVerdict {
     /// Whether this direction allows the flow.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
@@ -104,28 +104,28 @@ impl Side {
 
 /// Policy verdict on a flow: both directions. The zero value denies.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub struct Judgement {
+pub struct PolicyVerdict {
     /// Egress of the source.
-    pub egress: Side,
+    pub egress: DirectionVerdict,
     /// Ingress of the destination.
-    pub ingress: Side,
+    pub ingress: DirectionVerdict,
 }
 
-impl Judgement {
+impl PolicyVerdict {
     /// Whether a worker lets the flow pass: no direction denies it, and at least one end is enforced here.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
-        self.cause().is_none()
+        self.drop_reason().is_none()
     }
 
     /// Why a worker drops the flow; egress is checked first. If neither end is known here, the flow belongs to a pod
     /// whose policies are not known yet.
     #[inline]
-    pub const fn cause(&self) -> Option<Cause> {
+    pub const fn drop_reason(&self) -> Option<DropReason> {
         match (self.egress, self.ingress) {
-            (Side::Denied, _) => Some(Cause::EgressDenied),
-            (_, Side::Denied) => Some(Cause::IngressDenied),
-            (Side::NotLocal, Side::NotLocal) => Some(Cause::NotReady),
+            (DirectionVerdict::Denied, _) => Some(DropReason::EgressDenied),
+            (_, DirectionVerdict::Denied) => Some(DropReason::IngressDenied),
+            (DirectionVerdict::NotLocal, DirectionVerdict::NotLocal) => Some(DropReason::NotReady),
             _ => None,
         }
     }
@@ -133,7 +133,7 @@ impl Judgement {
 
 /// Whether a rule of one direction also allows the flow in the other direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Reach {
+pub enum RuleScope {
     /// Both directions must allow, as in the Kubernetes API.
     #[default]
     BothSides,
@@ -146,47 +146,56 @@ pub enum Reach {
 pub struct PolicySet {
     addresses: AddressMap,
     endpoints: Endpoints,
-    reach: Reach,
+    rule_scope: RuleScope,
 }
 
 impl PolicySet {
     /// Evaluates policy for a flow in the direction in which it is opened. The destination port counts for TCP, UDP and
     /// SCTP; other protocols only match rules without ports. Allocates nothing.
     #[inline]
-    pub fn judge(&self, flow: &Flow) -> Judgement {
+    pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
         let (src, dst) = (self.addresses.find(flow.src), self.addresses.find(flow.dst));
         if is_exempt(&src, &dst) {
-            return Judgement { egress: exempt(&src), ingress: exempt(&dst) };
+            return PolicyVerdict { egress: exempt(&src), ingress: exempt(&dst) };
         }
-        let egress = self.side(&src, Direction::Egress, &dst, flow.dst, flow);
-        let ingress = self.side(&dst, Direction::Ingress, &src, flow.src, flow);
-        match self.reach {
-            Reach::BothSides => Judgement { egress, ingress },
-            Reach::ClusterWide => cluster_wide(egress, ingress),
+        let egress = self.evaluate_direction(&src, Direction::Egress, &dst, flow.dst, flow);
+        let ingress = self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow);
+        match self.rule_scope {
+            RuleScope::BothSides => PolicyVerdict { egress, ingress },
+            RuleScope::ClusterWide => cluster_wide(egress, ingress),
         }
     }
 
     #[inline]
-    fn side(&self, own: &Entry, direction: Direction, peer: &Entry, address: Address, flow: &Flow) -> Side {
+    fn evaluate_direction(
+        &self,
+        own: &AddressEntry,
+        direction: Direction,
+        peer: &AddressEntry,
+        address: Address,
+        flow: &Flow,
+    ) -> DirectionVerdict {
         if own.endpoint == NONE {
-            return Side::NotLocal;
+            return DirectionVerdict::NotLocal;
         }
-        let Some(endpoint) = self.endpoints.find(own.endpoint) else { return Side::Denied };
+        let Some(endpoint) = self.endpoints.find(own.endpoint) else { return DirectionVerdict::Denied };
         let isolation = match direction {
             Direction::Egress => &endpoint.egress,
             Direction::Ingress => &endpoint.ingress,
         };
         match isolation {
-            Isolation::Open => Side::Open,
-            Isolation::Isolated(table) => match table.find(peer.identity, address, flow.protocol, flow.dst_port) {
-                Some(rule) => Side::Allowed(RuleRef { endpoint: EndpointId(own.endpoint), direction, rule }),
-                None => Side::Denied,
+            EndpointPolicy::Open => DirectionVerdict::Open,
+            EndpointPolicy::Isolated(table) => match table.find(peer.identity, address, flow.protocol, flow.dst_port) {
+                Some(rule) => {
+                    DirectionVerdict::Allowed(RuleRef { endpoint: EndpointId(own.endpoint), direction, rule })
+                }
+                None => DirectionVerdict::Denied,
             },
         }
     }
 
     /// Owner of an address, if known to this set.
-    pub fn owner(&self, address: Address) -> Option<Owner> {
+    pub fn owner(&self, address: Address) -> Option<AddressOwner> {
         self.addresses.find(address).owner()
     }
 
@@ -203,42 +212,42 @@ impl PolicySet {
             Direction::Ingress => &endpoint.ingress,
         };
         match isolation {
-            Isolation::Open => None,
-            Isolation::Isolated(table) => table.name(rule.rule),
+            EndpointPolicy::Open => None,
+            EndpointPolicy::Isolated(table) => table.name(rule.rule),
         }
     }
 
     /// Starts the next set from this one, which stays unchanged.
-    pub fn update(&self) -> Update {
-        Update { set: self.clone() }
+    pub fn update(&self) -> PolicySetUpdate {
+        PolicySetUpdate { set: self.clone() }
     }
 
     /// Size of the set.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> PolicySetStatistics {
         let mut tables: Vec<&Arc<RuleTable>> = self
             .endpoints
             .iter()
             .flat_map(|endpoint| [&endpoint.egress, &endpoint.ingress])
             .filter_map(|isolation| match isolation {
-                Isolation::Open => None,
-                Isolation::Isolated(table) => Some(table),
+                EndpointPolicy::Open => None,
+                EndpointPolicy::Isolated(table) => Some(table),
             })
             .collect();
         tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
         tables.dedup_by_key(|table| Arc::as_ptr(table));
-        Statistics {
+        PolicySetStatistics {
             addresses: self.addresses.len(),
             endpoints: self.endpoints.len(),
             tables: tables.len(),
             rules: tables.iter().map(|table| table.rules()).sum(),
-            octets: self.addresses.size() + tables.iter().map(|table| table.size()).sum::<usize>(),
+            bytes: self.addresses.size() + tables.iter().map(|table| table.size()).sum::<usize>(),
         }
     }
 }
 
 /// Size of a [`PolicySet`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Statistics {
+pub struct PolicySetStatistics {
     /// Known addresses of pods and nodes.
     pub addresses: usize,
     /// Endpoints enforced.
@@ -248,37 +257,38 @@ pub struct Statistics {
     /// Rules in them.
     pub rules: usize,
     /// Approximate memory of the lookup structures, in bytes.
-    pub octets: usize,
+    pub bytes: usize,
 }
 
 #[inline]
-fn is_exempt(src: &Entry, dst: &Entry) -> bool {
+fn is_exempt(src: &AddressEntry, dst: &AddressEntry) -> bool {
     (src.endpoint != NONE && (src.endpoint == dst.endpoint || (dst.is_node() && dst.node == src.node)))
         || (dst.endpoint != NONE && src.is_node() && src.node == dst.node)
 }
 
-fn exempt(end: &Entry) -> Side {
-    if end.endpoint == NONE { Side::NotLocal } else { Side::Exempt }
+fn exempt(end: &AddressEntry) -> DirectionVerdict {
+    if end.endpoint == NONE { DirectionVerdict::NotLocal } else { DirectionVerdict::Exempt }
 }
 
-fn cluster_wide(egress: Side, ingress: Side) -> Judgement {
+fn cluster_wide(egress: DirectionVerdict, ingress: DirectionVerdict) -> PolicyVerdict {
+    use DirectionVerdict::{Allowed, AllowedByPeer, Denied};
     match (egress, ingress) {
-        (Side::Allowed(rule), Side::Denied) => Judgement { egress, ingress: Side::AllowedByPeer(rule) },
-        (Side::Denied, Side::Allowed(rule)) => Judgement { egress: Side::AllowedByPeer(rule), ingress },
-        _ => Judgement { egress, ingress },
+        (Allowed(rule), Denied) => PolicyVerdict { egress, ingress: AllowedByPeer(rule) },
+        (Denied, Allowed(rule)) => PolicyVerdict { egress: AllowedByPeer(rule), ingress },
+        _ => PolicyVerdict { egress, ingress },
     }
 }
 
 /// Builds the next [`PolicySet`] from the previous one. It is not visible before [`PolicySetUpdate::finish`].
 #[derive(Debug)]
-pub struct Update {
+pub struct PolicySetUpdate {
     set: PolicySet,
 }
 
-impl Update {
+impl PolicySetUpdate {
     /// Sets the owner of an address; `None` removes it.
-    pub fn set_address(&mut self, address: Address, owner: Option<Owner>) -> &mut Self {
-        self.set.addresses.set(address, owner.map(Entry::from));
+    pub fn set_address(&mut self, address: Address, owner: Option<AddressOwner>) -> &mut Self {
+        self.set.addresses.set(address, owner.map(AddressEntry::from));
         self
     }
 
@@ -289,8 +299,8 @@ impl Update {
     }
 
     /// Sets whether rules are honoured cluster-wide.
-    pub fn set_reach(&mut self, reach: Reach) -> &mut Self {
-        self.set.reach = reach;
+    pub fn set_rule_scope(&mut self, rule_scope: RuleScope) -> &mut Self {
+        self.set.rule_scope = rule_scope;
         self
     }
 

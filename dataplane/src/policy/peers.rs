@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_has_its_row_others_the_row_of_any_pod_and_no_pod_none() {
+    fn row_of_named_and_unnamed_identities_and_of_non_pods() {
         let peers = Peers::new(7).with([(identity(1), 2), (identity(64), 3), (identity(1000), 4)]);
         for (number, row) in [(0, 0), (1, 2), (2, 7), (63, 7), (64, 3), (1000, 4), (1001, 7), (1 << 30, 7)] {
             assert_eq!(peers.row(number), row, "identity {number}");
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn forgetting_every_identity_lets_the_pages_go_and_leaves_older_ones_alone() {
+    fn removing_all_identities_frees_pages_and_leaves_older_copies_unchanged() {
         let before = Peers::new(0).with([(identity(3), 2), (identity(500), 2)]);
         let after = before.with([(identity(3), 0), (identity(500), 0)]);
         assert_eq!(after.size(), 0);

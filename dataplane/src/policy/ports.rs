@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::packet::Protocol;
 
-use super::rows::{Row, RowsBuilder, RuleSet, Sweep};
+use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 
 /// A protocol in a rule's ports.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -121,8 +121,8 @@ fn intervals(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) 
         events.push((*last as usize + 1, false, *rule));
     }
     events.sort_unstable();
-    let mut sweep = Sweep::default();
-    let mut row = |sweep: &Sweep| {
+    let mut sweep = RuleSweep::default();
+    let mut row = |sweep: &RuleSweep| {
         let mut rules = sweep.current().clone();
         rules.union_with(any);
         rows.row(&rules)

@@ -69,7 +69,7 @@ impl FromIterator<u32> for RuleSet {
 /// vectors: Baboescu and Varghese, SIGCOMM 2001).
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
-    heads: Arc<[Head]>,
+    heads: Arc<[RowHead]>,
     /// Wide rows: summary, then words.
     wide: Arc<[u64]>,
     /// Words of a wide row.
@@ -77,7 +77,7 @@ pub(super) struct Rows {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Head {
+struct RowHead {
     /// The row's only word.
     bits: u64,
     /// Index of that word; with [`WIDE`], the offset of the row among the wide ones.
@@ -88,7 +88,7 @@ struct Head {
 const WIDE: u32 = 1 << 31;
 
 /// The row without rules.
-const NO_RULE: Head = Head { bits: 0, place: 0 };
+const NO_RULE: RowHead = RowHead { bits: 0, place: 0 };
 
 impl Rows {
     /// The lowest rule in `(a ∪ b) ∩ c`.
@@ -98,12 +98,12 @@ impl Rows {
         if (a.place | b.place | c.place) & WIDE != 0 {
             return self.first_common_wide(a, b, c);
         }
-        let from = |row: Head| if row.place == c.place { row.bits } else { 0 };
+        let from = |row: RowHead| if row.place == c.place { row.bits } else { 0 };
         let common = (from(a) | from(b)) & c.bits;
         if common == 0 { None } else { Some(c.place * u64::BITS + common.trailing_zeros()) }
     }
 
-    fn first_common_wide(&self, a: Head, b: Head, c: Head) -> Option<u32> {
+    fn first_common_wide(&self, a: RowHead, b: RowHead, c: RowHead) -> Option<u32> {
         for part in 0..self.summary() {
             let summary = |row| self.part_of_summary(row, part);
             let mut candidates = (summary(a) | summary(b)) & summary(c);
@@ -124,7 +124,7 @@ impl Rows {
         self.width.div_ceil(WORD)
     }
 
-    fn part_of_summary(&self, row: Head, part: usize) -> u64 {
+    fn part_of_summary(&self, row: RowHead, part: usize) -> u64 {
         if row.place & WIDE != 0 {
             return self.wide[(row.place & !WIDE) as usize + part];
         }
@@ -132,7 +132,7 @@ impl Rows {
         if place / WORD == part { u64::from(row.bits != 0) << (place % WORD) } else { 0 }
     }
 
-    fn word(&self, row: Head, place: usize) -> u64 {
+    fn word(&self, row: RowHead, place: usize) -> u64 {
         if row.place & WIDE != 0 {
             return self.wide[(row.place & !WIDE) as usize + self.summary() + place];
         }
@@ -155,7 +155,7 @@ impl Rows {
         }
         let mut wide = self.wide.to_vec();
         let head = encode(rules, self.width, &mut wide);
-        let heads: Arc<[Head]> = self.heads.iter().copied().chain([head]).collect();
+        let heads: Arc<[RowHead]> = self.heads.iter().copied().chain([head]).collect();
         let row = heads.len() as Row - 1;
         (Self { heads, wide: wide.into(), width: self.width }, row)
     }
@@ -175,16 +175,16 @@ impl Rows {
 }
 
 /// A row whose bits are in one word.
-fn one_word(rules: &RuleSet) -> Option<Head> {
+fn one_word(rules: &RuleSet) -> Option<RowHead> {
     let mut words = (0u32..).zip(&rules.words).filter(|(_, word)| **word != 0);
     match (words.next(), words.next()) {
         (None, _) => Some(NO_RULE),
-        (Some((place, bits)), None) => Some(Head { bits: *bits, place }),
+        (Some((place, bits)), None) => Some(RowHead { bits: *bits, place }),
         (Some(_), Some(_)) => None,
     }
 }
 
-fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> Head {
+fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> RowHead {
     if let Some(head) = one_word(rules) {
         return head;
     }
@@ -195,13 +195,13 @@ fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> Head {
         wide[start + place / WORD] |= 1 << (place % WORD);
         wide[start + summary + place] = *word;
     }
-    Head { bits: 0, place: WIDE | start as u32 }
+    RowHead { bits: 0, place: WIDE | start as u32 }
 }
 
 /// Collects rows without duplicates.
 pub(super) struct RowsBuilder {
     known: FxHashMap<RuleSet, Row>,
-    heads: Vec<Head>,
+    heads: Vec<RowHead>,
     wide: Vec<u64>,
     width: usize,
 }
@@ -233,12 +233,12 @@ impl RowsBuilder {
 /// The rules that apply at a point while sweeping along a line (ports, addresses). A rule may have several overlapping
 /// ranges.
 #[derive(Default)]
-pub(super) struct Sweep {
+pub(super) struct RuleSweep {
     depth: FxHashMap<u32, u32>,
     current: RuleSet,
 }
 
-impl Sweep {
+impl RuleSweep {
     /// A range of this rule begins.
     pub(super) fn enter(&mut self, rule: u32) {
         let depth = self.depth.entry(rule).or_default();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_rows_are_kept_once_also_when_added_later() {
+    fn equal_rows_are_stored_once() {
         let mut builder = RowsBuilder::new(70);
         let set: RuleSet = [1, 69].into_iter().collect();
         let row = builder.row(&set);

@@ -19,9 +19,9 @@ fn flow(src: &str, dst: &str, protocol: Protocol, dst_port: u16) -> Flow {
     Flow { src: address(src), dst: address(dst), protocol, src_port: 40000, dst_port }
 }
 
-fn pod(identity: u32, endpoint: Option<u32>, node: u32) -> Option<Owner> {
+fn pod(identity: u32, endpoint: Option<u32>, node: u32) -> Option<AddressOwner> {
     let identity = Identity(NonZeroU32::new(identity).unwrap());
-    Some(Owner::Pod { identity, endpoint: endpoint.map(EndpointId), node: Some(NodeId(node)) })
+    Some(AddressOwner::Pod { identity, endpoint: endpoint.map(EndpointId), node: Some(NodeId(node)) })
 }
 
 fn rule(name: &str, peers: PeerSpec, ports: &[(PortProtocol, u16, u16)]) -> RuleSpec {
@@ -39,8 +39,8 @@ fn named(identity: u32, rules: &[u32]) -> (Identity, RuleSet) {
     (Identity(NonZeroU32::new(identity).unwrap()), rules.iter().copied().collect())
 }
 
-fn isolated(rules: &[RuleSpec], identities: &[(Identity, RuleSet)]) -> Isolation {
-    Isolation::Isolated(Arc::new(RuleTable::new(rules, identities.iter().cloned())))
+fn isolated(rules: &[RuleSpec], identities: &[(Identity, RuleSet)]) -> EndpointPolicy {
+    EndpointPolicy::Isolated(Arc::new(RuleTable::new(rules, identities.iter().cloned())))
 }
 
 /// `web` (identity 1) and `db` (identity 2) on node 0, a pod (identity 1) and node 1 elsewhere. `db` is isolated for
@@ -67,78 +67,79 @@ fn example() -> PolicySet {
         .set_address(address("fd00::1"), pod(1, Some(0), 0))
         .set_address(address(DB), pod(2, Some(1), 0))
         .set_address(address(REMOTE), pod(1, None, 1))
-        .set_address(address(NODE), Some(Owner::Node(NodeId(0))))
-        .set_address(address(OTHER_NODE), Some(Owner::Node(NodeId(1))))
-        .set_endpoint(EndpointId(0), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
+        .set_address(address(NODE), Some(AddressOwner::Node(NodeId(0))))
+        .set_address(address(OTHER_NODE), Some(AddressOwner::Node(NodeId(1))))
+        .set_endpoint(EndpointId(0), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
         .set_endpoint(EndpointId(1), Some(Endpoint { egress: isolated(&[], &[]), ingress }));
     update.finish()
 }
 
 #[test]
-fn each_side_of_a_flow_says_what_its_own_tables_say() {
+fn each_direction_of_a_flow_follows_its_own_tables() {
     let set = example();
-    let allowed = |rule| Side::Allowed(RuleRef { endpoint: EndpointId(1), direction: Direction::Ingress, rule });
+    let allowed =
+        |rule| DirectionVerdict::Allowed(RuleRef { endpoint: EndpointId(1), direction: Direction::Ingress, rule });
     for (src, dst, protocol, port, egress, ingress) in [
-        (WEB, DB, Protocol::TCP, 5432, Side::Open, allowed(0)),
-        (WEB, DB, Protocol::TCP, 5433, Side::Open, Side::Denied),
-        (WEB, DB, Protocol::UDP, 53, Side::Open, allowed(1)),
-        (WEB, DB, Protocol::ICMP, 53, Side::Open, Side::Denied),
-        (REMOTE, DB, Protocol::TCP, 5432, Side::NotLocal, allowed(0)),
-        ("172.16.9.9", DB, Protocol::ICMP, 0, Side::NotLocal, allowed(2)),
-        ("172.16.9.9", DB, Protocol::TCP, 5432, Side::NotLocal, allowed(2)),
-        ("8.8.8.8", DB, Protocol::TCP, 5432, Side::NotLocal, Side::Denied),
-        (DB, WEB, Protocol::TCP, 80, Side::Denied, Side::Open),
-        (DB, REMOTE, Protocol::TCP, 80, Side::Denied, Side::NotLocal),
-        (NODE, DB, Protocol::TCP, 1, Side::NotLocal, Side::Exempt),
-        (DB, NODE, Protocol::ICMP, 0, Side::Exempt, Side::NotLocal),
-        (OTHER_NODE, DB, Protocol::TCP, 1, Side::NotLocal, Side::Denied),
-        (DB, OTHER_NODE, Protocol::TCP, 1, Side::Denied, Side::NotLocal),
-        (DB, DB, Protocol::TCP, 1, Side::Exempt, Side::Exempt),
-        (WEB, "fd00::1", Protocol::TCP, 1, Side::Exempt, Side::Exempt),
-        (REMOTE, "8.8.8.8", Protocol::TCP, 1, Side::NotLocal, Side::NotLocal),
+        (WEB, DB, Protocol::TCP, 5432, DirectionVerdict::Open, allowed(0)),
+        (WEB, DB, Protocol::TCP, 5433, DirectionVerdict::Open, DirectionVerdict::Denied),
+        (WEB, DB, Protocol::UDP, 53, DirectionVerdict::Open, allowed(1)),
+        (WEB, DB, Protocol::ICMP, 53, DirectionVerdict::Open, DirectionVerdict::Denied),
+        (REMOTE, DB, Protocol::TCP, 5432, DirectionVerdict::NotLocal, allowed(0)),
+        ("172.16.9.9", DB, Protocol::ICMP, 0, DirectionVerdict::NotLocal, allowed(2)),
+        ("172.16.9.9", DB, Protocol::TCP, 5432, DirectionVerdict::NotLocal, allowed(2)),
+        ("8.8.8.8", DB, Protocol::TCP, 5432, DirectionVerdict::NotLocal, DirectionVerdict::Denied),
+        (DB, WEB, Protocol::TCP, 80, DirectionVerdict::Denied, DirectionVerdict::Open),
+        (DB, REMOTE, Protocol::TCP, 80, DirectionVerdict::Denied, DirectionVerdict::NotLocal),
+        (NODE, DB, Protocol::TCP, 1, DirectionVerdict::NotLocal, DirectionVerdict::Exempt),
+        (DB, NODE, Protocol::ICMP, 0, DirectionVerdict::Exempt, DirectionVerdict::NotLocal),
+        (OTHER_NODE, DB, Protocol::TCP, 1, DirectionVerdict::NotLocal, DirectionVerdict::Denied),
+        (DB, OTHER_NODE, Protocol::TCP, 1, DirectionVerdict::Denied, DirectionVerdict::NotLocal),
+        (DB, DB, Protocol::TCP, 1, DirectionVerdict::Exempt, DirectionVerdict::Exempt),
+        (WEB, "fd00::1", Protocol::TCP, 1, DirectionVerdict::Exempt, DirectionVerdict::Exempt),
+        (REMOTE, "8.8.8.8", Protocol::TCP, 1, DirectionVerdict::NotLocal, DirectionVerdict::NotLocal),
     ] {
-        let expected = Judgement { egress, ingress };
-        assert_eq!(set.judge(&flow(src, dst, protocol, port)), expected, "{src} to {dst} {protocol} {port}");
+        let expected = PolicyVerdict { egress, ingress };
+        assert_eq!(set.evaluate(&flow(src, dst, protocol, port)), expected, "{src} to {dst} {protocol} {port}");
     }
 }
 
 #[test]
-fn what_is_not_known_is_denied() {
-    assert_eq!(Judgement::default().cause(), Some(Cause::EgressDenied));
+fn unknown_ends_are_denied() {
+    assert_eq!(PolicyVerdict::default().drop_reason(), Some(DropReason::EgressDenied));
     let nothing = PolicySet::default();
-    assert_eq!(nothing.judge(&flow(WEB, DB, Protocol::TCP, 80)).cause(), Some(Cause::NotReady));
+    assert_eq!(nothing.evaluate(&flow(WEB, DB, Protocol::TCP, 80)).drop_reason(), Some(DropReason::NotReady));
     let mut update = nothing.update();
     update.set_address(address(WEB), pod(1, Some(0), 0));
     let no_tables = update.finish();
-    assert_eq!(no_tables.judge(&flow(WEB, DB, Protocol::TCP, 80)).cause(), Some(Cause::EgressDenied));
-    assert_eq!(no_tables.judge(&flow(DB, WEB, Protocol::TCP, 80)).cause(), Some(Cause::IngressDenied));
+    assert_eq!(no_tables.evaluate(&flow(WEB, DB, Protocol::TCP, 80)).drop_reason(), Some(DropReason::EgressDenied));
+    assert_eq!(no_tables.evaluate(&flow(DB, WEB, Protocol::TCP, 80)).drop_reason(), Some(DropReason::IngressDenied));
 }
 
 #[test]
-fn egress_is_named_before_ingress_where_both_deny() {
-    let both = Judgement { egress: Side::Denied, ingress: Side::Denied };
-    assert_eq!(both.cause(), Some(Cause::EgressDenied));
+fn egress_is_reported_before_ingress_if_both_deny() {
+    let both = PolicyVerdict { egress: DirectionVerdict::Denied, ingress: DirectionVerdict::Denied };
+    assert_eq!(both.drop_reason(), Some(DropReason::EgressDenied));
 }
 
 #[test]
-fn a_later_set_shares_tables_and_leaves_the_earlier_one_alone() {
+fn a_later_set_shares_tables_and_leaves_the_earlier_one_unchanged() {
     let before = example();
     let mut update = before.update();
     update.set_address(address(REMOTE), pod(3, None, 1)).set_endpoint(EndpointId(0), None);
     let after = update.finish();
     let probe = flow(REMOTE, DB, Protocol::TCP, 5432);
-    assert!(before.judge(&probe).is_allowed());
-    assert!(!after.judge(&probe).is_allowed());
+    assert!(before.evaluate(&probe).is_allowed());
+    assert!(!after.evaluate(&probe).is_allowed());
     let table = |set: &PolicySet| match &set.endpoint(EndpointId(1)).unwrap().ingress {
-        Isolation::Isolated(table) => Arc::as_ptr(table),
-        Isolation::Open => panic!("isolated above"),
+        EndpointPolicy::Isolated(table) => Arc::as_ptr(table),
+        EndpointPolicy::Open => panic!("isolated above"),
     };
     assert_eq!(table(&before), table(&after));
     assert_eq!((before.statistics().endpoints, after.statistics().endpoints), (2, 1));
 }
 
 #[test]
-fn rules_are_named_and_peers_of_one_never_meet_ports_of_another() {
+fn peers_of_one_rule_never_combine_with_ports_of_another() {
     let rules = [
         rule("first", selected(), &[(PortProtocol::Tcp, 80, 80)]),
         rule("second", selected(), &[(PortProtocol::Tcp, 90, 99)]),
@@ -172,7 +173,7 @@ fn rules_are_named_and_peers_of_one_never_meet_ports_of_another() {
 }
 
 #[test]
-fn there_is_no_cap_at_64_rules() {
+fn more_than_64_rules_work() {
     let rules: Vec<_> =
         (0..1000).map(|n| rule(&n.to_string(), selected(), &[(PortProtocol::Tcp, n + 1, n + 1)])).collect();
     let table = RuleTable::new(&rules, [named(1, &(0..1000).step_by(2).collect::<Vec<_>>())]);
@@ -183,16 +184,16 @@ fn there_is_no_cap_at_64_rules() {
 }
 
 #[test]
-fn cluster_wide_a_rule_of_one_side_allows_on_the_other_but_an_open_side_does_not() {
+fn cluster_wide_rules_allow_in_the_other_direction_but_open_ones_do_not() {
     // `db` may receive TCP 5432 from identity 1; now identity 1 may send nothing.
     let mut update = example().update();
-    update.set_reach(Reach::ClusterWide);
-    update.set_endpoint(EndpointId(0), Some(Endpoint { egress: isolated(&[], &[]), ingress: Isolation::Open }));
+    update.set_rule_scope(RuleScope::ClusterWide);
+    update.set_endpoint(EndpointId(0), Some(Endpoint { egress: isolated(&[], &[]), ingress: EndpointPolicy::Open }));
     let set = update.finish();
-    let judgement = set.judge(&flow(WEB, DB, Protocol::TCP, 5432));
-    assert_eq!(judgement.egress, Side::AllowedByPeer(judgement.ingress.rule().unwrap()));
-    assert!(judgement.is_allowed());
-    assert_eq!(set.judge(&flow(WEB, DB, Protocol::TCP, 1)).cause(), Some(Cause::EgressDenied));
-    assert_eq!(set.judge(&flow(DB, WEB, Protocol::TCP, 1)).cause(), Some(Cause::EgressDenied));
-    assert_eq!(set.judge(&flow("8.8.8.8", DB, Protocol::TCP, 1)).cause(), Some(Cause::IngressDenied));
+    let policy_verdict = set.evaluate(&flow(WEB, DB, Protocol::TCP, 5432));
+    assert_eq!(policy_verdict.egress, DirectionVerdict::AllowedByPeer(policy_verdict.ingress.rule().unwrap()));
+    assert!(policy_verdict.is_allowed());
+    assert_eq!(set.evaluate(&flow(WEB, DB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::EgressDenied));
+    assert_eq!(set.evaluate(&flow(DB, WEB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::EgressDenied));
+    assert_eq!(set.evaluate(&flow("8.8.8.8", DB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::IngressDenied));
 }

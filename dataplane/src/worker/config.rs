@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use super::Priority;
-use crate::answer::OnCut;
 use crate::conntrack;
 use crate::io::HugePages;
-use crate::pipeline::Mode;
+use crate::pipeline::PipelineMode;
+use crate::reply::OnRevoke;
 
 /// A CPU core by the kernel's number, as in `/proc/cpuinfo`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -60,9 +60,9 @@ pub struct Config {
     /// The connection table.
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
-    pub mode: Mode,
+    pub mode: PipelineMode,
     /// What happens to a revoked connection.
-    pub on_cut: OnCut,
+    pub on_revoke: OnRevoke,
     /// Prefix of thread names, followed by a dash and the worker's number; the system truncates names to 15 bytes.
     pub thread_name: String,
 }
@@ -82,8 +82,8 @@ impl Default for Config {
             priority: Priority::default(),
             time_stages: true,
             connections: conntrack::Config::default(),
-            mode: Mode::Full,
-            on_cut: OnCut::default(),
+            mode: PipelineMode::Full,
+            on_revoke: OnRevoke::default(),
             thread_name: "worker".to_owned(),
         }
     }

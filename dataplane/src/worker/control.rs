@@ -9,9 +9,9 @@ use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
 use super::dataplane::PortRequest;
-use super::mailbox::{Command, Mailbox};
+use super::inbox::{Command, WorkerInbox};
 use super::ports::{OpenPort, OpenQueue, PortTable};
-use super::statistics::{Depths, PortCounters, Traffic, WorkerCounters};
+use super::statistics::{PortCounters, QueueDepths, Traffic, WorkerCounters};
 use super::{MAX_PORTS, WorkerDied};
 use crate::Snapshot;
 use crate::forward::PortId;
@@ -19,13 +19,13 @@ use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, Po
 
 /// State shared by all threads.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct WorkerShared {
     pub(super) umem: Umem,
     pub(super) tx_budget: u32,
     pub(super) gso: bool,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
     /// By worker.
-    pub(super) mailboxes: Vec<Mailbox>,
+    pub(super) inboxes: Vec<WorkerInbox>,
     /// By worker.
     pub(super) counters: Vec<WorkerCounters>,
     /// By worker: drops of packets whose ingress port is closed.
@@ -36,8 +36,8 @@ pub(super) struct Shared {
 }
 
 /// State of the control side; used by one thread at a time.
-pub(super) struct Control {
-    pub(super) shared: Arc<Shared>,
+pub(super) struct PortControl {
+    pub(super) shared: Arc<WorkerShared>,
     pub(super) commands: Vec<Sender<Command>>,
     /// By worker: a channel that its thread keeps open until it ends.
     pub(super) ends: Vec<Receiver<()>>,
@@ -51,11 +51,11 @@ const SETTLE: Duration = Duration::from_millis(50);
 /// How long closing waits for a dead worker to end: the time the kernel may need to close all its sockets.
 const END: Duration = Duration::from_secs(10);
 
-impl Control {
+impl PortControl {
     pub(super) fn send(&self, worker: usize, command: Command) {
         // A dead worker drops its reply channel, which the caller notices.
         let _ = self.commands[worker].send(command);
-        self.shared.mailboxes[worker].command();
+        self.shared.inboxes[worker].command();
     }
 
     /// Sends a request to workers and waits for all replies.
@@ -64,8 +64,8 @@ impl Control {
         workers: impl IntoIterator<Item = usize>,
         question: impl FnMut(usize, Sender<T>) -> Command,
     ) -> Result<Vec<T>, PortError> {
-        let answers = self.ask_each(workers, question).into_iter();
-        answers.map(|(worker, answer)| answer.ok_or(PortError::WorkerDied(worker))).collect()
+        let replies = self.ask_each(workers, question).into_iter();
+        replies.map(|(worker, reply)| reply.ok_or(PortError::WorkerDied(worker))).collect()
     }
 
     /// The same, with `None` for workers that have died.
@@ -74,15 +74,15 @@ impl Control {
         workers: impl IntoIterator<Item = usize>,
         mut question: impl FnMut(usize, Sender<T>) -> Command,
     ) -> Vec<(usize, Option<T>)> {
-        let asked: Vec<(usize, Receiver<T>)> = workers
+        let evaluations: Vec<(usize, Receiver<T>)> = workers
             .into_iter()
             .map(|worker| {
-                let (answer, answered) = bounded(1);
-                self.send(worker, question(worker, answer));
+                let (reply, answered) = bounded(1);
+                self.send(worker, question(worker, reply));
                 (worker, answered)
             })
             .collect();
-        asked.into_iter().map(|(worker, answered)| (worker, answered.recv().ok())).collect()
+        evaluations.into_iter().map(|(worker, answered)| (worker, answered.recv().ok())).collect()
     }
 
     fn workers(&self) -> std::ops::Range<usize> {
@@ -148,7 +148,7 @@ impl Control {
         &mut self,
         interface: &str,
         queue: u32,
-        slot: crate::io::Slot,
+        slot: crate::io::QueueSlot,
         joins: bool,
         patience: Duration,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
@@ -251,8 +251,8 @@ impl Control {
         self.ask_each(self.workers(), |_, done| Command::Unroute { port: id, done });
         let owners: BTreeSet<usize> = port.queues.iter().map(|queue| queue.worker).collect();
         let (mut sockets, mut dead) = (Vec::new(), Vec::new());
-        for (worker, answer) in self.ask_each(owners, |_, done| Command::Detach { port: id, done }) {
-            match answer {
+        for (worker, reply) in self.ask_each(owners, |_, done| Command::Detach { port: id, done }) {
+            match reply {
                 Some(queues) => sockets.extend(queues),
                 None => dead.push(worker),
             }
@@ -297,12 +297,12 @@ impl Control {
         }
     }
 
-    pub(super) fn depths(&self) -> Result<Depths, PortError> {
-        let holdings = self.ask(self.workers(), |_, done| Command::Count { done })?;
+    pub(super) fn depths(&self) -> Result<QueueDepths, PortError> {
+        let held_frames = self.ask(self.workers(), |_, done| Command::Count { done })?;
         let pool = self.shared.umem.pool();
         let mut frames = FrameAccount { total: pool.total(), free: pool.available(), fill: 0, in_flight: 0 };
         let mut queues = Vec::new();
-        for holding in holdings {
+        for holding in held_frames {
             frames.free += holding.cached;
             for queue in holding.queues {
                 frames.fill += queue.receiving;
@@ -310,8 +310,8 @@ impl Control {
                 queues.push(queue);
             }
         }
-        let handed_over: Vec<usize> = self.shared.mailboxes.iter().map(|mailbox| mailbox.packets.len()).collect();
+        let handed_over: Vec<usize> = self.shared.inboxes.iter().map(|inbox| inbox.packets.len()).collect();
         frames.in_flight += handed_over.iter().sum::<usize>() as u32;
-        Ok(Depths { frames, queues, handed_over })
+        Ok(QueueDepths { frames, queues, handed_over })
     }
 }

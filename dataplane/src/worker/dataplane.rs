@@ -11,15 +11,16 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
-use super::control::{Control, Shared};
-use super::mailbox::{Command, Mailbox};
+use super::control::{PortControl, WorkerShared};
+use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
-use super::privileges::{Priority, forgo_capabilities, go_first};
-use super::processor::{Judge, Processor};
+use super::privileges::{Priority, drop_capabilities, raise_priority};
+use super::processor::{PolicyProcessor, Processor};
 use super::run::Worker;
 use super::stages::StageTimer;
 use super::statistics::{
-    Depths, KernelDrops, PortCounters, PortStatistics, Statistics, Traffic, WorkerCounters, WorkerStatistics,
+    DataplaneStatistics, KernelDrops, PortCounters, PortStatistics, QueueDepths, Traffic, WorkerCounters,
+    WorkerStatistics,
 };
 use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
@@ -52,9 +53,9 @@ impl PortRequest {
 /// All methods may be called from any thread. Those that change ports are serialised and wait for the workers, which
 /// takes well below a millisecond, except for closing, which waits for packets in flight.
 pub struct Dataplane {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerShared>,
     connections: Arc<ConnTable>,
-    control: Mutex<Control>,
+    control: Mutex<PortControl>,
     /// Snapshots that a worker may still use. They are dropped here, so that no worker has to free one. Behind a
     /// separate lock, so that publishing never waits for a port that is being opened.
     retired: Mutex<Vec<Arc<Snapshot>>>,
@@ -83,13 +84,13 @@ impl Dataplane {
     /// Maps the UMEM, creates the connection table and starts a worker on each core. No packet passes until a snapshot
     /// is published.
     pub fn start(config: Config) -> Result<Self, StartError> {
-        let (mode, on_cut) = (config.mode, config.on_cut);
+        let (mode, on_revoke) = (config.mode, config.on_revoke);
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
         let log = verdicts.clone();
-        let judge = move |worker, connections: &Arc<ConnTable>| {
-            Judge::new(connections.clone(), mode, on_cut, worker, log.clone())
+        let evaluate = move |worker, connections: &Arc<ConnTable>| {
+            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone())
         };
-        let mut this = Self::start_with(config, judge)?;
+        let mut this = Self::start_with(config, evaluate)?;
         this.verdicts = verdicts;
         Ok(this)
     }
@@ -107,7 +108,7 @@ impl Dataplane {
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
         let shared = Arc::new(share(umem, &config)?);
-        let control = Control {
+        let control = PortControl {
             shared: shared.clone(),
             commands: Vec::new(),
             ends: Vec::new(),
@@ -128,7 +129,7 @@ impl Dataplane {
         let (begun, all_begun) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
             let ((sender, receiver), (ending, end)) = (unbounded(), bounded(0));
-            let worker = Thread { index, core, commands: receiver, begun: begun.clone(), ending };
+            let worker = ThreadArguments { index, core, commands: receiver, begun: begun.clone(), ending };
             let thread = spawn(worker, shared.clone(), processor(index, &this.connections), &config)?;
             let mut control = this.control();
             control.commands.push(sender);
@@ -147,7 +148,7 @@ impl Dataplane {
         Ok(this)
     }
 
-    fn control(&self) -> MutexGuard<'_, Control> {
+    fn control(&self) -> MutexGuard<'_, PortControl> {
         // After a caller's panic at most one port is half closed; the others are intact.
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -224,7 +225,7 @@ impl Dataplane {
     }
 
     /// All counters, read without stopping a worker.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> DataplaneStatistics {
         let control = self.control();
         let running = self.shared.started.elapsed();
         let mut closed = control.closed;
@@ -244,7 +245,7 @@ impl Dataplane {
             PortStatistics { port: id, interface: port.interface.clone(), traffic: total, by_worker, kernel }
         });
         let workers = self.shared.counters.iter().map(|counters| WorkerStatistics::read(counters, running));
-        Statistics { ports: ports.collect(), closed, workers: workers.collect() }
+        DataplaneStatistics { ports: ports.collect(), closed, workers: workers.collect() }
     }
 
     /// Where all frames are. Exact when no packet moves. Queries the workers and wakes them if they sleep.
@@ -253,7 +254,7 @@ impl Dataplane {
     }
 
     /// Queue depths; queries the workers like [`Dataplane::frames`].
-    pub fn depths(&self) -> Result<Depths, PortError> {
+    pub fn depths(&self) -> Result<QueueDepths, PortError> {
         self.control().depths()
     }
 
@@ -265,8 +266,8 @@ impl Dataplane {
     /// force on it.
     pub fn in_force(&self) -> Vec<Epoch> {
         let published = self.shared.snapshot.load().epoch;
-        let workers = self.shared.mailboxes.iter().zip(&self.shared.counters);
-        workers.map(|(mailbox, counters)| if mailbox.sleeps() { published } else { counters.epoch() }).collect()
+        let workers = self.shared.inboxes.iter().zip(&self.shared.counters);
+        workers.map(|(inbox, counters)| if inbox.is_asleep() { published } else { counters.epoch() }).collect()
     }
 
     /// The same counted by frame owners, for tests: the two must agree.
@@ -322,17 +323,17 @@ impl Dataplane {
 
     fn end(&mut self) {
         let control = self.control.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (commands, mailbox) in control.commands.iter().zip(&self.shared.mailboxes) {
+        for (commands, inbox) in control.commands.iter().zip(&self.shared.inboxes) {
             let _ = commands.send(Command::Stop);
-            mailbox.command();
+            inbox.command();
         }
         let mut sockets = Vec::new();
         for thread in self.threads.drain(..) {
             sockets.extend(thread.join().unwrap_or_default());
         }
-        for mailbox in &self.shared.mailboxes {
-            while let Some(letter) = mailbox.packets.pop() {
-                self.shared.umem.pool().release(&letter.frame);
+        for inbox in &self.shared.inboxes {
+            while let Some(packet) = inbox.packets.pop() {
+                self.shared.umem.pool().release(&packet.frame);
             }
         }
         let ids: Vec<PortId> = control.ports.iter().map(|(id, _)| id).collect();
@@ -372,15 +373,15 @@ fn check_cores(cores: &[CoreId]) -> Result<(), StartError> {
     Ok(())
 }
 
-fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
+fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
     let workers = config.cores.len();
-    let mailboxes: Result<Vec<Mailbox>, _> = (0..workers).map(|_| Mailbox::new()).collect();
-    Ok(Shared {
+    let inboxes: Result<Vec<WorkerInbox>, _> = (0..workers).map(|_| WorkerInbox::new()).collect();
+    Ok(WorkerShared {
         umem,
         tx_budget: config.tx_budget,
         gso: config.gso,
         snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
-        mailboxes: mailboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
+        inboxes: inboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
         counters: (0..workers).map(|_| WorkerCounters::default()).collect(),
         gone: (0..workers).map(|_| PortCounters::default()).collect(),
         started: Instant::now(),
@@ -389,7 +390,7 @@ fn share(umem: Umem, config: &Config) -> Result<Shared, UmemError> {
 }
 
 /// Arguments of a worker's thread.
-struct Thread {
+struct ThreadArguments {
     index: usize,
     core: CoreId,
     commands: Receiver<Command>,
@@ -400,22 +401,22 @@ struct Thread {
 }
 
 fn spawn<P: Processor>(
-    thread: Thread,
-    shared: Arc<Shared>,
+    thread: ThreadArguments,
+    shared: Arc<WorkerShared>,
     processor: P,
     config: &Config,
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
-    let Thread { index, core, commands, begun, ending } = thread;
+    let ThreadArguments { index, core, commands, begun, ending } = thread;
     let failed = |source| StartError::Thread { worker: index, source };
     let (timer, priority) = (StageTimer::new(config.time_stages), config.priority);
     let worker = Worker::new(index, shared.clone(), processor, commands, config.polling, timer)
         .map_err(|error| failed(error.into()))?;
     let body = move || {
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
-        let _ = begun.send((core, is_pinned.then(|| go_first(priority))));
+        let _ = begun.send((core, is_pinned.then(|| raise_priority(priority))));
         drop(begun);
         // Its input comes from pods, and its queues are opened for it: it needs no capabilities.
-        forgo_capabilities();
+        drop_capabilities();
         let queues = catch_unwind(AssertUnwindSafe(|| worker.run())).unwrap_or_else(|panic| {
             let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
             Vec::new()

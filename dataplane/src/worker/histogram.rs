@@ -32,7 +32,7 @@ impl Default for Durations {
 impl Durations {
     /// Adds a value: two additions without locked instructions.
     #[inline]
-    pub(crate) fn note(&self, duration: Duration) {
+    pub(crate) fn record(&self, duration: Duration) {
         // Half a millennium fits.
         let nanoseconds = duration.as_nanos() as u64;
         self.buckets[bucket(nanoseconds)].add(1);
@@ -114,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_value_is_in_the_bucket_whose_bounds_it_is_between(nanoseconds in 0u64..1 << 34) {
+        fn a_value_is_in_the_bucket_with_its_bounds(nanoseconds in 0u64..1 << 34) {
             let found = bucket(nanoseconds);
             prop_assert!(found < BUCKETS);
             prop_assert!(bound(found).is_none_or(|bound| nanoseconds < bound));
@@ -126,14 +126,14 @@ mod tests {
     fn quantiles_and_counts_agree_with_a_sorted_list() {
         let durations = Durations::default();
         let values: Vec<u64> = (1..=2000).map(|n| n * 773).collect();
-        values.iter().for_each(|&value| durations.note(Duration::from_nanos(value)));
+        values.iter().for_each(|&value| durations.record(Duration::from_nanos(value)));
         let read = durations.read();
         assert_eq!(read.count(), 2000);
         assert_eq!(read.sum(), Duration::from_nanos(values.iter().sum()));
         for share in [0.01, 0.5, 0.99, 1.0] {
             let exact = values[(share * 2000.0) as usize - 1] as f64;
-            let told = read.quantile(share).unwrap().as_nanos() as f64;
-            assert!(told > exact && told <= exact * 1.13, "{share}: {told} for {exact}");
+            let measured = read.quantile(share).unwrap().as_nanos() as f64;
+            assert!(measured > exact && measured <= exact * 1.13, "{share}: {measured} for {exact}");
         }
         let limits = [1024, 65_536, 1 << 20].map(Duration::from_nanos);
         let exact =
@@ -143,9 +143,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_longer_than_a_second_is_counted_too() {
+    fn values_beyond_a_second_are_counted() {
         let durations = Durations::default();
-        durations.note(Duration::from_secs(7));
+        durations.record(Duration::from_secs(7));
         assert_eq!((durations.read().count(), durations.read().quantile(0.5)), (1, None));
     }
 }

@@ -8,16 +8,16 @@
 mod config;
 mod control;
 mod dataplane;
-mod desk;
 mod error;
 mod histogram;
-mod mailbox;
+mod inbox;
 mod ports;
 mod privileges;
 mod processor;
 mod queue;
 mod run;
 mod stages;
+mod state;
 mod statistics;
 mod verdicts;
 
@@ -25,10 +25,12 @@ pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
-pub use privileges::{Priority, forgo_capabilities};
+pub use privileges::{Priority, drop_capabilities};
 pub use stages::{Stage, StageStatistics};
-pub use statistics::{Depths, KernelDrops, PortStatistics, QueueDepth, Statistics, Traffic, WorkerStatistics};
-pub use verdicts::{Judged, Outcome, VerdictBudget, VerdictLog, VerdictRecord};
+pub use statistics::{
+    DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,
+};
+pub use verdicts::{LoggedEvaluation, LoggedOutcome, VerdictBudget, VerdictLog, VerdictRecord};
 
 /// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;

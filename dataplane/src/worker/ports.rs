@@ -9,7 +9,7 @@ use super::MAX_PORTS;
 use super::statistics::PortCounters;
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::{GsoSocket, Slot};
+use crate::io::{GsoSocket, QueueSlot};
 
 /// One queue of an open port.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct OpenQueue {
     /// The worker that owns it.
     pub(super) worker: usize,
     /// Marks its frames.
-    pub(super) slot: Slot,
+    pub(super) slot: QueueSlot,
     /// A duplicate of the socket, to query it and to put it into a map while its worker uses it.
     pub(super) socket: OwnedFd,
     /// The GSO socket if enabled, or why it is not available.
@@ -41,7 +41,7 @@ pub(super) struct PortTable {
     ports: Vec<Option<OpenPort>>,
     retired: VecDeque<PortId>,
     slots_used: u16,
-    free_slots: Vec<Slot>,
+    free_slots: Vec<QueueSlot>,
 }
 
 impl PortTable {
@@ -86,17 +86,17 @@ impl PortTable {
     }
 
     /// Allocates a slot for a new queue.
-    pub(super) fn take_slot(&mut self) -> Option<Slot> {
+    pub(super) fn take_slot(&mut self) -> Option<QueueSlot> {
         self.free_slots.pop().or_else(|| {
-            (self.slots_used < Slot::COUNT).then(|| {
+            (self.slots_used < QueueSlot::COUNT).then(|| {
                 self.slots_used += 1;
-                Slot::new(self.slots_used - 1)
+                QueueSlot::new(self.slots_used - 1)
             })
         })
     }
 
     /// Returns a slot whose frames are free.
-    pub(super) fn give_slot(&mut self, slot: Slot) {
+    pub(super) fn give_slot(&mut self, slot: QueueSlot) {
         self.free_slots.push(slot);
     }
 }
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_comes_back_only_when_the_published_table_is_free_of_it() {
+    fn a_port_number_is_reused_only_when_the_published_table_no_longer_contains_it() {
         let mut table = PortTable::default();
         let none = snapshot_with(&[]);
         assert_eq!(table.vacant(&none), Some(PortId(0)));
@@ -143,6 +143,6 @@ mod tests {
         table.give_slot(one);
         assert_eq!(table.take_slot(), Some(one));
         while table.take_slot().is_some() {}
-        assert_eq!(table.slots_used, Slot::COUNT);
+        assert_eq!(table.slots_used, QueueSlot::COUNT);
     }
 }

@@ -6,7 +6,7 @@ use nix::libc;
 /// Drops all capabilities of the calling thread permanently. Threads that it starts have none either.
 ///
 /// The kernel always permits this; if it failed, only this precaution would be lost.
-pub fn forgo_capabilities() {
+pub fn drop_capabilities() {
     for set in [CapSet::Ambient, CapSet::Inheritable, CapSet::Permitted] {
         let _ = caps::clear(None, set);
     }
@@ -30,7 +30,7 @@ pub enum Priority {
 
 /// Raises the calling thread's priority as far as permitted; returns the priority reached. A worker's queues overflow
 /// while it waits for its core.
-pub(super) fn go_first(priority: Priority) -> Priority {
+pub(super) fn raise_priority(priority: Priority) -> Priority {
     // SAFETY: the parameters live across the call; 0 means the calling thread (sched_setscheduler(2)).
     let real_time = || unsafe {
         let lowest = libc::sched_param { sched_priority: 1 };

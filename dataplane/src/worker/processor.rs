@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::verdicts::{Recorder, VerdictLog};
-use crate::answer::{Answers, OnCut};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Mode, Pipeline, StageClocks, Verdict};
+use crate::pipeline::{BATCH, Pipeline, PipelineMode, StageClocks, Verdict};
+use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
 /// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
@@ -37,7 +37,7 @@ pub(crate) trait Processor: Send + 'static {
     }
 
     /// Replies to the last batch.
-    fn answers(&mut self) -> Option<&mut Answers> {
+    fn replies(&mut self) -> Option<&mut Replies> {
         None
     }
 
@@ -46,16 +46,16 @@ pub(crate) trait Processor: Send + 'static {
 }
 
 /// The pipeline, its clock, and the worker's part in sweeping the connection table.
-pub(crate) struct Judge {
+pub(crate) struct PolicyProcessor {
     pipeline: Pipeline,
     /// The same time on both clocks.
     origin: (Instant, Timestamp),
-    sweep: Option<Sweep>,
+    sweep: Option<TableSweep>,
     recorder: Recorder,
 }
 
 /// The sweep that removes expired connections.
-struct Sweep {
+struct TableSweep {
     cursor: SweepCursor,
     last: Instant,
 }
@@ -67,18 +67,18 @@ const BUSY_STEP: usize = 512;
 /// Maximum entries per step otherwise: about a millisecond.
 const IDLE_STEP: usize = 32_768;
 
-impl Judge {
+impl PolicyProcessor {
     /// Only the first worker sweeps: others would only repeat its work.
     pub(crate) fn new(
         connections: Arc<ConnTable>,
-        mode: Mode,
-        on_cut: OnCut,
+        mode: PipelineMode,
+        on_revoke: OnRevoke,
         worker: usize,
         verdicts: Arc<VerdictLog>,
     ) -> Self {
         let now = Instant::now();
-        let sweep = (worker == 0).then(|| Sweep { cursor: SweepCursor::default(), last: now });
-        let pipeline = Pipeline::new(connections, mode).on_cut(on_cut).leaving_open();
+        let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
+        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open();
         Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
     }
 
@@ -87,7 +87,7 @@ impl Judge {
     }
 }
 
-impl Processor for Judge {
+impl Processor for PolicyProcessor {
     #[inline]
     fn process(
         &mut self,
@@ -100,7 +100,7 @@ impl Processor for Judge {
         let timestamp = self.timestamp(now);
         if self.recorder.is_on() {
             self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
-            self.recorder.tell(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
+            self.recorder.record(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
         } else {
             self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut ());
         }
@@ -120,13 +120,13 @@ impl Processor for Judge {
         }
         let clocks =
             self.pipeline.process_batch_timed(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
-        self.recorder.tell(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
+        self.recorder.record(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
         clocks
     }
 
     #[inline]
-    fn answers(&mut self) -> Option<&mut Answers> {
-        Some(self.pipeline.answers())
+    fn replies(&mut self) -> Option<&mut Replies> {
+        Some(self.pipeline.replies())
     }
 
     fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool) {

@@ -6,11 +6,11 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use xsk_rs::FrameDesc;
 
-use super::stages::TimedTurn;
+use super::stages::TimedIteration;
 use super::statistics::PortCounters;
 use crate::forward::PortId;
 use crate::io::{FrameCache, FramePool, Kick, Umem, XskQueue};
-use crate::packet::Joined;
+use crate::packet::JoinedSegments;
 use crate::pipeline::BATCH;
 
 /// Packets sent and batches received after which a watched queue is no longer watched until the worker sleeps. At that
@@ -69,8 +69,8 @@ impl PortQueue {
         &mut self,
         umem: &Umem,
         cache: &mut FrameCache,
-        timed: &mut Option<TimedTurn>,
-        refused: &mut Vec<(FrameDesc, PortId)>,
+        timed: &mut Option<TimedIteration>,
+        rejected: &mut Vec<(FrameDesc, PortId)>,
     ) -> usize {
         if self.frames.is_empty() {
             return 0;
@@ -93,22 +93,22 @@ impl PortQueue {
         }
         sent = self.fill_ring(sent, self.frames.len(), umem, timed);
         self.moved = self.moved.saturating_add(sent as u32);
-        let octets: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
+        let bytes: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
-        self.counters.tx_bytes.add(octets as u64);
-        refused.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
+        self.counters.tx_bytes.add(bytes as u64);
+        rejected.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
         left_joined
     }
 
     /// Puts frames from one index up to another into the TX ring; returns the index of the first one that did not fit.
     #[inline]
-    fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem, timed: &mut Option<TimedTurn>) -> usize {
+    fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem, timed: &mut Option<TimedIteration>) -> usize {
         let mut sent = from;
         while sent < to && !self.xsk.is_dead() {
             let count = self.xsk.send(&mut self.frames[sent..to], umem);
             self.unsent |= count > 0;
             sent += count;
-            if sent < to && TimedTurn::send_in(timed, || self.xsk.kick()) == Kick::Stalled {
+            if sent < to && TimedIteration::send_in(timed, || self.xsk.kick()) == Kick::Stalled {
                 break;
             }
         }
@@ -116,22 +116,28 @@ impl PortQueue {
     }
 
     /// Makes the kernel send everything in the TX ring; returns whether it did.
-    fn drain(&mut self, timed: &mut Option<TimedTurn>) -> bool {
+    fn drain(&mut self, timed: &mut Option<TimedIteration>) -> bool {
         while self.kick(timed) == Some(Kick::More) {}
         !self.unsent
     }
 
-    fn send_joined(&mut self, at: usize, joined: &Joined, umem: &Umem, timed: &mut Option<TimedTurn>) -> bool {
-        TimedTurn::send_in(timed, || self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined))
+    fn send_joined(
+        &mut self,
+        at: usize,
+        joined: &JoinedSegments,
+        umem: &Umem,
+        timed: &mut Option<TimedIteration>,
+    ) -> bool {
+        TimedIteration::send_in(timed, || self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined))
     }
 
     /// Wakes the kernel once if it has not taken everything. `None`: not necessary.
     #[inline]
-    pub(super) fn kick(&mut self, timed: &mut Option<TimedTurn>) -> Option<Kick> {
+    pub(super) fn kick(&mut self, timed: &mut Option<TimedIteration>) -> Option<Kick> {
         if !self.unsent {
             return None;
         }
-        let kick = TimedTurn::send_in(timed, || self.xsk.kick());
+        let kick = TimedIteration::send_in(timed, || self.xsk.kick());
         self.unsent = kick != Kick::Drained;
         Some(kick)
     }
@@ -144,7 +150,7 @@ impl PortQueue {
 
     /// Counts a received batch.
     #[inline]
-    pub(super) fn note_batch(&mut self) {
+    pub(super) fn count_batch(&mut self) {
         self.moved = self.moved.saturating_add(1);
     }
 

@@ -82,70 +82,71 @@ impl StageCounters {
     }
 
     /// Adds an iteration that took `total` clocks.
-    fn add(&self, turn: &TimedTurn, total: u64) {
+    fn add(&self, iteration: &TimedIteration, total: u64) {
         if total >= INTERRUPTED {
             self.interrupted.add(1);
             return;
         }
-        self.packets.add(turn.packets);
-        for (counter, clocks) in self.clocks.iter().zip(turn.clocks) {
+        self.packets.add(iteration.packets);
+        for (counter, clocks) in self.clocks.iter().zip(iteration.clocks) {
             counter.add(clocks);
         }
-        let named: u64 = turn.clocks.iter().sum();
-        self.clocks[Stage::RingWrite as usize].add(total.saturating_sub(named + turn.looks * turn.look));
+        let named: u64 = iteration.clocks.iter().sum();
+        self.clocks[Stage::RingWrite as usize]
+            .add(total.saturating_sub(named + iteration.clock_reads * iteration.read_clock));
     }
 }
 
 /// A timed poll iteration.
 #[derive(Default)]
-pub(super) struct TimedTurn {
+pub(super) struct TimedIteration {
     start: u64,
     packets: u64,
     /// Without the cost of reading the clock.
     clocks: [u64; Stage::COUNT],
     /// Clock reads since the start, and the cost of each.
-    looks: u64,
-    look: u64,
+    clock_reads: u64,
+    read_clock: u64,
 }
 
-impl TimedTurn {
+impl TimedIteration {
     /// Reads the clock and counts the read.
-    pub(super) fn look(&mut self) -> u64 {
-        self.looks += 1;
+    pub(super) fn read_clock(&mut self) -> u64 {
+        self.clock_reads += 1;
         clocks::now()
     }
 
     /// Adds a batch: the clocks of reading it from the ring, one clock read included, and those of its stages.
     pub(super) fn received(&mut self, packets: usize, ring_read: u64, stages: StageClocks) {
         self.packets += packets as u64;
-        let StageClocks { parse, connection, policy, rewrite, asked } = stages;
-        self.looks += 4 + 2 * asked;
+        let StageClocks { parse, connection, policy, rewrite, evaluations } = stages;
+        self.clock_reads += 4 + 2 * evaluations;
         let times = [
             (Stage::RingRead, ring_read, 1),
             (Stage::Parse, parse, 1),
-            (Stage::Connection, connection, 1 + asked),
-            (Stage::Policy, policy, asked),
+            (Stage::Connection, connection, 1 + evaluations),
+            (Stage::Policy, policy, evaluations),
             (Stage::Rewrite, rewrite, 1),
         ];
-        for (stage, clocks, looks) in times {
-            self.clocks[stage as usize] += clocks.saturating_sub(looks * self.look);
+        for (stage, clocks, clock_reads) in times {
+            self.clocks[stage as usize] += clocks.saturating_sub(clock_reads * self.read_clock);
         }
     }
 
     /// Calls `send`, and times it if the iteration is timed.
     #[inline]
-    pub(super) fn send_in<T>(turn: &mut Option<Self>, send: impl FnOnce() -> T) -> T {
-        match turn {
+    pub(super) fn send_in<T>(iteration: &mut Option<Self>, send: impl FnOnce() -> T) -> T {
+        match iteration {
             None => send(),
-            Some(turn) => turn.send(send),
+            Some(iteration) => iteration.send(send),
         }
     }
 
     fn send<T>(&mut self, send: impl FnOnce() -> T) -> T {
-        let before = self.look();
+        let before = self.read_clock();
         let result = send();
-        let took = self.look().saturating_sub(before);
-        self.clocks[Stage::Send as usize] += took.saturating_sub(self.look);
+        let took = self.read_clock().saturating_sub(before);
+        self.clocks[Stage::Send as usize] += took.saturating_sub(self.read_clock);
         result
     }
 }
@@ -155,28 +156,28 @@ pub(super) struct StageTimer {
     on: bool,
     until_next: u32,
     /// Cost of a clock read.
-    look: u64,
+    read_clock: u64,
 }
 
 impl StageTimer {
     pub(super) fn new(on: bool) -> Self {
-        Self { on, until_next: INTERVAL, look: clocks::cost_of_a_look() }
+        Self { on, until_next: INTERVAL, read_clock: clocks::cost_of_a_read() }
     }
 
     /// Begins an iteration.
     #[inline]
-    pub(super) fn begin(&mut self) -> Option<TimedTurn> {
+    pub(super) fn begin(&mut self) -> Option<TimedIteration> {
         let due = self.on && self.until_next == 0;
-        due.then(|| TimedTurn { look: self.look, start: clocks::now(), ..TimedTurn::default() })
+        due.then(|| TimedIteration { read_clock: self.read_clock, start: clocks::now(), ..TimedIteration::default() })
     }
 
     /// Ends an iteration. One without packets does not count: the next one is timed instead.
     #[inline]
-    pub(super) fn end(&mut self, turn: Option<TimedTurn>, busy: bool, counters: &StageCounters) {
-        match turn {
-            Some(mut turn) if turn.packets > 0 => {
-                let total = turn.look().saturating_sub(turn.start);
-                counters.add(&turn, total);
+    pub(super) fn end(&mut self, iteration: Option<TimedIteration>, busy: bool, counters: &StageCounters) {
+        match iteration {
+            Some(mut iteration) if iteration.packets > 0 => {
+                let total = iteration.read_clock().saturating_sub(iteration.start);
+                counters.add(&iteration, total);
                 self.until_next = INTERVAL;
             }
             Some(_) => {}
@@ -190,54 +191,58 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_turn_in_many_is_timed_and_its_stages_add_up_to_the_whole() {
+    fn one_iteration_in_many_is_timed_and_its_stages_add_up() {
         let (mut timer, counters) = (StageTimer::new(true), StageCounters::default());
         let mut timed = 0;
         for _ in 0..10 * (INTERVAL + 1) {
-            let mut turn = timer.begin();
-            if let Some(turn) = &mut turn {
+            let mut iteration = timer.begin();
+            if let Some(iteration) = &mut iteration {
                 timed += 1;
-                let stages = StageClocks { parse: 1000, connection: 2000, policy: 0, rewrite: 4000, asked: 0 };
-                turn.received(8, 5000, stages);
-                turn.send(|| {
+                let stages = StageClocks { parse: 1000, connection: 2000, policy: 0, rewrite: 4000, evaluations: 0 };
+                iteration.received(8, 5000, stages);
+                iteration.send(|| {
                     let began = clocks::now();
                     while clocks::now() < began + 1000 {}
                 });
             }
-            timer.end(turn, true, &counters);
+            timer.end(iteration, true, &counters);
         }
         let read = counters.read();
         assert_eq!((timed, read.packets + 8 * read.interrupted), (10, 80));
         let counted = read.packets / 8;
         let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
-        let alone = [5000, 1000, 2000, 0, 4000_u64].map(|clocks| clocks.saturating_sub(timer.look) * counted);
+        let alone = [5000, 1000, 2000, 0, 4000_u64].map(|clocks| clocks.saturating_sub(timer.read_clock) * counted);
         assert_eq!(stages.map(|stage| read.clocks(stage)), alone);
         assert!(read.clocks(Stage::Send) >= 900 * counted);
     }
 
     #[test]
-    fn a_turn_without_packets_is_not_counted_and_one_that_is_off_never() {
+    fn iterations_without_packets_are_not_counted_and_disabled_timing_counts_none() {
         for on in [true, false] {
             let (mut timer, counters) = (StageTimer::new(on), StageCounters::default());
             for _ in 0..3 * INTERVAL {
-                let turn = timer.begin();
-                assert!(on || turn.is_none());
-                timer.end(turn, true, &counters);
+                let iteration = timer.begin();
+                assert!(on || iteration.is_none());
+                timer.end(iteration, true, &counters);
             }
             assert_eq!(counters.read(), StageStatistics::default());
         }
     }
 
     #[test]
-    fn what_the_looks_at_the_clock_took_is_nobodys() {
+    fn the_cost_of_clock_reads_is_excluded() {
         let counters = StageCounters::default();
-        let mut turn = TimedTurn { look: 20, ..TimedTurn::default() };
+        let mut iteration = TimedIteration { read_clock: 20, ..TimedIteration::default() };
         // Before and after reading a ring.
-        turn.look();
-        turn.look();
-        turn.received(8, 100, StageClocks { parse: 200, connection: 300, policy: 130, rewrite: 50, asked: 3 });
+        iteration.read_clock();
+        iteration.read_clock();
+        iteration.received(
+            8,
+            100,
+            StageClocks { parse: 200, connection: 300, policy: 130, rewrite: 50, evaluations: 3 },
+        );
         let total = 1000;
-        counters.add(&turn, total);
+        counters.add(&iteration, total);
         let read = counters.read();
         let stages = [Stage::RingRead, Stage::Parse, Stage::Connection, Stage::Policy, Stage::Rewrite];
         let alone = [80, 180, 300 - 4 * 20, 130 - 3 * 20, 30];
@@ -247,9 +252,9 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_from_which_the_core_was_taken_is_not_counted() {
+    fn an_interrupted_iteration_is_not_counted() {
         let counters = StageCounters::default();
-        counters.add(&TimedTurn { packets: 3, ..TimedTurn::default() }, INTERRUPTED);
+        counters.add(&TimedIteration { packets: 3, ..TimedIteration::default() }, INTERRUPTED);
         assert_eq!(counters.read(), StageStatistics { interrupted: 1, ..StageStatistics::default() });
     }
 }

@@ -13,42 +13,42 @@ use super::statistics::Counter;
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::packet::{Flow, parse};
-use crate::pipeline::{BATCH, Cause, Frames, Observer, Occasion, Verdict};
-use crate::policy::{Judgement, RuleName};
+use crate::pipeline::{BATCH, DropReason, EvaluationReason, Frames, Observer, Verdict};
+use crate::policy::{PolicyVerdict, RuleName};
 use crate::{Epoch, Snapshot};
 
 /// Capacity of the queue, in records.
 const CAPACITY: usize = 4096;
 /// Outcomes with separate budgets: each drop reason, and an opened connection.
-const OUTCOMES: usize = Cause::COUNT + 1;
+const OUTCOMES: usize = DropReason::COUNT + 1;
 
 /// Logged outcome of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Outcome {
+pub enum LoggedOutcome {
     /// It opened a connection, which policy allows.
     Opened,
     /// It was dropped.
-    Dropped(Cause),
+    Dropped(DropReason),
 }
 
-impl Outcome {
+impl LoggedOutcome {
     /// All outcomes.
     pub fn all() -> impl Iterator<Item = Self> {
-        std::iter::once(Self::Opened).chain(Cause::ALL.iter().map(|&cause| Self::Dropped(cause)))
+        std::iter::once(Self::Opened).chain(DropReason::ALL.iter().map(|&reason| Self::Dropped(reason)))
     }
 
     /// Its name in logs and counters: the drop reason's, or `opened`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Opened => "opened",
-            Self::Dropped(cause) => cause.name(),
+            Self::Dropped(reason) => reason.name(),
         }
     }
 
     const fn index(self) -> usize {
         match self {
             Self::Opened => 0,
-            Self::Dropped(cause) => cause as usize + 1,
+            Self::Dropped(reason) => reason as usize + 1,
         }
     }
 }
@@ -65,27 +65,27 @@ pub struct VerdictRecord {
     /// Epoch of the snapshot.
     pub epoch: Epoch,
     /// Bytes received, Ethernet header included.
-    pub octets: usize,
+    pub bytes: usize,
     /// Outcome.
-    pub outcome: Outcome,
+    pub outcome: LoggedOutcome,
     /// Its flow. If policy was evaluated, the evaluated flow, in the direction in which its connection was opened; `None`
     /// if the packet could not be parsed.
     pub flow: Option<Flow>,
     /// Connection id, the same for all packets in both directions; see [`ConnTable::connection_id`].
     pub connection: Option<u64>,
     /// The policy verdict, if policy was evaluated for this packet.
-    pub judged: Option<Judged>,
+    pub evaluation: Option<LoggedEvaluation>,
 }
 
 /// A logged policy evaluation.
 #[derive(Clone, Debug)]
-pub struct Judged {
+pub struct LoggedEvaluation {
     /// The evaluated flow, in the direction in which its connection was opened.
     pub flow: Flow,
     /// The verdict of both directions.
-    pub judgement: Judgement,
+    pub policy_verdict: PolicyVerdict,
     /// Why policy was evaluated.
-    pub occasion: Occasion,
+    pub evaluation_reason: EvaluationReason,
     /// The rule that allowed egress.
     pub egress_rule: Option<RuleName>,
     /// The rule that allowed ingress.
@@ -100,13 +100,13 @@ pub struct VerdictLog {
     budget: AtomicU32,
     /// Whether opened connections are recorded.
     opened: AtomicU32,
-    workers: Box<[Kept]>,
+    workers: Box<[WorkerLogCounters]>,
 }
 
 /// Records that one worker did not make, or lost.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Kept {
+struct WorkerLogCounters {
     suppressed: [Counter; OUTCOMES],
     lost: Counter,
 }
@@ -123,12 +123,12 @@ pub struct VerdictBudget {
 impl VerdictLog {
     /// A log for this many workers, off until it has a budget.
     pub fn new(workers: usize) -> Self {
-        let kept = || Kept { suppressed: [const { Counter::new() }; OUTCOMES], lost: Counter::new() };
+        let counters = || WorkerLogCounters { suppressed: [const { Counter::new() }; OUTCOMES], lost: Counter::new() };
         Self {
             queue: ArrayQueue::new(CAPACITY),
             budget: AtomicU32::new(0),
             opened: AtomicU32::new(0),
-            workers: (0..workers).map(|_| kept()).collect(),
+            workers: (0..workers).map(|_| counters()).collect(),
         }
     }
 
@@ -144,13 +144,13 @@ impl VerdictLog {
     }
 
     /// Packets with this outcome that were not recorded because the budget was used up.
-    pub fn suppressed(&self, outcome: Outcome) -> u64 {
-        self.workers.iter().map(|kept| kept.suppressed[outcome.index()].get()).sum()
+    pub fn suppressed(&self, outcome: LoggedOutcome) -> u64 {
+        self.workers.iter().map(|counters| counters.suppressed[outcome.index()].get()).sum()
     }
 
     /// Records lost because the reader was too slow.
     pub fn lost(&self) -> u64 {
-        self.workers.iter().map(|kept| kept.lost.get()).sum()
+        self.workers.iter().map(|counters| counters.lost.get()).sum()
     }
 }
 
@@ -162,12 +162,12 @@ pub(super) struct Recorder {
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
     /// Policy evaluations of the current batch, in the order of its frames.
-    judged: Vec<(usize, Flow, Judgement, Occasion)>,
+    evaluated: Vec<(usize, Flow, PolicyVerdict, EvaluationReason)>,
 }
 
 impl Recorder {
     pub(super) fn new(log: Arc<VerdictLog>, worker: usize) -> Self {
-        Self { log, worker, filled: None, left: [0; OUTCOMES], judged: Vec::with_capacity(2 * BATCH) }
+        Self { log, worker, filled: None, left: [0; OUTCOMES], evaluated: Vec::with_capacity(2 * BATCH) }
     }
 
     /// Whether anything is recorded; check it before each batch.
@@ -177,7 +177,7 @@ impl Recorder {
     }
 
     /// Records the packets of a batch that was processed with this as its observer.
-    pub(super) fn tell(
+    pub(super) fn record(
         &mut self,
         snapshot: &Snapshot,
         connections: &ConnTable,
@@ -188,19 +188,19 @@ impl Recorder {
     ) {
         self.fill(now);
         let opened = self.log.opened.load(Ordering::Relaxed) != 0;
-        let mut judged = std::mem::take(&mut self.judged);
+        let mut evaluated = std::mem::take(&mut self.evaluated);
         let mut next = 0;
         for (index, verdict) in verdicts.iter().enumerate().take(frames.len()) {
             let first = next;
-            next += judged[first..].iter().take_while(|(of, ..)| *of == index).count();
+            next += evaluated[first..].iter().take_while(|(of, ..)| *of == index).count();
             // Of two, the first concerned a connection that had ended.
-            let own = judged[first..next].last();
+            let own = evaluated[first..next].last();
             let outcome = match (verdict, own) {
-                (Verdict::Drop(cause), _) => Outcome::Dropped(*cause),
-                (_, Some((.., Occasion::Opened))) if opened => Outcome::Opened,
+                (Verdict::Drop(reason), _) => LoggedOutcome::Dropped(*reason),
+                (_, Some((.., EvaluationReason::Opened))) if opened => LoggedOutcome::Opened,
                 _ => continue,
             };
-            if !self.may_tell(outcome) {
+            if !self.within_budget(outcome) {
                 continue;
             }
             let frame = frames.bytes(index);
@@ -211,18 +211,20 @@ impl Recorder {
                 worker: self.worker,
                 ingress,
                 epoch: snapshot.epoch,
-                octets: frame.len(),
+                bytes: frame.len(),
                 outcome,
                 flow,
                 connection: flow.map(|flow| connections.connection_id(&flow)),
-                judged: own.map(|(_, flow, judgement, occasion)| name(snapshot, *flow, *judgement, *occasion)),
+                evaluation: own.map(|(_, flow, policy_verdict, evaluation_reason)| {
+                    name(snapshot, *flow, *policy_verdict, *evaluation_reason)
+                }),
             };
             if self.log.queue.push(record).is_err() {
                 self.log.workers[self.worker].lost.add(1);
             }
         }
-        judged.clear();
-        self.judged = judged;
+        evaluated.clear();
+        self.evaluated = evaluated;
     }
 
     fn fill(&mut self, now: Instant) {
@@ -233,7 +235,7 @@ impl Recorder {
     }
 
     /// Whether the budget allows one more record of this outcome; otherwise counts it as suppressed.
-    fn may_tell(&mut self, outcome: Outcome) -> bool {
+    fn within_budget(&mut self, outcome: LoggedOutcome) -> bool {
         let left = &mut self.left[outcome.index()];
         let may = *left > 0;
         *left = left.saturating_sub(1);
@@ -245,18 +247,36 @@ impl Recorder {
 }
 
 impl Observer for Recorder {
-    fn judged(&mut self, index: usize, flow: &Flow, judgement: &Judgement, occasion: Occasion) {
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        policy_verdict: &PolicyVerdict,
+        evaluation_reason: EvaluationReason,
+    ) {
         // At most twice per frame; anything beyond a batch is ignored.
-        if self.judged.len() < self.judged.capacity() {
-            self.judged.push((index, *flow, *judgement, occasion));
+        if self.evaluated.len() < self.evaluated.capacity() {
+            self.evaluated.push((index, *flow, *policy_verdict, evaluation_reason));
         }
     }
 }
 
-fn name(snapshot: &Snapshot, flow: Flow, judgement: Judgement, occasion: Occasion) -> Judged {
+fn name(
+    snapshot: &Snapshot,
+    flow: Flow,
+    policy_verdict: PolicyVerdict,
+    evaluation_reason: EvaluationReason,
+) -> LoggedEvaluation {
     // Increments a reference count; copies nothing.
-    let rule = |side: crate::policy::Side| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
-    Judged { flow, judgement, occasion, egress_rule: rule(judgement.egress), ingress_rule: rule(judgement.ingress) }
+    let rule =
+        |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
+    LoggedEvaluation {
+        flow,
+        policy_verdict,
+        evaluation_reason,
+        egress_rule: rule(policy_verdict.egress),
+        ingress_rule: rule(policy_verdict.ingress),
+    }
 }
 
 #[cfg(test)]
@@ -266,54 +286,56 @@ mod tests {
     use crate::io::MemoryFrames;
 
     /// Records a batch of frames too short to be parsed, all dropped for this reason.
-    fn tell(recorder: &mut Recorder, now: Instant, cause: Cause, count: usize) {
+    fn record(recorder: &mut Recorder, now: Instant, reason: DropReason, count: usize) {
         let connections = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
         let mut frames = MemoryFrames::new();
         (0..count).for_each(|_| frames.push(vec![0; 10]).unwrap());
-        let verdicts = [Verdict::Drop(cause); BATCH];
-        recorder.tell(&Snapshot::default(), &connections, now, PortId(3), &mut frames, &verdicts);
+        let verdicts = [Verdict::Drop(reason); BATCH];
+        recorder.record(&Snapshot::default(), &connections, now, PortId(3), &mut frames, &verdicts);
     }
 
     #[test]
-    fn each_cause_has_a_budget_a_second_and_what_is_beyond_is_counted() {
+    fn each_reason_has_a_budget_per_second_and_the_excess_is_counted() {
         let log = Arc::new(VerdictLog::new(2));
         let mut recorder = Recorder::new(log.clone(), 1);
         assert!(!recorder.is_on());
         log.set_budget(VerdictBudget { each_second: 3, opened: false });
         assert!(recorder.is_on());
         let start = Instant::now();
-        tell(&mut recorder, start, Cause::Truncated, 10);
-        tell(&mut recorder, start + Duration::from_millis(999), Cause::Truncated, 10);
-        tell(&mut recorder, start, Cause::Malformed, 1);
-        let told: Vec<_> = std::iter::from_fn(|| log.take()).collect();
-        let of = |cause| told.iter().filter(|record| record.outcome == Outcome::Dropped(cause)).count();
-        assert_eq!((of(Cause::Truncated), of(Cause::Malformed), told.len()), (3, 1, 4));
-        assert!(told.iter().all(|record| record.flow.is_none() && record.ingress == PortId(3) && record.octets == 10));
-        assert_eq!(log.suppressed(Outcome::Dropped(Cause::Truncated)), 17);
-        assert_eq!(log.suppressed(Outcome::Dropped(Cause::Malformed)), 0);
-        tell(&mut recorder, start + Duration::from_secs(1), Cause::Truncated, 10);
+        record(&mut recorder, start, DropReason::Truncated, 10);
+        record(&mut recorder, start + Duration::from_millis(999), DropReason::Truncated, 10);
+        record(&mut recorder, start, DropReason::Malformed, 1);
+        let records: Vec<_> = std::iter::from_fn(|| log.take()).collect();
+        let of = |reason| records.iter().filter(|record| record.outcome == LoggedOutcome::Dropped(reason)).count();
+        assert_eq!((of(DropReason::Truncated), of(DropReason::Malformed), records.len()), (3, 1, 4));
+        assert!(
+            records.iter().all(|record| record.flow.is_none() && record.ingress == PortId(3) && record.bytes == 10)
+        );
+        assert_eq!(log.suppressed(LoggedOutcome::Dropped(DropReason::Truncated)), 17);
+        assert_eq!(log.suppressed(LoggedOutcome::Dropped(DropReason::Malformed)), 0);
+        record(&mut recorder, start + Duration::from_secs(1), DropReason::Truncated, 10);
         assert_eq!(std::iter::from_fn(|| log.take()).count(), 3, "a second later there is a budget again");
         log.set_budget(VerdictBudget::default());
         assert!(!recorder.is_on());
     }
 
     #[test]
-    fn a_reader_that_is_too_slow_loses_records_and_stops_nobody() {
+    fn a_slow_reader_loses_records_and_blocks_no_worker() {
         let log = Arc::new(VerdictLog::new(1));
         log.set_budget(VerdictBudget { each_second: u32::MAX, opened: false });
         let mut recorder = Recorder::new(log.clone(), 0);
         let now = Instant::now();
         for _ in 0..CAPACITY / BATCH + 2 {
-            tell(&mut recorder, now, Cause::NoPort, BATCH);
+            record(&mut recorder, now, DropReason::NoPort, BATCH);
         }
         assert_eq!(log.lost(), 2 * BATCH as u64);
         assert_eq!(std::iter::from_fn(|| log.take()).count(), CAPACITY);
-        assert_eq!(log.suppressed(Outcome::Dropped(Cause::NoPort)), 0);
+        assert_eq!(log.suppressed(LoggedOutcome::Dropped(DropReason::NoPort)), 0);
     }
 
     #[test]
-    fn every_outcome_has_a_place_and_a_name_of_its_own() {
-        let all: Vec<Outcome> = Outcome::all().collect();
+    fn every_outcome_has_a_unique_index_and_name() {
+        let all: Vec<LoggedOutcome> = LoggedOutcome::all().collect();
         assert_eq!(all.len(), OUTCOMES);
         for (place, outcome) in all.iter().enumerate() {
             assert_eq!(outcome.index(), place);

@@ -72,9 +72,9 @@ static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const stru
 	return bpf_fib_lookup(ctx, &route, sizeof(route), 0) == BPF_FIB_LKUP_RET_NOT_FWDED;
 }
 
-static __always_inline int is_mac(const struct mac *mac, const __u8 *octets)
+static __always_inline int is_mac(const struct mac *mac, const __u8 *bytes)
 {
-	const __u16 *parts = (const void *)octets;
+	const __u16 *parts = (const void *)bytes;
 
 	return mac->parts[0] == parts[0] && mac->parts[1] == parts[1] && mac->parts[2] == parts[2];
 }

@@ -9,7 +9,7 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 use nix::sched::{CloneFlags, unshare};
 
 use super::*;
-use crate::{ModeChoice, Outcome, Outcomes};
+use crate::{ModeChoice, XdpOutcome, XdpOutcomeCounts};
 
 const DROP: u32 = libbpf_sys::XDP_DROP;
 const PASS: u32 = libbpf_sys::XDP_PASS;
@@ -52,16 +52,16 @@ fn solicitation_behind_an_option() -> Vec<u8> {
 }
 
 /// The action that the program returns, and the outcome that it counts.
-type Judgement = (u32, Outcome);
+type ActionAndOutcome = (u32, XdpOutcome);
 
 /// The packets that the program must tell apart, and what it must do with each on a pod's port and on an uplink
 /// when the queue has a socket.
-fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
-    let redirected = (REDIRECT, Outcome::Redirected);
-    let not_local = (PASS, Outcome::NotLocal);
-    let not_ip = (PASS, Outcome::NotIp);
-    let discovery = (PASS, Outcome::NeighbourDiscovery);
-    let forged = (DROP, Outcome::ForgedNeighbour);
+fn packets() -> Vec<(&'static str, Vec<u8>, ActionAndOutcome, ActionAndOutcome)> {
+    let redirected = (REDIRECT, XdpOutcome::Redirected);
+    let not_local = (PASS, XdpOutcome::NotLocal);
+    let not_ip = (PASS, XdpOutcome::NotIp);
+    let discovery = (PASS, XdpOutcome::NeighbourDiscovery);
+    let forged = (DROP, XdpOutcome::ForgedNeighbour);
     let mut tagged_v4 = vec![0, 0];
     tagged_v4.extend(&ipv4(LOCAL_V4)[12..]);
     vec![
@@ -71,7 +71,7 @@ fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
         ("IPv6 to a local pod", ipv6(LOCAL_V6, 17, 64, &[0; 8]), redirected, redirected),
         ("IPv6 to elsewhere", ipv6(OTHER_V6, 17, 64, &[0; 8]), redirected, not_local),
         ("IPv6 cut inside its header", ipv6(LOCAL_V6, 17, 64, &[])[..50].to_vec(), redirected, not_local),
-        ("ARP", ethernet(0x0806, &[0; 28]), (PASS, Outcome::Arp), (PASS, Outcome::Arp)),
+        ("ARP", ethernet(0x0806, &[0; 28]), (PASS, XdpOutcome::Arp), (PASS, XdpOutcome::Arp)),
         ("router solicitation", icmpv6("ff02::2", 255, 133), discovery, discovery),
         ("router advertisement", icmpv6("ff02::1", 255, 134), forged, discovery),
         ("neighbour solicitation", icmpv6("ff02::1:ff00:5", 255, 135), discovery, discovery),
@@ -84,8 +84,8 @@ fn packets() -> Vec<(&'static str, Vec<u8>, Judgement, Judgement)> {
         ("ICMPv6 of the type above", icmpv6("ff02::1", 255, 138), redirected, not_local),
         ("ICMPv6 to all nodes of a site", icmpv6("ff05::1", 255, 135), discovery, discovery),
         ("echo request", icmpv6(LOCAL_V6, 255, 128), redirected, redirected),
-        ("VLAN tag", ethernet(0x8100, &tagged_v4), (DROP, Outcome::VlanTag), not_ip),
-        ("provider VLAN tag", ethernet(0x88a8, &tagged_v4), (DROP, Outcome::VlanTag), not_ip),
+        ("VLAN tag", ethernet(0x8100, &tagged_v4), (DROP, XdpOutcome::VlanTag), not_ip),
+        ("provider VLAN tag", ethernet(0x88a8, &tagged_v4), (DROP, XdpOutcome::VlanTag), not_ip),
         ("LLDP", ethernet(0x88cc, &[0; 20]), not_ip, not_ip),
         ("802.3 length field", ethernet(0x0040, &[0; 60]), not_ip, not_ip),
     ]
@@ -117,17 +117,17 @@ fn test_run(program: BorrowedFd<'_>, frame: &[u8], context: &mut [u8]) -> u32 {
 }
 
 /// Runs the program once over a frame that came in on the loopback interface, and says what it did.
-fn run(loaded: &Program, frame: &[u8]) -> (u32, Outcome) {
-    let before = Outcomes::read(&loaded.outcomes).unwrap();
+fn run(loaded: &Program, frame: &[u8]) -> (u32, XdpOutcome) {
+    let before = XdpOutcomeCounts::read(&loaded.outcomes).unwrap();
     // struct xdp_md: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
     let mut context = Vec::new();
     for field in [0, frame.len() as u32, 0, 1, 0, 0] {
         context.extend(field.to_ne_bytes());
     }
     let action = test_run(loaded.fd.as_fd(), frame, &mut context);
-    let after = Outcomes::read(&loaded.outcomes).unwrap();
-    let moved: Vec<Outcome> =
-        Outcome::ALL.into_iter().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
+    let after = XdpOutcomeCounts::read(&loaded.outcomes).unwrap();
+    let moved: Vec<XdpOutcome> =
+        XdpOutcome::ALL.into_iter().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
     assert_eq!((moved.len(), after.total()), (1, before.total() + 1), "exactly one counter moves, by one");
     (action, moved[0])
 }
@@ -136,15 +136,15 @@ fn options(role: Role, on_miss: OnMiss) -> AttachOptions {
     AttachOptions { role, on_miss, mode: ModeChoice::default(), bridge: None }
 }
 
-fn shared() -> Shared {
-    let shared = Shared::create().unwrap();
+fn shared() -> SharedMaps {
+    let shared = SharedMaps::create().unwrap();
     shared.local_pods.insert(LOCAL_V4.into(), u16::MAX).unwrap();
     shared.local_pods.insert(LOCAL_V6.parse().unwrap(), u16::MAX).unwrap();
     shared
 }
 
 #[test]
-fn every_kind_of_packet_goes_where_its_port_says() {
+fn every_kind_of_packet_gets_the_action_of_its_port() {
     let shared = shared();
     let socket = any_socket();
     let mut reached = std::collections::BTreeSet::new();
@@ -155,7 +155,7 @@ fn every_kind_of_packet_goes_where_its_port_says() {
         for (what, frame, on_pod, on_uplink) in packets() {
             let expected = match role {
                 // The node's own stack may be a router.
-                Role::Host if on_pod.1 == Outcome::ForgedNeighbour => on_uplink,
+                Role::Host if on_pod.1 == XdpOutcome::ForgedNeighbour => on_uplink,
                 Role::Host | Role::Pod => on_pod,
                 Role::Uplink => on_uplink,
             };
@@ -163,7 +163,7 @@ fn every_kind_of_packet_goes_where_its_port_says() {
             reached.insert(expected.1);
         }
     }
-    assert_eq!(reached.len(), Outcome::ALL.len() - 5, "all but those that have tests of their own: {reached:?}");
+    assert_eq!(reached.len(), XdpOutcome::ALL.len() - 5, "all but those that have tests of their own: {reached:?}");
 }
 
 /// Puts the calling thread into a network namespace that forwards and has routes to the other addresses.
@@ -178,7 +178,7 @@ fn enter_a_router() {
 }
 
 #[test]
-fn on_an_uplink_what_is_too_long_for_its_pod_is_the_kernels_unless_it_claims_to_come_from_the_node() {
+fn on_an_uplink_packets_too_long_for_the_pod_pass_to_the_kernel_unless_spoofed() {
     enter_a_router();
     let (shared, socket) = (shared(), any_socket());
     let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
@@ -209,11 +209,11 @@ fn on_an_uplink_what_is_too_long_for_its_pod_is_the_kernels_unless_it_claims_to_
             frame[at..at + source.len()].copy_from_slice(source);
             frame.resize(length, 0);
             let passes = role == Role::Uplink && *is_other && length > usize::from(longest);
-            let expected = if passes { (PASS, Outcome::TooLong) } else { (REDIRECT, Outcome::Redirected) };
+            let expected = if passes { (PASS, XdpOutcome::TooLong) } else { (REDIRECT, XdpOutcome::Redirected) };
             assert_eq!(
                 run(&loaded, &frame),
                 expected,
-                "{length} octets from {who} {source:?} on {role:?}, at most {longest}"
+                "{length} bytes from {who} {source:?} on {role:?}, at most {longest}"
             );
         }
     }
@@ -227,13 +227,13 @@ fn changed(mut frame: Vec<u8>, protocol: u8, fragment: u16) -> Vec<u8> {
 }
 
 #[test]
-fn on_an_uplink_what_the_kernel_may_translate_and_nobody_can_tell_is_the_kernels() {
+fn on_an_uplink_possibly_translated_packets_pass_to_the_kernel() {
     enter_a_router();
     let (shared, socket) = (shared(), any_socket());
     let loaded = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let value = socket.as_raw_fd().to_ne_bytes();
     loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
-    let (redirected, undecided) = ((REDIRECT, Outcome::Redirected), (PASS, Outcome::Undecided));
+    let (redirected, undecided) = ((REDIRECT, XdpOutcome::Redirected), (PASS, XdpOutcome::Undecided));
     let v4 = |protocol, fragment| changed(ipv4(LOCAL_V4), protocol, fragment);
     let v6 = |next_header: u8, payload: &[u8]| ipv6(LOCAL_V6, next_header, 64, payload);
     let unreachable = |quoted: &[u8]| v6(58, &[&[1, 4, 0, 0, 0, 0, 0, 0][..], quoted].concat());
@@ -271,7 +271,7 @@ fn on_an_uplink_what_the_kernel_may_translate_and_nobody_can_tell_is_the_kernels
 }
 
 #[test]
-fn the_nodes_stack_sends_nothing_in_a_local_pods_name_that_did_not_come_from_the_workers() {
+fn the_nodes_stack_sends_no_local_pods_source_that_bypassed_the_workers() {
     // TC_ACT_OK and TC_ACT_SHOT of linux/pkt_cls.h.
     const OK: u32 = 0;
     const SHOT: u32 = 2;
@@ -300,15 +300,15 @@ fn the_nodes_stack_sends_nothing_in_a_local_pods_name_that_did_not_come_from_the
     for (what, frame, is_pods) in cases {
         // Where it leaves is the loopback, of index 1; it came in there, elsewhere, or was made here.
         for (came_in, is_workers) in [(1_u32, true), (2, false), (0, false)] {
-            let before = Outcomes::read(&loaded.outcomes).unwrap().get(Outcome::SpoofedSource);
+            let before = XdpOutcomeCounts::read(&loaded.outcomes).unwrap().get(XdpOutcome::SpoofedSource);
             // struct __sk_buff: ingress_ifindex and ifindex are its tenth and eleventh words.
             let mut context = vec![0; 192];
             context[36..40].copy_from_slice(&came_in.to_ne_bytes());
             context[40..44].copy_from_slice(&1_u32.to_ne_bytes());
-            let action = test_run(loaded.leave.as_ref().unwrap().as_fd(), &frame, &mut context);
+            let action = test_run(loaded.egress_check.as_ref().unwrap().as_fd(), &frame, &mut context);
             let dropped = is_pods && !is_workers;
             assert_eq!(action, if dropped { SHOT } else { OK }, "{what}, came in at {came_in}");
-            let after = Outcomes::read(&loaded.outcomes).unwrap().get(Outcome::SpoofedSource);
+            let after = XdpOutcomeCounts::read(&loaded.outcomes).unwrap().get(XdpOutcome::SpoofedSource);
             assert_eq!(after - before, u64::from(dropped), "{what}, came in at {came_in}");
         }
     }
@@ -339,7 +339,7 @@ fn discovery(kind: u8, from: &str, target: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() {
+fn a_known_pod_may_only_claim_its_own_addresses_in_arp_and_neighbour_discovery() {
     let mut stranger = discovery(135, LOCAL_V6, "fd00::1");
     stranger[6..12].copy_from_slice(&OTHER_MAC);
     let cases = [
@@ -365,7 +365,7 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
     let own = &loaded.own;
     for known in [false, true] {
         if known {
-            crate::own::set(own, POD_MAC, &[LOCAL_V4.into(), LOCAL_V6.parse().unwrap()].into()).unwrap();
+            crate::own_addresses::set(own, POD_MAC, &[LOCAL_V4.into(), LOCAL_V6.parse().unwrap()].into()).unwrap();
         }
         for (what, frame, passes) in &cases {
             let routers = matches!(frame.get(54), Some(134 | 137));
@@ -374,60 +374,62 @@ fn a_pod_that_is_known_speaks_for_itself_alone_in_arp_and_neighbour_discovery() 
         }
     }
     // Its address goes to another pod.
-    crate::own::set(own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
-    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, Outcome::ForgedNeighbour);
-    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, Outcome::Arp);
+    crate::own_addresses::set(own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, XdpOutcome::ForgedNeighbour);
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, XdpOutcome::Arp);
 }
 
 #[test]
-fn a_pod_has_room_for_some_link_local_addresses_and_no_more() {
+fn a_pod_has_a_limited_number_of_link_local_addresses() {
     let loaded = Program::load(options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
     let own = &loaded.own;
-    crate::own::set(own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
+    crate::own_addresses::set(own, POD_MAC, &[LOCAL_V4.into()].into()).unwrap();
     let solicits = |n: u16| run(&loaded, &discovery(135, &format!("fe80::{n:x}"), "fd00::1")).0 == PASS;
     assert_eq!((1..=1000).filter(|&n| solicits(n)).count(), 30, "with its address and the mark, the map is full");
     assert!(solicits(1), "the first ones stay");
 }
 
 #[test]
-fn a_miss_is_dropped_unless_it_is_to_pass() {
+fn a_miss_is_dropped_unless_configured_to_pass() {
     let shared = shared();
     for (on_miss, action) in [(OnMiss::default(), DROP), (OnMiss::Drop, DROP), (OnMiss::Pass, PASS)] {
         for role in [Role::Pod, Role::Host, Role::Uplink] {
             let loaded = Program::load(options(role, on_miss), &shared).unwrap();
             for frame in [ipv4(LOCAL_V4), ipv6(LOCAL_V6, 6, 64, &[0; 20])] {
-                assert_eq!(run(&loaded, &frame), (action, Outcome::NoSocket), "{role:?} {on_miss:?}");
+                assert_eq!(run(&loaded, &frame), (action, XdpOutcome::NoSocket), "{role:?} {on_miss:?}");
             }
         }
     }
 }
 
 #[test]
-fn once_the_process_is_gone_all_passes_where_misses_do_and_nothing_else_does() {
+fn after_the_process_ends_packets_pass_only_where_misses_pass() {
     let mut shared = shared();
     let tagged = ethernet(0x8100, &[&[0, 0], &ipv4(LOCAL_V4)[12..]].concat());
     let open = Program::load(options(Role::Pod, OnMiss::Pass), &shared).unwrap();
     let closed = Program::load(options(Role::Pod, OnMiss::Drop), &shared).unwrap();
-    assert_eq!(run(&open, &tagged), (DROP, Outcome::VlanTag));
+    assert_eq!(run(&open, &tagged), (DROP, XdpOutcome::VlanTag));
     // Its last descriptor is closed, as when the process dies.
-    shared.alive.socket = any_socket();
+    shared.liveness.socket = any_socket();
     // A child that another test has just made has it too, until it runs its own program.
     let deadline = Instant::now() + Duration::from_secs(5);
-    while run(&open, &tagged) != (PASS, Outcome::NoSocket) {
+    while run(&open, &tagged) != (PASS, XdpOutcome::NoSocket) {
         assert!(Instant::now() < deadline, "the socket is closed");
     }
-    assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, Outcome::NoSocket));
-    assert_eq!(run(&closed, &tagged), (DROP, Outcome::VlanTag));
-    assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, Outcome::NoSocket));
+    assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, XdpOutcome::NoSocket));
+    assert_eq!(run(&closed, &tagged), (DROP, XdpOutcome::VlanTag));
+    assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, XdpOutcome::NoSocket));
 }
 
 #[test]
-fn local_pods_come_and_go_for_all_uplinks_at_once() {
+fn local_pods_change_for_all_uplinks_at_once() {
     let shared = shared();
     let one = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let two = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let frame = ipv4(OTHER_V4);
-    for (present, expected) in [(false, Outcome::NotLocal), (true, Outcome::NoSocket), (false, Outcome::NotLocal)] {
+    for (present, expected) in
+        [(false, XdpOutcome::NotLocal), (true, XdpOutcome::NoSocket), (false, XdpOutcome::NotLocal)]
+    {
         match present {
             true => shared.local_pods.insert(OTHER_V4.into(), u16::MAX).unwrap(),
             false => shared.local_pods.remove(OTHER_V4.into()).unwrap(),

@@ -6,7 +6,7 @@ use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
-use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, Mode, ModeChoice, OnMiss, Role, SocketError};
+use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, XdpMode};
 
 use super::Ports;
 use crate::discovery::{Link, PodPort, keep_answering_arp};
@@ -138,7 +138,7 @@ impl PodSide {
     fn tell_own(&self) {
         let none = BTreeSet::new();
         let addresses = if self.served { &self.last.addresses } else { &none };
-        if let Err(error) = self.open.attached.set_own(self.last.peer_mac.0, addresses) {
+        if let Err(error) = self.open.attached.set_own_addresses(self.last.peer_mac.0, addresses) {
             tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
         }
     }
@@ -155,7 +155,7 @@ impl PodSide {
 fn tell_mode(attached: &Attached) {
     let (interface, wanted) = (attached.interface(), attached.options());
     match attached.mode() {
-        Mode::Generic { because } => {
+        XdpMode::Generic { because } => {
             let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
             let longer = match wanted.role {
                 Role::Uplink => "go by the kernel",
@@ -169,11 +169,11 @@ fn tell_mode(attached: &Attached) {
                 "attached in generic mode: slower, and packets longer than a frame {longer}"
             );
         }
-        Mode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
+        XdpMode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
             %interface,
             "stays in native mode, in which its link was pinned; run penstock cleanup before the next start for xdp.mode to count"
         ),
-        Mode::Native => {}
+        XdpMode::Native => {}
     }
 }
 

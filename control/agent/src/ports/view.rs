@@ -2,7 +2,7 @@
 
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
-use penstock_xdp_redirect::{Mode, Outcomes};
+use penstock_xdp_redirect::{XdpMode, XdpOutcomeCounts};
 
 use super::Ports;
 use super::open::{Open, PodSide};
@@ -14,8 +14,8 @@ pub(crate) struct Counted {
     pub(crate) id: PortId,
     pub(crate) kind: PortKind,
     pub(crate) pod: Option<ObjectKey>,
-    pub(crate) mode: Mode,
-    pub(crate) outcomes: Option<Outcomes>,
+    pub(crate) mode: XdpMode,
+    pub(crate) outcomes: Option<XdpOutcomeCounts>,
 }
 
 impl Ports {
@@ -47,7 +47,7 @@ impl Ports {
     }
 
     /// Interfaces that are closed because their pod is not known, with what came from them.
-    pub(crate) fn waiting(&self) -> Vec<(String, Outcomes)> {
+    pub(crate) fn waiting(&self) -> Vec<(String, XdpOutcomeCounts)> {
         self.waiting.counted()
     }
 

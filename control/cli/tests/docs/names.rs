@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use penstock_dataplane::Cause;
+use penstock_dataplane::DropReason;
 
 use crate::pages;
 
@@ -158,6 +158,6 @@ fn every_drop_reason_is_explained() {
     let page = pages::all().into_iter().find(|page| page.path == Path::new("docs/operate/troubleshooting.md")).unwrap();
     let explained: BTreeSet<String> = page.content().code.into_iter().map(|(_, code)| code).collect();
     let missing: Vec<&str> =
-        Cause::ALL.iter().map(|cause| cause.name()).filter(|name| !explained.contains(*name)).collect();
+        DropReason::ALL.iter().map(|cause| cause.name()).filter(|name| !explained.contains(*name)).collect();
     assert!(missing.is_empty(), "docs/operate/troubleshooting.md does not explain {missing:?}");
 }

@@ -57,9 +57,9 @@ fn flow(table: &ConnTable, group: u32, n: usize) -> Flow {
         .unwrap()
 }
 
-fn insert<'t>(table: &'t ConnTable, flow: &Flow, epoch: u32, now: Timestamp) -> Result<Insertion<'t>, Refused> {
+fn insert<'t>(table: &'t ConnTable, flow: &Flow, epoch: u32, now: Timestamp) -> Result<Insertion<'t>, InsertError> {
     let hashed = table.prepare(flow);
-    table.insert(&NewConn {
+    table.insert(&NewConnection {
         hashed: &hashed,
         transport: &Transport::Udp,
         owner: OwnerId(1),
@@ -112,30 +112,34 @@ fn insert_against_insert(crowd: usize) {
 }
 
 #[test]
-fn inserts_of_one_connection_end_in_one_entry_in_one_group() {
+fn concurrent_inserts_leave_one_entry_in_one_group() {
     insert_against_insert(0);
 }
 
 #[test]
-fn inserts_of_one_connection_end_in_one_entry_across_groups() {
+fn concurrent_inserts_leave_one_entry_across_groups() {
     insert_against_insert(1);
 }
 
 #[test]
-fn of_two_that_cut_a_connection_one_is_told_that_it_did() {
+fn one_of_two_concurrent_revocations_reports_it() {
     explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
         insert(&table, &wanted, 1, NOW).unwrap();
         let other = {
             let table = table.clone();
-            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false))
+            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false))
         };
-        let judged = [find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false), other.join().unwrap()];
-        assert!(judged == [Judged::Cut, Judged::Kept] || judged == [Judged::Kept, Judged::Cut], "{judged:?}");
+        let judged = [find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false), other.join().unwrap()];
+        assert!(
+            judged == [Reevaluation::Revoked, Reevaluation::Unchanged]
+                || judged == [Reevaluation::Unchanged, Reevaluation::Revoked],
+            "{judged:?}"
+        );
         let conn = find(&table, &wanted, NOW).unwrap();
-        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(2)));
-        usize::from(judged[0] == Judged::Cut)
+        assert!(conn.is_revoked() && conn.is_evaluated_under(Epoch(2)));
+        usize::from(judged[0] == Reevaluation::Revoked)
     });
 }
 
@@ -147,32 +151,32 @@ fn verdicts_of_two_epochs(was_cut: bool, older: bool, newer: bool) {
         let wanted = flow(&table, 0, 0);
         insert(&table, &wanted, 1, NOW).unwrap();
         if was_cut {
-            find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false);
+            find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false);
         }
         let lagging = {
             let table = table.clone();
             thread::spawn(move || {
                 let mut conn = find(&table, &wanted, NOW).unwrap();
-                if !conn.is_of_epoch(Epoch(3)) {
-                    conn.set_judged(Epoch(3), older);
+                if !conn.is_evaluated_under(Epoch(3)) {
+                    conn.set_verdict(Epoch(3), older);
                 }
                 // The state that its packet sees.
-                (conn.is_cut(), conn.is_of_epoch(Epoch(4)))
+                (conn.is_revoked(), conn.is_evaluated_under(Epoch(4)))
             })
         };
         let mut conn = find(&table, &wanted, NOW).unwrap();
-        conn.set_judged(Epoch(4), newer);
-        assert!(conn.is_cut() != newer && conn.is_of_epoch(Epoch(4)));
-        let (is_cut, went_by_newer) = lagging.join().unwrap();
-        assert_eq!(is_cut, if went_by_newer { !newer } else { !older });
+        conn.set_verdict(Epoch(4), newer);
+        assert!(conn.is_revoked() != newer && conn.is_evaluated_under(Epoch(4)));
+        let (is_revoked, went_by_newer) = lagging.join().unwrap();
+        assert_eq!(is_revoked, if went_by_newer { !newer } else { !older });
         let conn = find(&table, &wanted, NOW).unwrap();
-        assert!(conn.is_cut() != newer && conn.is_of_epoch(Epoch(4)), "what is newest stays");
+        assert!(conn.is_revoked() != newer && conn.is_evaluated_under(Epoch(4)), "what is newest stays");
         usize::from(went_by_newer)
     });
 }
 
 #[test]
-fn of_verdicts_under_two_epochs_the_newer_one_stays() {
+fn of_concurrent_verdicts_the_newer_epoch_stays() {
     for was_cut in [false, true] {
         for (older, newer) in [(false, false), (false, true), (true, false), (true, true)] {
             verdicts_of_two_epochs(was_cut, older, newer);
@@ -181,31 +185,31 @@ fn of_verdicts_under_two_epochs_the_newer_one_stays() {
 }
 
 #[test]
-fn a_verdict_and_a_packet_at_once_are_both_kept() {
+fn a_concurrent_verdict_and_packet_are_both_applied() {
     explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
         insert(&table, &wanted, 1, NOW).unwrap();
         let other = {
             let table = table.clone();
-            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_judged(Epoch(2), false))
+            thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false))
         };
         let mut conn = find(&table, &wanted, NOW).unwrap();
         let update = conn.update(wanted.key().1.opposite(), &Transport::Udp, NOW);
-        assert_eq!(other.join().unwrap(), Judged::Cut);
+        assert_eq!(other.join().unwrap(), Reevaluation::Revoked);
         let mut conn = find(&table, &wanted, NOW).unwrap();
-        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(2)));
-        assert_eq!(conn.set_judged(Epoch(3), true), Judged::Restored);
+        assert!(conn.is_revoked() && conn.is_evaluated_under(Epoch(2)));
+        assert_eq!(conn.set_verdict(Epoch(3), true), Reevaluation::Restored);
         match update {
             Update::Accepted(state) => assert_eq!((state, conn.state()), (State::Replied, State::Replied)),
-            other => assert_eq!((other, conn.state()), (Update::Cut, State::Unreplied)),
+            other => assert_eq!((other, conn.state()), (Update::Revoked, State::Unreplied)),
         }
-        usize::from(update == Update::Cut)
+        usize::from(update == Update::Revoked)
     });
 }
 
 #[test]
-fn an_owner_that_changes_while_the_connection_goes_is_counted_once() {
+fn an_owner_change_during_removal_is_counted_once() {
     explore(1, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
@@ -223,7 +227,7 @@ fn an_owner_that_changes_while_the_connection_goes_is_counted_once() {
 }
 
 #[test]
-fn expiry_takes_no_connection_that_was_just_touched() {
+fn expiry_removes_no_connection_that_was_just_used() {
     explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
@@ -238,14 +242,14 @@ fn expiry_takes_no_connection_that_was_just_touched() {
         let there = find(&table, &wanted, LATER).is_some();
         match update {
             Update::Accepted(_) => assert_eq!((expired, there), (0, true)),
-            other => assert_eq!((other, expired, there), (Update::Ended, 1, false)),
+            other => assert_eq!((other, expired, there), (Update::Removed, 1, false)),
         }
         expired
     });
 }
 
 #[test]
-fn expiry_takes_no_connection_that_was_entered_anew() {
+fn expiry_removes_no_connection_that_was_reinserted() {
     explore(2, || {
         let table = table();
         let wanted = flow(&table, 0, 0);
@@ -257,14 +261,14 @@ fn expiry_takes_no_connection_that_was_entered_anew() {
         // Either the sweep or the insert removes the old one; the new one stays.
         assert!(matches!(insert(&table, &wanted, 2, LATER), Ok(Insertion::Created(_))));
         let swept = sweeper.join().unwrap();
-        assert!(find(&table, &wanted, LATER).unwrap().is_of_epoch(Epoch(2)));
+        assert!(find(&table, &wanted, LATER).unwrap().is_evaluated_under(Epoch(2)));
         assert_eq!((table.len(), table.statistics().expired), (1, 1));
         swept
     });
 }
 
 #[test]
-fn a_lookup_never_meets_the_connection_that_took_the_entry() {
+fn a_lookup_never_returns_the_entrys_next_connection() {
     explore(3, || {
         let table = table();
         let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
@@ -276,9 +280,9 @@ fn a_lookup_never_meets_the_connection_that_took_the_entry() {
             thread::spawn(move || {
                 let Some(mut conn) = find(&table, &old, NOW) else { return 0 };
                 assert_eq!(conn.original_flow(), old);
-                _ = conn.set_judged(Epoch(3), true);
+                _ = conn.set_verdict(Epoch(3), true);
                 match conn.update(old.key().1.opposite(), &Transport::Udp, NOW) {
-                    Update::Ended => 1,
+                    Update::Removed => 1,
                     Update::Accepted(State::Replied) => 2,
                     other => panic!("{other:?}"),
                 }
@@ -288,14 +292,14 @@ fn a_lookup_never_meets_the_connection_that_took_the_entry() {
         insert(&table, &new, 2, NOW).unwrap();
         let outcome = reader.join().unwrap();
         let conn = find(&table, &new, NOW).unwrap();
-        assert!(conn.is_of_epoch(Epoch(2)) && conn.state() == State::Unreplied, "late writes do not reach it");
+        assert!(conn.is_evaluated_under(Epoch(2)) && conn.state() == State::Unreplied, "late writes do not reach it");
         assert_eq!((entries(&table, &old), table.len()), (0, 1));
         outcome
     });
 }
 
 #[test]
-fn a_listing_never_shows_parts_of_two_connections() {
+fn a_listing_never_mixes_two_connections() {
     explore(3, || {
         let table = table();
         let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
@@ -320,7 +324,7 @@ fn a_listing_never_shows_parts_of_two_connections() {
 }
 
 #[test]
-fn eviction_takes_no_connection_that_was_just_answered() {
+fn eviction_removes_no_connection_that_was_just_answered() {
     explore(2, || {
         let table = table();
         let answered = flow(&table, 0, 0);
@@ -340,15 +344,15 @@ fn eviction_takes_no_connection_that_was_just_answered() {
         let found = find(&table, &answered, younger).map(|conn| conn.state());
         match update {
             Update::Accepted(state) => assert_eq!((state, found), (State::Replied, Some(State::Replied))),
-            other => assert_eq!((other, found), (Update::Ended, None)),
+            other => assert_eq!((other, found), (Update::Removed, None)),
         }
         assert_eq!((table.len(), table.statistics().evicted_unanswered), (4, 1));
-        usize::from(update == Update::Ended)
+        usize::from(update == Update::Removed)
     });
 }
 
 #[test]
-fn updates_from_both_directions_are_both_kept() {
+fn concurrent_updates_of_both_directions_are_both_applied() {
     explore(2, || {
         let table = table();
         let flow = Flow { protocol: Protocol::TCP, ..flow(&table, 0, 0) };
@@ -359,7 +363,7 @@ fn updates_from_both_directions_are_both_kept() {
         let hashed = table.prepare(&flow);
         let transport = segment(TcpFlags::SYN, 100, 0, 0);
         table
-            .insert(&NewConn {
+            .insert(&NewConnection {
                 hashed: &hashed,
                 transport: &transport,
                 owner: OwnerId(1),

@@ -2,26 +2,26 @@
 
 use std::path::Path;
 
-use crate::conntrack::entry::Entry;
+use crate::conntrack::entry::TableEntry;
 use crate::conntrack::hash::Seed;
-use crate::conntrack::opened::{OpenError, Opened};
+use crate::conntrack::origin::{OpenError, TableOrigin};
 use crate::conntrack::tags::{LANES, Tags};
 
 pub(in crate::conntrack) struct Storage {
-    entries: Box<[Entry]>,
+    entries: Box<[TableEntry]>,
     tags: Box<[Tags]>,
 }
 
 impl Storage {
-    pub(in crate::conntrack) fn open(groups: u32, _: Option<&Path>) -> Result<(Self, Seed, Opened), OpenError> {
-        let entries = (0..groups * LANES).map(|_| Entry::new()).collect();
+    pub(in crate::conntrack) fn open(groups: u32, _: Option<&Path>) -> Result<(Self, Seed, TableOrigin), OpenError> {
+        let entries = (0..groups * LANES).map(|_| TableEntry::new()).collect();
         let tags = (0..groups).map(|_| Tags::new()).collect();
         // Every run must be identical.
         let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
-        Ok((Self { entries, tags }, seed, Opened::New))
+        Ok((Self { entries, tags }, seed, TableOrigin::New))
     }
 
-    pub(in crate::conntrack) fn entries(&self) -> &[Entry] {
+    pub(in crate::conntrack) fn entries(&self) -> &[TableEntry] {
         &self.entries
     }
 

@@ -3,7 +3,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::conntrack::entry::{Contents, Control, EpochTag};
+use crate::conntrack::entry::{ControlWord, EntryContents, EpochTag};
 use crate::conntrack::tests::{NOW, POD, flow, insert, syn, tcp};
 use crate::conntrack::{Config, ConnTable, Insertion, OwnerId, State, TcpState, Update};
 use crate::packet::{TcpFlags, TcpSegment, Transport};
@@ -15,8 +15,8 @@ fn open(path: &Path) -> Result<ConnTable, OpenError> {
     ConnTable::new(&Config { entries: ENTRIES, mapping: Some(path.to_owned()), ..Config::default() })
 }
 
-fn contents() -> Contents {
-    Contents { owner: POD, tracking: [0; 2] }
+fn contents() -> EntryContents {
+    EntryContents { owner: POD, tracking: [0; 2] }
 }
 
 fn directory() -> (tempfile::TempDir, PathBuf) {
@@ -26,21 +26,21 @@ fn directory() -> (tempfile::TempDir, PathBuf) {
 }
 
 #[test]
-fn connections_outlast_the_table_that_made_them() {
+fn connections_outlast_the_table_that_created_them() {
     let (_directory, path) = directory();
     {
         let table = open(&path).unwrap();
-        assert_eq!(table.opened(), &Opened::New);
+        assert_eq!(table.origin(), &TableOrigin::New);
         for n in 0..200 {
             insert(&table, &flow(n), &Transport::Udp, NOW).unwrap();
         }
     }
     let table = open(&path).unwrap();
-    assert_eq!((table.opened(), table.len()), (&Opened::Found, 200));
+    assert_eq!((table.origin(), table.len()), (&TableOrigin::Found, 200));
     for n in 0..200 {
         let conn = table.find(&table.prepare(&flow(n).reversed()), NOW).unwrap();
         assert_eq!((conn.original_flow(), conn.owner(), conn.state()), (flow(n), POD, State::Unreplied));
-        assert!(!conn.is_of_epoch(Epoch(1)), "judged by another process");
+        assert!(!conn.is_evaluated_under(Epoch(1)), "judged by another process");
     }
     // Even ports belong to a pod that still exists, with another number.
     let removed = table.assign_owners(|flow| (flow.src_port % 2 == 0).then_some(OwnerId(3)));
@@ -50,7 +50,7 @@ fn connections_outlast_the_table_that_made_them() {
 
 /// The connection id in the log stays the same across restarts.
 #[test]
-fn the_numbers_of_connections_in_logs_are_those_of_the_file() {
+fn connection_ids_persist_with_the_file() {
     let (_directory, path) = directory();
     let numbers = |table: &ConnTable| -> Vec<u64> { (0..50).map(|n| table.connection_id(&flow(n))).collect() };
     let before = numbers(&open(&path).unwrap());
@@ -62,7 +62,7 @@ fn the_numbers_of_connections_in_logs_are_those_of_the_file() {
 }
 
 #[test]
-fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
+fn a_tcp_connection_continues_after_missed_segments() {
     let segment =
         |flags, seq, ack| Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, ..TcpSegment::default() });
     let (_directory, path) = directory();
@@ -87,7 +87,7 @@ fn a_tcp_connection_goes_on_although_segments_passed_it_by() {
 /// While no worker ran, data arrived whose acknowledgements were lost: the sender retransmits from the first byte, and
 /// the reply acknowledges all of it.
 #[test]
-fn a_tcp_connection_goes_on_that_begins_again_with_a_segment_sent_before() {
+fn a_tcp_connection_continues_with_a_retransmission() {
     let data = |seq, ack, payload_len| {
         let flags = TcpFlags::ACK;
         Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len, ..TcpSegment::default() })
@@ -120,14 +120,14 @@ fn a_tcp_connection_goes_on_that_begins_again_with_a_segment_sent_before() {
 }
 
 #[test]
-fn a_file_that_is_no_use_is_made_anew_and_says_why() {
-    type Damage = (&'static str, fn(&Path), fn(&Unusable) -> bool);
+fn an_unusable_file_is_replaced_with_a_reason() {
+    type Damage = (&'static str, fn(&Path), fn(&UnusableFile) -> bool);
     let damages: [Damage; 6] = [
-        ("foreign", |path| std::fs::write(path, vec![b'x'; 10_000]).unwrap(), |why| *why == Unusable::Foreign),
-        ("empty", |path| std::fs::write(path, b"").unwrap(), |why| *why == Unusable::Torn),
-        ("cut", |path| cut(path, 50_000), |why| *why == Unusable::Torn),
-        ("another version", |path| patch(path, 1, 77), |why| matches!(why, Unusable::Version { found: 77, .. })),
-        ("damaged header", |path| patch(path, 7, 1), |why| *why == Unusable::Torn),
+        ("foreign", |path| std::fs::write(path, vec![b'x'; 10_000]).unwrap(), |why| *why == UnusableFile::Foreign),
+        ("empty", |path| std::fs::write(path, b"").unwrap(), |why| *why == UnusableFile::Torn),
+        ("cut", |path| revoked(path, 50_000), |why| *why == UnusableFile::Torn),
+        ("another version", |path| patch(path, 1, 77), |why| matches!(why, UnusableFile::Version { found: 77, .. })),
+        ("damaged header", |path| patch(path, 7, 1), |why| *why == UnusableFile::Torn),
         (
             "another size",
             |path| {
@@ -135,7 +135,7 @@ fn a_file_that_is_no_use_is_made_anew_and_says_why() {
                 let config = Config { entries: 2 * ENTRIES, mapping: Some(path.to_owned()), ..Config::default() };
                 drop(ConnTable::new(&config).unwrap());
             },
-            |why| *why == Unusable::Size,
+            |why| *why == UnusableFile::Size,
         ),
     ];
     for (what, damage, is_expected) in damages {
@@ -143,7 +143,7 @@ fn a_file_that_is_no_use_is_made_anew_and_says_why() {
         insert(&open(&path).unwrap(), &flow(1), &Transport::Udp, NOW).unwrap();
         damage(&path);
         let table = open(&path).unwrap();
-        let Opened::Remade(why) = table.opened() else { panic!("{what}: {:?}", table.opened()) };
+        let TableOrigin::Remade(why) = table.origin() else { panic!("{what}: {:?}", table.origin()) };
         assert!(is_expected(why), "{what}: {why}");
         assert!(table.is_empty(), "{what}");
         insert(&table, &flow(2), &Transport::Udp, NOW).unwrap();
@@ -152,7 +152,7 @@ fn a_file_that_is_no_use_is_made_anew_and_says_why() {
     }
 }
 
-fn cut(path: &Path, len: u64) {
+fn revoked(path: &Path, len: u64) {
     OpenOptions::new().write(true).open(path).unwrap().set_len(len).unwrap();
 }
 
@@ -169,13 +169,13 @@ fn a_file_belongs_to_one_process_at_a_time() {
     let table = open(&path).unwrap();
     assert!(matches!(open(&path), Err(OpenError::InUse { .. })));
     drop(table);
-    assert_eq!(open(&path).unwrap().opened(), &Opened::Found);
+    assert_eq!(open(&path).unwrap().origin(), &TableOrigin::Found);
     let missing = path.join("nowhere");
     assert!(open(&missing).unwrap_err().to_string().contains("nowhere"));
 }
 
 #[test]
-fn what_was_under_way_or_is_damaged_is_cleared() {
+fn unfinished_and_damaged_entries_are_cleared() {
     let (_directory, path) = directory();
     let capacity = {
         let table = open(&path).unwrap();
@@ -187,10 +187,10 @@ fn what_was_under_way_or_is_damaged_is_cleared() {
         table.entry(free[0]).claim().unwrap();
         let words = |n| table.prepare(&flow(n)).words;
         let claimed = table.entry(free[1]).claim().unwrap();
-        let tentative = Control::tentative(claimed, 2, flow(3).key().1, EpochTag::NONE, NOW.tick());
+        let tentative = ControlWord::tentative(claimed, 2, flow(3).key().1, EpochTag::NONE, NOW.tick());
         table.entry(free[1]).publish(tentative, &words(3), contents());
         let claimed = table.entry(free[2]).claim().unwrap();
-        let stray = Control::tentative(claimed, 14, flow(4).key().1, EpochTag::NONE, NOW.tick()).confirmed();
+        let stray = ControlWord::tentative(claimed, 14, flow(4).key().1, EpochTag::NONE, NOW.tick()).confirmed();
         table.entry(free[2]).publish(stray, &words(4), contents());
         let (slot, control) = table.lookup(&table.prepare(&flow(2))).unwrap();
         let wrong = (0..u32::MAX)
@@ -233,7 +233,7 @@ fn works_until_killed() {
 }
 
 #[test]
-fn a_killed_process_leaves_a_sound_table() {
+fn a_killed_process_leaves_a_consistent_table() {
     let (_directory, path) = directory();
     for round in 0..3 {
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -251,7 +251,7 @@ fn a_killed_process_leaves_a_sound_table() {
         child.kill().unwrap();
         child.wait().unwrap();
         let table = open(&path).unwrap();
-        assert_eq!(table.opened(), &Opened::Found, "round {round}");
+        assert_eq!(table.origin(), &TableOrigin::Found, "round {round}");
         let listed: Vec<_> = table.iter(NOW).map(|connection| connection.original.key().0).collect();
         assert!(!listed.is_empty() && listed.len() == table.len(), "round {round}: {} listed", listed.len());
         let distinct: std::collections::HashSet<_> = listed.iter().collect();

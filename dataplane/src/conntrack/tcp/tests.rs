@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::super::state::{State, TcpState};
 use super::super::tests::{NOW, POD};
-use super::super::{Config, ConnTable, Insertion, NewConn, PickUp, Refused, Update};
+use super::super::{Config, ConnTable, InsertError, Insertion, MidStreamPickup, NewConnection, Update};
 use super::*;
 use crate::packet::parse;
 use crate::snapshot::Epoch;
@@ -13,7 +13,7 @@ use TcpState::*;
 
 /// Result of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Outcome {
+enum SegmentOutcome {
     /// It opened a connection.
     Opened,
     /// It passed.
@@ -38,12 +38,12 @@ struct Row {
     len: usize,
     window: u16,
     scale: Option<u8>,
-    outcome: Outcome,
+    outcome: SegmentOutcome,
     state: Option<TcpState>,
 }
 
 fn row(from_client: bool, flags: &'static str, seq: u32, ack: u32, len: usize) -> Row {
-    Row { from_client, flags, seq, ack, len, window: 1000, scale: None, outcome: Outcome::Refused, state: None }
+    Row { from_client, flags, seq, ack, len, window: 1000, scale: None, outcome: SegmentOutcome::Refused, state: None }
 }
 
 /// From the client: flags (S, A, F, R, P, U, E, C), sequence number, acknowledgement, payload bytes.
@@ -60,24 +60,24 @@ impl Row {
     fn win(self, window: u16) -> Self {
         Self { window, ..self }
     }
-    fn expect(self, outcome: Outcome, state: TcpState) -> Self {
+    fn expect(self, outcome: SegmentOutcome, state: TcpState) -> Self {
         Self { outcome, state: Some(state), ..self }
     }
     fn opens(self, state: TcpState) -> Self {
-        self.expect(Outcome::Opened, state)
+        self.expect(SegmentOutcome::Opened, state)
     }
     fn ok(self, state: TcpState) -> Self {
-        self.expect(Outcome::Passed, state)
+        self.expect(SegmentOutcome::Passed, state)
     }
     fn bad(self, state: TcpState) -> Self {
-        self.expect(Outcome::Invalid, state)
+        self.expect(SegmentOutcome::Invalid, state)
     }
     fn reopens(self, state: TcpState) -> Self {
-        self.expect(Outcome::Reopened, state)
+        self.expect(SegmentOutcome::Reopened, state)
     }
 
     fn restarts(self, state: TcpState) -> Self {
-        self.expect(Outcome::Restarted, state)
+        self.expect(SegmentOutcome::Restarted, state)
     }
 
     fn frame(&self, v6: bool) -> Vec<u8> {
@@ -116,11 +116,11 @@ impl Row {
 }
 
 /// Passes a frame to the table like the pipeline.
-fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
+fn pass(table: &ConnTable, frame: &[u8]) -> (SegmentOutcome, Option<State>) {
     let packet = parse(frame).unwrap();
     let hashed = table.prepare(&packet.flow);
     let enter = |opened| {
-        let new = NewConn {
+        let new = NewConnection {
             hashed: &hashed,
             transport: &packet.transport,
             owner: POD,
@@ -135,47 +135,47 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (Outcome, Option<State>) {
             }
             Ok(Insertion::Found(_)) => unreachable!("one thread races with nobody"),
             Err(refused) => {
-                assert_eq!(refused, Refused::CannotOpen);
-                Outcome::Refused
+                assert_eq!(refused, InsertError::CannotOpen);
+                SegmentOutcome::Refused
             }
         }
     };
     let outcome = match table.find(&hashed, NOW) {
-        None => enter(Outcome::Opened),
+        None => enter(SegmentOutcome::Opened),
         Some(mut conn) => match conn.update(hashed.orientation(), &packet.transport, NOW) {
             Update::Accepted(state) => {
                 assert_eq!(state, conn.state());
-                Outcome::Passed
+                SegmentOutcome::Passed
             }
-            Update::Invalid => Outcome::Invalid,
-            Update::Cut | Update::Ended => unreachable!("nobody cuts or removes it"),
+            Update::Invalid => SegmentOutcome::Invalid,
+            Update::Revoked | Update::Removed => unreachable!("nobody cuts or removes it"),
             // Policy allows everything.
             Update::Opens => {
                 assert!(conn.replace(hashed.orientation(), &packet.transport, NOW));
-                enter(Outcome::Reopened)
+                enter(SegmentOutcome::Reopened)
             }
-            Update::AsksInReverse => {
+            Update::ReverseSyn => {
                 assert!(conn.is_reply(hashed.orientation()));
                 let held = conn.hold_syn(hashed.orientation(), &packet.transport, NOW);
                 assert_eq!(held, Update::Accepted(conn.state()));
-                Outcome::Passed
+                SegmentOutcome::Passed
             }
             Update::Restarts => {
                 assert!(conn.restart(Epoch(1), hashed.orientation(), &packet.transport, NOW));
                 let conn = table.find(&hashed, NOW).unwrap();
                 assert_eq!(conn.original_flow(), packet.flow.reversed(), "opened by whose SYN it is");
-                Outcome::Restarted
+                SegmentOutcome::Restarted
             }
         },
     };
     (outcome, table.find(&hashed, NOW).map(|conn| conn.state()))
 }
 
-fn run(pick_up: bool, description: &str, rows: &[Row]) {
+fn run(midstream_pickup: bool, description: &str, rows: &[Row]) {
     for v6 in [false, true] {
         let table = ConnTable::new(&Config {
             entries: 64,
-            pick_up: if pick_up { PickUp::Always } else { PickUp::Never },
+            midstream_pickup: if midstream_pickup { MidStreamPickup::Always } else { MidStreamPickup::Never },
             ..Config::default()
         })
         .unwrap();
@@ -308,7 +308,7 @@ fn windows() {
         ("acknowledgement of long ago", long(&[s("A", 501, 101, 0).win(65_535).bad(Established)])),
         ("acknowledgement of a window ago", long(&[s("A", 501, 30_101, 0).win(65_535).ok(Established)])),
         ("keep-alive", established(&[c("A", 100, 501, 0).ok(Established), s("A", 501, 101, 0).ok(Established)])),
-        ("keep-alive with an octet", established(&[c("A", 100, 501, 1).ok(Established)])),
+        ("keep-alive with an byte", established(&[c("A", 100, 501, 1).ok(Established)])),
         (
             "zero window and probe",
             established(&[
@@ -629,7 +629,7 @@ fn resets_and_syns_that_do_not_belong() {
 }
 
 #[test]
-fn picking_up_in_the_middle() {
+fn mid_stream_pickup() {
     let first = c("PA", 5000, 9000, 10).opens(PickedUp);
     let answer = s("A", 9000, 5010, 100).ok(Established);
     run(false, "not set", &[c("A", 5000, 9000, 10), c("A", 5000, 9000, 0), c("S", 100, 0, 0).opens(SynSent)]);
@@ -706,7 +706,7 @@ prop_compose! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_000))]
     #[test]
-    fn going_on_is_what_a_step_does(
+    fn the_fast_path_agrees_with_step(
         sender in any_window(), receiver in any_window(), seq in 0u32..60_000, ack in 0u32..60_000, window: u16,
         flags in prop_oneof![4 => Just(TcpFlags::ACK), 1 => any::<u8>().prop_map(TcpFlags)],
         payload_len in prop_oneof![Just(0u16), 0u16..3000], from_opener: bool,
@@ -715,14 +715,14 @@ proptest! {
         let segment = TcpSegment { seq, ack, window, flags, payload_len, window_scale: None };
         let (sender, receiver) = (sender.pack(), receiver.pack());
         let whole = step(Established, sender, receiver, from_opener, &segment, HeldSyn::default());
-        match go_on(sender, receiver, &segment) {
-            Some((sender, receiver)) => prop_assert_eq!(whole, Step::Accept(Established, sender, receiver)),
+        match fast_step(sender, receiver, &segment) {
+            Some((sender, receiver)) => prop_assert_eq!(whole, TcpStep::Accept(Established, sender, receiver)),
             None => {
                 let from = Window::unpack(sender);
                 let wider = from.offer(&segment) > from.offered();
                 let both = from.marks == SEEN && Window::unpack(receiver).marks == SEEN;
-                let plain = kind(flags) == Some(Kind::Plain) && flags.0 & TcpFlags::FIN.0 == 0;
-                prop_assert!(whole == Step::Invalid || wider || !both || !plain, "left to step, which says {whole:?}");
+                let plain = kind(flags) == Some(SegmentKind::Plain) && flags.0 & TcpFlags::FIN.0 == 0;
+                prop_assert!(whole == TcpStep::Invalid || wider || !both || !plain, "left to step, which says {whole:?}");
             }
         }
     }

@@ -11,7 +11,7 @@ fn snapshot(epoch: u32) -> Snapshot {
 }
 
 #[test]
-fn what_is_published_is_in_force_at_once_on_workers_that_sleep() {
+fn a_published_snapshot_is_immediately_in_force_on_sleeping_workers() {
     in_namespace(|| {
         let bench = Bench::start(config(&[0, 1]));
         wait_until("both sleep", || bench.dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
@@ -24,7 +24,7 @@ fn what_is_published_is_in_force_at_once_on_workers_that_sleep() {
 }
 
 #[test]
-fn a_worker_that_never_sleeps_says_so_every_turn() {
+fn a_worker_that_never_sleeps_reports_its_epoch_every_iteration() {
     in_namespace(|| {
         let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
         for epoch in 1..50 {
@@ -55,7 +55,7 @@ impl Processor for Held {
         while self.holds.load(Ordering::SeqCst) {
             std::hint::spin_loop();
         }
-        verdicts[..frames.len()].fill(Verdict::Drop(Cause::NoPort));
+        verdicts[..frames.len()].fill(Verdict::Drop(DropReason::NoPort));
         self.judged_under.store(snapshot.epoch.0, Ordering::SeqCst);
         self.inside.store(false, Ordering::SeqCst);
     }
@@ -64,7 +64,7 @@ impl Processor for Held {
 }
 
 #[test]
-fn a_snapshot_is_not_in_force_while_a_batch_is_judged_under_the_one_before() {
+fn a_snapshot_is_not_in_force_while_a_batch_is_evaluated_under_the_previous_one() {
     in_namespace(|| {
         veth("a");
         let held = Held::default();
@@ -88,6 +88,6 @@ fn a_snapshot_is_not_in_force_while_a_batch_is_judged_under_the_one_before() {
         wait_until("the next one under the new snapshot", || held.judged_under.load(Ordering::SeqCst) == 2);
         let worker = &bench.dataplane.statistics().workers[0];
         assert_eq!(worker.batch_sizes[0], worker.batches, "each batch had one packet");
-        assert!(worker.busy_turns.sum() >= Duration::from_millis(10), "{:?}", worker.busy_turns.sum());
+        assert!(worker.busy_iterations.sum() >= Duration::from_millis(10), "{:?}", worker.busy_iterations.sum());
     });
 }

@@ -25,7 +25,7 @@ fn two_ports(config: Config, test: impl FnOnce(&Bench, [PortId; 2], [Raw; 2]) + 
 }
 
 #[test]
-fn packets_go_both_ways_across_two_workers_and_keep_their_octets() {
+fn packets_pass_unchanged_in_both_directions_across_two_workers() {
     two_ports(config(&[0, 1]), |bench, [a, b], [at_a, at_b]| {
         for (sender, receiver) in [(&at_a, &at_b), (&at_b, &at_a)] {
             let frames: Vec<_> = (0..300).map(|index| frame(index, 60 + index as usize * 4)).collect();
@@ -85,7 +85,7 @@ fn a_packet_wakes_a_worker_that_went_to_sleep_after_a_burst() {
 }
 
 #[test]
-fn a_million_packets_leave_no_frame_behind() {
+fn a_million_packets_leak_no_frame() {
     const PACKETS: u64 = 1_000_000;
     two_ports(config(&[0, 1]), |bench, [a, b], [at_a, at_b]| {
         let frames: Vec<_> = (0..128).map(|index| frame(index, 60)).collect();
@@ -125,7 +125,7 @@ fn a_million_packets_leave_no_frame_behind() {
 }
 
 #[test]
-fn the_longest_packet_that_a_frame_holds_passes_and_an_mtu_beyond_is_refused() {
+fn the_longest_packet_of_a_frame_passes_and_a_larger_mtu_is_rejected() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -152,7 +152,7 @@ fn the_longest_packet_that_a_frame_holds_passes_and_an_mtu_beyond_is_refused() {
 }
 
 #[test]
-fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
+fn drops_are_counted_by_reason_on_the_ingress_port() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -161,17 +161,17 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         let (b, attached) = bench.open("b");
         let at_a = Raw::open("ap");
         let frames: Vec<_> = (0..100).map(|index| frame(index, 60)).collect();
-        let dropped = |cause, wanted| {
+        let dropped = |reason, wanted| {
             bench.feed(a, &at_a, &frames);
             bench.account();
-            assert_eq!(bench.dataplane.statistics().port(a).unwrap().traffic.dropped(cause), wanted, "{cause}");
+            assert_eq!(bench.dataplane.statistics().port(a).unwrap().traffic.dropped(reason), wanted, "{reason}");
         };
-        dropped(Cause::NoPort, 100);
+        dropped(DropReason::NoPort, 100);
         // A port is closed while packets are forwarded to it.
         bench.wires.connect(a, b);
         drop(attached);
         bench.dataplane.close_port(b).unwrap();
-        dropped(Cause::PortGone, 100);
+        dropped(DropReason::PortGone, 100);
         // A port whose interface accepts nothing: its ring fills up, and then packets are dropped.
         let (b, _attached) = bench.open("b");
         bench.wires.connect(a, b);
@@ -181,7 +181,7 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
         assert_eq!(account.in_flight, 512);
         let statistics = bench.dataplane.statistics();
         let traffic = statistics.port(a).unwrap().traffic;
-        assert_eq!(traffic.dropped(Cause::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
+        assert_eq!(traffic.dropped(DropReason::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
         // What was left in the ring is sent when the interface accepts packets again.
         let at_b = Raw::open("bp");
         ip("link set dev b up");
@@ -191,7 +191,7 @@ fn drops_are_counted_by_cause_for_the_port_they_came_in_by() {
 }
 
 #[test]
-fn what_a_worker_does_not_take_is_dropped_by_who_hands_it_over() {
+fn packets_beyond_a_full_hand_off_queue_are_dropped() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -212,12 +212,12 @@ fn what_a_worker_does_not_take_is_dropped_by_who_hands_it_over() {
         bench.feed(a, &at_a, &(0..5000).map(|index| frame(index, 60)).collect::<Vec<_>>());
         thread::sleep(Duration::from_millis(20));
         let traffic = bench.dataplane.statistics().port(a).unwrap().traffic;
-        assert_eq!(traffic.dropped(Cause::HandOffFull), 5000 - 4096, "{:?}", traffic.drops().collect::<Vec<_>>());
+        assert_eq!(traffic.dropped(DropReason::HandOffFull), 5000 - 4096, "{:?}", traffic.drops().collect::<Vec<_>>());
     });
 }
 
 #[test]
-fn the_queues_of_a_port_are_shared_out_among_the_workers() {
+fn a_ports_queues_are_distributed_over_the_workers() {
     in_namespace(|| {
         ip("link add name a numtxqueues 2 numrxqueues 2 type veth peer name ap numtxqueues 2 numrxqueues 2");
         ip("link set dev a up");

@@ -10,7 +10,7 @@ use crate::Epoch;
 use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, Mac, Port, PortKind};
 use crate::packet::Address;
-use crate::policy::{Endpoint, EndpointId, Identity, Isolation, Owner, PolicySet};
+use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, PolicySet};
 
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -35,14 +35,14 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
         forwarding.insert(port, entry).unwrap();
         let id = EndpointId(index as u32);
         let identity = Identity(NonZeroU32::new(index as u32 + 1).unwrap());
-        update.set_address(address, Some(Owner::Pod { identity, endpoint: Some(id), node: None }));
-        update.set_endpoint(id, Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }));
+        update.set_address(address, Some(AddressOwner::Pod { identity, endpoint: Some(id), node: None }));
+        update.set_endpoint(id, Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }));
     }
     Snapshot { epoch: Epoch(epoch), policy: update.finish(), forwarding }
 }
 
 #[test]
-fn what_a_snapshot_allows_passes_rewritten_and_is_tracked() {
+fn allowed_packets_pass_rewritten_and_are_tracked() {
     in_namespace(|| {
         veth("a");
         veth("b");

@@ -8,7 +8,7 @@ use super::*;
 use crate::io::PortError;
 
 #[test]
-fn a_hundred_ports_come_and_go_under_traffic_and_leave_no_frame_behind() {
+fn a_hundred_ports_opened_and_closed_under_traffic_leak_no_frame() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -42,7 +42,7 @@ fn a_hundred_ports_come_and_go_under_traffic_and_leave_no_frame_behind() {
 }
 
 #[test]
-fn an_interface_that_vanishes_gives_its_frames_back_and_others_live_on() {
+fn a_removed_interface_frees_its_frames_and_others_continue() {
     in_namespace(|| {
         for name in ["a", "b", "c"] {
             veth(name);
@@ -125,7 +125,7 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
 }
 
 #[test]
-fn a_worker_that_dies_is_told_of() {
+fn a_dead_worker_is_reported() {
     in_namespace(|| {
         veth("a");
         let bench = Bench::start(config(&[0]));
@@ -150,7 +150,7 @@ fn a_worker_that_dies_is_told_of() {
 }
 
 #[test]
-fn a_port_of_a_worker_that_died_is_closed_when_closing_returns_and_its_frames_are_free() {
+fn closing_a_dead_workers_port_closes_it_and_frees_its_frames() {
     in_namespace(|| {
         ip("link add name a numtxqueues 2 numrxqueues 2 type veth peer name ap numtxqueues 2 numrxqueues 2");
         ip("link set dev a up");
@@ -178,7 +178,7 @@ fn a_port_of_a_worker_that_died_is_closed_when_closing_returns_and_its_frames_ar
 }
 
 #[test]
-fn a_queue_that_another_socket_has_is_waited_for_as_long_as_was_asked_for_and_no_longer() {
+fn a_busy_queue_is_waited_for_until_the_timeout() {
     in_namespace(|| {
         veth("a");
         let (bench, other) = (Bench::start(config(&[0])), Bench::start(config(&[1])));
@@ -195,33 +195,33 @@ fn a_queue_that_another_socket_has_is_waited_for_as_long_as_was_asked_for_and_no
 }
 
 #[test]
-fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
+fn invalid_requests_are_rejected_in_one_line_with_the_remedy() {
     in_namespace(|| {
-        let refused = |config: Config, parts: &[&str]| {
+        let rejected = |config: Config, parts: &[&str]| {
             let error = Dataplane::start(config).map(|_| ()).unwrap_err().to_string();
             assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
         };
-        refused(config(&[]), &["no core"]);
-        refused(config(&[4711]), &["core 4711", "choose from 0"]);
-        refused(config(&[0, 0]), &["core 0", "twice"]);
-        refused(Config { frame_size: 1000, ..config(&[0]) }, &["frame_size = 1000", "2048 or 4096"]);
-        refused(Config { ring_size: 1000, ..config(&[0]) }, &["ring_size = 1000", "power of two"]);
-        refused(Config { frames: 100, ..config(&[0]) }, &["frames = 100", "1024"]);
+        rejected(config(&[]), &["no core"]);
+        rejected(config(&[4711]), &["core 4711", "choose from 0"]);
+        rejected(config(&[0, 0]), &["core 0", "twice"]);
+        rejected(Config { frame_size: 1000, ..config(&[0]) }, &["frame_size = 1000", "2048 or 4096"]);
+        rejected(Config { ring_size: 1000, ..config(&[0]) }, &["ring_size = 1000", "power of two"]);
+        rejected(Config { frames: 100, ..config(&[0]) }, &["frames = 100", "1024"]);
 
         let bench = Bench::start(Config { frames: 128, ring_size: 64, ..config(&[0]) });
-        let refused = |interface: &str, parts: &[&str]| {
+        let rejected = |interface: &str, parts: &[&str]| {
             let error = bench.dataplane.open_port(&PortRequest::new(interface)).unwrap_err().to_string();
             assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
             assert_eq!(bench.account().free, 128, "nothing is held after {error}");
         };
-        refused("none", &["interface none", "does not exist"]);
-        refused("a-name-that-is-too-long", &["does not exist"]);
+        rejected("none", &["interface none", "does not exist"]);
+        rejected("a-name-that-is-too-long", &["does not exist"]);
         ip("link add name a type veth peer name ap");
-        refused("a", &["interface a is down", "ip link set dev a up"]);
+        rejected("a", &["interface a is down", "ip link set dev a up"]);
         ip("link set dev a up");
         let other = Bench::start(config(&[1]));
         let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
-        refused("a", &["queue 0 of interface a", "another AF_XDP socket"]);
+        rejected("a", &["queue 0 of interface a", "another AF_XDP socket"]);
         other.dataplane.close_port(held).unwrap();
         for name in ["b", "c"] {
             veth(name);
@@ -234,7 +234,7 @@ fn what_cannot_be_is_refused_in_one_line_with_the_remedy() {
 }
 
 #[test]
-fn a_hundred_and_ten_pods_fit_into_the_default_memory_and_still_sleep() {
+fn the_default_memory_suffices_for_110_pods_and_workers_still_sleep() {
     const PODS: usize = 110;
     in_namespace(|| {
         let name = |pod: usize| format!("pod{pod}");

@@ -17,7 +17,7 @@ use super::processor::Processor;
 use super::*;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, RxBatch};
-use crate::pipeline::{BATCH, Cause, Frames, Verdict};
+use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
 use crate::{Epoch, Snapshot};
 
 /// Forwards all packets of a port to the port it is wired to, and marks their first byte.
@@ -53,7 +53,7 @@ impl Processor for Wires {
         for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
             assert_ne!(frames.bytes(index)[0], 0xde, "a deadly packet");
             frames.bytes(index)[0] = 0x42;
-            *verdict = if to == NOWHERE { Verdict::Drop(Cause::NoPort) } else { Verdict::Forward(PortId(to)) };
+            *verdict = if to == NOWHERE { Verdict::Drop(DropReason::NoPort) } else { Verdict::Forward(PortId(to)) };
         }
     }
 

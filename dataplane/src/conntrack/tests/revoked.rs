@@ -97,24 +97,24 @@ impl Case {
 }
 
 #[test]
-fn nothing_of_a_cut_connection_passes_from_either_side_until_it_is_restored() {
+fn a_revoked_connection_passes_nothing_until_restored() {
     for case in cases() {
         let table = table(64);
         case.open(&table);
         let mut conn = find(&table, &case.flow, NOW).unwrap();
-        assert_eq!(conn.set_judged(Epoch(2), true), Judged::Kept);
-        assert_eq!(conn.set_judged(Epoch(3), false), Judged::Cut);
-        assert_eq!(conn.set_judged(Epoch(4), false), Judged::Kept, "cut once");
-        assert!(conn.is_cut() && conn.is_of_epoch(Epoch(4)));
+        assert_eq!(conn.set_verdict(Epoch(2), true), Reevaluation::Unchanged);
+        assert_eq!(conn.set_verdict(Epoch(3), false), Reevaluation::Revoked);
+        assert_eq!(conn.set_verdict(Epoch(4), false), Reevaluation::Unchanged, "cut once");
+        assert!(conn.is_revoked() && conn.is_evaluated_under(Epoch(4)));
         for (way, later) in case.ways().into_iter().zip(&case.later) {
             for asked in [case.flow, case.flow.reversed()] {
                 let mut found = find(&table, &asked, NOW).unwrap();
-                assert_eq!((found.state(), found.original_flow()), (State::Cut, case.flow));
-                assert_eq!(found.update(way, later, NOW), Update::Cut, "{:?} {later:?}", case.flow);
+                assert_eq!((found.state(), found.original_flow()), (State::Revoked, case.flow));
+                assert_eq!(found.update(way, later, NOW), Update::Revoked, "{:?} {later:?}", case.flow);
             }
         }
         let mut conn = find(&table, &case.flow, NOW).unwrap();
-        assert_eq!(conn.set_judged(Epoch(5), true), Judged::Restored);
+        assert_eq!(conn.set_verdict(Epoch(5), true), Reevaluation::Restored);
         for (way, later) in case.ways().into_iter().zip(&case.later) {
             let updated = find(&table, &case.flow, NOW).unwrap().update(way, later, NOW);
             assert_eq!(updated, Update::Accepted(case.restored), "{:?}", case.flow);
@@ -124,17 +124,22 @@ fn nothing_of_a_cut_connection_passes_from_either_side_until_it_is_restored() {
 }
 
 #[test]
-fn what_opens_another_connection_ends_one_that_is_cut_only_once_policy_allows_it() {
+fn a_new_connection_replaces_a_revoked_one_only_if_allowed() {
     for case in cases() {
         let table = table(64);
         case.open(&table);
-        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+        find(&table, &case.flow, NOW).unwrap().set_verdict(Epoch(2), false);
         let Some(anew) = case.anew else { continue };
         // From the answering side too: policy is then evaluated for its own direction.
         for way in case.ways() {
             assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, &anew, NOW), Update::Opens);
             let later = &case.later[usize::from(way == case.ways()[1])];
-            assert_eq!(find(&table, &case.flow, NOW).unwrap().update(way, later, NOW), Update::Cut, "{:?}", case.flow);
+            assert_eq!(
+                find(&table, &case.flow, NOW).unwrap().update(way, later, NOW),
+                Update::Revoked,
+                "{:?}",
+                case.flow
+            );
         }
         let (way, conn) = (case.ways()[1], find(&table, &case.flow, NOW).unwrap());
         assert!(!conn.replace(way, &case.later[1], NOW), "not for what opens nothing");
@@ -145,16 +150,16 @@ fn what_opens_another_connection_ends_one_that_is_cut_only_once_policy_allows_it
 }
 
 #[test]
-fn a_cut_connection_is_remembered_as_long_as_its_ends_go_on_trying() {
+fn a_revoked_connection_is_kept_while_its_ends_retransmit() {
     for case in cases() {
         let table = table(64);
         case.open(&table);
-        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+        find(&table, &case.flow, NOW).unwrap().set_verdict(Epoch(2), false);
         let mut now = NOW;
         for round in 0..4 {
             now = now.plus(Duration::from_secs(case.remembered - 1));
             let mut conn = find(&table, &case.flow, now).unwrap_or_else(|| panic!("{:?} in {round}", case.flow));
-            assert_eq!(conn.update(case.ways()[round % 2], &case.later[round % 2], now), Update::Cut);
+            assert_eq!(conn.update(case.ways()[round % 2], &case.later[round % 2], now), Update::Revoked);
         }
         let silent = now.plus(Duration::from_secs(case.remembered + 2));
         assert!(find(&table, &case.flow, silent).is_none(), "{:?}", case.flow);
@@ -163,28 +168,28 @@ fn a_cut_connection_is_remembered_as_long_as_its_ends_go_on_trying() {
 }
 
 #[test]
-fn a_cut_connection_that_both_sides_had_agreed_to_makes_no_room() {
+fn a_revoked_confirmed_connection_is_not_evicted() {
     let case = &cases()[0];
     let table = table(64);
     case.open(&table);
-    assert_eq!(find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false), Judged::Cut);
+    assert_eq!(find(&table, &case.flow, NOW).unwrap().set_verdict(Epoch(2), false), Reevaluation::Revoked);
     // A flood of its own pod, and then one that fills the table.
     for n in 100..5000 {
         let _ = insert(&table, &tcp(n), &syn(), NOW);
     }
-    assert!(table.statistics().evicted_quota > 0 && find(&table, &case.flow, NOW).unwrap().is_cut());
+    assert!(table.statistics().evicted_quota > 0 && find(&table, &case.flow, NOW).unwrap().is_revoked());
     for n in 100..5000 {
         insert_alone(&table, &tcp(n), n, &syn(), NOW);
     }
-    assert!(table.statistics().evicted_unanswered > 0 && find(&table, &case.flow, NOW).unwrap().is_cut());
+    assert!(table.statistics().evicted_unanswered > 0 && find(&table, &case.flow, NOW).unwrap().is_revoked());
 }
 
 #[test]
-fn a_cut_connection_that_nobody_had_answered_makes_room_like_any_other() {
+fn a_revoked_unanswered_connection_is_evicted_like_others() {
     let table = table(64);
     let entered: Vec<u32> = (0..64).filter(|n| insert_alone(&table, &flow(*n), *n, &Transport::Udp, NOW)).collect();
     for n in &entered {
-        assert_eq!(find(&table, &flow(*n), NOW).unwrap().set_judged(Epoch(2), false), Judged::Cut);
+        assert_eq!(find(&table, &flow(*n), NOW).unwrap().set_verdict(Epoch(2), false), Reevaluation::Revoked);
     }
     for n in 100..5000 {
         assert!(insert_alone(&table, &flow(n), n, &Transport::Udp, NOW.plus(Duration::from_secs(1))));
@@ -193,7 +198,7 @@ fn a_cut_connection_that_nobody_had_answered_makes_room_like_any_other() {
 }
 
 #[test]
-fn a_connection_that_is_restored_is_what_it_was() {
+fn a_restored_connection_keeps_its_state() {
     let table = table(64);
     let reset = segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 1001, 0);
     for (n, packets, expected) in [(1, vec![], TcpState::SynSent), (2, vec![reset], TcpState::Close)] {
@@ -202,13 +207,13 @@ fn a_connection_that_is_restored_is_what_it_was() {
             find(&table, &tcp(n), NOW).unwrap().update(tcp(n).key().1.opposite(), &packet, NOW);
         }
         let mut conn = find(&table, &tcp(n), NOW).unwrap();
-        assert_eq!((conn.set_judged(Epoch(2), false), conn.state()), (Judged::Cut, State::Cut));
-        assert_eq!((conn.set_judged(Epoch(3), true), conn.state()), (Judged::Restored, State::Tcp(expected)));
+        assert_eq!((conn.set_verdict(Epoch(2), false), conn.state()), (Reevaluation::Revoked, State::Revoked));
+        assert_eq!((conn.set_verdict(Epoch(3), true), conn.state()), (Reevaluation::Restored, State::Tcp(expected)));
     }
 }
 
 #[test]
-fn the_number_that_the_other_end_expects_is_that_behind_what_passed() {
+fn the_expected_sequence_number_follows_what_passed() {
     let table = table(64);
     let case = &cases()[0];
     case.open(&table);
@@ -218,8 +223,8 @@ fn the_number_that_the_other_end_expects_is_that_behind_what_passed() {
     let mut conn = conn;
     conn.update(case.ways()[1], &segment(TcpFlags::ACK.with(TcpFlags::FIN), 5001, 1011, 2), NOW);
     assert_eq!(conn.next_sequence(case.ways()[1]), Some(5004));
-    conn.set_judged(Epoch(2), false);
-    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Cut);
+    conn.set_verdict(Epoch(2), false);
+    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Revoked);
     assert_eq!(conn.next_sequence(case.ways()[0]), Some(1011));
     let udp = &cases()[2];
     udp.open(&table);
@@ -227,19 +232,19 @@ fn the_number_that_the_other_end_expects_is_that_behind_what_passed() {
 }
 
 #[test]
-fn a_cut_connection_stays_cut_across_a_restart() {
+fn a_revoked_connection_stays_revoked_across_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let config = Config { entries: 64, mapping: Some(directory.path().join("conntrack")), ..Config::default() };
     let case = &cases()[0];
     {
         let table = ConnTable::new(&config).unwrap();
         case.open(&table);
-        find(&table, &case.flow, NOW).unwrap().set_judged(Epoch(2), false);
+        find(&table, &case.flow, NOW).unwrap().set_verdict(Epoch(2), false);
     }
     let table = ConnTable::new(&config).unwrap();
     let mut conn = find(&table, &case.flow, NOW).unwrap();
-    assert!(conn.is_cut() && !conn.is_of_epoch(Epoch(2)), "and is judged again");
+    assert!(conn.is_revoked() && !conn.is_evaluated_under(Epoch(2)), "and is judged again");
     assert_eq!(conn.next_sequence(case.ways()[0]), None, "segments may have passed meanwhile");
-    assert_eq!(conn.set_judged(Epoch(1), false), Judged::Kept);
-    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Cut);
+    assert_eq!(conn.set_verdict(Epoch(1), false), Reevaluation::Unchanged);
+    assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Revoked);
 }

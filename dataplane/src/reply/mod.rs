@@ -4,19 +4,19 @@
 //! the pipeline [takes](Replies::take) the replies and sends them in frames of its own, or ignores them (replay). Their
 //! number is limited per batch and per second: RFC 4443 section 2.4(f), RFC 1812 section 4.3.2.8.
 
-mod allowance;
 mod build;
+mod token_bucket;
 
-use allowance::Allowance;
 pub use build::IcmpError;
+use token_bucket::TokenBucket;
 
 use crate::conntrack::Timestamp;
-use crate::forward::{Forwarding, PortId, PortKind, Ways};
+use crate::forward::{Forwarding, PathPorts, PortId, PortKind};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, Transport};
 
 /// What happens when policy revokes a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum OnCut {
+pub enum OnRevoke {
     /// Its packets are dropped without a reply.
     #[default]
     Drop,
@@ -36,46 +36,46 @@ const ERRORS: (u32, u32) = (1_000, 50);
 const RESETS: (u32, u32) = (10_000, 1_000);
 
 /// The replies to one batch, and the limits for more.
-pub struct Answers {
-    on_cut: OnCut,
-    store: Box<[Answer]>,
+pub struct Replies {
+    on_revoke: OnRevoke,
+    store: Box<[Reply]>,
     count: usize,
-    errors: Allowance,
-    resets: Allowance,
-    withheld: u64,
+    errors: TokenBucket,
+    resets: TokenBucket,
+    suppressed: u64,
 }
 
 /// A reply frame and its egress port.
 #[derive(Clone)]
-struct Answer {
-    octets: [u8; LONGEST],
+struct Reply {
+    bytes: [u8; LONGEST],
     length: usize,
     port: PortId,
 }
 
-impl Answers {
+impl Replies {
     /// No replies yet.
-    pub fn new(on_cut: OnCut) -> Self {
-        let none = Answer { octets: [0; LONGEST], length: 0, port: PortId(0) };
+    pub fn new(on_revoke: OnRevoke) -> Self {
+        let none = Reply { bytes: [0; LONGEST], length: 0, port: PortId(0) };
         Self {
-            on_cut,
+            on_revoke,
             store: vec![none; CAPACITY].into(),
             count: 0,
-            errors: Allowance::new(ERRORS.0, ERRORS.1),
-            resets: Allowance::new(RESETS.0, RESETS.1),
-            withheld: 0,
+            errors: TokenBucket::new(ERRORS.0, ERRORS.1),
+            resets: TokenBucket::new(RESETS.0, RESETS.1),
+            suppressed: 0,
         }
     }
 
     /// The replies to the last batch, each with its egress port. They are returned once.
     pub fn take(&mut self) -> impl Iterator<Item = (PortId, &[u8])> {
         let count = std::mem::take(&mut self.count);
-        self.store[..count].iter().map(|answer| (answer.port, &answer.octets[..answer.length]))
+        self.store[..count].iter().map(|reply| (reply.port, &reply.bytes[..reply.length]))
     }
 
     /// Number of replies suppressed by the limits since the last call.
-    pub fn take_withheld(&mut self) -> u64 {
-        std::mem::take(&mut self.withheld)
+    pub fn take_suppressed(&mut self) -> u64 {
+        std::mem::take(&mut self.suppressed)
     }
 
     /// Starts a new batch; replies that were not taken are discarded.
@@ -91,19 +91,19 @@ impl Answers {
     /// `next` is the sequence number that the packet's destination expects from its source. It is given if this packet
     /// caused the revocation, so that the other end is notified too. Later packets notify only their sender.
     #[cold]
-    pub(crate) fn cut(
+    pub(crate) fn revoked(
         &mut self,
         forwarding: &Forwarding,
-        ways: Ways,
+        path_ports: PathPorts,
         frame: &[u8],
         packet: &Packet,
         next: Option<u32>,
     ) {
-        if self.on_cut == OnCut::Drop {
+        if self.on_revoke == OnRevoke::Drop {
             return;
         }
         let Transport::Tcp(segment) = packet.transport else {
-            return self.error(forwarding, ways, frame, packet, IcmpError::Prohibited);
+            return self.error(forwarding, path_ports, frame, packet, IcmpError::Prohibited);
         };
         if segment.flags.contains(TcpFlags::RST) {
             return;
@@ -113,9 +113,9 @@ impl Answers {
         // exactly the next one that the sender expects (RFC 5961 section 3.2); without an acknowledgement it
         // acknowledges.
         let numbers = if acknowledges { (segment.ack, None) } else { (0, Some(segment.end())) };
-        self.reset(forwarding, ways.back, &packet.flow.reversed(), numbers);
+        self.reset(forwarding, path_ports.back, &packet.flow.reversed(), numbers);
         if let Some(next) = next {
-            self.reset(forwarding, ways.ahead, &packet.flow, (next, acknowledges.then_some(segment.ack)));
+            self.reset(forwarding, path_ports.ahead, &packet.flow, (next, acknowledges.then_some(segment.ack)));
         }
     }
 
@@ -126,12 +126,12 @@ impl Answers {
         flow: &Flow,
         (sequence, acknowledged): (u32, Option<u32>),
     ) {
-        let Some(answer) = next(&mut self.store, &mut self.count, &mut self.resets) else {
-            self.withheld += 1;
+        let Some(reply) = next(&mut self.store, &mut self.count, &mut self.resets) else {
+            self.suppressed += 1;
             return;
         };
-        answer.length = ETHERNET_LEN + build::reset(&mut answer.octets[ETHERNET_LEN..], flow, sequence, acknowledged);
-        if answer.address(forwarding, way, flow.dst).is_none() {
+        reply.length = ETHERNET_LEN + build::reset(&mut reply.bytes[ETHERNET_LEN..], flow, sequence, acknowledged);
+        if reply.address(forwarding, way, flow.dst).is_none() {
             self.count -= 1;
         }
     }
@@ -141,51 +141,51 @@ impl Answers {
     pub(crate) fn error(
         &mut self,
         forwarding: &Forwarding,
-        ways: Ways,
+        path_ports: PathPorts,
         frame: &[u8],
         packet: &Packet,
         error: IcmpError,
     ) {
-        if !may_be_answered(packet) {
+        if !may_get_error(packet) {
             return;
         }
-        let Some(source) = source(forwarding, ways, packet) else { return };
-        let Some(answer) = next(&mut self.store, &mut self.count, &mut self.errors) else {
-            self.withheld += 1;
+        let Some(source) = source(forwarding, path_ports, packet) else { return };
+        let Some(reply) = next(&mut self.store, &mut self.count, &mut self.errors) else {
+            self.suppressed += 1;
             return;
         };
         let quoted = &frame[usize::from(packet.layout.network)..usize::from(packet.layout.end)];
-        let out = &mut answer.octets[ETHERNET_LEN..];
-        answer.length = ETHERNET_LEN + build::error(out, error, source, packet.flow.src, quoted);
-        if answer.address(forwarding, ways.back, packet.flow.src).is_none() {
+        let out = &mut reply.bytes[ETHERNET_LEN..];
+        reply.length = ETHERNET_LEN + build::error(out, error, source, packet.flow.src, quoted);
+        if reply.address(forwarding, path_ports.back, packet.flow.src).is_none() {
             self.count -= 1;
         }
     }
 }
 
 /// Storage for one more reply, if the limits allow it.
-fn next<'a>(store: &'a mut [Answer], count: &mut usize, allowance: &mut Allowance) -> Option<&'a mut Answer> {
-    let answer = store.get_mut(*count).filter(|_| allowance.spend())?;
+fn next<'a>(store: &'a mut [Reply], count: &mut usize, token_bucket: &mut TokenBucket) -> Option<&'a mut Reply> {
+    let reply = store.get_mut(*count).filter(|_| token_bucket.spend())?;
     *count += 1;
-    Some(answer)
+    Some(reply)
 }
 
-impl Answer {
+impl Reply {
     /// Writes the Ethernet header for this port and `destination`; `None` if there is no port.
     fn address(&mut self, forwarding: &Forwarding, way: Option<PortId>, destination: Address) -> Option<()> {
         self.port = way?;
         let port = forwarding.port(self.port)?;
-        self.octets[..6].copy_from_slice(&port.peer_mac.0);
-        self.octets[6..12].copy_from_slice(&port.own_mac.0);
+        self.bytes[..6].copy_from_slice(&port.peer_mac.0);
+        self.bytes[6..12].copy_from_slice(&port.own_mac.0);
         let ethertype: u16 = if destination.is_v4() { 0x0800 } else { 0x86dd };
-        self.octets[12..14].copy_from_slice(&ethertype.to_be_bytes());
+        self.bytes[12..14].copy_from_slice(&ethertype.to_be_bytes());
         Some(())
     }
 }
 
 /// Whether an ICMP error may be sent about a packet: not about another error, nor about a fragment other than the first
 /// (RFC 1812 section 4.3.2.7, RFC 4443 section 2.4(e)). About ICMP only if it is known not to be an error.
-fn may_be_answered(packet: &Packet) -> bool {
+fn may_get_error(packet: &Packet) -> bool {
     match packet.transport {
         Transport::Tcp(_) | Transport::Udp | Transport::Sctp { .. } | Transport::EchoRequest => true,
         Transport::Other => !matches!(packet.flow.protocol, Protocol::ICMP | Protocol::ICMPV6),
@@ -195,8 +195,8 @@ fn may_be_answered(packet: &Packet) -> bool {
 
 /// Source address of an ICMP error: the node's, as the router. Errors that leave through the host port have the address
 /// of the packet's destination, since the node's stack drops packets from its own addresses.
-fn source(forwarding: &Forwarding, ways: Ways, packet: &Packet) -> Option<Address> {
-    let egress = forwarding.port(ways.back?)?;
+fn source(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<Address> {
+    let egress = forwarding.port(path_ports.back?)?;
     let node = forwarding.node_address(packet.flow.src.is_v4()).filter(|_| egress.kind != PortKind::Host);
     Some(node.unwrap_or(packet.flow.dst))
 }

@@ -12,9 +12,9 @@ use crate::conntrack::{Config, ConnTable};
 use crate::forward::{Mac, Port};
 use crate::io::MemoryFrames;
 use crate::packet::{Sum, parse};
-use crate::pipeline::{BATCH, Mode, Pipeline, Verdict};
-use crate::policy::{Endpoint, EndpointId, Identity, Isolation, NodeId, Owner, PolicySet, RuleTable};
-use crate::{Cause, Epoch, Snapshot};
+use crate::pipeline::{BATCH, Pipeline, PipelineMode, Verdict};
+use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};
+use crate::{DropReason, Epoch, Snapshot};
 
 const HOST: PortId = PortId(0);
 const WEB: PortId = PortId(1);
@@ -37,7 +37,7 @@ struct Node {
 }
 
 impl Node {
-    fn new(on_cut: OnCut) -> Self {
+    fn new(on_revoke: OnRevoke) -> Self {
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()));
         for (id, kind, mtu, addresses) in [
@@ -49,7 +49,7 @@ impl Node {
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
         }
-        let pipeline = Pipeline::new(connections, Mode::Full).on_cut(on_cut);
+        let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(on_revoke);
         let now = Timestamp::from_millis(1_000_000);
         let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, now };
         node.publish(true);
@@ -57,22 +57,22 @@ impl Node {
     }
 
     fn publish(&mut self, open: bool) {
-        let pod = |number| Owner::Pod {
+        let pod = |number| AddressOwner::Pod {
             identity: Identity(NonZeroU32::new(number).unwrap()),
             endpoint: Some(EndpointId(number)),
             node: Some(NodeId(0)),
         };
         let mut update = PolicySet::default().update();
-        for (addresses, owner) in [(WEB_IPS, pod(1)), (DB_IPS, pod(2)), (NODE_IPS, Owner::Node(NodeId(0)))] {
+        for (addresses, owner) in [(WEB_IPS, pod(1)), (DB_IPS, pod(2)), (NODE_IPS, AddressOwner::Node(NodeId(0)))] {
             for text in addresses {
                 update.set_address(ip(text).into(), Some(owner));
             }
         }
-        let closed = Isolation::Isolated(Arc::new(RuleTable::new(&[], [])));
-        let ingress = if open { Isolation::Open } else { closed };
+        let closed = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])));
+        let ingress = if open { EndpointPolicy::Open } else { closed };
         update
-            .set_endpoint(EndpointId(1), Some(Endpoint { egress: Isolation::Open, ingress: Isolation::Open }))
-            .set_endpoint(EndpointId(2), Some(Endpoint { egress: Isolation::Open, ingress }));
+            .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
+            .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         self.snapshot.policy = update.finish();
         self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
     }
@@ -81,9 +81,9 @@ impl Node {
     fn send_all(&mut self, port: PortId, all: &[Vec<u8>]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
         let mut frames = MemoryFrames::new();
         all.iter().for_each(|frame| frames.push(frame.clone()).unwrap());
-        let mut verdicts = [Verdict::Drop(Cause::NotReady); BATCH];
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         self.pipeline.process_batch(&self.snapshot, self.now, port, &mut frames, &mut verdicts, &mut ());
-        (verdicts[0], self.pipeline.answers().take().map(|(port, octets)| (port, octets.to_vec())).collect())
+        (verdicts[0], self.pipeline.replies().take().map(|(port, bytes)| (port, bytes.to_vec())).collect())
     }
 
     fn send(&mut self, port: PortId, frame: &[u8]) -> (Verdict, Vec<(PortId, Vec<u8>)>) {
@@ -125,15 +125,15 @@ fn tcp(from: (&str, u16), to: (&str, u16), kind: &str, numbers: (u32, u32), payl
 
 /// Asserts that all checksums of a reply are valid and that it can be parsed.
 fn check(frame: &[u8]) -> Packet {
-    let packet = parse(frame).unwrap_or_else(|cause| panic!("an answer is refused by our own parser: {cause}"));
-    assert_eq!(usize::from(packet.layout.end), frame.len(), "no octet too many");
+    let packet = parse(frame).unwrap_or_else(|reason| panic!("an answer is refused by our own parser: {reason}"));
+    assert_eq!(usize::from(packet.layout.end), frame.len(), "no byte too many");
     assert_eq!(packet.ttl, 64);
-    let octets = &frame[usize::from(packet.layout.transport)..];
+    let bytes = &frame[usize::from(packet.layout.transport)..];
     let sum = match packet.flow.protocol {
         Protocol::ICMP => Sum::default(),
-        protocol => Sum::pseudo_header(packet.flow.src, packet.flow.dst, protocol, octets.len() as u16),
+        protocol => Sum::pseudo_header(packet.flow.src, packet.flow.dst, protocol, bytes.len() as u16),
     };
-    assert_eq!(sum.add_bytes(octets).folded(), 0xffff, "transport checksum");
+    assert_eq!(sum.add_bytes(bytes).folded(), 0xffff, "transport checksum");
     packet
 }
 
@@ -166,10 +166,10 @@ fn icmp(frame: &[u8]) -> (IpAddr, IpAddr, u8, u8, [u8; 4], Vec<u8>) {
 }
 
 #[test]
-fn both_ends_of_a_tcp_connection_that_is_cut_are_reset_with_the_numbers_that_they_expect() {
+fn both_ends_of_a_revoked_tcp_connection_are_reset_with_the_expected_numbers() {
     for (web, db) in WEB_IPS.into_iter().zip(DB_IPS) {
         let (w, d) = ((web, 40_000), (db, 5432));
-        let mut node = Node::new(OnCut::Reset);
+        let mut node = Node::new(OnRevoke::Reset);
         let established = |node: &mut Node| {
             for (port, frame) in [
                 (WEB, tcp(w, d, "S", (1000, 0), b"")),
@@ -178,94 +178,98 @@ fn both_ends_of_a_tcp_connection_that_is_cut_are_reset_with_the_numbers_that_the
                 (WEB, tcp(w, d, "", (1001, 9001), b"hello")),
                 (DB, tcp(d, w, "", (9001, 1006), b"hi")),
             ] {
-                let (verdict, answers) = node.send(port, &frame);
-                assert!(matches!(verdict, Verdict::Forward(_)) && answers.is_empty(), "{verdict:?}");
+                let (verdict, replies) = node.send(port, &frame);
+                assert!(matches!(verdict, Verdict::Forward(_)) && replies.is_empty(), "{verdict:?}");
             }
         };
         established(&mut node);
         node.publish(false);
         // A retransmission of data that `db` has already received: its own number would not be the one that `db`
         // expects.
-        let (verdict, answers) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
-        assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
+        let (verdict, replies) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
+        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
         let (at_web, at_db) = ((ip(web), 40_000), (ip(db), 5432));
-        let told: Vec<_> = answers.iter().map(rst).collect();
+        let told: Vec<_> = replies.iter().map(rst).collect();
         assert_eq!(told, [(WEB, at_db, at_web, 9001, None), (DB, at_web, at_db, 1006, Some(9001))]);
 
-        let (verdict, answers) = node.send(DB, &tcp(d, w, "", (9003, 1006), b"more"));
-        assert_eq!(verdict, Verdict::Drop(Cause::ConnectionCut));
-        assert_eq!(answers.iter().map(rst).collect::<Vec<_>>(), [(DB, at_web, at_db, 1006, None)], "its sender alone");
-        let (_, answers) = node.send(DB, &tcp(d, w, "R", (9003, 0), b""));
-        assert!(answers.is_empty(), "a reset is not answered");
-        let (verdict, answers) = node.send(WEB, &tcp(w, d, "S", (5000, 0), b""));
-        assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::IngressDenied), 0), "a new one is merely denied");
+        let (verdict, replies) = node.send(DB, &tcp(d, w, "", (9003, 1006), b"more"));
+        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(replies.iter().map(rst).collect::<Vec<_>>(), [(DB, at_web, at_db, 1006, None)], "its sender alone");
+        let (_, replies) = node.send(DB, &tcp(d, w, "R", (9003, 0), b""));
+        assert!(replies.is_empty(), "a reset is not answered");
+        let (verdict, replies) = node.send(WEB, &tcp(w, d, "S", (5000, 0), b""));
+        assert_eq!(
+            (verdict, replies.len()),
+            (Verdict::Drop(DropReason::IngressDenied), 0),
+            "a new one is merely denied"
+        );
 
-        let mut silent = Node::new(OnCut::Drop);
+        let mut silent = Node::new(OnRevoke::Drop);
         established(&mut silent);
         silent.publish(false);
-        let (verdict, answers) = silent.send(WEB, &tcp(w, d, "", (1006, 9003), b"x"));
-        assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::ConnectionCut), 0));
+        let (verdict, replies) = silent.send(WEB, &tcp(w, d, "", (1006, 9003), b"x"));
+        assert_eq!((verdict, replies.len()), (Verdict::Drop(DropReason::ConnectionCut), 0));
     }
 }
 
 #[test]
-fn who_sends_on_another_connection_that_is_cut_is_told_by_icmp() {
+fn senders_on_other_revoked_connections_get_an_icmp_error() {
     for (v6, ((web, db), world)) in WEB_IPS.into_iter().zip(DB_IPS).zip(WORLD_IPS).enumerate() {
-        let mut node = Node::new(OnCut::Reset);
+        let mut node = Node::new(OnRevoke::Reset);
         let datagram = udp(web, db, 64, 100);
         assert_eq!(node.send(WEB, &datagram), (Verdict::Forward(DB), vec![]));
         assert_eq!(node.send(HOST, &udp(world, db, 64, 9)), (Verdict::Forward(DB), vec![]));
         node.publish(false);
-        let (verdict, answers) = node.send(WEB, &datagram);
-        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::ConnectionCut), 1, WEB));
+        let (verdict, replies) = node.send(WEB, &datagram);
+        assert_eq!((verdict, replies.len(), replies[0].0), (Verdict::Drop(DropReason::ConnectionCut), 1, WEB));
         let (kind, code) = if v6 == 1 { (1, 1) } else { (3, 13) };
         let from_node = ip(NODE_IPS[v6]);
-        assert_eq!(icmp(&answers[0].1), (from_node, ip(web), kind, code, [0; 4], datagram[14..].to_vec()));
+        assert_eq!(icmp(&replies[0].1), (from_node, ip(web), kind, code, [0; 4], datagram[14..].to_vec()));
         // Through the host port the source is the pod: the node's stack accepts no packet from outside with its own
         // address.
-        let (_, answers) = node.send(HOST, &udp(world, db, 64, 9));
-        assert_eq!((answers[0].0, icmp(&answers[0].1).0, icmp(&answers[0].1).1), (HOST, ip(db), ip(world)));
+        let (_, replies) = node.send(HOST, &udp(world, db, 64, 9));
+        assert_eq!((replies[0].0, icmp(&replies[0].1).0, icmp(&replies[0].1).1), (HOST, ip(db), ip(world)));
     }
 }
 
 #[test]
-fn a_packet_longer_than_the_next_link_takes_is_answered_with_its_mtu() {
+fn a_packet_beyond_the_next_links_mtu_gets_packet_too_big() {
     for (v6, (web, db)) in WEB_IPS.into_iter().zip(DB_IPS).enumerate() {
-        let mut node = Node::new(OnCut::Drop);
+        let mut node = Node::new(OnRevoke::Drop);
         let header = if v6 == 1 { 48 } else { 28 };
         let fits = udp(web, db, 64, usize::from(DB_MTU) - header);
         assert_eq!(node.send(WEB, &fits), (Verdict::Forward(DB), vec![]));
         let long = udp(web, db, 64, usize::from(DB_MTU) - header + 1);
-        let (verdict, answers) = node.send(WEB, &long);
-        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::TooBig), 1, WEB));
+        let (verdict, replies) = node.send(WEB, &long);
+        assert_eq!((verdict, replies.len(), replies[0].0), (Verdict::Drop(DropReason::TooBig), 1, WEB));
         let (kind, code, quoted) = if v6 == 1 { (2, 0, 1280 - 48) } else { (3, 4, 576 - 28) };
         let expected = (ip(NODE_IPS[v6]), ip(web), kind, code, [0, 0, 5, 120], long[14..14 + quoted].to_vec());
-        assert_eq!(icmp(&answers[0].1), expected, "an MTU of 1400");
+        assert_eq!(icmp(&replies[0].1), expected, "an MTU of 1400");
     }
 }
 
 #[test]
-fn a_packet_whose_hops_run_out_is_answered_by_the_node() {
+fn an_expired_ttl_gets_time_exceeded_from_the_node() {
     for (v6, (web, db)) in WEB_IPS.into_iter().zip(DB_IPS).enumerate() {
-        let mut node = Node::new(OnCut::Drop);
+        let mut node = Node::new(OnRevoke::Drop);
         let last = udp(web, db, 1, 20);
-        let (verdict, answers) = node.send(WEB, &last);
-        assert_eq!((verdict, answers.len(), answers[0].0), (Verdict::Drop(Cause::TtlExpired), 1, WEB));
+        let (verdict, replies) = node.send(WEB, &last);
+        assert_eq!((verdict, replies.len(), replies[0].0), (Verdict::Drop(DropReason::TtlExpired), 1, WEB));
         let kind = if v6 == 1 { 3 } else { 11 };
-        assert_eq!(icmp(&answers[0].1), (ip(NODE_IPS[v6]), ip(web), kind, 0, [0; 4], last[14..].to_vec()));
+        assert_eq!(icmp(&replies[0].1), (ip(NODE_IPS[v6]), ip(web), kind, 0, [0; 4], last[14..].to_vec()));
     }
 }
 
 #[test]
-fn errors_and_later_fragments_are_not_answered() {
-    let mut node = Node::new(OnCut::Reset);
+fn errors_and_later_fragments_get_no_reply() {
+    let mut node = Node::new(OnRevoke::Reset);
     assert_eq!(node.send(WEB, &udp(WEB_IPS[0], DB_IPS[0], 64, 8)).0, Verdict::Forward(DB));
     // `db` replies with an ICMP error whose TTL expires.
     let quoted = &udp(WEB_IPS[0], DB_IPS[0], 64, 8)[14..];
     let mut error = Vec::new();
     let unreachable = etherparse::Icmpv4Type::DestinationUnreachable(etherparse::icmpv4::DestUnreachableHeader::Port);
     builder(DB_IPS[0], WEB_IPS[0], 1).icmpv4(unreachable).write(&mut error, quoted).unwrap();
-    assert_eq!(node.send(DB, &error), (Verdict::Drop(Cause::TtlExpired), vec![]));
+    assert_eq!(node.send(DB, &error), (Verdict::Drop(DropReason::TtlExpired), vec![]));
     // A first fragment gets a reply, a later one of the same datagram does not.
     let fragment = |offset: u16| {
         let mut header =
@@ -284,14 +288,14 @@ fn errors_and_later_fragments_are_not_answered() {
         frame.extend_from_slice(&payload);
         frame
     };
-    let (verdict, answers) = node.send(WEB, &fragment(0));
-    assert_eq!((verdict, answers.len()), (Verdict::Drop(Cause::TtlExpired), 1));
-    assert_eq!(node.send(WEB, &fragment(24)), (Verdict::Drop(Cause::TtlExpired), vec![]));
+    let (verdict, replies) = node.send(WEB, &fragment(0));
+    assert_eq!((verdict, replies.len()), (Verdict::Drop(DropReason::TtlExpired), 1));
+    assert_eq!(node.send(WEB, &fragment(24)), (Verdict::Drop(DropReason::TtlExpired), vec![]));
 }
 
 #[test]
-fn there_are_no_more_answers_than_the_bounds_allow() {
-    let mut node = Node::new(OnCut::Drop);
+fn replies_are_rate_limited() {
+    let mut node = Node::new(OnRevoke::Drop);
     let batch: Vec<Vec<u8>> = (0..BATCH).map(|_| udp(WEB_IPS[0], DB_IPS[0], 1, 20)).collect();
     let mut answered = |milliseconds| {
         node.now = Timestamp::from_millis(node.now.as_millis() + milliseconds);
@@ -301,29 +305,29 @@ fn there_are_no_more_answers_than_the_bounds_allow() {
     assert_eq!(answered(0), ERRORS.1 as usize - CAPACITY, "at once");
     assert_eq!(answered(0), 0);
     assert_eq!(answered(7), 7, "a thousand a second");
-    assert_eq!(node.pipeline.answers().take_withheld(), 4 * BATCH as u64 - 57);
+    assert_eq!(node.pipeline.replies().take_suppressed(), 4 * BATCH as u64 - 57);
 }
 
 proptest! {
     #[test]
-    fn whatever_is_answered_gets_a_sound_packet(
+    fn every_reply_is_a_valid_packet(
         v6: bool,
         ttl in 1..3u8,
         payload in 0..1460usize,
         changes in prop::collection::vec((0..70usize, any::<u8>()), 0..4),
     ) {
-        let mut node = Node::new(OnCut::Reset);
+        let mut node = Node::new(OnRevoke::Reset);
         let family = usize::from(v6);
         let mut frame = udp(WEB_IPS[family], DB_IPS[family], ttl, payload);
-        for (at, octet) in changes {
+        for (at, byte) in changes {
             let at = at % frame.len();
-            frame[at] = octet;
+            frame[at] = byte;
         }
         for open in [true, false] {
             node.publish(open);
-            for (port, answer) in node.send(WEB, &frame).1 {
+            for (port, reply) in node.send(WEB, &frame).1 {
                 prop_assert_eq!(port, WEB, "to its sender");
-                check(&answer);
+                check(&reply);
             }
         }
     }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{
-    AddressBlock, Endpoint, EndpointId, Identity, Isolation, Owner, PeerSpec, PolicySet, PortProtocol, PortRange,
-    PortSpec, RuleName, RuleSpec, RuleTable,
+    AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, PeerSpec, PolicySet, PortProtocol,
+    PortRange, PortSpec, RuleName, RuleSpec, RuleTable,
 };
 
 thread_local! {
@@ -60,8 +60,8 @@ fn set() -> PolicySet {
     let table = Arc::new(RuleTable::new(&rules, members));
     let mut update = PolicySet::default().update();
     for number in 0..100 {
-        let owner = Owner::Pod { identity: identity(number), endpoint: Some(EndpointId(number)), node: None };
-        let side = || Isolation::Isolated(table.clone());
+        let owner = AddressOwner::Pod { identity: identity(number), endpoint: Some(EndpointId(number)), node: None };
+        let side = || EndpointPolicy::Isolated(table.clone());
         update.set_address(address(number).into(), Some(owner));
         update.set_endpoint(EndpointId(number), Some(Endpoint { egress: side(), ingress: side() }));
     }
@@ -69,7 +69,7 @@ fn set() -> PolicySet {
 }
 
 #[test]
-fn judging_allocates_nothing() {
+fn evaluation_allocates_nothing() {
     let set = set();
     let (mut allowed, mut denied) = (0, 0);
     let before = ALLOCATIONS.get();
@@ -77,8 +77,8 @@ fn judging_allocates_nothing() {
         let protocol = if number.is_multiple_of(9) { Protocol::ICMP } else { Protocol::TCP };
         let (src, dst) = (address(number % 110).into(), address(number / 7 % 110).into());
         let flow = Flow { src, dst, protocol, src_port: 40000, dst_port: (number % 700) as u16 };
-        let judgement = std::hint::black_box(&set).judge(&flow);
-        if judgement.is_allowed() { allowed += 1 } else { denied += 1 }
+        let policy_verdict = std::hint::black_box(&set).evaluate(&flow);
+        if policy_verdict.is_allowed() { allowed += 1 } else { denied += 1 }
     }
     assert_eq!(ALLOCATIONS.get(), before);
     assert!(allowed > 1_000 && denied > 1_000, "{allowed} allowed, {denied} denied");
@@ -87,7 +87,7 @@ fn judging_allocates_nothing() {
 }
 
 #[test]
-fn workers_read_one_set_at_a_time_while_the_next_is_made() {
+fn workers_read_a_consistent_set_while_the_next_is_built() {
     fn shareable<T: Send + Sync + Clone + 'static>(value: &T) -> T {
         value.clone()
     }
@@ -99,12 +99,12 @@ fn workers_read_one_set_at_a_time_while_the_next_is_made() {
         src_port: 40000,
         dst_port: 100,
     };
-    let before = set.judge(&flow);
+    let before = set.evaluate(&flow);
     std::thread::scope(|scope| {
         let readers: Vec<_> = (0..2)
             .map(|_| {
                 let set = set.clone();
-                scope.spawn(move || (0..10_000).all(|_| set.judge(&flow) == before))
+                scope.spawn(move || (0..10_000).all(|_| set.evaluate(&flow) == before))
             })
             .collect();
         let mut next = set.clone();
@@ -113,7 +113,7 @@ fn workers_read_one_set_at_a_time_while_the_next_is_made() {
             update.set_address(address(number).into(), None).set_endpoint(EndpointId(number), None);
             next = update.finish();
         }
-        assert_ne!(next.judge(&flow), before);
+        assert_ne!(next.evaluate(&flow), before);
         assert!(readers.into_iter().all(|reader| reader.join().expect("a reader does not panic")));
     });
 }

@@ -5,25 +5,25 @@ use std::sync::Arc;
 use nix::sys::epoll::Epoll;
 use xsk_rs::FrameDesc;
 
-use super::control::Shared;
-use super::mailbox::{HandOver, Holdings, Mailbox};
+use super::control::WorkerShared;
+use super::inbox::{HandOff, HeldFrames, WorkerInbox};
 use super::queue::PortQueue;
-use super::stages::TimedTurn;
+use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use crate::forward::PortId;
-use crate::io::{FrameCache, Holder, Kick, XskQueue};
-use crate::pipeline::{BATCH, Cause};
+use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
+use crate::pipeline::{BATCH, DropReason};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;
 /// Poll iterations without a packet after which a queue is no longer polled in every iteration.
 const QUIET: u16 = 64;
 /// Maximum packets taken from other workers per iteration.
-const HANDED_OVER: usize = 4 * BATCH;
+const HAND_OFF_LIMIT: usize = 4 * BATCH;
 
 /// How to reach a port.
 #[derive(Clone, Copy, Default)]
-enum Route {
+enum PortRoute {
     /// The port is not open.
     #[default]
     Gone,
@@ -36,58 +36,58 @@ enum Route {
 /// A worker's view of a port.
 #[derive(Clone, Default)]
 struct PortEntry {
-    route: Route,
+    route: PortRoute,
     counters: Option<Arc<PortCounters>>,
 }
 
 /// All state of a worker except its processor and its sleep logic.
-pub(super) struct Desk {
+pub(super) struct WorkerState {
     index: usize,
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<WorkerShared>,
     pub(super) queues: Vec<Option<PortQueue>>,
     /// Indices of active queues, which are polled in every iteration: those with recent packets. With a hundred ports,
     /// polling all of them would cost more than a packet does.
-    pub(super) lively: Vec<usize>,
+    pub(super) active: Vec<usize>,
     /// Indices of queues with packets to send, frames to free or a fill ring to refill.
     dirty: Vec<usize>,
     ports: Vec<PortEntry>,
     cache: FrameCache,
     /// Packets to hand off at the end of this iteration, by worker.
-    outbox: Vec<Vec<HandOver>>,
+    hand_off_queues: Vec<Vec<HandOff>>,
     /// Packets that were rejected by a full queue, with their ingress ports; empty between calls.
-    refused: Vec<(FrameDesc, PortId)>,
+    rejected: Vec<(FrameDesc, PortId)>,
     /// The timing of this iteration, if it is timed.
-    pub(super) timed: Option<TimedTurn>,
+    pub(super) timed: Option<TimedIteration>,
 }
 
 /// Result of one poll iteration.
 #[derive(Default)]
-pub(super) struct Turn {
+pub(super) struct PollIteration {
     /// Packets were moved, or frames were completed.
     pub(super) busy: bool,
     /// The kernel does not accept packets to send.
     pub(super) stalled: bool,
 }
 
-impl Desk {
-    pub(super) fn new(index: usize, shared: Arc<Shared>) -> Self {
-        let outbox = shared.mailboxes.iter().map(|_| Vec::with_capacity(BATCH)).collect();
+impl WorkerState {
+    pub(super) fn new(index: usize, shared: Arc<WorkerShared>) -> Self {
+        let hand_off_queues = shared.inboxes.iter().map(|_| Vec::with_capacity(BATCH)).collect();
         Self {
             index,
             shared,
             queues: Vec::new(),
-            lively: Vec::new(),
+            active: Vec::new(),
             dirty: Vec::new(),
             ports: Vec::new(),
             cache: FrameCache::new(),
-            outbox,
-            refused: Vec::with_capacity(BATCH),
+            hand_off_queues,
+            rejected: Vec::with_capacity(BATCH),
             timed: None,
         }
     }
 
-    pub(super) fn mailbox(&self) -> &Mailbox {
-        &self.shared.mailboxes[self.index]
+    pub(super) fn inbox(&self) -> &WorkerInbox {
+        &self.shared.inboxes[self.index]
     }
 
     pub(super) fn counters(&self) -> &WorkerCounters {
@@ -95,40 +95,40 @@ impl Desk {
     }
 
     /// Frees a frame and counts its drop on its ingress port.
-    pub(super) fn drop_frame(&mut self, frame: FrameDesc, ingress: PortId, cause: Cause) {
+    pub(super) fn drop_frame(&mut self, frame: FrameDesc, ingress: PortId, reason: DropReason) {
         let counters = self.ports.get(ingress.index()).and_then(|entry| entry.counters.as_deref());
-        counters.unwrap_or(&self.shared.gone[self.index]).drop_one(cause, frame.lengths().data());
+        counters.unwrap_or(&self.shared.gone[self.index]).drop_one(reason, frame.lengths().data());
         self.cache.give(frame, self.shared.umem.pool());
     }
 
     /// Queues a packet for sending on a port.
     #[inline]
     pub(super) fn forward(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) {
-        match self.ports.get(port.index()).map_or(Route::Gone, |entry| entry.route) {
-            Route::Own(index) => {
+        match self.ports.get(port.index()).map_or(PortRoute::Gone, |entry| entry.route) {
+            PortRoute::Own(index) => {
                 let full = self.queue(index).push(frame, ingress);
-                self.list(index);
+                self.schedule(index);
                 if full {
                     self.transmit(index);
                 }
             }
-            Route::Other(worker) => {
-                self.outbox[worker].push(HandOver { frame, port, ingress });
-                if self.outbox[worker].len() >= BATCH {
-                    self.hand_over(worker);
+            PortRoute::Other(worker) => {
+                self.hand_off_queues[worker].push(HandOff { frame, port, ingress });
+                if self.hand_off_queues[worker].len() >= BATCH {
+                    self.hand_off(worker);
                 }
             }
-            Route::Gone => self.drop_frame(frame, ingress, Cause::PortGone),
+            PortRoute::Gone => self.drop_frame(frame, ingress, DropReason::PortGone),
         }
     }
 
     /// Sends a packet generated by the node on a port, in reply to one received on `ingress`. Without a free frame it
     /// is not sent: replies are best effort.
-    pub(super) fn answer(&mut self, octets: &[u8], port: PortId, ingress: PortId) {
+    pub(super) fn reply(&mut self, bytes: &[u8], port: PortId, ingress: PortId) {
         let Some(mut frame) = self.cache.take(self.shared.umem.pool()) else { return };
         // SAFETY: a frame from the cache belongs to this worker until it is passed on.
-        unsafe { self.shared.umem.write(&mut frame, octets) };
-        self.counters().answers.add(1);
+        unsafe { self.shared.umem.write(&mut frame, bytes) };
+        self.counters().replies.add(1);
         self.forward(frame, port, ingress);
     }
 
@@ -138,18 +138,18 @@ impl Desk {
 
     /// Marks a queue as active after it received packets, and schedules its refill at the end of this iteration.
     #[inline]
-    pub(super) fn note_packets(&mut self, index: usize) {
+    pub(super) fn mark_active(&mut self, index: usize) {
         let queue = self.queue(index);
-        queue.note_batch();
+        queue.count_batch();
         if queue.quiet.replace(0).is_none() {
-            self.lively.push(index);
+            self.active.push(index);
         }
-        self.list(index);
+        self.schedule(index);
     }
 
     /// Schedules a queue for processing at the end of the iteration.
     #[inline]
-    fn list(&mut self, index: usize) {
+    fn schedule(&mut self, index: usize) {
         let queue = self.queue(index);
         if !queue.listed {
             queue.listed = true;
@@ -160,43 +160,45 @@ impl Desk {
     /// Puts a queue's packets into its TX ring; packets that do not fit are dropped.
     fn transmit(&mut self, index: usize) {
         let Some(queue) = self.queues[index].as_mut() else { return };
-        let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.timed, &mut self.refused);
+        let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.timed, &mut self.rejected);
         self.shared.counters[self.index].joined.add(joined as u64);
-        if !self.refused.is_empty() {
-            let cause = if queue.xsk.is_dead() { Cause::PortGone } else { Cause::TxRingFull };
-            self.drop_refused(cause);
+        if !self.rejected.is_empty() {
+            let reason = if queue.xsk.is_dead() { DropReason::PortGone } else { DropReason::TxRingFull };
+            self.drop_rejected(reason);
         }
     }
 
     /// Hands packets off to the worker that owns their ports.
-    fn hand_over(&mut self, worker: usize) {
-        let mailbox = &self.shared.mailboxes[worker];
-        self.counters().handed_over.add(self.outbox[worker].len() as u64);
-        for letter in self.outbox[worker].drain(..) {
-            self.shared.umem.pool().mark(&letter.frame, Holder::HandOver);
-            if let Err(letter) = mailbox.packets.push(letter) {
-                self.refused.push((letter.frame, letter.ingress));
+    fn hand_off(&mut self, worker: usize) {
+        let inbox = &self.shared.inboxes[worker];
+        self.counters().handed_over.add(self.hand_off_queues[worker].len() as u64);
+        for packet in self.hand_off_queues[worker].drain(..) {
+            self.shared.umem.pool().mark(&packet.frame, FrameOwner::HandOff);
+            if let Err(packet) = inbox.packets.push(packet) {
+                self.rejected.push((packet.frame, packet.ingress));
             }
         }
-        mailbox.ring();
-        self.drop_refused(Cause::HandOffFull);
+        inbox.wake();
+        self.drop_rejected(DropReason::HandOffFull);
     }
 
-    fn drop_refused(&mut self, cause: Cause) {
-        while let Some((frame, ingress)) = self.refused.pop() {
-            self.drop_frame(frame, ingress, cause);
+    fn drop_rejected(&mut self, reason: DropReason) {
+        while let Some((frame, ingress)) = self.rejected.pop() {
+            self.drop_frame(frame, ingress, reason);
         }
     }
 
     /// Takes packets that other workers handed off. Limited, so that they cannot keep this worker from its own queues.
-    pub(super) fn take_handed_over(&mut self) -> usize {
+    pub(super) fn take_handed_off(&mut self) -> usize {
         let mut count = 0;
-        while count < HANDED_OVER {
-            let Some(letter) = self.mailbox().packets.pop() else { break };
-            match self.ports.get(letter.port.index()).map_or(Route::Gone, |entry| entry.route) {
+        while count < HAND_OFF_LIMIT {
+            let Some(packet) = self.inbox().packets.pop() else { break };
+            match self.ports.get(packet.port.index()).map_or(PortRoute::Gone, |entry| entry.route) {
                 // A port that moved to yet another worker was closed in between: the packet was for the old port.
-                Route::Other(_) | Route::Gone => self.drop_frame(letter.frame, letter.ingress, Cause::PortGone),
-                Route::Own(_) => self.forward(letter.frame, letter.port, letter.ingress),
+                PortRoute::Other(_) | PortRoute::Gone => {
+                    self.drop_frame(packet.frame, packet.ingress, DropReason::PortGone)
+                }
+                PortRoute::Own(_) => self.forward(packet.frame, packet.port, packet.ingress),
             }
             count += 1;
         }
@@ -204,27 +206,27 @@ impl Desk {
     }
 
     /// Sends, hands off, frees and refills: the second half of an iteration.
-    pub(super) fn flush(&mut self, scratch: &mut [FrameDesc; BATCH], turn: &mut Turn) {
+    pub(super) fn flush(&mut self, scratch: &mut [FrameDesc; BATCH], iteration: &mut PollIteration) {
         let mut dirty = std::mem::take(&mut self.dirty);
         for &index in &dirty {
             self.transmit(index);
         }
-        for worker in 0..self.outbox.len() {
-            if !self.outbox[worker].is_empty() {
-                self.hand_over(worker);
+        for worker in 0..self.hand_off_queues.len() {
+            if !self.hand_off_queues[worker].is_empty() {
+                self.hand_off(worker);
             }
         }
-        let least = if turn.busy { REFILL } else { 1 };
+        let least = if iteration.busy { REFILL } else { 1 };
         dirty.retain(|&index| {
             let pool = self.shared.umem.pool();
             let Some(queue) = self.queues[index].as_mut() else { return false };
             match queue.kick(&mut self.timed) {
-                Some(Kick::Stalled) => turn.stalled = true,
-                Some(Kick::More) => turn.busy = true,
+                Some(Kick::Stalled) => iteration.stalled = true,
+                Some(Kick::More) => iteration.busy = true,
                 Some(Kick::Drained) | None => {}
             }
             if queue.xsk.outstanding() > 0 {
-                turn.busy |= queue.xsk.complete(scratch, &mut self.cache, pool) > 0;
+                iteration.busy |= queue.xsk.complete(scratch, &mut self.cache, pool) > 0;
             }
             queue.xsk.refill(least, scratch, &mut self.cache, pool);
             queue.listed = queue.has_more_to_do(pool);
@@ -244,28 +246,28 @@ impl Desk {
     }
 
     /// Removes queues without recent packets from the active ones.
-    pub(super) fn forget_quiet(&mut self) {
-        self.lively.retain(|&index| {
+    pub(super) fn deactivate_quiet(&mut self) {
+        self.active.retain(|&index| {
             let Some(queue) = self.queues[index].as_mut() else { return false };
-            if queue.quiet.is_some_and(|turns| turns >= QUIET) {
+            if queue.quiet.is_some_and(|iterations| iterations >= QUIET) {
                 queue.quiet = None;
             }
             queue.quiet.is_some()
         });
     }
 
-    pub(super) fn holdings(&self) -> Holdings {
+    pub(super) fn held_frames(&self) -> HeldFrames {
         let depth = |queue: &PortQueue| QueueDepth {
             port: queue.port,
             receiving: queue.xsk.in_fill(),
             sending: queue.xsk.outstanding(),
         };
-        Holdings { cached: self.cache.len() as u32, queues: self.queues.iter().flatten().map(depth).collect() }
+        HeldFrames { cached: self.cache.len() as u32, queues: self.queues.iter().flatten().map(depth).collect() }
     }
 
     /// Adds a port: with queues of its own, or through the worker that owns it.
     pub(super) fn attach(&mut self, port: PortId, queues: Vec<XskQueue>, owner: usize, counters: Arc<PortCounters>) {
-        let mut route = Route::Other(owner);
+        let mut route = PortRoute::Other(owner);
         for xsk in queues {
             let vacant = self.queues.iter().position(Option::is_none);
             let index = vacant.unwrap_or_else(|| {
@@ -273,10 +275,10 @@ impl Desk {
                 self.queues.len() - 1
             });
             self.queues[index] = Some(PortQueue::new(port, xsk, counters.clone()));
-            route = Route::Own(index);
+            route = PortRoute::Own(index);
         }
         // Reserve capacity, so that neither list has to grow while packets move.
-        self.lively.reserve(self.queues.len() - self.lively.len());
+        self.active.reserve(self.queues.len() - self.active.len());
         self.dirty.reserve(self.queues.len() - self.dirty.len());
         if self.ports.len() <= port.index() {
             self.ports.resize(port.index() + 1, PortEntry::default());
@@ -293,28 +295,28 @@ impl Desk {
 
     /// Detaches a port's queues; packets handed off for them earlier are processed first.
     pub(super) fn detach(&mut self, port: PortId, scratch: &mut [FrameDesc; BATCH]) -> Vec<XskQueue> {
-        self.empty_mailbox(scratch);
+        self.drain_inbox(scratch);
         let leaving = self.queues.iter_mut().filter(|queue| queue.as_ref().is_some_and(|queue| queue.port == port));
         let taken = leaving.filter_map(Option::take).map(PortQueue::into_xsk).collect();
-        self.lively.retain(|&index| self.queues[index].is_some());
+        self.active.retain(|&index| self.queues[index].is_some());
         self.dirty.retain(|&index| self.queues[index].is_some());
         taken
     }
 
     /// Processes all packets handed off so far, sends them, and frees completed frames.
-    fn empty_mailbox(&mut self, scratch: &mut [FrameDesc; BATCH]) {
-        for _ in 0..=Mailbox::CAPACITY / HANDED_OVER {
-            let taken = self.take_handed_over();
-            self.flush(scratch, &mut Turn::default());
-            if taken < HANDED_OVER {
+    fn drain_inbox(&mut self, scratch: &mut [FrameDesc; BATCH]) {
+        for _ in 0..=WorkerInbox::CAPACITY / HAND_OFF_LIMIT {
+            let taken = self.take_handed_off();
+            self.flush(scratch, &mut PollIteration::default());
+            if taken < HAND_OFF_LIMIT {
                 break;
             }
         }
     }
 
     /// Detaches all queues and releases all frames.
-    pub(super) fn give_up(&mut self, scratch: &mut [FrameDesc; BATCH]) -> Vec<XskQueue> {
-        self.empty_mailbox(scratch);
+    pub(super) fn release_all(&mut self, scratch: &mut [FrameDesc; BATCH]) -> Vec<XskQueue> {
+        self.drain_inbox(scratch);
         self.cache.empty_into(self.shared.umem.pool());
         self.queues.drain(..).flatten().map(PortQueue::into_xsk).collect()
     }

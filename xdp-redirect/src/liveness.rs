@@ -14,12 +14,12 @@ use crate::LoadError;
 /// A port's own socket would not do: closing each takes the kernel an RCU grace period or two, so with a hundred ports
 /// the last ones are open seconds after the first.
 #[derive(Debug)]
-pub(crate) struct Alive {
+pub(crate) struct ProcessLiveness {
     map: MapHandle,
     pub(crate) socket: OwnedFd,
 }
 
-impl Alive {
+impl ProcessLiveness {
     pub(crate) fn create() -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the map of the process", source);
         let options = libbpf_sys::bpf_map_create_opts {

@@ -15,7 +15,7 @@ use crate::io::XskQueue;
 
 /// A packet handed off to the worker that owns its egress port.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HandOver {
+pub(crate) struct HandOff {
     pub(crate) frame: FrameDesc,
     /// Egress port.
     pub(crate) port: PortId,
@@ -25,7 +25,7 @@ pub(crate) struct HandOver {
 
 /// Frames held by a worker.
 #[derive(Clone, Debug)]
-pub(crate) struct Holdings {
+pub(crate) struct HeldFrames {
     pub(crate) cached: u32,
     /// Of its queues.
     pub(crate) queues: Vec<QueueDepth>,
@@ -40,7 +40,7 @@ pub(crate) enum Command {
     /// Detach the port's queues.
     Detach { port: PortId, done: Sender<Vec<XskQueue>> },
     /// Report the worker's frames.
-    Count { done: Sender<Holdings> },
+    Count { done: Sender<HeldFrames> },
     /// Panic, for tests.
     Panic,
     /// End the worker.
@@ -49,60 +49,60 @@ pub(crate) enum Command {
 
 /// The inbox of one worker, with many producers and the worker as its only consumer.
 #[derive(Debug)]
-pub(crate) struct Mailbox {
-    pub(crate) packets: ArrayQueue<HandOver>,
-    commanded: AtomicBool,
+pub(crate) struct WorkerInbox {
+    pub(crate) packets: ArrayQueue<HandOff>,
+    command_pending: AtomicBool,
     asleep: AtomicBool,
-    bell: EventFd,
+    wake_fd: EventFd,
 }
 
-impl Mailbox {
+impl WorkerInbox {
     /// Capacity of the hand-off queue, in packets.
     pub(crate) const CAPACITY: usize = 4096;
 
     pub(crate) fn new() -> Result<Self, Errno> {
         Ok(Self {
             packets: ArrayQueue::new(Self::CAPACITY),
-            commanded: AtomicBool::new(false),
+            command_pending: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
-            bell: EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)?,
+            wake_fd: EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)?,
         })
     }
 
     /// The eventfd that becomes readable when a sleeping worker is woken.
-    pub(crate) fn bell(&self) -> &EventFd {
-        &self.bell
+    pub(crate) fn wake_fd(&self) -> &EventFd {
+        &self.wake_fd
     }
 
     /// Wakes the worker if it sleeps; call it after enqueuing something.
     ///
     /// Either this fence comes before the worker's in [`WorkerInbox::prepare_sleep`], and the worker sees what was
     /// enqueued, or it comes after, and this thread sees that the worker sleeps. So no wake-up is lost.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
             // It only fails if the counter would overflow, in which case it is already readable.
-            let _ = self.bell.write(1);
+            let _ = self.wake_fd.write(1);
         }
     }
 
     /// Announces a command in the channel.
     pub(crate) fn command(&self) {
-        self.commanded.store(true, Ordering::Release);
-        self.ring();
+        self.command_pending.store(true, Ordering::Release);
+        self.wake();
     }
 
     /// Whether there may be commands; one load in the common case without any.
     #[inline]
-    pub(crate) fn take_commanded(&self) -> bool {
-        self.commanded.load(Ordering::Relaxed) && self.commanded.swap(false, Ordering::Acquire)
+    pub(crate) fn take_command_pending(&self) -> bool {
+        self.command_pending.load(Ordering::Relaxed) && self.command_pending.swap(false, Ordering::Acquire)
     }
 
     /// Announces that the worker is about to sleep. `false`: it must not, because there is work.
-    pub(crate) fn lie_down(&self) -> bool {
+    pub(crate) fn prepare_sleep(&self) -> bool {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        if self.packets.is_empty() && !self.commanded.load(Ordering::Relaxed) {
+        if self.packets.is_empty() && !self.command_pending.load(Ordering::Relaxed) {
             return true;
         }
         self.asleep.store(false, Ordering::Relaxed);
@@ -113,18 +113,18 @@ impl Mailbox {
     ///
     /// Either this fence comes before the worker's in [`WorkerInbox::resume`], and the worker reads what was published
     /// afterwards, or it comes after, and this thread sees that the worker is awake.
-    pub(crate) fn sleeps(&self) -> bool {
+    pub(crate) fn is_asleep(&self) -> bool {
         fence(Ordering::SeqCst);
         self.asleep.load(Ordering::Relaxed)
     }
 
     /// Announces that the worker is awake.
-    pub(crate) fn get_up(&self) {
+    pub(crate) fn resume(&self) {
         self.asleep.store(false, Ordering::Relaxed);
         // For `WorkerInbox::is_asleep`: orders this before everything that the worker reads from now on.
         fence(Ordering::SeqCst);
         // Empty unless the worker was woken.
-        let _ = self.bell.read();
+        let _ = self.wake_fd.read();
     }
 }
 
@@ -138,36 +138,36 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn a_sleeper_is_never_forgotten() {
+    fn no_wake_up_is_lost() {
         const ROUNDS: u32 = 20_000;
-        let mailbox = Arc::new(Mailbox::new().unwrap());
+        let inbox = Arc::new(WorkerInbox::new().unwrap());
         let sleeper = {
-            let mailbox = mailbox.clone();
+            let inbox = inbox.clone();
             thread::spawn(move || {
                 let (mut seen, mut slept) = (0, 0);
                 while seen < ROUNDS {
-                    while mailbox.packets.pop().is_some() {
+                    while inbox.packets.pop().is_some() {
                         seen += 1;
                     }
-                    if seen < ROUNDS && mailbox.lie_down() {
-                        let mut fds = [PollFd::new(mailbox.bell().as_fd(), PollFlags::POLLIN)];
+                    if seen < ROUNDS && inbox.prepare_sleep() {
+                        let mut fds = [PollFd::new(inbox.wake_fd().as_fd(), PollFlags::POLLIN)];
                         let rung = poll(&mut fds, PollTimeout::from(5_000u16)).unwrap();
                         assert_eq!(rung, 1, "a wake-up was lost after {seen} packets");
-                        mailbox.get_up();
+                        inbox.resume();
                         slept += 1;
                     }
                 }
                 slept
             })
         };
-        let letter = HandOver { frame: FrameDesc::default(), port: PortId(1), ingress: PortId(2) };
+        let packet = HandOff { frame: FrameDesc::default(), port: PortId(1), ingress: PortId(2) };
         let deadline = Instant::now() + Duration::from_secs(60);
         for number in 0..ROUNDS {
-            while mailbox.packets.push(letter).is_err() {
+            while inbox.packets.push(packet).is_err() {
                 assert!(Instant::now() < deadline && !sleeper.is_finished());
                 thread::yield_now();
             }
-            mailbox.ring();
+            inbox.wake();
             if number % 64 == 0 {
                 thread::yield_now();
             }
@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn one_who_has_mail_does_not_lie_down() {
-        let mailbox = Mailbox::new().unwrap();
-        assert!(mailbox.lie_down());
-        mailbox.get_up();
-        mailbox.command();
-        assert!(!mailbox.lie_down());
-        assert!(mailbox.take_commanded());
-        assert!(!mailbox.take_commanded());
-        assert!(mailbox.lie_down());
+    fn a_worker_with_pending_work_does_not_sleep() {
+        let inbox = WorkerInbox::new().unwrap();
+        assert!(inbox.prepare_sleep());
+        inbox.resume();
+        inbox.command();
+        assert!(!inbox.prepare_sleep());
+        assert!(inbox.take_command_pending());
+        assert!(!inbox.take_command_pending());
+        assert!(inbox.prepare_sleep());
     }
 }

@@ -6,18 +6,18 @@ use super::config::ConfigError;
 
 /// How a table was obtained.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Opened {
+pub enum TableOrigin {
     /// Created empty: in memory, or in a file that did not exist.
     New,
     /// Found in its file; its connections continue.
     Found,
     /// Created empty in place of an unusable file.
-    Remade(Unusable),
+    Remade(UnusableFile),
 }
 
 /// Why a file is unusable as a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Unusable {
+pub enum UnusableFile {
     /// It is not a connection table.
     #[error("the file is no connection table")]
     Foreign,
@@ -47,7 +47,7 @@ pub enum OpenError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// There is not enough memory.
-    #[error("connection table: no {bytes} octets of memory ({source}): set conntrack entries lower")]
+    #[error("connection table: no {bytes} bytes of memory ({source}): set conntrack entries lower")]
     Memory {
         /// Bytes requested.
         bytes: usize,

@@ -10,7 +10,7 @@ use crate::local_pods::key;
 /// The addresses of a port's pod could not be set.
 #[derive(Debug, thiserror::Error)]
 #[error("interface {interface}: the kernel does not change the map of its pod's own addresses ({source})")]
-pub struct OwnError {
+pub struct OwnAddressesError {
     pub(crate) interface: String,
     pub(crate) source: libbpf_rs::Error,
 }
@@ -21,7 +21,7 @@ pub(crate) fn set(map: &MapHandle, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -
     const KNOWN: [u8; 16] = Ipv6Addr::UNSPECIFIED.octets();
     let wanted: BTreeSet<[u8; 16]> = addresses.iter().map(|&address| key(address)).chain([KNOWN]).collect();
     let known: Vec<Vec<u8>> = map.keys().collect();
-    let chosen = |key: &[u8]| key.starts_with(&[0xfe]) && key.get(1).is_some_and(|octet| octet & 0xc0 == 0x80);
+    let chosen = |key: &[u8]| key.starts_with(&[0xfe]) && key.get(1).is_some_and(|byte| byte & 0xc0 == 0x80);
     for other in known.iter().filter(|key| !chosen(key) && !wanted.contains(key.as_slice())) {
         match map.delete(other) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),

@@ -76,7 +76,7 @@ pub(super) fn reset(out: &mut [u8], flow: &Flow, sequence: u32, acknowledged: Op
     header.rst = true;
     header.ack = acknowledged.is_some();
     header.acknowledgment_number = acknowledged.unwrap_or(0);
-    let checksum = match (flow.src.v4_octets(), flow.dst.v4_octets()) {
+    let checksum = match (flow.src.v4_bytes(), flow.dst.v4_bytes()) {
         (Some(src), Some(dst)) => header.calc_checksum_ipv4_raw(src, dst, &[]),
         _ => header.calc_checksum_ipv6_raw(flow.src.bits().to_be_bytes(), flow.dst.bits().to_be_bytes(), &[]),
     };
@@ -93,7 +93,7 @@ fn ip_len(address: Address) -> usize {
 /// Writes an IP header for a payload of this length; returns the payload's offset.
 fn ip_header(out: &mut [u8], src: Address, dst: Address, protocol: Protocol, payload: usize) -> usize {
     let (length, protocol) = (payload as u16, IpNumber(protocol.0));
-    match (src.v4_octets(), dst.v4_octets()) {
+    match (src.v4_bytes(), dst.v4_bytes()) {
         (Some(src), Some(dst)) => {
             let mut header = Ipv4Header::new(length, TTL, protocol, src, dst).expect("shorter than 64 KiB");
             header.header_checksum = header.calc_header_checksum();

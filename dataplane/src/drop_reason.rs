@@ -1,14 +1,14 @@
 //! Drop reasons: a closed set, shared by counters, logs and replay.
 
-macro_rules! causes {
+macro_rules! drop_reasons {
     ($($(#[doc = $doc:literal])+ $variant:ident = $name:literal,)+) => {
         /// Why a packet was dropped. The set is closed and its names are part of the interface: the
         /// daemon's counters, its logs and the replay's `reason` use the same ones.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
         #[repr(u8)]
-        pub enum Cause { $($(#[doc = $doc])+ $variant,)+ }
+        pub enum DropReason { $($(#[doc = $doc])+ $variant,)+ }
 
-        impl Cause {
+        impl DropReason {
             /// All reasons, in the order of their numbers.
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];
             /// Number of reasons.
@@ -22,7 +22,7 @@ macro_rules! causes {
     };
 }
 
-causes! {
+drop_reasons! {
     /// Shorter than its headers indicate.
     Truncated = "truncated",
     /// Invalid header field: version, header length, total length or source address.
@@ -87,7 +87,7 @@ causes! {
     NotReady = "not_ready",
 }
 
-impl std::fmt::Display for Cause {
+impl std::fmt::Display for DropReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
     }
@@ -95,13 +95,13 @@ impl std::fmt::Display for Cause {
 
 #[cfg(test)]
 mod tests {
-    use super::Cause;
+    use super::DropReason;
 
     #[test]
-    fn numbers_index_the_list_and_names_are_distinct() {
-        for (index, cause) in Cause::ALL.iter().enumerate() {
-            assert_eq!(*cause as usize, index);
-            assert!(Cause::ALL.iter().all(|other| other == cause || other.name() != cause.name()));
+    fn numbers_match_the_list_and_names_are_distinct() {
+        for (index, reason) in DropReason::ALL.iter().enumerate() {
+            assert_eq!(*reason as usize, index);
+            assert!(DropReason::ALL.iter().all(|other| other == reason || other.name() != reason.name()));
         }
     }
 }

@@ -3,14 +3,14 @@
 use crate::conntrack::Timestamp;
 
 /// A token bucket, in thousandths of a token so that a millisecond's share is a whole number.
-pub(super) struct Allowance {
+pub(super) struct TokenBucket {
     per_second: u64,
     most: u64,
     left: u64,
     filled: Option<Timestamp>,
 }
 
-impl Allowance {
+impl TokenBucket {
     /// A full bucket.
     pub(super) fn new(per_second: u32, at_once: u32) -> Self {
         let most = u64::from(at_once) * 1000;
@@ -38,11 +38,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_more_than_so_much_at_once_and_so_much_a_second() {
-        let mut allowance = Allowance::new(100, 10);
+    fn rate_and_burst_are_limited() {
+        let mut token_bucket = TokenBucket::new(100, 10);
         let mut spent = |at: u64| {
-            allowance.refill(Timestamp::from_millis(at));
-            (0..1000).take_while(|_| allowance.spend()).count()
+            token_bucket.refill(Timestamp::from_millis(at));
+            (0..1000).take_while(|_| token_bucket.spend()).count()
         };
         assert_eq!(spent(5_000), 10, "full at first");
         assert_eq!(spent(5_000), 0);
