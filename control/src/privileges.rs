@@ -60,7 +60,7 @@ pub(crate) fn settle() -> Result<(), CapsError> {
 
 /// Leaves the calling thread without any: what it starts has none either. Giving up cannot fail.
 pub(crate) fn forgo() {
-    penstock_dataplane::worker::forgo_capabilities();
+    penstock_dataplane::worker::drop_capabilities();
 }
 
 /// Runs `start` on a thread without capabilities, so that a thread which it starts in a library has none.

@@ -36,8 +36,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "1: ingress is judged by the destination's egress rules",
         POLICY,
-        "self.side(&dst, Direction::Ingress, &src, flow.src, flow)",
-        "self.side(&dst, Direction::Egress, &src, flow.src, flow)",
+        "self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow)",
+        "self.evaluate_direction(&dst, Direction::Egress, &src, flow.src, flow)",
     ),
     mutation(
         "2: a policy isolates in both directions",
@@ -165,7 +165,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "11: cluster-wide, an allowed ingress does not overrule egress",
         POLICY,
-        "(Side::Denied, Side::Allowed(rule)) => Judgement { egress: Side::AllowedByPeer(rule), ingress },",
+        "(Denied, Allowed(rule)) => PolicyVerdict { egress: AllowedByPeer(rule), ingress },",
         "",
     ),
     mutation(
@@ -224,9 +224,12 @@ impl Bench {
         let write =
             |file: &str, text: &str| fs::write(bench.root.join(file), text).expect("below the target directory");
         let read = |file: &str| fs::read_to_string(original.join(file)).expect("a file of the project");
-        write("dataplane/src/cause.rs", &read("dataplane/src/cause.rs"));
+        write("dataplane/src/drop_reason.rs", &read("dataplane/src/drop_reason.rs"));
         write("dataplane/src/packet/mod.rs", PACKET);
-        write("dataplane/src/lib.rs", "mod cause;\npub mod packet;\npub mod policy;\npub use cause::Cause;\n");
+        write(
+            "dataplane/src/lib.rs",
+            "mod drop_reason;\npub mod packet;\npub mod policy;\npub use drop_reason::DropReason;\n",
+        );
         let modules = ["compile", "engine", "model", "render", "state"].map(|module| format!("pub mod {module};\n"));
         write("control/src/lib.rs", &modules.concat());
         write("dataplane/Cargo.toml", DATAPLANE);

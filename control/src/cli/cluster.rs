@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 
 use super::Failure;
 use crate::engine::{Engine, Settings};
@@ -54,8 +54,8 @@ impl ManifestArgs {
     }
 
     /// Whether a rule's action is honoured cluster-wide.
-    pub(super) fn reach(&self) -> Reach {
-        if self.cluster_wide { Reach::ClusterWide } else { Reach::BothSides }
+    pub(super) fn reach(&self) -> RuleScope {
+        if self.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides }
     }
 
     /// Reads the manifests.

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
-use penstock_dataplane::policy::{Direction, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict};
 
 use super::Failure;
 use super::cluster::OptionalManifestArgs;
@@ -93,15 +93,19 @@ fn side(text: &mut String, engine: &Engine, direction: Direction, ends: (&str, &
     };
     let name = side.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
     let verdict = match side.side {
-        Side::Denied => style::bad("denied"),
-        Side::NotLocal if side.pod.is_some() => format!("{} here, its own node enforces it", style::good("allowed")),
-        Side::NotLocal => format!("{}, it is no pod: no policy is about it", style::good("allowed")),
-        Side::Open => format!("{}, no policy isolates it", style::good("allowed")),
-        Side::Exempt => {
+        DirectionVerdict::Denied => style::bad("denied"),
+        DirectionVerdict::NotLocal if side.pod.is_some() => {
+            format!("{} here, its own node enforces it", style::good("allowed"))
+        }
+        DirectionVerdict::NotLocal => format!("{}, it is no pod: no policy is about it", style::good("allowed")),
+        DirectionVerdict::Open => format!("{}, no policy isolates it", style::good("allowed")),
+        DirectionVerdict::Exempt => {
             format!("{}, a pod and its node, and a pod and itself, always reach each other", style::good("allowed"))
         }
-        Side::Allowed(_) => style::good("allowed"),
-        Side::AllowedByPeer(_) => format!("{}, by a rule of the other side, cluster-wide", style::good("allowed")),
+        DirectionVerdict::Allowed(_) => style::good("allowed"),
+        DirectionVerdict::AllowedByPeer(_) => {
+            format!("{}, by a rule of the other side, cluster-wide", style::good("allowed"))
+        }
     };
     line(text, &format!("\n{} of {name}: {verdict}", style::strong(word)));
     for key in &side.policies {
@@ -124,7 +128,7 @@ fn side(text: &mut String, engine: &Engine, direction: Direction, ends: (&str, &
     }
     match &side.nearest {
         Some(near) => nearest(text, engine, near, peer),
-        None if side.side == Side::Denied => {
+        None if side.side == DirectionVerdict::Denied => {
             line(text, "  nearest  none of these has a rule for it: denied by default")
         }
         None => {}

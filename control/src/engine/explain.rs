@@ -1,7 +1,7 @@
 //! Why a flow is allowed or denied.
 
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{Direction, Judgement, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
 use crate::compile::{Lack, Provenance, RuleSource, compare, rules_of};
 use crate::model::ObjectKey;
@@ -13,7 +13,7 @@ use super::Engine;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Explanation {
     /// What the tables say.
-    pub judgement: Judgement,
+    pub judgement: PolicyVerdict,
     /// Why the source may send it, or may not.
     pub egress: SideExplanation,
     /// Why the destination may receive it, or may not.
@@ -24,7 +24,7 @@ pub struct Explanation {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SideExplanation {
     /// What the tables say.
-    pub side: Side,
+    pub side: DirectionVerdict,
     /// The pod whose side it is; `None` if its address is no pod's.
     pub pod: Option<ObjectKey>,
     /// The policies that select the pod and are about this direction, sorted.
@@ -33,7 +33,7 @@ pub struct SideExplanation {
     pub isolated: bool,
     /// Whether the annotation of its namespace isolates it.
     pub default_deny: bool,
-    /// The rule that allowed; the other side's, where [`Side::AllowedByPeer`] says so.
+    /// The rule that allowed; the other side's, where [`DirectionVerdict::AllowedByPeer`] says so.
     pub rule: Option<Provenance>,
     /// Where it is denied, the rule that came nearest.
     pub nearest: Option<Near>,
@@ -59,7 +59,7 @@ impl Engine {
         }
     }
 
-    fn explain_side(&self, flow: &Flow, direction: Direction, side: Side) -> SideExplanation {
+    fn explain_side(&self, flow: &Flow, direction: Direction, side: DirectionVerdict) -> SideExplanation {
         let own = match direction {
             Direction::Egress => flow.src,
             Direction::Ingress => flow.dst,
@@ -79,7 +79,7 @@ impl Engine {
             policies: policies.into_iter().map(|(key, _)| key).collect(),
             default_deny,
             rule: side.rule().and_then(|rule| self.provenance(rule, flow)),
-            nearest: if side == Side::Denied { self.nearest(&sources, flow) } else { None },
+            nearest: if side == DirectionVerdict::Denied { self.nearest(&sources, flow) } else { None },
         }
     }
 

@@ -6,7 +6,7 @@
 mod explain;
 
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{Judgement, PolicySet, Reach, RuleRef};
+use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
 
 use crate::compile::{Provenance, compare};
 use crate::model::Change;
@@ -21,18 +21,18 @@ pub struct Settings {
     /// Whose sides are enforced.
     pub scope: Scope,
     /// Whether a rule's action is honoured cluster-wide. If it is, the sides of all pods are, whatever the scope.
-    pub reach: Reach,
+    pub reach: RuleScope,
 }
 
 impl Settings {
     /// The Kubernetes API's meaning, for the pods of one node.
     pub fn for_node(name: impl Into<String>) -> Self {
-        Self { scope: Scope::Node(name.into()), reach: Reach::default() }
+        Self { scope: Scope::Node(name.into()), reach: RuleScope::default() }
     }
 
     /// The Kubernetes API's meaning, for all pods.
     pub fn for_all_pods() -> Self {
-        Self { scope: Scope::AllPods, reach: Reach::default() }
+        Self { scope: Scope::AllPods, reach: RuleScope::default() }
     }
 }
 
@@ -71,8 +71,8 @@ impl Engine {
     }
 
     /// Judges a flow, opened in this direction, by the tables.
-    pub fn judge(&self, flow: &Flow) -> Judgement {
-        self.policy_set().judge(flow)
+    pub fn judge(&self, flow: &Flow) -> PolicyVerdict {
+        self.policy_set().evaluate(flow)
     }
 
     /// The rule that a judgement of the current set names, with the peer and the port through which it matched this

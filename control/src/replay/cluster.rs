@@ -6,7 +6,7 @@ use std::sync::Arc;
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 use rustc_hash::FxHashMap;
 
 use crate::engine::{Engine, Settings};
@@ -56,7 +56,7 @@ impl Cluster {
     pub fn new(
         objects: impl IntoIterator<Item = Object>,
         node: Option<&str>,
-        reach: Reach,
+        reach: RuleScope,
     ) -> Result<Self, ClusterError> {
         let scope = node.map_or(Scope::AllPods, |node| Scope::Node(node.to_owned()));
         let settings = Settings { scope: scope.clone(), reach };

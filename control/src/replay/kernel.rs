@@ -11,7 +11,7 @@
 
 use penstock_dataplane::forward::{Forwarding, PortKind};
 use penstock_dataplane::packet::{Address, ETHERNET_LEN};
-use penstock_xdp_redirect::Outcome;
+use penstock_xdp_redirect::XdpOutcome;
 
 const IPV4: [u8; 2] = [0x08, 0x00];
 const IPV6: [u8; 2] = [0x86, 0xdd];
@@ -21,18 +21,18 @@ const SERVICE_VLAN: [u8; 2] = [0x88, 0xa8];
 
 /// Why a frame received on a port of this kind goes to the kernel unjudged; `None` if it goes to a worker. A frame with
 /// a VLAN tag on a pod's port is dropped by the program; a worker would drop it too, so it is left to that.
-pub fn left_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<Outcome> {
-    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(Outcome::NotIp) };
+pub fn left_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<XdpOutcome> {
+    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(XdpOutcome::NotIp) };
     let is_uplink = kind == PortKind::Uplink;
     match [ethertype[0], ethertype[1]] {
-        ARP => return Some(Outcome::Arp),
-        VLAN | SERVICE_VLAN => return is_uplink.then_some(Outcome::NotIp),
-        IPV6 if is_neighbour_discovery(forwarding, frame) => return Some(Outcome::NeighbourDiscovery),
+        ARP => return Some(XdpOutcome::Arp),
+        VLAN | SERVICE_VLAN => return is_uplink.then_some(XdpOutcome::NotIp),
+        IPV6 if is_neighbour_discovery(forwarding, frame) => return Some(XdpOutcome::NeighbourDiscovery),
         IPV4 | IPV6 => {}
-        _ => return Some(Outcome::NotIp),
+        _ => return Some(XdpOutcome::NotIp),
     }
     let is_for_pod = || addresses(frame).is_some_and(|(_, to)| forwarding.pod_port(to).is_some());
-    (is_uplink && !is_for_pod()).then_some(Outcome::NotLocal)
+    (is_uplink && !is_for_pod()).then_some(XdpOutcome::NotLocal)
 }
 
 /// Source and destination of a frame whose IP header is there as a whole, whatever else may be wrong with it.
@@ -42,13 +42,13 @@ pub fn addresses(frame: &[u8]) -> Option<(Address, Address)> {
     match [header[12], header[13]] {
         IPV4 => {
             let ip = ip.first_chunk::<20>()?;
-            let address = |at: usize| Address::from_v4_octets([ip[at], ip[at + 1], ip[at + 2], ip[at + 3]]);
+            let address = |at: usize| Address::from_v4_bytes([ip[at], ip[at + 1], ip[at + 2], ip[at + 3]]);
             Some((address(12), address(16)))
         }
         IPV6 => {
             let ip = ip.first_chunk::<40>()?;
             let (from, to) = (ip[8..].first_chunk::<16>()?, ip[24..].first_chunk::<16>()?);
-            Some((Address::from_v6_octets(*from), Address::from_v6_octets(*to)))
+            Some((Address::from_v6_bytes(*from), Address::from_v6_bytes(*to)))
         }
         _ => None,
     }
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn what_the_program_passes_is_left_to_the_kernel_and_nothing_else() {
-        use Outcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
+        use XdpOutcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
         let (pod, host, uplink) = (PortKind::Pod, PortKind::Host, PortKind::Uplink);
         for (name, kind, frame, expected) in [
             ("ARP", pod, frame(ARP, &[0; 28]), Some(Arp)),

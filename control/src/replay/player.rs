@@ -6,9 +6,9 @@ use std::time::Duration;
 use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
-use penstock_dataplane::pipeline::{BATCH, Cause, Mode, Observer, Occasion, Pipeline, Verdict};
-use penstock_dataplane::policy::Judgement;
-use penstock_xdp_redirect::Outcome;
+use penstock_dataplane::pipeline::{BATCH, DropReason, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::policy::PolicyVerdict;
+use penstock_xdp_redirect::XdpOutcome;
 
 use crate::model::Change;
 
@@ -24,7 +24,7 @@ pub enum Place {
     /// A worker gets it from this port.
     Port(PortId),
     /// No worker sees it, and why.
-    Kernel(Outcome),
+    Kernel(XdpOutcome),
 }
 
 /// What became of a packet.
@@ -33,9 +33,9 @@ pub enum Decision {
     /// It passed.
     Allow,
     /// It was dropped.
-    Deny(Cause),
+    Deny(DropReason),
     /// It was left to the kernel.
-    Kernel(Outcome),
+    Kernel(XdpOutcome),
 }
 
 /// What a packet is to a connection.
@@ -55,15 +55,15 @@ pub enum Standing {
 #[derive(Clone, Copy, Debug)]
 struct Judged {
     index: usize,
-    judgement: Judgement,
-    occasion: Occasion,
+    judgement: PolicyVerdict,
+    occasion: EvaluationReason,
 }
 
 struct Listener<'a>(&'a mut Vec<Judged>);
 
 impl Observer for Listener<'_> {
     #[inline]
-    fn judged(&mut self, index: usize, _: &Flow, judgement: &Judgement, occasion: Occasion) {
+    fn evaluated(&mut self, index: usize, _: &Flow, judgement: &PolicyVerdict, occasion: EvaluationReason) {
         self.0.push(Judged { index, judgement: *judgement, occasion });
     }
 }
@@ -73,10 +73,10 @@ impl Observer for Listener<'_> {
 pub struct Tally {
     /// Packets that passed.
     pub allowed: u64,
-    /// Packets dropped, by [`Cause`].
-    pub denied: [u64; Cause::COUNT],
-    /// Packets left to the kernel, by [`Outcome`].
-    pub kernel: [u64; Outcome::ALL.len()],
+    /// Packets dropped, by [`DropReason`].
+    pub denied: [u64; DropReason::COUNT],
+    /// Packets left to the kernel, by [`XdpOutcome`].
+    pub kernel: [u64; XdpOutcome::ALL.len()],
     /// Connections opened.
     pub connections: u64,
     /// Connections that were cut when policy changed.
@@ -104,11 +104,11 @@ impl Player {
         let table = Arc::new(ConnTable::new(connections)?);
         Ok(Self {
             cluster,
-            pipeline: Pipeline::new(Arc::clone(&table), Mode::Full),
+            pipeline: Pipeline::new(Arc::clone(&table), PipelineMode::Full),
             table,
             now: Timestamp::default(),
             swept: Timestamp::default(),
-            verdicts: [Verdict::Drop(Cause::NotReady); BATCH],
+            verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
             judged: Vec::with_capacity(2 * BATCH),
             tally: Tally::default(),
         })
@@ -148,7 +148,7 @@ impl Player {
                 Some(port) => Ok(port),
                 None if !forwarding.is_node(from) => Ok(UPLINK),
                 None if forwarding.pod_port(to).is_some() => Ok(HOST),
-                None => Err(Outcome::NotLocal),
+                None => Err(XdpOutcome::NotLocal),
             },
             None => Ok(UPLINK),
         };
@@ -192,13 +192,13 @@ impl Player {
         let (snapshot, rules) = self.cluster.parts();
         for Judged { index, judgement, occasion } in &self.judged {
             match occasion {
-                Occasion::Opened if is_let_through(self.verdicts[*index]) => {
+                EvaluationReason::Opened if is_let_through(self.verdicts[*index]) => {
                     self.tally.connections += 1;
                     let rules_hit = rules.of(&snapshot.policy, judgement);
                     rules.hit(rules_hit);
                 }
-                Occasion::JudgedAgain if !judgement.is_allowed() => self.tally.cut += 1,
-                Occasion::Opened | Occasion::JudgedAgain => {}
+                EvaluationReason::Reevaluated if !judgement.is_allowed() => self.tally.cut += 1,
+                EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
             }
         }
     }
@@ -220,10 +220,10 @@ impl Player {
         let none = (None, Rules::default());
         let Place::Port(_) = place else { return none };
         let verdict = self.verdicts[index];
-        if verdict == Verdict::Drop(Cause::ConnectionCut) {
+        if verdict == Verdict::Drop(DropReason::ConnectionCut) {
             return (Some(Standing::Cut), Rules::default());
         }
-        if verdict == Verdict::Drop(Cause::InvalidState) {
+        if verdict == Verdict::Drop(DropReason::InvalidState) {
             return (Some(Standing::Established), self.rules_of(packet, frame));
         }
         if !is_let_through(verdict) {
@@ -236,8 +236,8 @@ impl Player {
             Some(Judged { judgement, occasion, .. }) => {
                 let (snapshot, rules) = self.cluster.parts();
                 let standing = match occasion {
-                    Occasion::Opened => Standing::New,
-                    Occasion::JudgedAgain => Standing::Established,
+                    EvaluationReason::Opened => Standing::New,
+                    EvaluationReason::Reevaluated => Standing::Established,
                 };
                 (Some(standing), rules.of(&snapshot.policy, judgement))
             }
@@ -249,7 +249,7 @@ impl Player {
     fn rules_of(&mut self, packet: &Packet, frame: &[u8]) -> Rules {
         let Some(flow) = self.original_flow(packet, frame) else { return Rules::default() };
         let (snapshot, rules) = self.cluster.parts();
-        rules.of(&snapshot.policy, &snapshot.policy.judge(&flow))
+        rules.of(&snapshot.policy, &snapshot.policy.evaluate(&flow))
     }
 
     /// The flow of the packet that opened the connection of this one.
@@ -304,7 +304,7 @@ const SWEEP_EVERY: Duration = Duration::from_secs(10);
 /// Whether connection and policy let it pass, whatever became of it afterwards.
 #[inline]
 fn is_let_through(verdict: Verdict) -> bool {
-    use Cause::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
+    use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
     match verdict {
         Verdict::Forward(_) => true,
         Verdict::Drop(cause) => {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use penstock_dataplane::policy::{Direction, Judgement, PolicySet, RuleRef};
+use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::compile::{RuleSource, rules_of};
@@ -55,7 +55,7 @@ impl RuleBook {
 
     /// The rules of a judgement by the current tables.
     #[inline]
-    pub(super) fn of(&mut self, policy: &PolicySet, judgement: &Judgement) -> Rules {
+    pub(super) fn of(&mut self, policy: &PolicySet, judgement: &PolicyVerdict) -> Rules {
         let egress = judgement.egress.rule().map(|rule| self.resolve(policy, rule));
         let ingress = judgement.ingress.rule().map(|rule| self.resolve(policy, rule));
         // Where one side's rule allows on both, it is one rule.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use penstock_dataplane::conntrack;
 use penstock_dataplane::packet::parse;
-use penstock_dataplane::policy::Reach;
+use penstock_dataplane::policy::RuleScope;
 
 use crate::model::Object;
 use crate::source::manifest::{self, ManifestErrors, read_manifests};
@@ -34,7 +34,7 @@ pub struct Options {
     /// How manifests are read.
     pub reading: manifest::Options,
     /// Whether a rule's action is honoured cluster-wide.
-    pub reach: Reach,
+    pub reach: RuleScope,
     /// Whose pods are local; all pods are, if not given.
     pub node: Option<String>,
     /// Which interfaces of the captures are known to be which ports.

@@ -2,8 +2,8 @@
 
 use std::fmt::{self, Write as _};
 
-use penstock_dataplane::pipeline::Cause;
-use penstock_xdp_redirect::Outcome;
+use penstock_dataplane::pipeline::DropReason;
+use penstock_xdp_redirect::XdpOutcome;
 use serde::Serialize;
 
 use super::player::Player;
@@ -84,8 +84,8 @@ impl Summary {
     /// Of a replay that is over.
     pub fn new(input: Input, player: &Player) -> Self {
         let tally = player.tally();
-        let denied = Cause::ALL.iter().map(|cause| (*cause, tally.denied[*cause as usize]));
-        let kernel = Outcome::ALL.iter().map(|outcome| (*outcome, tally.kernel[*outcome as usize]));
+        let denied = DropReason::ALL.iter().map(|cause| (*cause, tally.denied[*cause as usize]));
+        let kernel = XdpOutcome::ALL.iter().map(|outcome| (*outcome, tally.kernel[*outcome as usize]));
         let denied = denied.map(|(cause, packets)| Reason { verdict: "deny", reason: cause.name(), packets });
         let kernel = kernel.map(|(outcome, packets)| Reason { verdict: "kernel", reason: outcome.name(), packets });
         let mut reasons: Vec<Reason> = denied.chain(kernel).filter(|reason| reason.packets > 0).collect();

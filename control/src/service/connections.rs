@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use penstock_dataplane::conntrack::{ConnTable, Opened, OwnerId};
+use penstock_dataplane::conntrack::{ConnTable, OwnerId, TableOrigin};
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Address;
 
@@ -98,12 +98,12 @@ impl Connections {
         }
         let Mapping::File(path) = &self.mapping else { return };
         let path = path.display();
-        match table.opened() {
-            Opened::New => tracing::info!("connection table {path}: new"),
-            Opened::Remade(reason) => {
+        match table.origin() {
+            TableOrigin::New => tracing::info!("connection table {path}: new"),
+            TableOrigin::Remade(reason) => {
                 tracing::warn!("connection table {path}: {reason}; a new one was made, and all connections are new");
             }
-            Opened::Found => {
+            TableOrigin::Found => {
                 let found = table.len();
                 let removed = self.adopt(table, forwarding);
                 tracing::info!(
@@ -243,7 +243,7 @@ fn name((pod, interface): &(ObjectKey, u32)) -> String {
 #[cfg(test)]
 mod tests {
     use penstock_dataplane::Epoch;
-    use penstock_dataplane::conntrack::{Config, NewConn, Timestamp};
+    use penstock_dataplane::conntrack::{Config, NewConnection, Timestamp};
     use penstock_dataplane::forward::{Port, PortId, PortKind};
     use penstock_dataplane::packet::{Flow, Protocol, Transport};
 
@@ -265,7 +265,8 @@ mod tests {
 
     fn enter(table: &ConnTable, flow: &Flow, owner: u16) {
         let (transport, hashed) = (&Transport::Udp, &table.prepare(flow));
-        let new = NewConn { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
+        let new =
+            NewConnection { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
         assert!(table.insert(&new).is_ok());
     }
 

@@ -501,13 +501,13 @@ fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
         connections: config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?,
-        on_cut: match config.conntrack.on_cut {
-            OnCut::Drop => penstock_dataplane::answer::OnCut::Drop,
-            OnCut::Reset => penstock_dataplane::answer::OnCut::Reset,
+        on_revoke: match config.conntrack.on_cut {
+            OnCut::Drop => penstock_dataplane::reply::OnRevoke::Drop,
+            OnCut::Reset => penstock_dataplane::reply::OnRevoke::Reset,
         },
         mode: match config.dataplane.mode {
-            Mode::Full => pipeline::Mode::Full,
-            Mode::Forward => pipeline::Mode::ForwardOnly,
+            Mode::Full => pipeline::PipelineMode::Full,
+            Mode::Forward => pipeline::PipelineMode::ForwardOnly,
         },
         ..Default::default()
     };

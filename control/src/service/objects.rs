@@ -235,7 +235,7 @@ mod tests {
             src_port: 9,
             dst_port: 53,
         };
-        objects.policy_set().judge(&flow).is_allowed()
+        objects.policy_set().evaluate(&flow).is_allowed()
     }
 
     #[test]

@@ -10,7 +10,8 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, Mode, ModeChoice, OnMiss, Outcomes, Redirect, Role, SocketError,
+    AttachError, AttachOptions, Attached, Interface, ModeChoice, OnMiss, Redirect, Role, SocketError, XdpMode,
+    XdpOutcomeCounts,
 };
 
 use super::config::{Config, FailMode};
@@ -83,8 +84,8 @@ pub(super) struct Counted {
     pub(super) id: PortId,
     pub(super) kind: PortKind,
     pub(super) pod: Option<ObjectKey>,
-    pub(super) mode: Mode,
-    pub(super) outcomes: Option<Outcomes>,
+    pub(super) mode: XdpMode,
+    pub(super) outcomes: Option<XdpOutcomeCounts>,
 }
 
 impl Ports {
@@ -349,7 +350,7 @@ impl Ports {
     }
 
     /// Interfaces that are closed because their pod is not known, with what came from them.
-    pub(super) fn waiting(&self) -> Vec<(String, Outcomes)> {
+    pub(super) fn waiting(&self) -> Vec<(String, XdpOutcomeCounts)> {
         self.waiting.counted()
     }
 
@@ -496,7 +497,7 @@ impl PodSide {
     fn tell_own(&self) {
         let none = BTreeSet::new();
         let addresses = if self.served { &self.last.addresses } else { &none };
-        if let Err(error) = self.open.attached.set_own(self.last.peer_mac.0, addresses) {
+        if let Err(error) = self.open.attached.set_own_addresses(self.last.peer_mac.0, addresses) {
             tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
         }
     }
@@ -513,7 +514,7 @@ impl PodSide {
 fn tell_mode(attached: &Attached) {
     let (interface, wanted) = (attached.interface(), attached.options());
     match attached.mode() {
-        Mode::Generic { because } => {
+        XdpMode::Generic { because } => {
             let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
             let longer = match wanted.role {
                 Role::Uplink => "go by the kernel",
@@ -527,11 +528,11 @@ fn tell_mode(attached: &Attached) {
                 "attached in generic mode: slower, and packets longer than a frame {longer}"
             );
         }
-        Mode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
+        XdpMode::Native if wanted.mode == ModeChoice::Generic => tracing::warn!(
             %interface,
             "stays in native mode, in which its link was pinned; run penstock cleanup before the next start for xdp.mode to count"
         ),
-        Mode::Native => {}
+        XdpMode::Native => {}
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use penstock_dataplane::Epoch;
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::policy::{Endpoint, Isolation, Owner, PolicySet};
+use penstock_dataplane::policy::{AddressOwner, Endpoint, EndpointPolicy, PolicySet};
 use penstock_dataplane::worker::Dataplane;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
@@ -162,7 +162,7 @@ impl Progress {
 
 fn endpoint_of(policy: &PolicySet, addresses: &BTreeSet<IpAddr>) -> Option<Endpoint> {
     let endpoint = |&address: &IpAddr| match policy.owner(address.into()) {
-        Some(Owner::Pod { endpoint, .. }) => endpoint,
+        Some(AddressOwner::Pod { endpoint, .. }) => endpoint,
         _ => None,
     };
     policy.endpoint(addresses.iter().find_map(endpoint)?).cloned()
@@ -170,9 +170,9 @@ fn endpoint_of(policy: &PolicySet, addresses: &BTreeSet<IpAddr>) -> Option<Endpo
 
 /// Whether both have the same tables. Equal tables are shared, so that it is enough to compare where they are.
 fn is_same(one: Option<&Endpoint>, other: Option<&Endpoint>) -> bool {
-    let same = |one: &Isolation, other: &Isolation| match (one, other) {
-        (Isolation::Open, Isolation::Open) => true,
-        (Isolation::Isolated(one), Isolation::Isolated(other)) => Arc::ptr_eq(one, other),
+    let same = |one: &EndpointPolicy, other: &EndpointPolicy| match (one, other) {
+        (EndpointPolicy::Open, EndpointPolicy::Open) => true,
+        (EndpointPolicy::Isolated(one), EndpointPolicy::Isolated(other)) => Arc::ptr_eq(one, other),
         _ => false,
     };
     match (one, other) {

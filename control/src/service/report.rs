@@ -4,15 +4,19 @@ use std::fmt::Display;
 
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::io::FrameAccount;
-use penstock_dataplane::worker::{KernelDrops, Statistics};
+use penstock_dataplane::worker::{DataplaneStatistics, KernelDrops};
 
-use penstock_xdp_redirect::{Outcome, Outcomes};
+use penstock_xdp_redirect::{XdpOutcome, XdpOutcomeCounts};
 
 use super::ports::Counted;
 use super::table::layout;
 
 /// One table of the ports and of the interfaces that wait for their pod, one of the workers.
-pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[(String, Outcomes)]) -> String {
+pub(super) fn statistics(
+    statistics: &DataplaneStatistics,
+    ports: &[Counted],
+    waiting: &[(String, XdpOutcomeCounts)],
+) -> String {
     let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for figures in &statistics.ports {
@@ -39,7 +43,7 @@ pub(super) fn statistics(statistics: &Statistics, ports: &[Counted], waiting: &[
         ]);
     }
     for (interface, outcomes) in waiting {
-        let causes = [Outcome::NoSocket, Outcome::VlanTag, Outcome::ForgedNeighbour];
+        let causes = [XdpOutcome::NoSocket, XdpOutcome::VlanTag, XdpOutcome::ForgedNeighbour];
         let dropped: u64 = causes.into_iter().map(|cause| outcomes.get(cause)).sum();
         let (none, no_worker) = ("-".to_owned(), "0".to_owned());
         rows.push(vec![

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use penstock_dataplane::worker::{Dataplane, Statistics};
+use penstock_dataplane::worker::{Dataplane, DataplaneStatistics};
 
 /// How often a sample is kept.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
@@ -13,7 +13,7 @@ const STUCK: Duration = Duration::from_secs(3);
 #[derive(Clone, Debug)]
 pub(super) struct Sample {
     at: Instant,
-    pub(super) statistics: Statistics,
+    pub(super) statistics: DataplaneStatistics,
 }
 
 impl Sample {
@@ -72,7 +72,7 @@ mod tests {
 
     fn sample(at: Instant, rounds: [u64; 2]) -> Sample {
         let workers = rounds.map(|rounds| WorkerStatistics { rounds, ..WorkerStatistics::default() });
-        Sample { at, statistics: Statistics { workers: workers.into(), ..Statistics::default() } }
+        Sample { at, statistics: DataplaneStatistics { workers: workers.into(), ..DataplaneStatistics::default() } }
     }
 
     #[test]

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::pipeline::Occasion;
-use penstock_dataplane::policy::{RuleName, Side};
-use penstock_dataplane::worker::{Judged, Outcome, VerdictLog, VerdictRecord};
+use penstock_dataplane::pipeline::EvaluationReason;
+use penstock_dataplane::policy::{DirectionVerdict, RuleName};
+use penstock_dataplane::worker::{LoggedEvaluation, LoggedOutcome, VerdictLog, VerdictRecord};
 use serde::Serialize;
 
 use super::admin::{View, identifier};
@@ -41,7 +41,7 @@ pub(super) struct Verdicts {
     writer: Option<Outlet>,
     is_on: bool,
     /// Packets without a record, by outcome, as of the last line that told of them.
-    suppressed: Vec<(Outcome, u64)>,
+    suppressed: Vec<(LoggedOutcome, u64)>,
     /// Lines that were not written.
     unwritten: u64,
 }
@@ -159,11 +159,11 @@ impl Verdicts {
     }
 
     fn missing(&mut self) -> Option<String> {
-        let now: Vec<(Outcome, u64)> = Outcome::all()
+        let now: Vec<(LoggedOutcome, u64)> = LoggedOutcome::all()
             .map(|outcome| (outcome, self.log.suppressed(outcome)))
             .filter(|(_, count)| *count > 0)
             .collect();
-        let told = |outcome: Outcome| {
+        let told = |outcome: LoggedOutcome| {
             self.suppressed.iter().find(|(known, _)| *known == outcome).map_or(0, |(_, count)| *count)
         };
         let more = now.iter().map(|&(outcome, count)| (outcome.name(), count - told(outcome)));
@@ -204,31 +204,31 @@ fn line(view: &View<'_>, record: &VerdictRecord) -> String {
         worker: record.worker,
         epoch: record.epoch.0,
         ingress: In { port: record.ingress.0, pod: pod.as_deref() },
-        octets: record.octets,
+        octets: record.bytes,
         connection: record.connection.map(identifier),
         protocol: record.flow.map(|flow| flow.protocol.to_string()),
         src,
         dst,
-        policy: record.judged.as_ref().map(policy),
+        policy: record.evaluation.as_ref().map(policy),
     })
 }
 
-fn policy(judged: &Judged) -> Policy {
-    let side = |side: Side, rule: &Option<RuleName>| match (side, rule) {
-        (Side::Denied, _) => "denied".to_owned(),
-        (Side::NotLocal, _) => "not here".to_owned(),
-        (Side::Open, _) => "open".to_owned(),
-        (Side::Exempt, _) => "exempt".to_owned(),
-        (Side::Allowed(_) | Side::AllowedByPeer(_), Some(rule)) => rule.to_string(),
-        (Side::Allowed(_) | Side::AllowedByPeer(_), None) => "allowed".to_owned(),
+fn policy(judged: &LoggedEvaluation) -> Policy {
+    let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
+        (DirectionVerdict::Denied, _) => "denied".to_owned(),
+        (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
+        (DirectionVerdict::Open, _) => "open".to_owned(),
+        (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
+        (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
+        (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };
     Policy {
-        occasion: match judged.occasion {
-            Occasion::Opened => "first packet",
-            Occasion::JudgedAgain => "judged again",
+        occasion: match judged.evaluation_reason {
+            EvaluationReason::Opened => "first packet",
+            EvaluationReason::Reevaluated => "judged again",
         },
-        egress: side(judged.judgement.egress, &judged.egress_rule),
-        ingress: side(judged.judgement.ingress, &judged.ingress_rule),
+        egress: side(judged.policy_verdict.egress, &judged.egress_rule),
+        ingress: side(judged.policy_verdict.ingress, &judged.ingress_rule),
     }
 }
 

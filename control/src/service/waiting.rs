@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use penstock_xdp_redirect::{Attached, Interface, Outcomes};
+use penstock_xdp_redirect::{Attached, Interface, XdpOutcomeCounts};
 
 use super::config::{Config, InterfacePattern, Startup};
 use crate::discovery::{Facts, Link};
@@ -100,7 +100,7 @@ impl Waiting {
     }
 
     /// Each closed interface with what came from it.
-    pub(super) fn counted(&self) -> Vec<(String, Outcomes)> {
+    pub(super) fn counted(&self) -> Vec<(String, XdpOutcomeCounts)> {
         let all = self.closed.values();
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes().ok()?))).collect()
     }

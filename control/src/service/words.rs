@@ -17,7 +17,7 @@ pub(super) fn all_states() -> impl Iterator<Item = State> {
         State::Unreplied,
         State::Replied,
         State::Assured,
-        State::Cut,
+        State::Revoked,
     ])
 }
 

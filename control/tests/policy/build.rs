@@ -7,7 +7,7 @@ use penstock_control::engine::{Engine, Settings};
 use penstock_control::model::*;
 use penstock_control::render::acl::{self, AccessList};
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_dataplane::policy::{self, Direction, Judgement, Reach};
+use penstock_dataplane::policy::{self, Direction, PolicyVerdict, RuleScope};
 
 use super::naive::{self, Seen, World};
 
@@ -174,7 +174,7 @@ impl Cluster {
     }
 
     /// Judges by the tables, after asserting that the others say the same of both sides.
-    pub(crate) fn judge(&mut self, flow: &Flow) -> Judgement {
+    pub(crate) fn judge(&mut self, flow: &Flow) -> PolicyVerdict {
         let judgement = self.engine.judge(flow);
         let expected = self.world.judge(flow, &mut self.seen);
         let tables = (side(judgement.egress), side(judgement.ingress));
@@ -230,19 +230,19 @@ impl Cluster {
 }
 
 /// The tables' words as the naive reading's.
-fn side(side: policy::Side) -> naive::Side {
+fn side(side: policy::DirectionVerdict) -> naive::Side {
     match side {
-        policy::Side::Denied => naive::Side::Denied,
-        policy::Side::NotLocal => naive::Side::NoPod,
-        policy::Side::Open => naive::Side::Open,
-        policy::Side::Allowed(_) | policy::Side::AllowedByPeer(_) => naive::Side::Allowed,
-        policy::Side::Exempt => naive::Side::Exempt,
+        policy::DirectionVerdict::Denied => naive::Side::Denied,
+        policy::DirectionVerdict::NotLocal => naive::Side::NoPod,
+        policy::DirectionVerdict::Open => naive::Side::Open,
+        policy::DirectionVerdict::Allowed(_) | policy::DirectionVerdict::AllowedByPeer(_) => naive::Side::Allowed,
+        policy::DirectionVerdict::Exempt => naive::Side::Exempt,
     }
 }
 
 /// An engine under which a rule's action is honoured cluster-wide.
 pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
-    let mut engine = Engine::new(Settings { reach: Reach::ClusterWide, ..Settings::for_all_pods() });
+    let mut engine = Engine::new(Settings { reach: RuleScope::ClusterWide, ..Settings::for_all_pods() });
     engine.apply(objects.into_iter().map(Change::Set));
     engine
 }

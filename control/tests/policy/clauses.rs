@@ -1,7 +1,7 @@
 //! The clauses of the specification, each by examples. The number in a test's name is the clause's.
 
 use penstock_control::model::*;
-use penstock_dataplane::policy::{Direction, Side};
+use penstock_dataplane::policy::{Direction, DirectionVerdict};
 
 use super::build::*;
 
@@ -367,7 +367,7 @@ fn clause_8_a_pod_and_its_node_always_reach_each_other_and_so_does_a_pod_itself(
         ("shop/db", "shop/web", "tcp/1", false),
     ]);
     let flow = cluster.flow("shop/db", "shop/db", "tcp/1");
-    assert_eq!(cluster.judge(&flow).egress, Side::Exempt);
+    assert_eq!(cluster.judge(&flow).egress, DirectionVerdict::Exempt);
 }
 
 #[test]
@@ -425,5 +425,5 @@ fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_what_it_lacks
         assert_eq!((nearest.rule.to_string().as_str(), nearest.lacks), (name, lacks), "from {from} to {port}");
     }
     let open = cluster.engine.explain(&cluster.flow("lab/web", "lab/probe", "tcp/1")).ingress;
-    assert_eq!((open.side, open.isolated, open.policies.len()), (Side::Open, false, 0));
+    assert_eq!((open.side, open.isolated, open.policies.len()), (DirectionVerdict::Open, false, 0));
 }

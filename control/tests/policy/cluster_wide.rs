@@ -3,7 +3,7 @@
 use penstock_control::engine::Engine;
 use penstock_control::model::*;
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_dataplane::policy::Side;
+use penstock_dataplane::policy::DirectionVerdict;
 
 use super::build::*;
 
@@ -30,7 +30,7 @@ fn check(engine: &Engine, expected: &[(&str, &str, bool)]) {
         assert_eq!(explanation.judgement.is_allowed(), *allowed, "{from} to {to}: {explanation:?}");
         let by_peer = [&explanation.egress, &explanation.ingress]
             .into_iter()
-            .find(|side| matches!(side.side, Side::AllowedByPeer(_)));
+            .find(|side| matches!(side.side, DirectionVerdict::AllowedByPeer(_)));
         assert!(by_peer.is_none_or(|side| side.rule.is_some()), "the other side's rule is named");
     }
 }

@@ -101,7 +101,7 @@ fn one_pods_new_labels_share_everything_that_they_do_not_touch() {
     cluster.set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])));
     cluster.check(&[("shop/job", "shop/db", "tcp/1", true)]);
     let probe = cluster.flow("shop/job", "shop/db", "tcp/1");
-    assert!(!before.judge(&probe).is_allowed(), "the set before stays as it was");
+    assert!(!before.evaluate(&probe).is_allowed(), "the set before stays as it was");
     let (_, tables) = cluster.engine.statistics();
     assert_eq!((tables.tables, tables.identities), (1, 2), "the pod has an identity that was there");
     assert!(!cluster.engine.apply([Change::Set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])))]));

@@ -93,17 +93,19 @@ fn pods(engine: &Engine, matrix: &Matrix) -> Vec<Pod> {
 }
 
 fn reason(side: &SideExplanation) -> String {
-    use penstock_dataplane::policy::Side;
+    use penstock_dataplane::policy::DirectionVerdict;
     let policies = side.policies.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     match (&side.side, &side.rule, &side.nearest) {
-        (Side::Open, ..) => "open: no policy isolates the pod".to_owned(),
-        (Side::NotLocal, ..) => "no pod: no policy is about it".to_owned(),
-        (Side::Exempt, ..) => "always allowed: a pod with itself".to_owned(),
-        (Side::Allowed(_), Some(rule), _) => format!("allowed by {rule}"),
-        (Side::AllowedByPeer(_), Some(rule), _) => format!("allowed by {rule} of the other side"),
-        (Side::Denied, _, Some(near)) => format!("denied, isolated by {policies}; nearest {}", near.rule),
-        (Side::Denied, ..) if side.default_deny => "denied by the DefaultDeny annotation of the namespace".to_owned(),
-        (Side::Denied, ..) => format!("denied, isolated by {policies}, without a rule for this direction"),
-        (Side::Allowed(_) | Side::AllowedByPeer(_), None, _) => "allowed".to_owned(),
+        (DirectionVerdict::Open, ..) => "open: no policy isolates the pod".to_owned(),
+        (DirectionVerdict::NotLocal, ..) => "no pod: no policy is about it".to_owned(),
+        (DirectionVerdict::Exempt, ..) => "always allowed: a pod with itself".to_owned(),
+        (DirectionVerdict::Allowed(_), Some(rule), _) => format!("allowed by {rule}"),
+        (DirectionVerdict::AllowedByPeer(_), Some(rule), _) => format!("allowed by {rule} of the other side"),
+        (DirectionVerdict::Denied, _, Some(near)) => format!("denied, isolated by {policies}; nearest {}", near.rule),
+        (DirectionVerdict::Denied, ..) if side.default_deny => {
+            "denied by the DefaultDeny annotation of the namespace".to_owned()
+        }
+        (DirectionVerdict::Denied, ..) => format!("denied, isolated by {policies}, without a rule for this direction"),
+        (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None, _) => "allowed".to_owned(),
     }
 }

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use penstock_dataplane::policy::{
-    Direction, Endpoint, EndpointId, Isolation, NodeId, Owner, PolicySet, Reach, RuleRef, RuleTable,
+    AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope, RuleTable,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -78,13 +78,13 @@ struct Round {
 impl Tables {
     /// No tables yet. Cluster-wide reach needs both sides of every flow: the scope is then all pods, whichever is asked
     /// for.
-    pub fn new(scope: Scope, reach: Reach) -> Self {
+    pub fn new(scope: Scope, reach: RuleScope) -> Self {
         let scope = match reach {
-            Reach::BothSides => scope,
-            Reach::ClusterWide => Scope::AllPods,
+            RuleScope::BothSides => scope,
+            RuleScope::ClusterWide => Scope::AllPods,
         };
         let mut update = PolicySet::default().update();
-        update.set_reach(reach);
+        update.set_rule_scope(reach);
         Self {
             scope,
             endpoints: Registry::default(),
@@ -259,8 +259,8 @@ impl Tables {
         self.set = PolicySet::default();
         for number in &round.endpoints {
             let isolation = |table: Option<u32>| match table {
-                None => Isolation::Open,
-                Some(table) => Isolation::Isolated(self.tables[table].table.clone()),
+                None => EndpointPolicy::Open,
+                Some(table) => EndpointPolicy::Isolated(self.tables[table].table.clone()),
             };
             let endpoint = self
                 .endpoints
@@ -271,8 +271,8 @@ impl Tables {
         for address in addresses {
             let owner = match state.holder(address) {
                 None => None,
-                Some(Holder::Node(node)) => Some(Owner::Node(NodeId(node))),
-                Some(Holder::Pod(pod)) => self.identities.at(address).map(|number| Owner::Pod {
+                Some(Holder::Node(node)) => Some(AddressOwner::Node(NodeId(node))),
+                Some(Holder::Pod(pod)) => self.identities.at(address).map(|number| AddressOwner::Pod {
                     identity: identity(number),
                     endpoint: self.endpoints.find(&pod).map(EndpointId),
                     node: state.node_of(pod).map(NodeId),

@@ -5,11 +5,13 @@ use std::net::IpAddr;
 use std::time::Instant;
 
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::Connection;
+use penstock_dataplane::conntrack::ConnectionInfo;
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::policy::{Judgement, Side};
-use penstock_dataplane::worker::{Dataplane, Depths, KernelDrops, PortStatistics, QueueDepth, Stage, StageStatistics};
+use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
+use penstock_dataplane::worker::{
+    Dataplane, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Stage, StageStatistics,
+};
 
 use super::question::Listing;
 use super::types;
@@ -40,7 +42,7 @@ pub(in crate::service) struct View<'a> {
 /// What is read of the kernel and asked of the workers, which may take a moment.
 pub(in crate::service) struct Figures {
     pub(in crate::service) sample: Sample,
-    pub(in crate::service) depths: Depths,
+    pub(in crate::service) depths: QueueDepths,
     pub(in crate::service) ports: Vec<Counted>,
 }
 
@@ -107,7 +109,7 @@ impl View<'_> {
         }
     }
 
-    fn workers(&self, now: &Sample, before: &Sample, depths: &Depths, in_force: &[Epoch]) -> Vec<types::Worker> {
+    fn workers(&self, now: &Sample, before: &Sample, depths: &QueueDepths, in_force: &[Epoch]) -> Vec<types::Worker> {
         let seconds = now.seconds_since(before);
         let received = |sample: &Sample, worker: usize| -> u64 {
             let ports = sample.statistics.ports.iter();
@@ -126,12 +128,12 @@ impl View<'_> {
                     worker,
                     core: core.0,
                     epoch: in_force.get(worker).map_or(0, |epoch| epoch.0),
-                    busy: share(figures.busy_turns.sum(), earlier.busy_turns.sum()),
+                    busy: share(figures.busy_iterations.sum(), earlier.busy_iterations.sum()),
                     awake: 1.0 - share(figures.asleep, earlier.asleep),
                     packets_per_second: packets as f64 / seconds,
                     packets_per_batch: if batches == 0 { 0.0 } else { packets as f64 / batches as f64 },
-                    turn_median_seconds: figures.busy_turns.quantile(0.5).map(|time| time.as_secs_f64()),
-                    turn_p99_seconds: figures.busy_turns.quantile(0.99).map(|time| time.as_secs_f64()),
+                    turn_median_seconds: figures.busy_iterations.quantile(0.5).map(|time| time.as_secs_f64()),
+                    turn_p99_seconds: figures.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
                     stages: stages(&figures.stages),
                 }
@@ -212,13 +214,13 @@ impl View<'_> {
     }
 
     /// Connections with the names of their ends, and with what lets them pass by the policy of now.
-    pub(in crate::service) fn describe(&self, connections: &[Connection]) -> Vec<types::Flow> {
+    pub(in crate::service) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::Flow> {
         let (engine, table) = (self.engine(), self.dataplane.connections());
         connections
             .iter()
             .map(|connection| {
                 let original = connection.original;
-                let Judgement { egress, ingress } = engine.judge(&original);
+                let PolicyVerdict { egress, ingress } = engine.judge(&original);
                 let (src_port, dst_port) = original.shown_ports();
                 types::Flow {
                     connection: identifier(table.connection_id(&original)),
@@ -258,14 +260,20 @@ pub(in crate::service) fn identifier(connection: u64) -> String {
 }
 
 /// What lets a side pass, or that nothing does.
-pub(in crate::service) fn side(engine: &Engine, side: Side, flow: &penstock_dataplane::packet::Flow) -> String {
+pub(in crate::service) fn side(
+    engine: &Engine,
+    side: DirectionVerdict,
+    flow: &penstock_dataplane::packet::Flow,
+) -> String {
     let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
     match side {
-        Side::Denied => "denied".to_owned(),
-        Side::NotLocal => "not here".to_owned(),
-        Side::Open => "open".to_owned(),
-        Side::Exempt => "exempt".to_owned(),
-        Side::Allowed(_) | Side::AllowedByPeer(_) => rule.unwrap_or_else(|| "allowed".to_owned()),
+        DirectionVerdict::Denied => "denied".to_owned(),
+        DirectionVerdict::NotLocal => "not here".to_owned(),
+        DirectionVerdict::Open => "open".to_owned(),
+        DirectionVerdict::Exempt => "exempt".to_owned(),
+        DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {
+            rule.unwrap_or_else(|| "allowed".to_owned())
+        }
     }
 }
 

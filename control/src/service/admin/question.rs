@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use penstock_dataplane::conntrack::{ConnTable, Connection};
+use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -25,7 +25,7 @@ pub(in crate::service) enum Question {
     /// The connection table, and which addresses an end has.
     Connections { end: Option<String>, answer: oneshot::Sender<Result<Listing, String>> },
     /// Names and rules of connections.
-    Describe { connections: Vec<Connection>, answer: oneshot::Sender<Vec<Flow>> },
+    Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<Flow>> },
     /// Why is a flow allowed or denied?
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
     /// All that a support bundle holds, but the connections; and what the metrics are made of.

@@ -7,7 +7,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_dataplane::conntrack::{Connection, Timestamp};
+use penstock_dataplane::conntrack::{ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Protocol};
 use serde::Serialize;
 use tokio::net::UnixListener;
@@ -123,17 +123,17 @@ impl Filter {
         Ok(Self { protocol: protocol.transpose()?, state: state.transpose()?, port: query.port })
     }
 
-    fn takes(&self, connection: &Connection) -> bool {
+    fn takes(&self, connection: &ConnectionInfo) -> bool {
         self.protocol.is_none_or(|protocol| protocol == connection.original.protocol)
             && self.port.is_none_or(|port| port == connection.original.shown_ports().1)
             && self.state.as_deref().is_none_or(|state| state == connection.state.name())
     }
 
     /// How many there are, and the first of them.
-    fn find(&self, listing: &Listing, limit: usize) -> (usize, Vec<Connection>) {
+    fn find(&self, listing: &Listing, limit: usize) -> (usize, Vec<ConnectionInfo>) {
         let addresses: Option<BTreeSet<Address>> =
             listing.addresses.as_ref().map(|addresses| addresses.iter().map(|&address| address.into()).collect());
-        let of = |connection: &Connection| match &addresses {
+        let of = |connection: &ConnectionInfo| match &addresses {
             Some(addresses) => {
                 [connection.original.src, connection.original.dst].iter().any(|end| addresses.contains(end))
             }

@@ -338,14 +338,14 @@ impl Conntrack {
             entries: self.entries as usize,
             quota: self.quota,
             timeouts,
-            pick_up: match self.pick_up {
-                PickUp::Always | PickUp::Former(true) => conntrack::PickUp::Always,
-                PickUp::Former(false) => conntrack::PickUp::Never,
+            midstream_pickup: match self.pick_up {
+                PickUp::Always | PickUp::Former(true) => conntrack::MidStreamPickup::Always,
+                PickUp::Former(false) => conntrack::MidStreamPickup::Never,
                 PickUp::For(time) => {
                     let end = conntrack::Timestamp::now().plus(time.duration());
                     match fail {
-                        FailMode::Closed => conntrack::PickUp::AfterLoss(end),
-                        FailMode::Open => conntrack::PickUp::Until(end),
+                        FailMode::Closed => conntrack::MidStreamPickup::AfterLoss(end),
+                        FailMode::Open => conntrack::MidStreamPickup::Until(end),
                     }
                 }
             },

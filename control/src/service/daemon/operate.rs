@@ -1,6 +1,6 @@
 //! The daemon's answers to those who look into it, and its configuration read again.
 
-use penstock_dataplane::conntrack::Connection;
+use penstock_dataplane::conntrack::ConnectionInfo;
 
 use super::super::admin::types::{Dump, Flow};
 use super::super::admin::{Figures, Question, View};
@@ -84,7 +84,7 @@ impl Daemon<'_> {
     }
 
     /// Some at a time, so that policy does not wait for a long list.
-    fn describe(&self, connections: &[Connection]) -> Vec<Flow> {
+    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<Flow> {
         let some = |some| self.view(&self.publisher.content()).describe(some);
         connections.chunks(AT_ONCE).flat_map(some).collect()
     }

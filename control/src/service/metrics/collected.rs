@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::policy;
-use penstock_dataplane::worker::{Depths, Histogram, KernelDrops, Outcome, PortStatistics, Statistics};
+use penstock_dataplane::worker::{
+    DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
+};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
@@ -21,8 +23,8 @@ use crate::source::{Kind as ObjectKind, KindHealth};
 /// All that one scrape tells, but what [`Times`] keeps.
 #[derive(Debug)]
 pub(in crate::service) struct Collected {
-    statistics: Statistics,
-    depths: Depths,
+    statistics: DataplaneStatistics,
+    depths: QueueDepths,
     /// By port number: kind, namespace and name of its pod, XDP outcomes.
     ports: BTreeMap<u16, Named>,
     published: u32,
@@ -31,7 +33,7 @@ pub(in crate::service) struct Collected {
     policies: usize,
     pods: usize,
     attached: usize,
-    tables: policy::Statistics,
+    tables: policy::PolicySetStatistics,
     connections: Connections,
     pub(super) table: Arc<ConnTable>,
     /// Filled in when the table has been gone through.
@@ -97,7 +99,7 @@ impl Collected {
             table: Arc::clone(table),
             by_state: Arc::default(),
             verdicts: Verdicts {
-                suppressed: Outcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
+                suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
             source: ObjectKind::ALL.into_iter().map(|kind| (kind, view.source.of(kind))).collect(),
@@ -211,7 +213,7 @@ impl Collected {
             "penstock_drops",
             "Packets dropped by workers, by cause; closed ports included",
             |add| {
-                let causes = penstock_dataplane::Cause::ALL.iter();
+                let causes = penstock_dataplane::DropReason::ALL.iter();
                 causes.copied().try_for_each(|cause| add.count(&[("cause", cause.name())], total.dropped(cause)))
             },
         )?;
@@ -236,7 +238,7 @@ impl Collected {
             "Time in which a worker moved packets; its rate is the busy share",
             |add| {
                 workers().try_for_each(|(n, worker)| {
-                    add.count_seconds(&[("worker", &label(n))], worker.busy_turns.sum().as_secs_f64())
+                    add.count_seconds(&[("worker", &label(n))], worker.busy_iterations.sum().as_secs_f64())
                 })
             },
         )?;
@@ -263,13 +265,13 @@ impl Collected {
             Kind::Counter,
             "penstock_worker_answers",
             "ICMP errors and TCP resets of the node's own making, in answer to packets that were dropped",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers)),
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies)),
         )?;
         to.family(
             Kind::Counter,
             "penstock_worker_answers_withheld",
             "Answers that were due and not given, because there had been too many",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.answers_withheld)),
+            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies_suppressed)),
         )?;
         to.family(
             Kind::Gauge,
@@ -297,8 +299,9 @@ impl Collected {
             "penstock_worker_turn_seconds",
             "How long a worker's turns with packets took",
             |add| {
-                workers()
-                    .try_for_each(|(n, worker)| add.histogram(&[("worker", &label(n))], &turns(&worker.busy_turns)))
+                workers().try_for_each(|(n, worker)| {
+                    add.histogram(&[("worker", &label(n))], &turns(&worker.busy_iterations))
+                })
             },
         )?;
         to.family(Kind::Histogram, "penstock_worker_batch_packets", "Packets of a batch", |add| {
@@ -400,7 +403,7 @@ impl Collected {
         to.gauge("penstock_policy_addresses", "Addresses that the policy tables know", self.tables.addresses as f64)?;
         to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;
         to.gauge("penstock_policy_rules", "Rules in them", self.tables.rules as f64)?;
-        to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.octets as f64)?;
+        to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.bytes as f64)?;
         to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
         to.gauge("penstock_uptime_seconds", "Since when the daemon runs", self.uptime.as_secs_f64())?;
         to.family(
