@@ -40,7 +40,7 @@ fn connections_outlast_the_table_that_created_them() {
     for n in 0..200 {
         let conn = table.find(&table.prepare(&flow(n).reversed()), NOW).unwrap();
         assert_eq!((conn.original_flow(), conn.owner(), conn.state()), (flow(n), POD, State::Unreplied));
-        assert!(!conn.is_evaluated_under(Epoch(1)), "judged by another process");
+        assert!(!conn.is_evaluated_under(Epoch(1)), "evaluated by another process");
     }
     // Even ports belong to a pod that still exists, with another number.
     let removed = table.assign_owners(|flow| (flow.src_port % 2 == 0).then_some(OwnerId(3)));
