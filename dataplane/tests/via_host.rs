@@ -170,7 +170,7 @@ fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
         assert_eq!(node.verdict(HOST, &udp(direct, other, 10)), Verdict::Forward(B));
         assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST));
         node.publish(true);
-        assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST), "after being judged again");
+        assert_eq!(node.verdict(B, &udp(other, direct, 10)), Verdict::Forward(HOST), "after it was evaluated again");
     }
 }
 

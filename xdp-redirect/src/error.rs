@@ -6,7 +6,7 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The kernel does not permit this process to use BPF.
-    #[error("the kernel refuses BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON")]
+    #[error("the kernel does not permit BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON")]
     NotPermitted {
         /// Error of the kernel.
         source: libbpf_rs::Error,
@@ -114,7 +114,7 @@ pub enum SocketError {
     },
     /// The kernel rejected it.
     #[error(
-        "interface {interface}: the kernel does not take the AF_XDP socket of RX queue {queue} ({source}): it must be an AF_XDP socket of this process"
+        "interface {interface}: the kernel rejects the AF_XDP socket of RX queue {queue} ({source}): it must be an AF_XDP socket of this process"
     )]
     Kernel {
         /// The interface.

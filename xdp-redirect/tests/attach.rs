@@ -157,7 +157,7 @@ fn a_missing_interface_or_queue_is_named() {
         let fd = std::os::fd::AsFd::as_fd(&file);
         assert!(matches!(attached.set_socket(64, fd), Err(SocketError::QueueOutOfRange { queue: 64, .. })));
         let error = attached.set_socket(0, fd).unwrap_err();
-        assert!(error.to_string().contains("interface v: the kernel does not take"), "{error}");
+        assert!(error.to_string().contains("interface v: the kernel rejects"), "{error}");
     });
 }
 

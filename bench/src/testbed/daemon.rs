@@ -43,8 +43,8 @@ pub struct DaemonConfig {
 }
 
 impl DaemonConfig {
-    /// Defaults, except for what would need more memory than a few pods need: no connection table file, no admin API
-    /// and no metrics.
+    /// Defaults, with the memory that a few pods need, and without a connection table file, admin API
+    /// and metrics.
     pub fn new(node: &str, manifests: &Path) -> Self {
         Self {
             node: node.into(),

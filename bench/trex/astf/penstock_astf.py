@@ -76,9 +76,9 @@ def template(addresses, port, client, server, group=ALLOWED, **client_options):
         tg_name=group)
 
 
-def message(kind, bytes):
-    """A request or an answer of so many bytes, with what an HTTP message begins with."""
+def message(kind, length):
+    """A request or an answer of this many bytes, starting like an HTTP message."""
     start = {'request': 'GET /penstock HTTP/1.1\r\nHost: pod\r\n\r\n', 'answer': 'HTTP/1.1 200 OK\r\n\r\n'}[kind]
-    if bytes < len(start):
-        raise ValueError(f'--{kind} {bytes}: at least {len(start)} bytes')
-    return start + 'x' * (bytes - len(start))
+    if length < len(start):
+        raise ValueError(f'--{kind} {length}: at least {len(start)} bytes')
+    return start + 'x' * (length - len(start))

@@ -8,7 +8,7 @@ from .search import Search, summary
 from .stateful import Stateful
 from .stateless import Stateless
 
-# Latency is told at these shares of the no-drop rate.
+# Latency is reported at these shares of the no-drop rate.
 LATENCY_AT = (0.1, 0.5, 0.9)
 
 

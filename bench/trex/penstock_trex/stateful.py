@@ -7,7 +7,7 @@ from .search import Trial
 
 # How long connections may take to end after the last one was opened.
 GRACE = 5.0
-# What is told of each side, by the server's own names.
+# Counters of each side, by the names of the server.
 COUNTERS = ['tcps_connattempt', 'tcps_accepts', 'tcps_connects', 'tcps_closed', 'tcps_drops', 'tcps_conndrops',
             'tcps_timeoutdrop', 'tcps_rexmttimeo', 'tcps_rexmttimeo_syn', 'tcps_sndrexmitpack', 'tcps_sndbyte',
             'tcps_rcvbyte', 'm_active_flows', 'm_est_flows']

@@ -6,7 +6,7 @@ from penstock_stl import Ends, Groups, Tunables, latency_stream, padded, stream
 
 
 class PodByPod:
-    """A stream and a latency stream for each pod, so that one pod's loss and latency are told from another's.
+    """A stream and a latency stream for each pod, to separate the loss and latency of each pod.
 
     Port 0 is outside and sends to every pod; what comes back is counted by group, on whichever port it arrives.
     """

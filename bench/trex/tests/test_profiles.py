@@ -29,26 +29,26 @@ def streams(name, *tunables, direction=0, port_id=None):
     return [(stream.get_name(), stream.get_pg_id(), stream.to_json()) for stream in profile.get_streams()]
 
 
-def packet(told):
-    return base64.b64decode(told['packet']['binary'])
+def packet(description):
+    return base64.b64decode(description['packet']['binary'])
 
 
-def ports(told):
-    bytes = packet(told)
-    return struct.unpack('!HH', bytes[34:38] if bytes[12:14] == b'\x08\x00' else bytes[54:58])
+def ports(description):
+    frame = packet(description)
+    return struct.unpack('!HH', frame[34:38] if frame[12:14] == b'\x08\x00' else frame[54:58])
 
 
-def applied(told, number):
+def applied(description, number):
     """The ports of the packet in which the flow has this number: what TRex's field engine does."""
-    bytes = bytearray(packet(told))
-    for step in told['vm']['instructions']:
+    frame = bytearray(packet(description))
+    for step in description['vm']['instructions']:
         if step['type'] == 'write_mask_flow_var':
             assert step['pkt_cast_size'] == 2
             at, shift = step['pkt_offset'], step['shift']
             value = number << shift if shift >= 0 else number >> -shift
-            old = struct.unpack('!H', bytes[at:at + 2])[0]
-            bytes[at:at + 2] = struct.pack('!H', (old & ~step['mask'] | value & step['mask']) & 0xFFFF)
-    return struct.unpack('!HH', bytes[34:38])
+            old = struct.unpack('!H', frame[at:at + 2])[0]
+            frame[at:at + 2] = struct.pack('!H', (old & ~step['mask'] | value & step['mask']) & 0xFFFF)
+    return struct.unpack('!HH', frame[34:38])
 
 
 class Stateless(unittest.TestCase):
@@ -59,14 +59,14 @@ class Stateless(unittest.TestCase):
                     name, *tunables = text.split()
                     found = streams(name, *tunables, direction=direction)
                     self.assertTrue(found)
-                    for stream, group, told in found:
+                    for stream, group, description in found:
                         self.assertRegex(stream, '^(allowed|denied|latency)')
-                        self.assertEqual(told['flow_stats']['stream_id'], group)
+                        self.assertEqual(description['flow_stats']['stream_id'], group)
 
     def test_frames_have_the_size_that_was_asked_for(self):
         for size in (64, 128, 512, 1518):
-            (_, _, told), = streams('udp', '--size', str(size))
-            self.assertEqual(len(packet(told)) + 4, size)
+            (_, _, description), = streams('udp', '--size', str(size))
+            self.assertEqual(len(packet(description)) + 4, size)
 
     def test_addresses_and_ports_are_those_of_the_tunables_and_swapped_for_answers(self):
         tunables = ['--src', '198.18.0.2', '--dst', '10.1.2.3', '--sport', '40000', '--dport', '53']
@@ -80,28 +80,28 @@ class Stateless(unittest.TestCase):
     def test_ipv6_addresses_make_ipv6_packets(self):
         for name in ('udp', 'imix', 'pods'):
             tunables = ['--src', 'fd00::a', '--dst', 'fd00::b'] + ([] if name == 'imix' else ['--size', '128'])
-            for _, _, told in streams(name, *tunables):
-                self.assertEqual(packet(told)[12:14], b'\x86\xdd')
-                self.assertEqual(packet(told)[37], 0x0A)
+            for _, _, description in streams(name, *tunables):
+                self.assertEqual(packet(description)[12:14], b'\x86\xdd')
+                self.assertEqual(packet(description)[37], 0x0A)
 
     def test_no_sum_is_sent_that_a_field_engine_would_leave_wrong(self):
         for name, tunables in (('flows', ['--flows', '7']), ('udp', ['--latency-pps', '5'])):
-            for _, _, told in streams(name, *tunables):
-                self.assertEqual(packet(told)[40:42], bytes(2))
+            for _, _, description in streams(name, *tunables):
+                self.assertEqual(packet(description)[40:42], bytes(2))
 
     def test_imix_has_its_sizes_in_its_shares(self):
-        found = [(len(packet(told)) + 4, told['mode']['rate']['value']) for _, _, told in streams('imix')]
+        found = [(len(packet(description)) + 4, description['mode']['rate']['value']) for _, _, description in streams('imix')]
         self.assertEqual(found, [(64, 7.0), (570, 4.0), (1518, 1.0)])
 
     def test_as_many_connections_as_asked_for_and_each_once(self):
         for flows, dport in ((2, 8080), (1_000, 8080), (32_768, 8080), (100_000, 8192), (1_000_000, 8192)):
             with self.subTest(flows=flows):
-                (_, _, told), = streams('flows', '--flows', str(flows), '--dport', str(dport))
-                variable = next(step for step in told['vm']['instructions'] if step['type'] == 'flow_var')
+                (_, _, description), = streams('flows', '--flows', str(flows), '--dport', str(dport))
+                variable = next(step for step in description['vm']['instructions'] if step['type'] == 'flow_var')
                 self.assertEqual((variable['min_value'], variable['max_value'], variable['op']), (0, flows - 1, 'inc'))
                 step = max(flows // 5_000, 1)
                 numbers = {*range(0, flows, step), *range(min(flows, 1_000)), flows - 1}
-                seen = {applied(told, number) for number in numbers}
+                seen = {applied(description, number) for number in numbers}
                 self.assertEqual(len(seen), len(numbers))
                 self.assertTrue(all(near >= 32768 and dport <= far < dport + 32 for near, far in seen))
 
@@ -112,8 +112,8 @@ class Stateless(unittest.TestCase):
             self.assertEqual(applied(there[2], number), applied(back[2], number)[::-1])
 
     def test_denied_connections_have_their_share_and_their_port_and_no_answers(self):
-        found = {name: told for name, _, told in streams('mix', '--denied', '0.25', '--denied-dport', '9999')}
-        self.assertEqual({name: told['mode']['rate']['value'] for name, told in found.items()},
+        found = {name: description for name, _, description in streams('mix', '--denied', '0.25', '--denied-dport', '9999')}
+        self.assertEqual({name: description['mode']['rate']['value'] for name, description in found.items()},
                          {'allowed': 0.75, 'denied': 0.25})
         self.assertEqual((ports(found['allowed'])[1], ports(found['denied'])[1]), (8080, 9999))
         self.assertEqual([name for name, _, _ in streams('mix', direction=1)], ['allowed'])
@@ -123,10 +123,10 @@ class Stateless(unittest.TestCase):
         self.assertEqual([name for name, _, _ in found],
                          [f'{kind}-10.0.0.{pod}' for pod in (1, 2, 3) for kind in ('allowed', 'latency')])
         self.assertEqual(len({group for _, group, _ in found}), 6)
-        for name, _, told in found:
-            self.assertEqual(packet(told)[33], int(name[-1]))
-            self.assertEqual(told['flow_stats']['rule_type'], 'latency' if name.startswith('latency') else 'stats')
-            self.assertEqual(told['mode']['rate']['value'], 250.0 if name.startswith('latency') else 1.0)
+        for name, _, description in found:
+            self.assertEqual(packet(description)[33], int(name[-1]))
+            self.assertEqual(description['flow_stats']['rule_type'], 'latency' if name.startswith('latency') else 'stats')
+            self.assertEqual(description['mode']['rate']['value'], 250.0 if name.startswith('latency') else 1.0)
 
     def test_groups_of_two_ports_are_never_the_same(self):
         groups = [group for port in (0, 1, 2) for _, group, _ in streams('imix', '--latency-pps', '5', port_id=port)]
@@ -134,9 +134,9 @@ class Stateless(unittest.TestCase):
 
     def test_latency_packets_have_room_for_number_and_time(self):
         for src, dst in (('10.0.0.1', '10.0.0.2'), ('fd00::1', 'fd00::2')):
-            for name, _, told in streams('udp', '--src', src, '--dst', dst, '--size', '66', '--latency-pps', '1'):
+            for name, _, description in streams('udp', '--src', src, '--dst', dst, '--size', '66', '--latency-pps', '1'):
                 headers = 42 if '.' in src else 62
-                self.assertGreaterEqual(len(packet(told)) - headers, 16 if name == 'latency' else 0)
+                self.assertGreaterEqual(len(packet(description)) - headers, 16 if name == 'latency' else 0)
 
     def test_tunables_that_cannot_be_are_refused(self):
         cases = [('udp', ['--size', '40']), ('udp', ['--src', '10.0.0.1', '--dst', 'fd00::1']),
@@ -159,8 +159,8 @@ def astf(name, *tunables):
     return profile, profile.to_json()
 
 
-def commands(told, template, side):
-    return told['program_list'][told['templates'][template][f'{side}_template']['program_index']]['commands']
+def commands(description, template, side):
+    return description['program_list'][description['templates'][template][f'{side}_template']['program_index']]['commands']
 
 
 class Stateful(unittest.TestCase):
@@ -170,42 +170,42 @@ class Stateful(unittest.TestCase):
                 self.assertTrue(astf(*text.split())[1]['templates'])
 
     def test_clients_and_servers_have_the_addresses_of_the_tunables(self):
-        _, told = astf('connections', '--clients', '198.18.0.2-198.18.0.254', '--servers', '10.1.2.3')
-        ends = {side['dir']: (side['ip_start'], side['ip_end']) for side in told['ip_gen_dist_list']}
+        _, description = astf('connections', '--clients', '198.18.0.2-198.18.0.254', '--servers', '10.1.2.3')
+        ends = {side['dir']: (side['ip_start'], side['ip_end']) for side in description['ip_gen_dist_list']}
         self.assertEqual(ends, {'c': ('198.18.0.2', '198.18.0.254'), 's': ('10.1.2.3', '10.1.2.3')})
 
     def test_a_connection_is_one_request_and_one_answer(self):
-        _, told = astf('connections', '--cps', '250', '--request', '200', '--answer', '5000')
-        client, server = commands(told, 0, 'client'), commands(told, 0, 'server')
+        _, description = astf('connections', '--cps', '250', '--request', '200', '--answer', '5000')
+        client, server = commands(description, 0, 'client'), commands(description, 0, 'server')
         self.assertEqual([step['name'] for step in client], ['tx', 'rx'])
         self.assertEqual([step['name'] for step in server], ['rx', 'tx'])
         self.assertEqual((client[1]['min_bytes'], server[0]['min_bytes']), (5000, 200))
-        self.assertEqual(told['templates'][0]['client_template']['cps'], 250.0)
+        self.assertEqual(description['templates'][0]['client_template']['cps'], 250.0)
 
     def test_denied_connections_are_a_group_of_their_own(self):
-        profile, told = astf('connections', '--denied-port', '9090', '--denied-cps', '7')
+        profile, description = astf('connections', '--denied-port', '9090', '--denied-cps', '7')
         self.assertEqual(list(profile.tg_name_to_id), ['allowed', 'denied'])
-        templates = [(entry['client_template']['port'], entry['client_template']['cps']) for entry in told['templates']]
+        templates = [(entry['client_template']['port'], entry['client_template']['cps']) for entry in description['templates']]
         self.assertEqual(templates, [(8080, 1000.0), (9090, 7.0)])
-        self.assertEqual([entry['server_template']['assoc'] for entry in told['templates']], [[{'port': 8080}], [{'port': 9090}]])
+        self.assertEqual([entry['server_template']['assoc'] for entry in description['templates']], [[{'port': 8080}], [{'port': 9090}]])
 
     def test_held_connections_stay_open_for_their_rounds(self):
-        _, told = astf('held', '--connections', '500', '--rounds', '9', '--interval', '200')
-        entry = told['templates'][0]['client_template']
+        _, description = astf('held', '--connections', '500', '--rounds', '9', '--interval', '200')
+        entry = description['templates'][0]['client_template']
         self.assertEqual((entry['limit'], entry['cont']), (500, True))
-        client = commands(told, 0, 'client')
+        client = commands(description, 0, 'client')
         self.assertEqual([step['name'] for step in client], ['set_var', 'tx', 'rx', 'delay', 'jmp_nz'])
         self.assertEqual((client[0]['val'], client[3]['usec'], client[4]['offset']), (9, 200_000, -3))
-        self.assertGreaterEqual(told['c_glob_info']['tcp']['keepidle'], 30)
+        self.assertGreaterEqual(description['c_glob_info']['tcp']['keepidle'], 30)
 
     def test_bulk_carries_as_much_as_it_is_told_to(self):
-        _, told = astf('bulk', '--streams', '3', '--megabytes', '16', '--mss', '1400')
-        client, server = commands(told, 0, 'client'), commands(told, 0, 'server')
+        _, description = astf('bulk', '--streams', '3', '--megabytes', '16', '--mss', '1400')
+        client, server = commands(description, 0, 'client'), commands(description, 0, 'server')
         rounds = next(step['val'] for step in server if step['name'] == 'set_var')
         self.assertEqual(rounds, next(step['val'] for step in client if step['name'] == 'set_var'))
         self.assertEqual(rounds * 64 * 1024, 16 * 2**20)
-        self.assertEqual(told['templates'][0]['client_template']['limit'], 3)
-        self.assertEqual(told['c_glob_info']['tcp']['mss'], 1400)
+        self.assertEqual(description['templates'][0]['client_template']['limit'], 3)
+        self.assertEqual(description['c_glob_info']['tcp']['mss'], 1400)
 
     def test_tunables_that_cannot_be_are_refused(self):
         for name, tunables in (('connections', ['--request', '3']), ('held', ['--answer', '1'])):
@@ -223,15 +223,15 @@ SIGNATURES = '''
 import importlib, inspect, json, sys, warnings
 warnings.simplefilter('ignore')
 sys.path.insert(0, sys.argv[1])
-told = {}
+description = {}
 for mode, names in json.loads(sys.argv[2]).items():
     module = importlib.import_module(f'trex.{mode}.api')
     for name, functions in names.items():
         for function in functions:
             found = inspect.signature(getattr(getattr(module, name), function))
-            told[f'{mode}.{name}.{function}'] = [[p.name, p.kind.name, p.default is not p.empty]
+            description[f'{mode}.{name}.{function}'] = [[p.name, p.kind.name, p.default is not p.empty]
                                                 for p in found.parameters.values()]
-print(json.dumps(told))
+print(json.dumps(description))
 '''
 
 
@@ -245,15 +245,15 @@ class StandIn(unittest.TestCase):
                 node.name: [part.name for part in node.body if isinstance(part, ast.FunctionDef)
                             and part.name != 'instructions']
                 for node in tree.body if isinstance(node, ast.ClassDef)}
-        told = [json.loads(subprocess.run([sys.executable, '-c', SIGNATURES, str(where), json.dumps(wanted)], check=True,
+        description = [json.loads(subprocess.run([sys.executable, '-c', SIGNATURES, str(where), json.dumps(wanted)], check=True,
                                           capture_output=True, text=True).stdout)
                 for where in (STANDIN, library.path(TREX_DIR))]
-        self.assertGreater(len(told[0]), 40)
-        for name, parameters in told[0].items():
+        self.assertGreater(len(description[0]), 40)
+        for name, parameters in description[0].items():
             with self.subTest(function=name):
                 # TRex wraps this one in a function that takes anything.
                 if name != 'astf.ASTFProfile.to_json':
-                    self.assertEqual(parameters, told[1][name])
+                    self.assertEqual(parameters, description[1][name])
 
 
 if __name__ == '__main__':

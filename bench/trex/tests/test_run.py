@@ -79,7 +79,7 @@ class StatelessClient(Client):
 class StatefulClient(Client):
     """Establishes so many connections a second."""
 
-    capacity, leak, bytes = 5_000, 0, 0
+    capacity, leak, byte_count = 5_000, 0, 0
 
     def load_profile(self, profile, tunables):
         self.tunables = tunables['tunables']
@@ -91,9 +91,9 @@ class StatefulClient(Client):
         cps = [float(value) for key, value in zip(self.tunables, self.tunables[1:]) if key == '--cps'] or [100.0]
         attempts = int(cps[-1] * self.seconds)
         connects = min(attempts, int(self.capacity * self.seconds))
-        self.bytes += 1_000_000
+        self.byte_count += 1_000_000
         told = {'allowed': {'client': {'tcps_connattempt': attempts, 'tcps_connects': connects, 'm_est_flows': 42,
-                                       'tcps_rcvbyte': self.bytes}, 'server': {'tcps_accepts': connects}},
+                                       'tcps_rcvbyte': self.byte_count}, 'server': {'tcps_accepts': connects}},
                 'denied': {'client': {'tcps_connattempt': 50}, 'server': {'tcps_accepts': self.leak}}}
         return {group: told[group] for group in groups}
 

@@ -18,7 +18,7 @@ enum Op {
     /// The server rejects TCP connection `n`.
     Refusal { n: u8 },
     /// Connection `n` is evaluated again, and stays, is revoked or is restored.
-    Judge { n: u8, epoch: u32, allowed: bool },
+    Evaluate { n: u8, epoch: u32, allowed: bool },
     /// Connection `n` is removed.
     Remove { n: u8 },
     /// Time passes.
@@ -39,7 +39,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     prop_oneof![
         12 => (n.clone(), any::<bool>()).prop_map(|(n, reply)| Op::Packet { n, reply }),
         1 => n.clone().prop_map(|n| Op::Refusal { n }),
-        2 => (n.clone(), 1..9u32, any::<bool>()).prop_map(|(n, epoch, allowed)| Op::Judge { n, epoch, allowed }),
+        2 => (n.clone(), 1..9u32, any::<bool>()).prop_map(|(n, epoch, allowed)| Op::Evaluate { n, epoch, allowed }),
         1 => n.prop_map(|n| Op::Remove { n }),
         1 => prop_oneof![Just(0u64), Just(1), Just(7), Just(20), Just(100)].prop_map(|seconds| Op::Advance { seconds }),
         1 => (0..200usize).prop_map(|steps| Op::Sweep { steps }),
@@ -310,7 +310,7 @@ fn apply(table: &ConnTable, model: &mut Model, cursor: &mut SweepCursor, op: Op)
             packet(table, model, flow(n).reversed(), &segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 101));
         }
         Op::Refusal { .. } => {}
-        Op::Judge { n, epoch, allowed } => {
+        Op::Evaluate { n, epoch, allowed } => {
             model.epoch = epoch;
             let now = Timestamp::from_millis(model.millis);
             if let Some(mut conn) = table.find(&table.prepare(&flow(n)), now) {

@@ -19,7 +19,7 @@ pub enum TableOrigin {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum UnusableFile {
     /// It is not a connection table.
-    #[error("the file is no connection table")]
+    #[error("the file is not a connection table")]
     Foreign,
     /// It was created by another version of the program.
     #[error("the connection table is of version {found}, not {wanted}")]
@@ -30,13 +30,13 @@ pub enum UnusableFile {
         wanted: u64,
     },
     /// It was created for another number of connections.
-    #[error("the connection table is of another size than is set")]
+    #[error("the connection table has another size than configured")]
     Size,
     /// It is damaged.
-    #[error("the connection table is torn")]
+    #[error("the connection table is damaged")]
     Torn,
     /// It was created before the machine was last booted.
-    #[error("the connection table is from before the machine was started")]
+    #[error("the connection table was created before the last boot")]
     OtherBoot,
 }
 

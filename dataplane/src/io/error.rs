@@ -71,7 +71,7 @@ pub enum PortError {
         interface: String,
         /// Its MTU.
         mtu: u32,
-        /// Octets of a frame.
+        /// Bytes of a frame.
         frame_size: u32,
         /// The largest MTU that such frames hold.
         largest: u32,

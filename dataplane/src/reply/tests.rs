@@ -189,8 +189,8 @@ fn both_ends_of_a_revoked_tcp_connection_are_reset_with_the_expected_numbers() {
         let (verdict, replies) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
         assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
         let (at_web, at_db) = ((ip(web), 40_000), (ip(db), 5432));
-        let told: Vec<_> = replies.iter().map(rst).collect();
-        assert_eq!(told, [(WEB, at_db, at_web, 9001, None), (DB, at_web, at_db, 1006, Some(9001))]);
+        let resets: Vec<_> = replies.iter().map(rst).collect();
+        assert_eq!(resets, [(WEB, at_db, at_web, 9001, None), (DB, at_web, at_db, 1006, Some(9001))]);
 
         let (verdict, replies) = node.send(DB, &tcp(d, w, "", (9003, 1006), b"more"));
         assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));

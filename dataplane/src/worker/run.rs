@@ -69,7 +69,7 @@ impl<P: Processor> Worker<P> {
         })
     }
 
-    /// Moves packets until it is told to stop, then returns its queues.
+    /// Moves packets until a stop command, then returns its queues.
     pub(super) fn run(mut self) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
         let (mut until_housekeeping, mut until_poll_all) = (HOUSEKEEPING, 0_u32);

@@ -70,7 +70,7 @@ impl PeerTestbeds {
         let number = self.built.len();
         let (cores, descriptions) = (self.cores, &mut self.descriptions);
         let testbed = self.built.entry(spec.clone()).or_insert_with(|| {
-            let built = PeerTestbed::build(&format!("lane{number}"), spec.peer.clone(), spec.size, spec.mtu, cores);
+            let built = PeerTestbed::build(&format!("peer{number}"), spec.peer.clone(), spec.size, spec.mtu, cores);
             let testbed = built.map_err(|error| match error.downcast_ref::<MissingTool>() {
                 Some(missing) => missing.to_string(),
                 None => format!("{error:#}").replace('\n', "; "),

@@ -131,15 +131,15 @@ fn one_of_two_concurrent_revocations_reports_it() {
             let table = table.clone();
             thread::spawn(move || find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false))
         };
-        let judged = [find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false), other.join().unwrap()];
+        let results = [find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(2), false), other.join().unwrap()];
         assert!(
-            judged == [Reevaluation::Revoked, Reevaluation::Unchanged]
-                || judged == [Reevaluation::Unchanged, Reevaluation::Revoked],
-            "{judged:?}"
+            results == [Reevaluation::Revoked, Reevaluation::Unchanged]
+                || results == [Reevaluation::Unchanged, Reevaluation::Revoked],
+            "{results:?}"
         );
         let conn = find(&table, &wanted, NOW).unwrap();
         assert!(conn.is_revoked() && conn.is_evaluated_under(Epoch(2)));
-        usize::from(judged[0] == Reevaluation::Revoked)
+        usize::from(results[0] == Reevaluation::Revoked)
     });
 }
 

@@ -40,7 +40,7 @@ fn connections_outlast_the_table_that_created_them() {
     for n in 0..200 {
         let conn = table.find(&table.prepare(&flow(n).reversed()), NOW).unwrap();
         assert_eq!((conn.original_flow(), conn.owner(), conn.state()), (flow(n), POD, State::Unreplied));
-        assert!(!conn.is_evaluated_under(Epoch(1)), "judged by another process");
+        assert!(!conn.is_evaluated_under(Epoch(1)), "evaluated by another process");
     }
     // Even ports belong to a pod that still exists, with another number.
     let removed = table.assign_owners(|flow| (flow.src_port % 2 == 0).then_some(OwnerId(3)));
@@ -125,7 +125,7 @@ fn an_unusable_file_is_replaced_with_a_reason() {
     let damages: [Damage; 6] = [
         ("foreign", |path| std::fs::write(path, vec![b'x'; 10_000]).unwrap(), |why| *why == UnusableFile::Foreign),
         ("empty", |path| std::fs::write(path, b"").unwrap(), |why| *why == UnusableFile::Torn),
-        ("cut", |path| revoked(path, 50_000), |why| *why == UnusableFile::Torn),
+        ("cut", |path| truncate(path, 50_000), |why| *why == UnusableFile::Torn),
         ("another version", |path| patch(path, 1, 77), |why| matches!(why, UnusableFile::Version { found: 77, .. })),
         ("damaged header", |path| patch(path, 7, 1), |why| *why == UnusableFile::Torn),
         (
@@ -152,7 +152,7 @@ fn an_unusable_file_is_replaced_with_a_reason() {
     }
 }
 
-fn revoked(path: &Path, len: u64) {
+fn truncate(path: &Path, len: u64) {
     OpenOptions::new().write(true).open(path).unwrap().set_len(len).unwrap();
 }
 

@@ -243,7 +243,7 @@ fn a_revoked_connection_stays_revoked_across_a_restart() {
     }
     let table = ConnTable::new(&config).unwrap();
     let mut conn = find(&table, &case.flow, NOW).unwrap();
-    assert!(conn.is_revoked() && !conn.is_evaluated_under(Epoch(2)), "and is judged again");
+    assert!(conn.is_revoked() && !conn.is_evaluated_under(Epoch(2)), "and is evaluated again");
     assert_eq!(conn.next_sequence(case.ways()[0]), None, "segments may have passed meanwhile");
     assert_eq!(conn.set_verdict(Epoch(1), false), Reevaluation::Unchanged);
     assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Revoked);

@@ -39,7 +39,7 @@ fn a_worker_that_never_sleeps_reports_its_epoch_every_iteration() {
 struct Held {
     holds: Arc<AtomicBool>,
     inside: Arc<AtomicBool>,
-    judged_under: Arc<AtomicU32>,
+    evaluated_under: Arc<AtomicU32>,
 }
 
 impl Processor for Held {
@@ -56,7 +56,7 @@ impl Processor for Held {
             std::hint::spin_loop();
         }
         verdicts[..frames.len()].fill(Verdict::Drop(DropReason::NoPort));
-        self.judged_under.store(snapshot.epoch.0, Ordering::SeqCst);
+        self.evaluated_under.store(snapshot.epoch.0, Ordering::SeqCst);
         self.inside.store(false, Ordering::SeqCst);
     }
 
@@ -75,7 +75,7 @@ fn a_snapshot_is_not_in_force_while_a_batch_is_evaluated_under_the_previous_one(
         bench.dataplane.publish(snapshot(1));
         held.holds.store(true, Ordering::SeqCst);
         sender.send_all(&[frame(0, 60)]);
-        wait_until("it is judging", || held.inside.load(Ordering::SeqCst));
+        wait_until("it is evaluating", || held.inside.load(Ordering::SeqCst));
         bench.dataplane.publish(snapshot(2));
         for _ in 0..100 {
             assert_eq!(bench.dataplane.in_force(), [Epoch(1)]);
@@ -83,9 +83,9 @@ fn a_snapshot_is_not_in_force_while_a_batch_is_evaluated_under_the_previous_one(
         }
         held.holds.store(false, Ordering::SeqCst);
         wait_until("in force", || bench.dataplane.in_force() == [Epoch(2)]);
-        assert_eq!(held.judged_under.load(Ordering::SeqCst), 1, "the batch at hand was judged as it had begun");
+        assert_eq!(held.evaluated_under.load(Ordering::SeqCst), 1, "the current batch keeps its snapshot");
         sender.send_all(&[frame(1, 60)]);
-        wait_until("the next one under the new snapshot", || held.judged_under.load(Ordering::SeqCst) == 2);
+        wait_until("the next one under the new snapshot", || held.evaluated_under.load(Ordering::SeqCst) == 2);
         let worker = &bench.dataplane.statistics().workers[0];
         assert_eq!(worker.batch_sizes[0], worker.batches, "each batch had one packet");
         assert!(worker.busy_iterations.sum() >= Duration::from_millis(10), "{:?}", worker.busy_iterations.sum());
