@@ -9,7 +9,7 @@ use std::process::Command;
 use penstock_agent::config::Config;
 use penstock_bench::testbed::Scratch;
 use penstock_bench::testbed::api_server::ApiServer;
-use penstock_privileges::START;
+use penstock_privileges::STARTUP;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 
@@ -118,7 +118,7 @@ fn the_container_has_capabilities_one_by_one_and_every_mount_a_volume() {
 
 /// The capabilities that the daemon starts with, by their names without `CAP_`.
 fn start_capabilities() -> BTreeSet<String> {
-    START.iter().map(|capability| capability.to_string().trim_start_matches("CAP_").to_owned()).collect()
+    STARTUP.iter().map(|capability| capability.to_string().trim_start_matches("CAP_").to_owned()).collect()
 }
 
 /// The text of the systemd unit.

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::{Generator, Sink, pin};
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
 
@@ -81,7 +81,7 @@ fn pace_here(world: &World, sink: &Sink, to: SocketAddr) -> (u64, u64) {
     (sent, sink.arrived().unwrap() - before)
 }
 
-fn drops(port: &Port, cause: &str) -> u64 {
+fn drops(port: &PortStatus, cause: &str) -> u64 {
     port.drops.get(cause).copied().unwrap_or(0)
 }
 

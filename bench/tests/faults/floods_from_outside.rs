@@ -164,7 +164,7 @@ fn flood(world: &World, outside: &Outside, kind: (Packets, u16), sources: Source
     }
 }
 
-fn host(world: &World) -> penstock_admin::types::Port {
+fn host(world: &World) -> penstock_admin::types::PortStatus {
     world.status().ports.into_iter().find(|port| port.kind == "host").unwrap()
 }
 

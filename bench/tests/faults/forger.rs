@@ -4,7 +4,7 @@ use std::io;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::Wire;
 use penstock_bench::testbed::Outside;
 
@@ -107,6 +107,6 @@ pub(crate) fn sum_to(world: &World, pod: &str, causes: &[&str], expected: u64) -
 }
 
 /// Packets that the kernel lost at a port's socket: `rx_dropped` counts those for which the fill ring was empty too.
-pub(crate) fn kernel_lost(port: &Port) -> u64 {
+pub(crate) fn kernel_lost(port: &PortStatus) -> u64 {
     ["rx_dropped", "rx_ring_full"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
 }

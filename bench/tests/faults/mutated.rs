@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::Generator;
 use penstock_bench::probe::Flow;
 
@@ -91,7 +91,7 @@ struct Fate {
     dropped: u64,
 }
 
-fn fate(port: &Port) -> Fate {
+fn fate(port: &PortStatus) -> Fate {
     Fate {
         seen: port.xdp.values().sum(),
         redirected: port.xdp.get("redirected").copied().unwrap_or(0),

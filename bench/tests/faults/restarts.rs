@@ -110,7 +110,7 @@ fn a_worker_that_is_stuck_is_told_of_by_healthz_and_forgotten_when_it_moves() {
         health()
     };
     let told = wait_for(" 503 ");
-    assert!(told.contains("worker 0 has not moved for"), "{told}");
+    assert!(told.contains("worker 0 has not polled for"), "{told}");
     drop(stopped);
     wait_for(" 200 ");
     let to = world.target("test/pod-1", false);

@@ -165,7 +165,7 @@ fn a_pod_for_which_there_are_no_frames_is_told_of_and_stays_closed_and_others_go
     world.daemon.log().wait_for_after(seen, "attached", Duration::from_secs(5)).unwrap();
     world.cluster.node.add_pod("test/late", &addresses).unwrap();
     world.cluster.node.settle().unwrap();
-    let told = world.daemon.log().wait_for_after(seen, "could not be attached", Duration::from_secs(5)).unwrap();
+    let told = world.daemon.log().wait_for_after(seen, "cannot attach the interface", Duration::from_secs(5)).unwrap();
     assert!(told.contains("needs 64 frames") && told.contains("its packets are dropped"), "{told}");
     let reaches = |world: &World| {
         let late = Site::from(world.cluster.node.pod("test/late").unwrap());

@@ -58,7 +58,7 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
 
 /// How many were dropped for their source, by whichever program or worker.
 fn spoofed(scene: &Scene) -> u64 {
-    let count = |port: &penstock_admin::types::Port| {
+    let count = |port: &penstock_admin::types::PortStatus| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
     scene.world.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()

@@ -91,7 +91,7 @@ fn connections_go_on_after_the_daemon_was_killed_or_ended_and_policy_is_in_force
         daemon = Daemon::start(namespace, &config).unwrap();
         let line = daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
         println!("after {signal}: {line}");
-        assert!(line.contains("; 0 of pods that are gone removed"), "{line}");
+        assert!(line.contains("; removed 0 of pods that are gone"), "{line}");
         for connection in &mut connections {
             let outcome = exchange(connection);
             assert!(outcome.is_ok(), "after {signal}: {outcome:?}\n{}", daemon.log().lines().join("\n"));
@@ -268,7 +268,7 @@ fn a_sender_is_told_of_a_link_that_is_too_small() {
 
 #[test]
 fn a_connection_that_policy_ends_is_closed_at_both_ends_if_so_set() {
-    let world = World::of(&pods(2), |_, config| config.conntrack += "on_cut = \"reset\"\n");
+    let world = World::of(&pods(2), |_, config| config.conntrack += "on_revoke = \"reset\"\n");
     let (pod_0, pod_1) = (world.site("test/pod-0"), world.site("test/pod-1"));
     let mut connections = [false, true].map(|v6| connect(pod_0, pod_1, v6));
     connections.iter_mut().for_each(|connection| exchange(connection).unwrap());

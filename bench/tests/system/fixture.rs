@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use penstock_admin::client::Client;
-use penstock_admin::types::{Port, Status};
+use penstock_admin::types::{PortStatus, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::judge::Judge;
 use penstock_bench::matrix::Matrix;
@@ -117,7 +117,7 @@ impl World {
     }
 
     /// Its figures of a pod's port.
-    pub(crate) fn port(&self, pod: &str) -> Port {
+    pub(crate) fn port(&self, pod: &str) -> PortStatus {
         let ports = self.status().ports;
         ports.into_iter().find(|port| port.pod.as_deref() == Some(pod)).expect("a port of this pod")
     }

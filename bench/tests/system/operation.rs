@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use penstock_admin::client::Client;
-use penstock_admin::types::{Flows, FlowsQuery, Pod, Status};
+use penstock_admin::types::{Flows, FlowsQuery, PodStatus, Status};
 use penstock_bench::probe::{self, Flow, Outcome, Patience, Protocol};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, Scratch, penstock_binary};
 
@@ -104,7 +104,7 @@ fn http(namespace: &Namespace, path: &str) -> (String, String) {
     (head.lines().next().unwrap().to_owned(), body.to_owned())
 }
 
-fn pod<'a>(status: &'a Status, name: &str) -> &'a Pod {
+fn pod<'a>(status: &'a Status, name: &str) -> &'a PodStatus {
     status.pods.iter().find(|pod| pod.pod == name).expect("a pod of this name")
 }
 
@@ -310,7 +310,7 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
     assert!(String::from_utf8_lossy(&log.stdout).contains("ready: 2 pods"), "the log is in it");
 
     for (arguments, told) in [
-        (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
+        (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": unknown; use one of "),
         (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
         (&["top"], "standard output is no terminal: use penstock status"),
@@ -385,7 +385,7 @@ fn a_hangup_takes_in_what_can_change_and_tells_what_cannot() {
     std::fs::write(daemon.config(), changed).unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let told = daemon.log().wait_for_after(seen, "configuration read again: ", LIMIT).unwrap();
+    let told = daemon.log().wait_for_after(seen, "configuration reloaded: ", LIMIT).unwrap();
     assert!(told.contains("log.level, verdict_log.output"), "{told}");
     let kept = daemon.log().wait_for_after(seen, "restart penstock", LIMIT).unwrap();
     assert!(kept.contains("umem.memory"), "{kept}");
@@ -395,7 +395,7 @@ fn a_hangup_takes_in_what_can_change_and_tells_what_cannot() {
     std::fs::write(daemon.config(), "node = 7\n").unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let told = daemon.log().wait_for_after(seen, "all stays as it is", LIMIT).unwrap();
+    let told = daemon.log().wait_for_after(seen, "all settings stay", LIMIT).unwrap();
     assert!(told.contains("node = 7"), "{told}");
     assert!(open.status().in_force);
 }
@@ -408,7 +408,7 @@ fn a_second_daemon_is_refused_the_socket_of_a_live_one_and_a_killed_ones_is_repl
     let other = Daemon::launch(&node, &text, Privileges::All).unwrap();
     let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
-    assert!(log.iter().any(|line| line.contains("a daemon listens there already")), "{}", log.join("\n"));
+    assert!(log.iter().any(|line| line.contains("another daemon listens there")), "{}", log.join("\n"));
     open.world.daemon.signal(Signal::SIGKILL).unwrap();
     wait_for(|| std::os::unix::net::UnixStream::connect(&open.socket).is_err().then_some(()), "it is dead");
     assert!(open.socket.exists(), "nobody has removed it");

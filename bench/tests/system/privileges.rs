@@ -10,7 +10,7 @@ use penstock_admin::types::{Flows, FlowsQuery};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{self, Outcome, Patience, Protocol, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, Scratch, network_state};
-use penstock_privileges::{KEPT, START};
+use penstock_privileges::{RUNTIME, STARTUP};
 
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
@@ -76,7 +76,7 @@ fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let process = daemon.id();
     let threads = threads(process);
     for (number, name) in &threads {
-        let kept = if *number == process.to_string() { mask(&KEPT) } else { 0 };
+        let kept = if *number == process.to_string() { mask(&RUNTIME) } else { 0 };
         assert_eq!(Rights::of(process, number), Rights::only(kept, bounding), "thread {name}");
     }
     for wanted in expected {
@@ -95,12 +95,12 @@ fn once_it_is_ready_one_thread_has_what_is_kept_and_no_other_has_anything() {
     // Asking for these starts a thread for what takes long.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
     let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
-    assert_only_what_is_kept(&world.daemon, mask(&KEPT), &expected);
+    assert_only_what_is_kept(&world.daemon, mask(&RUNTIME), &expected);
 }
 
 /// A daemon with no more than the systemd unit and the DaemonSet grant it.
 fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
-    let privileges = Privileges::Bounded(mask(&START));
+    let privileges = Privileges::Bounded(mask(&STARTUP));
     Daemon::start_with(cluster.node.namespace(), config, privileges).unwrap()
 }
 
@@ -117,7 +117,7 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.sections = format!("[umem]\nmemory = \"64MiB\"\n[fail]\nmode = \"{mode}\"\n");
         let daemon = listed(&cluster, &config);
-        assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
+        assert_only_what_is_kept(&daemon, mask(&STARTUP), &["worker"]);
 
         // Loading, attaching, a socket, routes and settings of a new interface.
         let addresses = ["10.244.1.11".parse().unwrap(), "fd00:10:244:1::11".parse().unwrap()];
@@ -135,7 +135,7 @@ fn what_the_unit_and_the_daemonset_grant_is_enough_from_start_to_end_and_for_pod
         scratch.save(&all, &yaml).unwrap();
         daemon.log().wait_for_after(seen, "published: ", IN_FORCE).unwrap();
         assert_eq!(probe(), Outcome::Reached, "fail.mode = {mode}");
-        assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
+        assert_only_what_is_kept(&daemon, mask(&STARTUP), &["worker"]);
 
         daemon.signal(Signal::SIGTERM).unwrap();
         let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();

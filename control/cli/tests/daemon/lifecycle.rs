@@ -180,7 +180,7 @@ fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_pods_stay_closed() {
         let mut daemon = Daemon::start(&files);
         ip("link del penstock-host");
         assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-        daemon.wait_for("penstock: host_port: interface penstock-host is gone; restart penstock");
+        daemon.wait_for("penstock: host_veth: interface penstock-host is gone; restart penstock");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
         assert_restored(&before);
