@@ -19,7 +19,7 @@ use super::types::ErrorBody;
 /// Where the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/penstock/admin.sock";
 /// How long an answer may take: a bundle of a large node takes seconds.
-const PATIENCE: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
@@ -61,9 +61,9 @@ impl Client {
     pub fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, ClientError> {
         let query = serde_urlencoded::to_string(query).map_err(|error| self.failed(error.to_string()))?;
         let (status, body) = self.runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, self.exchange(&format!("{path}?{query}")))
+            tokio::time::timeout(ANSWER_TIMEOUT, self.exchange(&format!("{path}?{query}")))
                 .await
-                .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", PATIENCE.as_secs()))))
+                .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", ANSWER_TIMEOUT.as_secs()))))
         })?;
         if status != StatusCode::OK {
             let message = serde_json::from_slice::<ErrorBody>(&body).map(|body| body.error);

@@ -140,7 +140,7 @@ impl Connections {
         }
         self.being_cleared.extend(&addresses);
         self.written.clone_from(&self.owners);
-        self.clearing.ask(ClearingJob { addresses, owners: self.owners.clone() });
+        self.clearing.push(ClearingJob { addresses, owners: self.owners.clone() });
     }
 
     /// The connections of these addresses are removed.
@@ -179,7 +179,7 @@ impl ClearingQueue {
         (Self(Some(sender)), ClearingJobs(receiver))
     }
 
-    fn ask(&self, job: ClearingJob) {
+    fn push(&self, job: ClearingJob) {
         if let Some(sender) = &self.0 {
             // Sending fails only if the thread has ended.
             let _ = sender.send(job);

@@ -137,7 +137,7 @@ impl<'a> Daemon<'a> {
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let started = Instant::now();
-        let netstate = netlink.netstate().await.map_err(RunError::failed)?;
+        let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
         objects.apply(initial.into_iter().map(Change::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
@@ -203,7 +203,7 @@ impl<'a> Daemon<'a> {
     /// Opens the host veth and the uplinks, then the pods' ports, and publishes the first snapshot.
     async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
         // Read again: now the host veth pair exists.
-        self.netstate = self.netlink.netstate().await.map_err(RunError::failed)?;
+        self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
         let (workers, node) = (self.host_veth.workers().clone(), self.host_veth.node().clone());
         let inside = self.host_veth.enter_workers_netns().map_err(RunError::failed)?;
         let opened = self.ports.open_host(&self.dataplane, &workers, &node);

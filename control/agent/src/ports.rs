@@ -26,7 +26,7 @@ pub(super) use view::PortCounters;
 
 /// How long an interface's queue may be busy before that is logged: a closed queue stays busy until the kernel's
 /// deferred work is done.
-const PATIENCE: Duration = Duration::from_secs(3);
+const BUSY_LIMIT: Duration = Duration::from_secs(3);
 /// Bytes of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
@@ -74,7 +74,7 @@ impl Ports {
             retracted: BTreeSet::new(),
             failed: BTreeMap::new(),
             busy: BTreeMap::new(),
-            patience: PATIENCE,
+            patience: BUSY_LIMIT,
             settings: Sysctls::default(),
             found_leftovers,
         }
@@ -226,7 +226,7 @@ impl Ports {
     /// Whether a port could not be opened because its queue has been busy for a short time. One that stays busy is
     /// tried again at every reconciliation.
     pub(super) fn has_busy(&self) -> bool {
-        self.busy.values().any(|since| since.elapsed() < PATIENCE)
+        self.busy.values().any(|since| since.elapsed() < BUSY_LIMIT)
     }
 
     /// Whether the error is only a queue that has been busy for a short time.
@@ -236,7 +236,7 @@ impl Ports {
             return false;
         };
         let since = *self.busy.entry(index).or_insert_with(Instant::now);
-        since.elapsed() + self.patience < PATIENCE
+        since.elapsed() + self.patience < BUSY_LIMIT
     }
 
     /// Removes the ports whose interface is gone. Close them once a snapshot without them is published.

@@ -14,7 +14,7 @@ use crate::metrics::Scrape;
 use crate::scans::TableScans;
 
 /// How long an answer may take. The loop is busy this long only if something is wrong with it.
-const PATIENCE: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How many queries may wait.
 const CAPACITY: usize = 64;
 
@@ -100,6 +100,6 @@ impl QueryHandle {
             self.queries.send(query(answer)).await.map_err(|_| QueryError::Unresponsive)?;
             answered.await.map_err(|_| QueryError::Unresponsive)
         };
-        timeout(PATIENCE, asked).await.unwrap_or(Err(QueryError::Unresponsive))
+        timeout(ANSWER_TIMEOUT, asked).await.unwrap_or(Err(QueryError::Unresponsive))
     }
 }

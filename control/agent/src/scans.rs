@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 /// How long state counts are reused. A scrape would not see faster changes either.
 const SHARED_FOR: Duration = Duration::from_millis(500);
 /// How long a scan waits for the one before it.
-const PATIENCE: Duration = Duration::from_secs(5);
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections by state.
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
@@ -48,7 +48,7 @@ impl TableScans {
         &self,
         scan: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ScansBusy> {
-        let permit = timeout(PATIENCE, Arc::clone(&self.permit).acquire_owned()).await.map_err(|_| ScansBusy)?;
+        let permit = timeout(QUEUE_TIMEOUT, Arc::clone(&self.permit).acquire_owned()).await.map_err(|_| ScansBusy)?;
         let permit = permit.map_err(|_| ScansBusy)?;
         let scanned = spawn_blocking(move || {
             let result = scan();
@@ -66,7 +66,7 @@ impl TableScans {
     }
 
     async fn shared(&self, scan: impl FnOnce() -> StateCounts + Send + 'static) -> Result<Arc<StateCounts>, ScansBusy> {
-        let mut counted = timeout(PATIENCE, self.counted.lock()).await.map_err(|_| ScansBusy)?;
+        let mut counted = timeout(QUEUE_TIMEOUT, self.counted.lock()).await.map_err(|_| ScansBusy)?;
         if let Some((at, known)) = &*counted
             && at.elapsed() < self.shared
         {

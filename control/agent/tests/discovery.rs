@@ -24,7 +24,7 @@ fn address(text: &str) -> IpAddr {
 
 /// Routes to all addresses of these pods.
 async fn routes(netlink: &Netlink, pods: &[&Pod]) -> BTreeMap<IpAddr, PodRoute> {
-    let netstate = netlink.netstate().await.unwrap();
+    let netstate = netlink.network_state().await.unwrap();
     let route = |pod: &&Pod| {
         let link = netstate.link(&pod.veth).unwrap();
         [&pod.v4, &pod.v6].map(|text| (address(text), PodRoute { link: link.index, mtu: link.mtu }))
@@ -43,7 +43,7 @@ fn network_state_has_each_pods_veth_and_its_peers_mac() {
         ip("route add 10.1.2.9/32 via 192.0.2.1");
         ip("route add 10.1.3.9/32 dev uplink table 77");
         let (netlink, _) = Netlink::open(names().table).unwrap();
-        let netstate = netlink.netstate().await.unwrap();
+        let netstate = netlink.network_state().await.unwrap();
         for pod in &pods {
             let link = netstate.link(&pod.veth).unwrap();
             assert!(link.veth && link.up);
@@ -126,8 +126,8 @@ fn a_link_local_gateway_is_supported() {
         ip("addr add fe80::1/64 dev veth5 nodad");
         let (netlink, _) = Netlink::open(names().table).unwrap();
         let port = HostVeth::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
-        let refused = port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
-        assert!(refused.is_empty(), "{refused:?}");
+        let rejected = port.set_routes(&routes(&netlink, &[&pod]).await).await.unwrap();
+        assert!(rejected.is_empty(), "{rejected:?}");
         assert!(ip("-6 route show table 11200").contains("fd00:1::5 dev penstock-host"));
         port.remove().await.unwrap();
     });

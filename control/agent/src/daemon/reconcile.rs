@@ -15,13 +15,13 @@ use crate::node_context::NodeNetwork;
 impl Daemon<'_> {
     /// Reads the network state and reconciles with it.
     pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        if self.read_facts().await { self.reconcile(why, seen).await } else { Ok(()) }
+        if self.read_network_state().await { self.reconcile(why, seen).await } else { Ok(()) }
     }
 
     /// Reads the network state. On an error the last state stays; the next event or interval reads it again.
-    async fn read_facts(&mut self) -> bool {
+    async fn read_network_state(&mut self) -> bool {
         let began = Instant::now();
-        match self.netlink.netstate().await {
+        match self.netlink.network_state().await {
             Ok(netstate) => {
                 self.netstate = netstate;
                 self.read_took = began.elapsed();
@@ -54,13 +54,13 @@ impl Daemon<'_> {
         let unserved = self.publisher.inputs().objects.pod_addresses();
         self.ports.announce(&unserved);
         self.publisher.update_ports(self.ports.layout(), NodeNetwork::of(&self.netstate), why, seen);
-        self.close(gone);
+        self.close_ports(gone);
         self.ports.retract();
         self.update_routes().await;
         Ok(())
     }
 
-    fn close(&self, gone: Vec<(PortId, String)>) {
+    fn close_ports(&self, gone: Vec<(PortId, String)>) {
         let ids: Vec<PortId> = gone.iter().map(|(id, _)| *id).collect();
         for ((id, interface), closed) in gone.into_iter().zip(self.dataplane.close_ports(&ids)) {
             match closed {
@@ -71,16 +71,17 @@ impl Daemon<'_> {
     }
 
     async fn update_routes(&mut self) {
-        let refused = match self.host_veth.set_routes(&self.ports.pod_routes()).await {
-            Ok(refused) => refused,
+        let rejected = match self.host_veth.set_routes(&self.ports.pod_routes()).await {
+            Ok(rejected) => rejected,
             Err(error) => return tracing::warn!(%error, "cannot read the node's routes; trying again"),
         };
-        let refused: BTreeMap<IpAddr, String> =
-            refused.into_iter().map(|(address, error)| (address, error.to_string())).collect();
-        for (address, reason) in refused.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason)) {
+        let rejected: BTreeMap<IpAddr, String> =
+            rejected.into_iter().map(|(address, error)| (address, error.to_string())).collect();
+        for (address, reason) in rejected.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason))
+        {
             tracing::error!(%address, reason, "cannot route this pod through the workers: the node reaches it past its policies; trying again");
         }
-        self.unrouted = refused;
+        self.unrouted = rejected;
     }
 
     /// Has the kernel send ARP or neighbour solicitations on bridges for pods that have no route and no neighbour

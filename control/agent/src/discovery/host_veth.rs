@@ -117,7 +117,7 @@ impl HostVeth {
             }
         }
         let found_leftovers = has_rules(netlink).await;
-        if lifetime == Lifetime::Node && is_whole(netlink, config, mtu).await? {
+        if lifetime == Lifetime::Node && is_complete(netlink, config, mtu).await? {
             let taken_over = Self::make(netlink, config, mtu, Some(families()), None, lock).await?;
             return Ok(Self { found_leftovers, ..taken_over });
         }
@@ -199,7 +199,7 @@ impl HostVeth {
         wanted: &BTreeMap<IpAddr, PodRoute>,
     ) -> Result<Vec<(IpAddr, NetlinkError)>, HostVethError> {
         let mut there = self.routes().await?;
-        let mut refused = Vec::new();
+        let mut rejected = Vec::new();
         for (&address, route) in wanted {
             let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
             if !self.families.contains(&family) {
@@ -213,7 +213,7 @@ impl HostVeth {
             let message = self.route(address, source, mtu);
             let added = self.netlink.handle.route().add(message).replace().execute().await;
             if let Err(error) = added {
-                refused.push((
+                rejected.push((
                     address,
                     NetlinkError::new(format!("cannot route {address} into {}", self.node.name), error),
                 ));
@@ -223,10 +223,10 @@ impl HostVeth {
             let gone = self.netlink.handle.route().del(message).execute().await;
             let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
             if let Err(error) = gone.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
-                refused.push((address, error));
+                rejected.push((address, error));
             }
         }
-        Ok(refused)
+        Ok(rejected)
     }
 
     /// Removes rules, routes and the pair.
@@ -299,7 +299,7 @@ fn lock() -> Result<UnixDatagram, HostVethError> {
 
 /// Brings an end of the pair up.
 async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
-    silence(name, end)?;
+    set_initial_sysctls(name, end)?;
     // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
     let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up().build();
     let set = netlink.handle.link().set(up).execute().await;
@@ -311,7 +311,7 @@ async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Lin
 /// belong to the node's namespace.
 fn set_up_in(private_netns: &PrivateNetns, config: &config::HostVeth, mtu: u32) -> Result<Link, HostVethError> {
     let run = || {
-        let _inside = private_netns.enter().map_err(HostVethError::PrivateNetns)?;
+        let _guard = private_netns.enter().map_err(HostVethError::PrivateNetns)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.map_err(HostVethError::PrivateNetns)?.block_on(async {
             let (netlink, _) = Netlink::open(config.table)?;
@@ -322,7 +322,7 @@ fn set_up_in(private_netns: &PrivateNetns, config: &config::HostVeth, mtu: u32) 
 }
 
 /// Sets what must be set before an end comes up. The settings are deleted with the pair.
-fn silence(name: &str, end: End) -> Result<(), HostVethError> {
+fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
     let settings = match end {
         // Only the workers send on their end.
         End::Workers => vec![(Sysctl::v6(name, "disable_ipv6"), 1)],
@@ -414,7 +414,7 @@ async fn has_rules(netlink: &Netlink) -> bool {
 }
 
 /// Whether pair and rules exist as this configuration would create them.
-async fn is_whole(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> Result<bool, HostVethError> {
+async fn is_complete(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> Result<bool, HostVethError> {
     for name in [config.node.as_str(), config.workers.as_str()] {
         if netlink.link(name).await?.is_none_or(|link| !link.up || link.mtu != mtu) {
             return Ok(false);
@@ -446,7 +446,7 @@ pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Re
     }
     if has_rules(netlink).await {
         there = true;
-        for link in netlink.netstate().await?.links.values().filter(|link| link.veth) {
+        for link in netlink.network_state().await?.links.values().filter(|link| link.veth) {
             restore_answering_arp(&link.name);
         }
     }

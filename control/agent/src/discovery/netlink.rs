@@ -120,7 +120,7 @@ impl Netlink {
     }
 
     /// Reads the network state. Requests a veth's peer only if a host route leads to the veth or a bridge has it.
-    pub async fn netstate(&self) -> Result<NetworkState, NetlinkError> {
+    pub async fn network_state(&self) -> Result<NetworkState, NetlinkError> {
         let all = self.all_routes().await?;
         let mut routes: Vec<HostRoute> = all.iter().filter_map(host_route).collect();
         routes.sort_unstable();
