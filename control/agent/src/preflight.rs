@@ -290,7 +290,7 @@ fn memory(config: &Config, available: Option<u64>) -> Finding {
     let needed = (frames + connections) >> 20;
     match available.map(|bytes| bytes >> 20) {
         Some(available) if available < needed => Finding::error(format!(
-            "umem and conntrack: need {needed} MiB, but {available} MiB are available; lower umem.memory or conntrack.entries"
+            "umem and conntrack: need {needed} MiB, but only {available} MiB available; lower umem.memory or conntrack.entries"
         )),
         _ => Finding::ok(format!("umem and conntrack: {needed} MiB")),
     }
@@ -382,7 +382,7 @@ mod tests {
     fn too_little_memory_is_an_error() {
         let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
         assert_eq!(found.level, Level::Error);
-        assert!(found.line.starts_with("umem and conntrack: need 2066 MiB, but 1024 MiB are available;"), "{found:?}");
+        assert!(found.line.starts_with("umem and conntrack: need 2066 MiB, but only 1024 MiB available;"), "{found:?}");
         assert_eq!(memory(&config(""), None).level, Level::Ok);
     }
 
