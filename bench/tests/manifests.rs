@@ -8,7 +8,7 @@ use std::process::Command;
 use penstock_agent::config::Config;
 use penstock_bench::testbed::ScratchDir;
 use penstock_bench::testbed::api_server::ApiServer;
-use penstock_privileges::START;
+use penstock_privileges::STARTUP;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 
@@ -117,7 +117,7 @@ fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
 
 /// The capabilities that the daemon starts with, without the prefix `CAP_`.
 fn start_capabilities() -> BTreeSet<String> {
-    START.iter().map(|capability| capability.to_string().trim_start_matches("CAP_").to_owned()).collect()
+    STARTUP.iter().map(|capability| capability.to_string().trim_start_matches("CAP_").to_owned()).collect()
 }
 
 /// The text of the systemd unit.

@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::{Generator, UdpSink, pin};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 
@@ -82,7 +82,7 @@ fn pace_here(fixture: &Fixture, sink: &UdpSink, to: SocketAddr) -> (u64, u64) {
     (sent, sink.arrived().unwrap() - before)
 }
 
-fn drops(port: &Port, cause: &str) -> u64 {
+fn drops(port: &PortStatus, cause: &str) -> u64 {
     port.drops.get(cause).copied().unwrap_or(0)
 }
 

@@ -22,7 +22,7 @@ const RATE: f64 = 100e3;
 const ONCE: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(950), attempts: 1 };
 /// Timeout for data on an existing connection on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Port of connections that stay idle during a flood.
+/// PortStatus of connections that stay idle during a flood.
 const IDLE: u16 = 7000;
 /// Number of them from each client.
 const HELD: usize = 32;
@@ -176,7 +176,7 @@ fn flood(
     }
 }
 
-fn host(fixture: &Fixture) -> penstock_admin::types::Port {
+fn host(fixture: &Fixture) -> penstock_admin::types::PortStatus {
     fixture.status().ports.into_iter().find(|port| port.kind == "host").unwrap()
 }
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::Outside;
 
@@ -106,6 +106,6 @@ pub(crate) fn sum_to(fixture: &Fixture, pod: &str, causes: &[&str], expected: u6
 }
 
 /// Packets that the kernel dropped at a port's socket; `rx_dropped` includes those with an empty fill ring.
-pub(crate) fn kernel_lost(port: &Port) -> u64 {
+pub(crate) fn kernel_lost(port: &PortStatus) -> u64 {
     ["rx_dropped", "rx_ring_full"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
 }

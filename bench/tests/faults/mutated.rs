@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use etherparse::Icmpv4Type;
-use penstock_admin::types::Port;
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::Generator;
 use penstock_bench::probe::EchoConnection;
 use rand::rngs::SmallRng;
@@ -90,7 +90,7 @@ struct PortCounters {
     dropped: u64,
 }
 
-fn port_counters(port: &Port) -> PortCounters {
+fn port_counters(port: &PortStatus) -> PortCounters {
     PortCounters {
         seen: port.xdp.values().sum(),
         redirected: port.xdp.get("redirected").copied().unwrap_or(0),

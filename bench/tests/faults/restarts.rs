@@ -110,7 +110,7 @@ fn healthz_reports_a_stuck_worker_until_it_moves() {
         health()
     };
     let logged = wait_for(" 503 ");
-    assert!(logged.contains("worker 0 has not moved for"), "{logged}");
+    assert!(logged.contains("worker 0 has not polled for"), "{logged}");
     drop(stopped);
     wait_for(" 200 ");
     let to = fixture.target("test/pod-1", false);

@@ -169,7 +169,8 @@ fn a_pod_without_frames_is_reported_and_stays_closed() {
     fixture.daemon.log().wait_for_after(seen, "attached", Duration::from_secs(5)).unwrap();
     fixture.cluster.node.add_pod("test/late", &addresses).unwrap();
     fixture.cluster.node.settle().unwrap();
-    let logged = fixture.daemon.log().wait_for_after(seen, "could not be attached", Duration::from_secs(5)).unwrap();
+    let logged =
+        fixture.daemon.log().wait_for_after(seen, "cannot attach the interface", Duration::from_secs(5)).unwrap();
     assert!(logged.contains("needs 64 frames") && logged.contains("its packets are dropped"), "{logged}");
     let reaches = |fixture: &Fixture| {
         let late = Site::from(fixture.cluster.node.pod("test/late").unwrap());

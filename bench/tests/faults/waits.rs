@@ -69,7 +69,7 @@ fn a_policy_change_does_not_wait_for_a_port_that_cannot_be_opened_yet() {
     }
     let lines = fixture.daemon.log().lines().split_off(seen);
     let place = |text: &str| lines.iter().position(|line| line.contains(text));
-    let (published, given_up) = (place("NetworkPolicy test/only").unwrap(), place("could not be attached"));
+    let (published, given_up) = (place("NetworkPolicy test/only").unwrap(), place("cannot attach the interface"));
     assert!(given_up.is_none_or(|given_up| published < given_up), "policy waited:\n{}", lines.join("\n"));
     assert_eq!(place("pod=test/late"), None, "the port cannot be open yet:\n{}", lines.join("\n"));
 

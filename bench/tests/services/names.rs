@@ -59,7 +59,7 @@ fn send_from_a_process(node: &Namespace, to: IpAddr, packet: &[u8]) {
 
 /// Packets dropped for their source address, by any program or worker.
 fn spoofed(setup: &ServiceFixture) -> u64 {
-    let count = |port: &penstock_admin::types::Port| {
+    let count = |port: &penstock_admin::types::PortStatus| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
     setup.fixture.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()

@@ -90,7 +90,7 @@ fn connections_survive_a_daemon_restart_and_policy_is_in_force() {
         daemon = Daemon::start(namespace, &config).unwrap();
         let line = daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
         println!("after {signal}: {line}");
-        assert!(line.contains("; 0 of pods that are gone removed"), "{line}");
+        assert!(line.contains("; removed 0 of pods that are gone"), "{line}");
         for connection in &mut connections {
             let outcome = exchange(connection);
             assert!(outcome.is_ok(), "after {signal}: {outcome:?}\n{}", daemon.log().lines().join("\n"));
@@ -269,7 +269,7 @@ fn packet_too_big_is_sent_when_the_next_link_is_smaller() {
 
 #[test]
 fn a_revoked_connection_is_reset_at_both_ends_if_configured() {
-    let fixture = Fixture::of(&pods(2), |_, config| config.conntrack += "on_cut = \"reset\"\n");
+    let fixture = Fixture::of(&pods(2), |_, config| config.conntrack += "on_revoke = \"reset\"\n");
     let (pod_0, pod_1) = (fixture.site("test/pod-0"), fixture.site("test/pod-1"));
     let mut connections = [false, true].map(|v6| connect(pod_0, pod_1, v6));
     connections.iter_mut().for_each(|connection| exchange(connection).unwrap());

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
-use penstock_admin::types::{Port, Status};
+use penstock_admin::types::{PortStatus, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
@@ -116,7 +116,7 @@ impl Fixture {
     }
 
     /// Figures of a pod's port.
-    pub(crate) fn port(&self, pod: &str) -> Port {
+    pub(crate) fn port(&self, pod: &str) -> PortStatus {
         let ports = self.status().ports;
         ports.into_iter().find(|port| port.pod.as_deref() == Some(pod)).expect("a port of this pod")
     }

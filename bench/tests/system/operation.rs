@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
-use penstock_admin::types::{Flows, FlowsQuery, Pod, Status};
+use penstock_admin::types::{Flows, FlowsQuery, PodStatus, Status};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, ScratchDir, penstock_binary};
 use serde_json::Value;
@@ -103,7 +103,7 @@ fn http(namespace: &Namespace, path: &str) -> (String, String) {
     (head.lines().next().unwrap().to_owned(), body.to_owned())
 }
 
-fn pod<'a>(status: &'a Status, name: &str) -> &'a Pod {
+fn pod<'a>(status: &'a Status, name: &str) -> &'a PodStatus {
     status.pods.iter().find(|pod| pod.pod == name).expect("a pod of this name")
 }
 
@@ -309,7 +309,7 @@ fn commands_query_the_daemon_and_report_errors() {
     assert!(String::from_utf8_lossy(&log.stdout).contains("ready: 2 pods"), "the log is in it");
 
     for (arguments, logged) in [
-        (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
+        (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": unknown; use one of "),
         (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
         (&["top"], "standard output is no terminal: use penstock status"),
@@ -384,7 +384,7 @@ fn sighup_applies_what_can_change_and_reports_what_cannot() {
     std::fs::write(daemon.config(), changed).unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let logged = daemon.log().wait_for_after(seen, "configuration read again: ", LIMIT).unwrap();
+    let logged = daemon.log().wait_for_after(seen, "configuration reloaded: ", LIMIT).unwrap();
     assert!(logged.contains("log.level, verdict_log.output"), "{logged}");
     let kept = daemon.log().wait_for_after(seen, "restart penstock", LIMIT).unwrap();
     assert!(kept.contains("umem.memory"), "{kept}");
@@ -394,7 +394,7 @@ fn sighup_applies_what_can_change_and_reports_what_cannot() {
     std::fs::write(daemon.config(), "node = 7\n").unwrap();
     let seen = daemon.log().len();
     daemon.signal(Signal::SIGHUP).unwrap();
-    let logged = daemon.log().wait_for_after(seen, "all stays as it is", LIMIT).unwrap();
+    let logged = daemon.log().wait_for_after(seen, "all settings stay", LIMIT).unwrap();
     assert!(logged.contains("node = 7"), "{logged}");
     assert!(open.status().in_force);
 }
@@ -407,7 +407,7 @@ fn the_socket_of_a_live_daemon_is_refused_and_a_stale_one_is_replaced() {
     let other = Daemon::launch(&node, &text, Privileges::All).unwrap();
     let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
-    assert!(log.iter().any(|line| line.contains("a daemon listens there already")), "{}", log.join("\n"));
+    assert!(log.iter().any(|line| line.contains("another daemon listens there")), "{}", log.join("\n"));
     open.fixture.daemon.signal(Signal::SIGKILL).unwrap();
     wait_for(|| std::os::unix::net::UnixStream::connect(&open.socket).is_err().then_some(()), "it is dead");
     assert!(open.socket.exists(), "nobody has removed it");

@@ -12,7 +12,7 @@ use penstock_admin::types::{Flows, FlowsQuery};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
-use penstock_privileges::{KEPT, START};
+use penstock_privileges::{RUNTIME, STARTUP};
 
 use crate::fixture::{Fixture, pod, pods, policy};
 
@@ -75,7 +75,7 @@ fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let process = daemon.id();
     let threads = threads(process);
     for (number, name) in &threads {
-        let kept = if *number == process.to_string() { mask(&KEPT) } else { 0 };
+        let kept = if *number == process.to_string() { mask(&RUNTIME) } else { 0 };
         assert_eq!(ThreadCapabilities::of(process, number), ThreadCapabilities::only(kept, bounding), "thread {name}");
     }
     for wanted in expected {
@@ -94,12 +94,12 @@ fn once_ready_only_the_control_thread_has_capabilities() {
     // These requests start a helper thread.
     let _: Flows = Client::new(&socket).unwrap().get("/v1/flows", &FlowsQuery::default()).unwrap();
     let expected = ["penstock", "policy", "connections", "manifests", "verdict-log", "worker", "notify", "tokio"];
-    assert_only_what_is_kept(&fixture.daemon, mask(&KEPT), &expected);
+    assert_only_what_is_kept(&fixture.daemon, mask(&RUNTIME), &expected);
 }
 
 /// A daemon with only what the systemd unit and the DaemonSet grant.
 fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
-    let privileges = Privileges::Bounded(mask(&START));
+    let privileges = Privileges::Bounded(mask(&STARTUP));
     Daemon::start_with(cluster.node.namespace(), config, privileges).unwrap()
 }
 
@@ -116,7 +116,7 @@ fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_po
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.sections = format!("[umem]\nmemory = \"64MiB\"\n[fail]\nmode = \"{mode}\"\n");
         let daemon = listed(&cluster, &config);
-        assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
+        assert_only_what_is_kept(&daemon, mask(&STARTUP), &["worker"]);
 
         // Loading, attaching, a socket, routes and settings of a new interface.
         let addresses = ["10.244.1.11".parse().unwrap(), "fd00:10:244:1::11".parse().unwrap()];
@@ -134,7 +134,7 @@ fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_po
         scratch.save(&all, &yaml).unwrap();
         daemon.log().wait_for_after(seen, "published: ", IN_FORCE).unwrap();
         assert_eq!(probe(), ProbeOutcome::Reached, "fail.mode = {mode}");
-        assert_only_what_is_kept(&daemon, mask(&START), &["worker"]);
+        assert_only_what_is_kept(&daemon, mask(&STARTUP), &["worker"]);
 
         daemon.signal(Signal::SIGTERM).unwrap();
         let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();

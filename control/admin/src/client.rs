@@ -1,4 +1,4 @@
-//! The commands' end of the admin API.
+//! The client side of the admin API.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,70 +14,70 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-use super::types::Problem;
+use super::types::ErrorBody;
 
-/// Where the daemon listens unless it is told otherwise.
+/// Where the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/penstock/admin.sock";
 /// How long an answer may take: a bundle of a large node takes seconds.
-const PATIENCE: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
-pub enum AskError {
-    /// Nobody is there.
+pub enum ClientError {
+    /// No daemon listens.
     #[error("{}: no daemon listens there ({source}); start one (penstock run), or give its socket with --socket (the key admin.socket of its configuration)", .path.display())]
     NoDaemon {
-        /// Where.
+        /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The daemon refuses.
+    /// The daemon rejected the request.
     #[error("{0}")]
-    Refused(String),
-    /// Somebody is there, but no answer came, or none that can be read.
+    Rejected(String),
+    /// A daemon listens, but sent no valid answer.
     #[error("{}: {what}", .path.display())]
     Failed {
-        /// Where.
+        /// The socket.
         path: PathBuf,
         /// What happened.
         what: String,
     },
 }
 
-/// A way to ask one daemon.
+/// A client of one daemon.
 pub struct Client {
     socket: PathBuf,
     runtime: Runtime,
 }
 
 impl Client {
-    /// For the daemon that listens at `socket`. Nothing is connected yet.
+    /// A client of the daemon that listens at `socket`. Does not connect yet.
     pub fn new(socket: &Path) -> io::Result<Self> {
         Ok(Self { socket: socket.to_owned(), runtime: Builder::new_current_thread().enable_all().build()? })
     }
 
-    /// Asks for `path` with `query`'s fields, and reads the answer.
-    pub fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, AskError> {
+    /// Requests `path` with `query`'s fields, and parses the answer.
+    pub fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, ClientError> {
         let query = serde_urlencoded::to_string(query).map_err(|error| self.failed(error.to_string()))?;
         let (status, body) = self.runtime.block_on(async {
-            tokio::time::timeout(PATIENCE, self.exchange(&format!("{path}?{query}")))
+            tokio::time::timeout(ANSWER_TIMEOUT, self.exchange(&format!("{path}?{query}")))
                 .await
-                .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", PATIENCE.as_secs()))))
+                .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", ANSWER_TIMEOUT.as_secs()))))
         })?;
         if status != StatusCode::OK {
-            let told = serde_json::from_slice::<Problem>(&body).map(|problem| problem.error);
-            let told = told.unwrap_or_else(|_| format!("HTTP status {status}; is it a penstock daemon?"));
-            return Err(AskError::Refused(told));
+            let message = serde_json::from_slice::<ErrorBody>(&body).map(|body| body.error);
+            let message = message.unwrap_or_else(|_| format!("HTTP status {status}; is it a penstock daemon?"));
+            return Err(ClientError::Rejected(message));
         }
         serde_json::from_slice(&body).map_err(|error| {
-            self.failed(format!("the answer cannot be read ({error}); use the penstock that the daemon runs"))
+            self.failed(format!("cannot parse the answer ({error}); use the same penstock version as the daemon"))
         })
     }
 
-    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), AskError> {
+    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), ClientError> {
         let stream = UnixStream::connect(&self.socket).await;
-        let stream = stream.map_err(|source| AskError::NoDaemon { path: self.socket.clone(), source })?;
+        let stream = stream.map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })?;
         let failed = |error: hyper::Error| self.failed(error.to_string());
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
         let connection = tokio::spawn(connection);
@@ -90,7 +90,7 @@ impl Client {
         Ok((status, body))
     }
 
-    fn failed(&self, what: String) -> AskError {
-        AskError::Failed { path: self.socket.clone(), what }
+    fn failed(&self, what: String) -> ClientError {
+        ClientError::Failed { path: self.socket.clone(), what }
     }
 }

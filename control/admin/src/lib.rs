@@ -1,8 +1,8 @@
-//! The admin API of the node service, as both sides of it know it.
+//! The admin API of the node service, shared by server and clients.
 //!
-//! [`types`] is what the daemon answers, [`client`] asks it over its unix socket, and [`table`] shows rows of figures
-//! alike in the daemon's statistics and in the commands that ask for them. What the answers are made of is in
-//! `penstock-agent`, which serves them; the `penstock` command, the tests and the benchmarks ask.
+//! [`types`] defines requests and answers, [`client`] sends requests over the unix socket, and [`table`] prints tables
+//! the same way in the daemon's statistics and in the commands. The server is in `penstock-agent`; clients are the
+//! `penstock` command, the tests and the benchmarks.
 
 pub mod client;
 pub mod table;

@@ -1,7 +1,7 @@
 //! Rows of text in aligned columns.
 
-/// Lays rows out in columns two spaces apart; numbers stand to the right. The first row is the heading.
-pub fn layout(rows: &[Vec<String>]) -> String {
+/// Aligns rows in columns, two spaces apart; numeric columns are right-aligned. The first row is the heading.
+pub fn align_columns(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
         .map(|column| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0))
@@ -29,13 +29,13 @@ pub fn layout(rows: &[Vec<String>]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::layout;
+    use super::align_columns;
 
     #[test]
-    fn columns_align_and_numbers_stand_to_the_right() {
+    fn columns_are_aligned_and_numbers_right_aligned() {
         let rows = [vec!["PORT", "PACKETS", "POD"], vec!["0", "12", ""], vec!["10", "3", "shop/web"]];
         let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect::<Vec<_>>());
-        assert_eq!(layout(&rows), "PORT  PACKETS  POD\n   0       12\n  10        3  shop/web\n");
-        assert_eq!(layout(&[]), "");
+        assert_eq!(align_columns(&rows), "PORT  PACKETS  POD\n   0       12\n  10        3  shop/web\n");
+        assert_eq!(align_columns(&[]), "");
     }
 }

@@ -1,7 +1,7 @@
-//! What the admin API says: one set of types for the server and for the commands that ask it.
+//! Requests and answers of the admin API: one set of types for server and clients.
 //!
-//! Counters count from the daemon's start, rates are those of the last one or two seconds. A field that is added later
-//! is no change of the interface; readers pass over what they do not know.
+//! Counters count from the daemon's start; rates cover the last one or two seconds. New fields may be added at any
+//! time: clients ignore fields that they do not know.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -17,90 +17,90 @@ pub struct Status {
     pub node: String,
     /// The daemon's process id.
     pub process: u32,
-    /// Since when it runs, in seconds.
+    /// How long it has been running, in seconds.
     pub uptime_seconds: f64,
-    /// How many NetworkPolicies the cluster has.
+    /// NetworkPolicies in the cluster.
     pub policies: usize,
-    /// The snapshot that was published last.
+    /// The epoch that was published last.
     pub published: u32,
     /// Whether it is in force on every worker.
     pub in_force: bool,
     /// The workers.
-    pub workers: Vec<Worker>,
+    pub workers: Vec<WorkerStatus>,
     /// The open ports.
-    pub ports: Vec<Port>,
+    pub ports: Vec<PortStatus>,
     /// The pods of this node.
-    pub pods: Vec<Pod>,
-    /// Packets dropped by cause, all ports together, those that are closed by now included.
+    pub pods: Vec<PodStatus>,
+    /// Packets dropped by reason, of all ports, including closed ones.
     pub drops: BTreeMap<String, u64>,
     /// Where the frames of the UMEM are.
-    pub frames: Frames,
+    pub frames: FrameCounts,
     /// The connection table.
-    pub connections: Connections,
-    /// Where objects come from, by their kind.
+    pub connections: TableStatus,
+    /// State of the object source, by resource.
     #[serde(default)]
-    pub source: BTreeMap<String, Source>,
+    pub source: BTreeMap<String, SourceStatus>,
 }
 
-/// How the source does with one kind of objects.
+/// State of the object source for one resource.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Source {
+pub struct SourceStatus {
     /// Whether all objects have been read at least once.
     pub synced: bool,
-    /// Whether changes are told as they happen: not so in an outage.
+    /// Whether changes arrive as they happen; not so in an outage.
     pub connected: bool,
-    /// How long ago something last came from it.
+    /// Seconds since the last message from the source.
     pub last_sign_seconds: Option<f64>,
-    /// Objects there are.
+    /// Objects known.
     pub objects: u64,
-    /// Those that are not understood, or not wholly.
+    /// Objects that are not understood, or only in part.
     pub invalid: u64,
-    /// How often it was lost.
+    /// How often the connection was lost.
     pub outages: u64,
 }
 
 /// A worker.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct Worker {
+pub struct WorkerStatus {
     /// Its number.
     pub worker: usize,
     /// The core that it is pinned to.
     pub core: usize,
-    /// The snapshot in force on it: no packet that it judges from now on is judged under an older one.
+    /// The epoch in force on it: it evaluates no packet under an older policy from now on.
     pub epoch: u32,
     /// The share of its time in which it moved packets, from 0 to 1.
     pub busy: f64,
     /// The share of its time in which it did not sleep, from 0 to 1.
     pub awake: f64,
-    /// Packets it received a second.
+    /// Packets received per second.
     pub packets_per_second: f64,
-    /// Packets a batch.
+    /// Packets per batch.
     pub packets_per_batch: f64,
-    /// How long half of its turns with packets took at most, in seconds, since the start.
+    /// Median duration of poll iterations with packets, in seconds, since the start.
     pub turn_median_seconds: Option<f64>,
-    /// How long 99 of 100 of them took at most, in seconds.
+    /// The 99th percentile of the same, in seconds.
     pub turn_p99_seconds: Option<f64>,
     /// Packets from other workers that wait for it.
     pub handed_over: usize,
-    /// What packets cost it by stage.
+    /// Packet cost by stage.
     #[serde(default)]
-    pub stages: Stages,
+    pub stages: StageClocks,
 }
 
-/// What packets cost a worker by stage, since the start: sums over one turn in many.
+/// A worker's packet cost by stage since the start, sampled from one poll iteration in many.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Stages {
-    /// Packets received in the turns that were timed.
+pub struct StageClocks {
+    /// Packets received in the timed poll iterations.
     pub packets: u64,
-    /// Turns that were timed and left out, because the core was taken away from the worker in between.
+    /// Timed poll iterations that were discarded because the worker was preempted.
     pub interrupted: u64,
-    /// Clocks of the processor's time stamp counter, by stage.
+    /// Cycles of the processor's time stamp counter, by stage.
     pub clocks: BTreeMap<String, u64>,
 }
 
 /// An open port.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct Port {
+pub struct PortStatus {
     /// Its number.
     pub port: u16,
     /// Its interface.
@@ -112,45 +112,45 @@ pub struct Port {
     /// Where its XDP program runs: `native` or `generic`.
     #[serde(default)]
     pub mode: String,
-    /// Since the start.
-    pub total: Counts,
-    /// A second.
-    pub rate: Rates,
-    /// Packets that came in here and were dropped, by cause.
+    /// Totals since the start.
+    pub total: PortCounts,
+    /// Rates per second.
+    pub rate: PortRates,
+    /// Packets that came in here and were dropped, by reason.
     pub drops: BTreeMap<String, u64>,
     /// Packets that the kernel lost at its sockets (`struct xdp_statistics`), by kind.
     pub kernel_drops: BTreeMap<String, u64>,
     /// What the XDP program did with packets, by outcome.
     pub xdp: BTreeMap<String, u64>,
-    /// What waits in its rings.
-    pub queue: Queue,
+    /// Frames in its rings.
+    pub queue: RingDepth,
 }
 
-/// Packets and octets.
+/// Packets and bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Counts {
-    /// Packets received: what a pod sent.
+pub struct PortCounts {
+    /// Packets received: sent by the pod.
     pub rx_packets: u64,
-    /// Octets of those, Ethernet headers included.
+    /// Bytes of those, Ethernet headers included.
     pub rx_bytes: u64,
-    /// Packets sent: what a pod was given.
+    /// Packets sent: delivered to the pod.
     pub tx_packets: u64,
-    /// Octets of those.
+    /// Bytes of those.
     pub tx_bytes: u64,
-    /// Packets received and dropped, by a worker or by the kernel for want of room.
+    /// Packets received and dropped, by a worker, or by the kernel because no frame or ring entry was free.
     pub dropped_packets: u64,
 }
 
-/// The same a second.
+/// The same per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Rates {
+pub struct PortRates {
     /// Packets received.
     pub rx_packets: f64,
-    /// Octets received.
+    /// Bytes received.
     pub rx_bytes: f64,
     /// Packets sent.
     pub tx_packets: f64,
-    /// Octets sent.
+    /// Bytes sent.
     pub tx_bytes: f64,
     /// Packets dropped.
     pub dropped_packets: f64,
@@ -158,7 +158,7 @@ pub struct Rates {
 
 /// Frames in a port's rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Queue {
+pub struct RingDepth {
     /// With the kernel for receiving, or received and not yet read.
     pub receiving: u32,
     /// Being sent.
@@ -169,48 +169,48 @@ pub struct Queue {
 
 /// A pod of this node.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Pod {
+pub struct PodStatus {
     /// `namespace/name`.
     pub pod: String,
     /// Its addresses.
     pub addresses: Vec<IpAddr>,
-    /// Its interface; `None` while it is not attached, and so has no network.
+    /// Its interface; `None` while it is not attached and so has no network.
     pub interface: Option<String>,
     /// The number of its port.
     pub port: Option<u16>,
-    /// The snapshot with which its own rules, addresses or port changed last.
+    /// The epoch of the last change of its own rules, addresses or port.
     pub changed: Option<u32>,
-    /// The snapshot that was published last, if the pod is in it.
+    /// The epoch that was published last, if it includes the pod.
     pub published: Option<u32>,
-    /// Whether what is known of it and of its peers is in force on every worker.
+    /// Whether its policy and its peers' addresses are in force on every worker.
     pub enforced: bool,
-    /// What it waits for, where it is not attached.
+    /// Why it is not attached yet.
     pub waiting: Option<String>,
-    /// Connections that count against its share of the table.
+    /// Its connections, which count against its quota of the table.
     pub connections: u32,
 }
 
 /// Frames of the UMEM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Frames {
-    /// All.
+pub struct FrameCounts {
+    /// Total.
     pub total: u32,
-    /// With nobody.
+    /// Not in use.
     pub free: u32,
-    /// With the kernel for receiving.
+    /// In fill rings, for the kernel to receive into.
     pub fill: u32,
-    /// Being sent, or on the way between workers.
+    /// In a transmit ring, or handed between workers.
     pub in_flight: u32,
 }
 
 /// The connection table.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Connections {
-    /// How many it holds.
+pub struct TableStatus {
+    /// Connections in it.
     pub entries: usize,
-    /// For how many there is room.
+    /// Connections that it has room for.
     pub capacity: usize,
-    /// What became of connections, by outcome.
+    /// Events of connections, by kind.
     pub events: BTreeMap<String, u64>,
 }
 
@@ -224,9 +224,9 @@ pub struct FlowsQuery {
     pub state: Option<String>,
     /// Only connections of this protocol: by name or number.
     pub protocol: Option<String>,
-    /// Only connections to this port.
+    /// Only connections to this destination port.
     pub port: Option<u16>,
-    /// No more than this many are listed.
+    /// List at most this many.
     pub limit: Option<usize>,
 }
 
@@ -235,51 +235,51 @@ pub struct FlowsQuery {
 pub struct Flows {
     /// How many match.
     pub matching: usize,
-    /// Those that are listed, in no order.
+    /// The listed connections, in no order.
     pub flows: Vec<Flow>,
 }
 
 /// A connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Flow {
-    /// The number that the verdict log calls it by.
+    /// Its identifier, the same as in the verdict log.
     pub connection: String,
     /// TCP, UDP, SCTP, ICMP, ICMPv6 or `protocol N`.
     pub protocol: String,
-    /// Who opened it.
-    pub from: End,
-    /// To whom.
-    pub to: End,
-    /// Its state, by the names that nf_conntrack has, or `CUT`.
+    /// The end that opened it.
+    pub from: FlowEnd,
+    /// The other end.
+    pub to: FlowEnd,
+    /// Its state, named as in nf_conntrack, or `CUT` if a policy change revoked it.
     pub state: String,
-    /// What lets the opener's egress pass today.
+    /// The rule that allows the opener's egress under the current policy, or the verdict.
     pub egress: String,
-    /// What lets the other end's ingress pass today.
+    /// The rule that allows the other end's ingress under the current policy, or the verdict.
     pub ingress: String,
-    /// Seconds since its last packet, within a second.
+    /// Seconds since its last packet, rounded down.
     pub idle_seconds: u64,
-    /// Seconds until it is forgotten if no packet comes, within a second.
+    /// Seconds until it expires if no packet comes, rounded down.
     pub expires_seconds: u64,
 }
 
 /// One end of a connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct End {
+pub struct FlowEnd {
     /// The address.
     pub address: IpAddr,
     /// The port, or the identifier of an ICMP echo; 0 where the protocol has none.
     pub port: u16,
-    /// Whose address it is: `namespace/name` of a pod, `node NAME`, or nobody that is known.
+    /// The owner of the address: `namespace/name` of a pod, or `node NAME`; `None` if unknown.
     pub name: Option<String>,
 }
 
-/// `GET /v1/explain`: the query, with the words of `penstock explain`.
+/// `GET /v1/explain`: the query, with the arguments of `penstock explain`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExplainQuery {
-    /// Who sends: `namespace/pod` or an address.
+    /// The sender: `namespace/pod` or an address.
     pub from: String,
-    /// Who receives.
+    /// The receiver.
     pub to: String,
     /// `PORT/PROTOCOL`, or a protocol without ports.
     pub port: String,
@@ -290,9 +290,9 @@ pub struct ExplainQuery {
 pub struct Explanation {
     /// Whether the flow is allowed.
     pub allowed: bool,
-    /// Why, for a person.
+    /// The explanation, for people.
     pub text: String,
-    /// By which snapshot.
+    /// The epoch that it is valid for.
     pub epoch: u32,
 }
 
@@ -312,9 +312,9 @@ pub struct DumpFile {
     pub content: String,
 }
 
-/// What any request may be answered with instead.
+/// The body of any response other than 200.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Problem {
-    /// One line: the thing, the value and the mend.
+pub struct ErrorBody {
+    /// One line: the thing, its value and the remedy.
     pub error: String,
 }

@@ -1,8 +1,9 @@
-//! The daemon: starts the parts (`parts`), keeps them in step (`step`) and answers (`operate`), ends them in order.
+//! The daemon: starts its parts (`start`), keeps ports and routes up to date (`reconcile`), answers queries (`queries`)
+//! and shuts down in order.
 
-mod operate;
-mod parts;
-mod step;
+mod queries;
+mod reconcile;
+mod start;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,50 +20,50 @@ use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::time::MissedTickBehavior;
 
-use super::config::{Config, FailMode, Layers, Loaded, Mode, OnExit};
-use super::connections::{self, Clearing};
-use super::first_closed::FirstClosed;
-use super::follow::Follower;
+use super::close_first::CloseFirstFds;
+use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
+use super::connections::{self, ClearingQueue};
 use super::objects::Objects;
-use super::operation::{Doors, Operation};
+use super::operation::{Listeners, Operation};
+use super::policy_thread::PolicyThread;
 use super::ports::Ports;
 use super::preflight::{self, Finding, Level};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
 use super::{RunError, logging};
-use crate::discovery::{Events, Facts, HostPort, HostPortError, Lifetime, Netlink, Problem};
-pub(super) use parts::clear_pins;
-use parts::{go_through, leave_cores_to_workers, other_threads, pair_mtu, redirect, start_dataplane};
+use crate::discovery::{Events, HostVeth, HostVethError, Lifetime, Netlink, NetworkState, PodProblem};
+pub(super) use start::clear_pins;
+use start::{leave_cores_to_workers, other_threads, pair_mtu, redirect, start_clearing_thread, start_dataplane};
 
-/// How often the kernel is looked at without an event: what events missed is caught then.
-const RECONCILE: Duration = Duration::from_secs(3);
-/// How often it is seen whether the workers live.
-const HEARTBEAT: Duration = Duration::from_millis(250);
-/// What belongs to one change of the network comes in several events: those within this time are taken together.
-const SETTLE: Duration = Duration::from_millis(2);
-/// … and within this many times what the last look took, up to a limit: in a storm of events it is not the looks that
-/// keep a core busy, and policy does not wait for them long.
-const SETTLE_BY_LOOK: u32 = 3;
-const LONGEST_SETTLE: Duration = Duration::from_millis(20);
-/// How long until a port is tried again whose queue is busy.
-const RETRY: Duration = Duration::from_millis(20);
+/// How often the network is read without an event, to catch changes that no event reported.
+const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
+/// How often the workers are checked for a panic.
+const WORKER_CHECK_INTERVAL: Duration = Duration::from_millis(250);
+/// One network change raises several events: those within this time are handled together.
+const DEBOUNCE: Duration = Duration::from_millis(2);
+/// The debounce time is also this multiple of the last read's duration, up to a limit. In a storm of events the reads
+/// do not keep a core busy, and policy does not wait for them long.
+const DEBOUNCE_FACTOR: u32 = 3;
+const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
+/// How long until a port whose queue is busy is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Runs until a signal ends it or a worker dies. All that was changed on the node is put back in either case.
-pub(super) async fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
+/// Runs until a signal ends it or a worker dies. Restores the node in either case, unless `fail` says otherwise.
+pub(super) async fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
     let config = &loaded.config;
-    let mut signals = Signals::listen().context("signals cannot be listened to")?;
-    let (netlink, events) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
-    refuse(preflight::network(config, &netlink).await)?;
-    // Before the source, which may be long in coming.
-    let doors = Doors::open(loaded).await?;
+    let mut signals = Signals::listen().context("cannot listen to signals")?;
+    let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
+    fail_on_errors(preflight::network(config, &netlink).await)?;
+    // Before the source, which may take long to open.
+    let listeners = Listeners::open(loaded).await?;
     let Some((source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
     let health = source.health();
-    let operation = |dataplane: &Dataplane| Operation::start(doors, layers, loaded, health, dataplane);
+    let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, health, dataplane);
     let mut daemon = Daemon::start(config, netlink, objects, operation).await?;
-    let outcome = match Follower::start(source, Arc::clone(&daemon.publisher)) {
-        Ok(mut follower) => {
-            let outcome = daemon.serve(&mut follower, &events, &mut signals).await;
-            follower.end();
+    let outcome = match PolicyThread::start(source, Arc::clone(&daemon.publisher)) {
+        Ok(mut policy_thread) => {
+            let outcome = daemon.serve(&mut policy_thread, &events, &mut signals).await;
+            policy_thread.end();
             outcome
         }
         Err(error) => Err(RunError::failed(error)),
@@ -84,8 +85,8 @@ async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(S
     loop {
         tokio::select! {
             biased;
-            signal = signals.next() => if let Signal::End(name) = signal {
-                tracing::info!(signal = name, "ended before there was anything to enforce");
+            signal = signals.next() => if let Signal::Terminate(name) = signal {
+                tracing::info!(signal = name, "stopped before any policy was in force");
                 return Ok(None);
             },
             opened = &mut opening => return match opened {
@@ -96,8 +97,8 @@ async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(S
     }
 }
 
-/// Warnings go to the log, errors end it.
-pub(super) fn refuse(findings: Vec<Finding>) -> Result<(), RunError> {
+/// Logs warnings; fails if there are errors.
+pub(super) fn fail_on_errors(findings: Vec<Finding>) -> Result<(), RunError> {
     let (errors, others): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.level == Level::Error);
     for finding in others.into_iter().filter(|finding| finding.level == Level::Warning) {
         tracing::warn!("{}", finding.line);
@@ -112,20 +113,20 @@ pub(super) fn refuse(findings: Vec<Finding>) -> Result<(), RunError> {
 struct Daemon<'a> {
     config: &'a Config,
     netlink: Netlink,
-    facts: Facts,
-    /// How long reading them took.
-    look_took: Duration,
+    netstate: NetworkState,
+    /// How long the last read of the network took.
+    read_took: Duration,
     publisher: Arc<Publisher>,
-    /// Goes through the connection table.
-    walker: JoinHandle<()>,
+    /// Removes the connections of released addresses.
+    clearing_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
     ports: Ports,
-    host_port: HostPort,
-    problems: BTreeSet<Problem>,
-    /// Pods' addresses that the kernel did not route, with the reason that was logged.
+    host_veth: HostVeth,
+    problems: BTreeSet<PodProblem>,
+    /// Pod addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
-    first_closed: FirstClosed,
+    close_first: CloseFirstFds,
 }
 
 impl<'a> Daemon<'a> {
@@ -136,12 +137,12 @@ impl<'a> Daemon<'a> {
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let started = Instant::now();
-        let facts = netlink.facts().await.map_err(RunError::failed)?;
+        let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
-        objects.apply(initial.into_iter().map(Change::Set), &facts.addresses);
-        // What else stands in a pod's way is told, and may pass.
-        let unfit = preflight::pods(config, &facts, objects.tenants());
-        refuse(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        objects.apply(initial.into_iter().map(Change::Set), &netstate.addresses);
+        // Only errors end the start. Other problems of a pod are logged later and may pass.
+        let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
+        fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
@@ -151,7 +152,7 @@ impl<'a> Daemon<'a> {
         let redirect = redirect(config)?;
         let was_closed = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
-        // Those that are there before the workers: what reads manifests, or follows the API server.
+        // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config, &[gettid()]);
@@ -160,88 +161,97 @@ impl<'a> Daemon<'a> {
             FailMode::Closed => Lifetime::Node,
             FailMode::Open => Lifetime::Daemon,
         };
-        let host_port = HostPort::create(&netlink, &config.host_port, pair_mtu(config, &facts), lifetime).await;
-        let host_port = host_port.map_err(|error| match error {
-            HostPortError::Running | HostPortError::NameTaken(_) => RunError::bad_input(error),
+        let host_veth = HostVeth::create(&netlink, &config.host_veth, pair_mtu(config, &netstate), lifetime).await;
+        let host_veth = host_veth.map_err(|error| match error {
+            HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
             other => RunError::failed(other),
         })?;
-        let ports = Ports::new(redirect, config, &facts, host_port.follows());
-        let (clearing, walks) = Clearing::new();
+        let ports = Ports::new(redirect, config, &netstate, host_veth.found_leftovers());
+        let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));
-        let walker = go_through(walks, config, &dataplane, &publisher).map_err(RunError::failed)?;
+        let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
             netlink,
-            facts,
-            look_took: Duration::ZERO,
+            netstate,
+            read_took: Duration::ZERO,
             publisher,
-            walker,
+            clearing_thread,
             dataplane,
             ports,
-            host_port,
+            host_veth,
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
             operation,
-            first_closed: FirstClosed::default(),
+            close_first: CloseFirstFds::default(),
         };
         match daemon.begin(started).await {
             Ok(()) => Ok(daemon),
             Err(error) => {
-                // Where an earlier daemon left all closed, a start that fails does not open it.
+                // If an earlier daemon left pods closed, a failed start does not open them.
                 let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
-                daemon.stop(leaves).await.unwrap_or_else(|error| tracing::error!(%error, "not all was put back"));
+                daemon
+                    .stop(leaves)
+                    .await
+                    .unwrap_or_else(|error| tracing::error!(%error, "could not restore everything"));
                 Err(error)
             }
         }
     }
 
-    /// Opens the ports that are always there, then those of the pods, and publishes for the first time.
+    /// Opens the host veth and the uplinks, then the pods' ports, and publishes the first snapshot.
     async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
-        // Read again: the pair is there now.
-        self.facts = self.netlink.facts().await.map_err(RunError::failed)?;
-        let (workers, node) = (self.host_port.workers().clone(), self.host_port.node().clone());
-        let inside = self.host_port.beside_workers().map_err(RunError::failed)?;
+        // Read again: now the host veth pair exists.
+        self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
+        let (workers, node) = (self.host_veth.workers().clone(), self.host_veth.node().clone());
+        let inside = self.host_veth.enter_workers_netns().map_err(RunError::failed)?;
         let opened = self.ports.open_host(&self.dataplane, &workers, &node);
         drop(inside);
         opened.map_err(RunError::failed)?;
         self.ports.check_sources(&node).map_err(RunError::bad_input)?;
-        self.hold_what_opens().context("a descriptor cannot be duplicated").map_err(RunError::Failed)?;
+        self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
         for name in &self.config.uplinks {
-            let link = self.facts.link(name.as_str()).cloned();
+            let link = self.netstate.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.settle("first state", started).await?;
-        self.ports.take_over_rest(&self.facts);
-        self.ports.wait_no_more();
-        privileges::settle().map_err(RunError::failed)?;
-        let content = self.publisher.content();
+        self.reconcile("first state", started).await?;
+        self.ports.take_over_pinned(&self.netstate);
+        self.ports.stop_waiting_for_queues();
+        privileges::drop_to_runtime().map_err(RunError::failed)?;
+        let inputs = self.publisher.inputs();
         tracing::info!(
             target: logging::MILESTONES,
             "ready: {} pods, {} policies, epoch {}",
             self.ports.pods(),
-            content.objects.policies(),
-            content.epoch.0
+            inputs.objects.policies(),
+            inputs.epoch.0
         );
         Ok(())
     }
 
-    /// Where all is to be open when the daemon dies, what that depends on is closed first: the pair's namespace, the socket
-    /// in it, and before them what the programs go by.
-    fn hold_what_opens(&mut self) -> io::Result<()> {
-        if let Some(namespace) = self.host_port.namespace() {
-            self.first_closed.hold(namespace)?;
-            self.ports.hold_host(&self.dataplane, &mut self.first_closed)?;
+    /// With `fail.mode = "open"`, the kernel must open the node at once when the daemon dies. It then closes first what
+    /// the rest depends on: the private netns of the host veth, the socket in it, and before them the map that the
+    /// programs check.
+    fn arrange_close_order(&mut self) -> io::Result<()> {
+        if let Some(namespace) = self.host_veth.namespace() {
+            self.close_first.hold(namespace)?;
+            self.ports.add_close_first(&self.dataplane, &mut self.close_first)?;
         }
         Ok(())
     }
 
-    /// Keeps the ports in step with pods and network, and answers who asks. Policy does not wait for it.
-    async fn serve(&mut self, follower: &mut Follower, events: &Events, signals: &mut Signals) -> Result<(), RunError> {
+    /// Keeps ports in line with pods and network, and answers queries. Policy changes do not wait for this loop.
+    async fn serve(
+        &mut self,
+        policy_thread: &mut PolicyThread,
+        events: &Events,
+        signals: &mut Signals,
+    ) -> Result<(), RunError> {
         let publisher = Arc::clone(&self.publisher);
-        let mut reconcile = tokio::time::interval(RECONCILE);
-        let mut heartbeat = tokio::time::interval(HEARTBEAT);
+        let mut reconcile = tokio::time::interval(RECONCILE_INTERVAL);
+        let mut heartbeat = tokio::time::interval(WORKER_CHECK_INTERVAL);
         for ticks in [&mut reconcile, &mut heartbeat] {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         }
@@ -254,36 +264,36 @@ impl<'a> Daemon<'a> {
                     self.dataplane.kill_worker(0);
                 }
                 signal = signals.next() => match signal {
-                    Signal::End(name) => {
+                    Signal::Terminate(name) => {
                         tracing::info!(signal = name, "ending");
                         return Ok(());
                     }
                     Signal::Statistics => self.report(),
                     Signal::Reload => self.reload(),
                 },
-                _ = heartbeat.tick() => self.workers_live()?,
-                () = follower.ended() => {
-                    return Err(RunError::Failed(anyhow!("the source is not followed any more; restart penstock")));
+                _ = heartbeat.tick() => self.check_workers()?,
+                () = policy_thread.ended() => {
+                    return Err(RunError::Failed(anyhow!("the policy thread has ended; restart penstock")));
                 }
-                // Before the rest: were that always ready, nobody could look in.
+                // Before pods and network: if those were always ready, nobody could query the daemon.
                 next = self.operation.next() => self.operate(next).await,
-                () = publisher.pods.notified() => self.look("pods", Instant::now()).await?,
-                () = tokio::time::sleep(RETRY), if self.ports.has_busy() => self.settle("retry", Instant::now()).await?,
+                () = publisher.pods.notified() => self.refresh("pods", Instant::now()).await?,
+                () = tokio::time::sleep(RETRY_INTERVAL), if self.ports.has_busy() => self.reconcile("retry", Instant::now()).await?,
                 () = events.changed() => {
                     let seen = Instant::now();
-                    tokio::time::sleep((SETTLE_BY_LOOK * self.look_took).clamp(SETTLE, LONGEST_SETTLE)).await;
-                    self.look("network", seen).await?;
+                    tokio::time::sleep((DEBOUNCE_FACTOR * self.read_took).clamp(DEBOUNCE, MAX_DEBOUNCE)).await;
+                    self.refresh("network", seen).await?;
                 }
-                _ = reconcile.tick() => self.look("reconcile", Instant::now()).await?,
+                _ = reconcile.tick() => self.refresh("reconcile", Instant::now()).await?,
             }
         }
     }
 
-    fn workers_live(&self) -> Result<(), RunError> {
+    fn check_workers(&self) -> Result<(), RunError> {
         self.dataplane.failed().map_or(Ok(()), |died| Err(RunError::failed(died)))
     }
 
-    /// What is left where the daemon cannot go on: as if it had been killed.
+    /// What to leave when the daemon cannot continue: the same as if it had been killed.
     fn after_failure(&self) -> OnExit {
         match self.config.fail.mode {
             FailMode::Closed => OnExit::Keep,
@@ -291,14 +301,15 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Ends all threads, and either puts everything back (rules, routes and the pair first, so that the node's own
-    /// traffic is the kernel's again) or leaves it to the next daemon: programs without sockets drop.
+    /// Ends all threads. Then either restores everything (rules, routes and the pair first, so that the kernel handles
+    /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
+    /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, host_port, first_closed, publisher, walker, .. } = self;
-        drop(first_closed);
+        let Self { dataplane, ports, host_veth, close_first, publisher, clearing_thread, .. } = self;
+        drop(close_first);
         publisher.end();
-        // A panic has been told on standard error by then.
-        let _ = walker.join();
+        // A panic has been reported on standard error.
+        let _ = clearing_thread.join();
         drop(publisher);
         let removed = match leaves {
             OnExit::Keep => {
@@ -307,12 +318,12 @@ impl<'a> Daemon<'a> {
                 Ok(())
             }
             OnExit::Restore => {
-                let removed = host_port.remove().await;
+                let removed = host_veth.remove().await;
                 ports.restore();
                 removed
             }
         };
-        let stopped = Arc::into_inner(dataplane).expect("no other thread has it any more").stop();
+        let stopped = Arc::into_inner(dataplane).expect("no other thread holds the dataplane").stop();
         removed.map_err(RunError::failed)?;
         let frames = stopped.map_err(RunError::failed)?;
         tracing::info!(target: logging::MILESTONES, ?frames, "ended");

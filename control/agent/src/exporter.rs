@@ -1,10 +1,10 @@
-//! Metrics for Prometheus, and the two questions that a kubelet asks, over HTTP on a port of their own.
+//! Metrics for Prometheus and the kubelet's probes, over HTTP on their own port.
 //!
 //! | path | answer |
 //! |---|---|
-//! | `/metrics` | everything that is measured ([`metrics`](super::metrics)), in the OpenMetrics text format |
-//! | `/healthz` | 200 if every worker moves and the daemon's loop answers; 503 and one line otherwise |
-//! | `/readyz` | 200 once the objects are read, and policy is in force on every worker; 503 and one line before |
+//! | `/metrics` | all metrics ([`metrics`](super::metrics)), in the OpenMetrics text format |
+//! | `/healthz` | 200 if every worker polls and the daemon's loop answers; otherwise 503 and one line |
+//! | `/readyz` | 200 once all objects are read and policy is in force on every worker; otherwise 503 and one line |
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,48 +17,48 @@ use axum::routing::get;
 use tokio::net::TcpListener;
 
 use super::metrics::encode;
-use super::query::{Asker, Question};
+use super::query::{QueryHandle, StateQuery};
 
 /// The content type of the OpenMetrics text format.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// A port that is listened on and not served yet.
-pub(super) struct Metrics(TcpListener);
+/// A listening port, not served yet.
+pub(super) struct MetricsListener(TcpListener);
 
-/// The port cannot be listened on.
+/// Cannot listen on the port.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "metrics.listen = {address}: cannot be listened on ({source}); give a free port of an address of this node, or \"off\""
+    "metrics.listen = {address}: cannot listen there ({source}); set a free port on an address of this node, or \"off\""
 )]
 pub(super) struct ListenError {
     address: SocketAddr,
     source: io::Error,
 }
 
-impl Metrics {
+impl MetricsListener {
     /// Listens at `address`.
     pub(super) async fn listen(address: SocketAddr) -> Result<Self, ListenError> {
         TcpListener::bind(address).await.map(Self).map_err(|source| ListenError { address, source })
     }
 
-    /// Serves it from the current runtime until that ends.
-    pub(super) fn serve(self, asker: Asker) {
+    /// Serves it on the current runtime until that ends.
+    pub(super) fn serve(self, handle: QueryHandle) {
         let router = Router::new()
             .route("/metrics", get(metrics))
             .route("/healthz", get(healthz))
             .route("/readyz", get(readyz))
-            .with_state(asker);
+            .with_state(handle);
         tokio::spawn(async move {
             if let Err(error) = axum::serve(self.0, router).await {
-                tracing::error!(%error, "metrics are not served any more");
+                tracing::error!(%error, "metrics have stopped being served");
             }
         });
     }
 }
 
-async fn metrics(State(asker): State<Asker>) -> Response {
-    let text = match asker.ask(Question::Metrics).await {
-        Ok(collected) => encode(collected, asker.walks()).await.map_err(|error| error.to_string()),
+async fn metrics(State(handle): State<QueryHandle>) -> Response {
+    let text = match handle.query(StateQuery::Metrics).await {
+        Ok(scrape) => encode(scrape, handle.scans()).await.map_err(|error| error.to_string()),
         Err(error) => Err(error.to_string()),
     };
     match text {
@@ -67,16 +67,16 @@ async fn metrics(State(asker): State<Asker>) -> Response {
     }
 }
 
-async fn healthz(State(asker): State<Asker>) -> Response {
-    if asker.is_starting() {
-        // It may wait long for its source: no reason to have it started anew.
+async fn healthz(State(handle): State<QueryHandle>) -> Response {
+    if handle.is_starting() {
+        // It may wait long for its source, which is no reason to restart it.
         return probe(Ok(()));
     }
-    probe(asker.ask(Question::Health).await.unwrap_or_else(|error| Err(error.to_string())))
+    probe(handle.query(StateQuery::Health).await.unwrap_or_else(|error| Err(error.to_string())))
 }
 
-async fn readyz(State(asker): State<Asker>) -> Response {
-    probe(asker.ask(Question::Readiness).await.unwrap_or_else(|error| Err(error.to_string())))
+async fn readyz(State(handle): State<QueryHandle>) -> Response {
+    probe(handle.query(StateQuery::Readiness).await.unwrap_or_else(|error| Err(error.to_string())))
 }
 
 fn probe(answer: Result<(), String>) -> Response {

@@ -1,28 +1,31 @@
 //! The node service: what `penstock run` runs.
 //!
-//! Two threads keep everything in step, and publish (`publisher`): one follows the objects and has policy compiled
-//! (`follow`), the other follows the network ([`discovery`]), opens and closes ports (`ports`) and answers who asks
-//! (`daemon`). What the second does may wait for the kernel; policy does not. The packets are the workers' business alone.
+//! Two threads do the control work and publish snapshots (`publisher`). One watches the objects and compiles policy
+//! (`policy_thread`). The other watches the network ([`discovery`]), opens and closes ports (`ports`) and answers
+//! queries (`daemon`); it may wait for the kernel, the policy thread never does. Only the workers touch packets.
 //!
-//! Here are the daemon, what it finds out about the node, its configuration ([`config`]), its checks ([`preflight`]), the
-//! server of the admin API, and metrics. What policies mean is in `penstock-policy`, where objects come from in
-//! `penstock-sources`, what the answers look like in `penstock-admin`. This crate runs with privileges: it reads no command
-//! line and draws on no terminal. Only the `penstock` command, the tests and the benchmarks depend on it.
+//! This crate holds the daemon, node discovery, the configuration ([`config`]), the checks before a start
+//! ([`preflight`]), the server of the admin API, and metrics. Policy semantics are in `penstock-policy`, object sources
+//! in `penstock-sources`, the types of the admin API in `penstock-admin`. The crate runs with privileges, so it parses
+//! no command line and links no terminal library. Only the `penstock` command, the tests and the benchmarks depend on
+//! it.
 
 mod admin;
+mod close_first;
+mod closed_interfaces;
 pub mod config;
 mod connections;
 mod daemon;
 pub mod discovery;
 mod exporter;
-mod first_closed;
-mod follow;
-mod layout;
 pub mod logging;
 mod metrics;
+mod node_context;
+mod nonblocking_writer;
 mod objects;
 mod operation;
-mod outlet;
+mod policy_thread;
+mod port_layout;
 mod ports;
 pub mod preflight;
 mod progress;
@@ -30,12 +33,10 @@ mod publisher;
 mod query;
 mod report;
 mod samples;
+mod scans;
 mod signals;
-mod surroundings;
 mod verdicts;
 mod view;
-mod waiting;
-mod walks;
 
 use std::fmt::Display;
 use std::io;
@@ -46,23 +47,23 @@ use penstock_privileges as privileges;
 use penstock_sources::{Location, Source};
 
 use anyhow::Context;
-use config::{Config, Layers, Loaded};
-use discovery::{Netlink, clear_left};
+use config::{Config, ConfigLayers, LoadedConfig};
+use discovery::{Netlink, clear_leftovers};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::Objects;
 use preflight::{Finding, Level};
 use tokio::runtime::{Builder, Runtime};
 
-/// How long a check waits for an API server.
-const SOURCE_TIME: Duration = Duration::from_secs(15);
+/// How long `penstock check` waits for the API server to list all objects.
+const SOURCE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why the service ended otherwise than by a signal.
+/// Why the service ended, other than by a signal.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// Configuration, manifests or machine are not good; each line names the thing, the value and the mend.
+    /// Configuration, manifests or machine are unfit. Each line names the thing, its value and the remedy.
     #[error("{}", .0.join("\n"))]
     BadInput(Vec<String>),
-    /// It could not be done, or could not go on.
+    /// The service could not start or could not continue.
     #[error("{0:#}")]
     Failed(#[from] anyhow::Error),
 }
@@ -77,35 +78,35 @@ impl RunError {
     }
 }
 
-/// Runs the service until SIGINT or SIGTERM. SIGHUP has the configuration's layers read again.
+/// Runs the service until SIGINT or SIGTERM. SIGHUP reloads the configuration layers.
 ///
-/// Returns once all that it changed on the node is put back, also when it could not start.
-pub fn run(layers: &Layers, loaded: &Loaded) -> Result<(), RunError> {
-    raise_descriptors();
-    daemon::refuse(preflight::machine(&loaded.config))?;
-    privileges::begin().context("privileges cannot be given up")?;
+/// Restores everything that it changed on the node before it returns, also after a failed start.
+pub fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
+    raise_open_file_limit();
+    daemon::fail_on_errors(preflight::machine(&loaded.config))?;
+    privileges::drop_to_startup().context("privileges cannot be given up")?;
     let runtime = runtime().map_err(RunError::failed)?;
-    logging::never_wait();
+    logging::use_nonblocking_writers();
     let ended = runtime.block_on(daemon::run(layers, loaded));
     logging::finish();
     ended
 }
 
-/// Looks whether this machine can run this configuration. Changes nothing.
+/// Checks whether this machine can run this configuration. Changes nothing.
 pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
     let mut findings = preflight::machine(config);
     let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
     let runtime = runtime()?;
     runtime.block_on(read_source(config, &mut objects, &mut findings));
     runtime.block_on(async {
-        match Netlink::open(config.host_port.table) {
+        match Netlink::open(config.host_veth.table) {
             Err(error) => findings.push(Finding::error(error.to_string())),
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
                 findings.extend(preflight::programs(config));
                 findings.extend(preflight::source_check());
-                match netlink.facts().await {
-                    Ok(facts) => findings.extend(preflight::pods(config, &facts, objects.tenants())),
+                match netlink.network_state().await {
+                    Ok(netstate) => findings.extend(preflight::pods(config, &netstate, objects.resolved_pods())),
                     Err(error) => findings.push(Finding::error(error.to_string())),
                 }
             }
@@ -115,35 +116,35 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// What [`cleanup`] took away.
+/// What [`cleanup`] removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.
     pub programs: usize,
-    /// Whether the host port's pair or its rules were there.
-    pub host_port: bool,
+    /// Whether the host veth pair or its rules existed.
+    pub host_veth: bool,
 }
 
-/// Takes away what a daemon left in this network namespace that was killed, or ended with `fail.on_exit = "keep"`.
-/// Refused while one runs.
+/// Removes what a killed daemon, or one with `fail.on_exit = "keep"`, left in this network namespace. Fails while a
+/// daemon runs.
 pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     runtime().map_err(RunError::failed)?.block_on(async {
-        let (netlink, _) = Netlink::open(config.host_port.table).map_err(RunError::bad_input)?;
-        let host_port = clear_left(&netlink, &config.host_port).await.map_err(RunError::bad_input)?;
+        let (netlink, _) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
+        let host_veth = clear_leftovers(&netlink, &config.host_veth).await.map_err(RunError::bad_input)?;
         let programs = daemon::clear_pins(&config.fail.pins)
             .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
-        Ok(CleanedUp { programs, host_port })
+        Ok(CleanedUp { programs, host_veth })
     })
 }
 
-/// Reads all objects of the source. What is wrong with it is a finding.
+/// Reads all objects of the source. Problems with the source become findings.
 async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<Finding>) {
     let location = config.source.location();
-    // Where there is no directory, that has been told.
+    // `preflight::machine` has reported a missing directory.
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
         return;
     }
-    let opened = tokio::time::timeout(SOURCE_TIME, Source::open(&location)).await;
+    let opened = tokio::time::timeout(SOURCE_TIMEOUT, Source::open(&location)).await;
     match opened {
         Ok(Ok((_, read))) => {
             findings.push(Finding::ok(format!("source: {} objects", read.len())));
@@ -152,14 +153,14 @@ async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<
         Ok(Err(error)) => findings.extend(error.to_string().lines().map(Finding::error)),
         Err(_) => findings.push(Finding::error(format!(
             "source: the API server did not list all objects within {} s; the log says why",
-            SOURCE_TIME.as_secs()
+            SOURCE_TIMEOUT.as_secs()
         ))),
     }
 }
 
-/// As many open files as the system lets this process have: each pod takes several, each client one, and the usual 1,024 are
-/// soon used up.
-fn raise_descriptors() {
+/// Raises the limit of open files to the hard limit: each pod takes several descriptors and each client one, more than
+/// the usual 1,024.
+fn raise_open_file_limit() {
     let raised =
         getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
@@ -167,14 +168,14 @@ fn raise_descriptors() {
     }
 }
 
-/// The most threads that the runtime starts for work that blocks, such as walks through the connection table. Those take
-/// turns; a second thread lets one begin while the last thread still goes idle.
+/// The most threads that the runtime starts for blocking work, such as scans of the connection table. Scans run one at
+/// a time; the second thread lets one start while the previous thread is still going idle.
 const BLOCKING_THREADS: usize = 2;
 
 fn runtime() -> io::Result<Runtime> {
     Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS)
-        .on_thread_start(privileges::forgo)
+        .on_thread_start(privileges::drop_all)
         .build()
 }

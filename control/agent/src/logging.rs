@@ -1,7 +1,7 @@
-//! The log: structured events on standard error, the last of them also kept for a support bundle.
+//! The log: structured events on standard error; the last lines are also kept for a support bundle.
 //!
-//! Nobody waits for whoever reads standard error or standard output: policy must not stop because a log does. Lines that
-//! find no room are counted, and told of when there is room again.
+//! Logging never blocks: policy must not stop because nobody reads standard error or standard output. Lines that do not
+//! fit the queue are counted, and the count is logged when there is room again.
 
 use std::collections::VecDeque;
 use std::io::{self, IsTerminal, Write};
@@ -14,13 +14,13 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, reload};
 
 use super::config::{Log, LogFormat, LogLevel};
-use super::outlet::Outlet;
+use super::nonblocking_writer::NonBlockingWriter;
 
-/// Events of this target are logged whatever the level: what a supervisor waits for.
+/// Events of this target are logged at any level: a supervisor waits for them.
 pub(super) const MILESTONES: &str = "penstock";
 
-/// The crates of this project that a daemon consists of. Each is named in full, since [`MILESTONES`] is the beginning of all.
-const OWN: [&str; 7] = [
+/// The crates of this project in the daemon. Full names, because [`MILESTONES`] is a prefix of all.
+const OWN_CRATES: [&str; 7] = [
     "penstock_admin",
     "penstock_agent",
     "penstock_dataplane",
@@ -31,27 +31,27 @@ const OWN: [&str; 7] = [
 ];
 
 /// Lines that may wait to be written.
-const WAITING: usize = 1_024;
+const WAITING_LINES: usize = 1_024;
 
-/// Lines that are kept.
-const KEPT: usize = 1_000;
+/// Recent lines that are kept.
+const RECENT_LINES: usize = 1_000;
 
 static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
 static OUTPUTS: Mutex<Option<Outputs>> = Mutex::new(None);
 static RECENT: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
 
-/// Where all that the daemon says goes.
+/// The non-blocking outputs of the process.
 struct Outputs {
-    log: Outlet,
-    /// Lines of the log that found no room.
+    log: NonBlockingWriter,
+    /// Lines of the log that were dropped.
     lost: u64,
-    statistics: Outlet,
+    statistics: NonBlockingWriter,
 }
 
 /// Starts logging for the whole process. A second call changes nothing.
 pub fn start(log: &Log) {
     let (filter, handle) = reload::Layer::new(filter(log.level));
-    let output = tracing_subscriber::fmt::layer().with_writer(|| Line).with_target(false);
+    let output = tracing_subscriber::fmt::layer().with_writer(|| LineWriter).with_target(false);
     let output = match log.format {
         LogFormat::Json => output.json().flatten_event(true).boxed(),
         LogFormat::Text => {
@@ -59,43 +59,43 @@ pub fn start(log: &Log) {
             output.with_ansi(coloured).boxed()
         }
     };
-    let kept = tracing_subscriber::fmt::layer().with_writer(|| Keeper).with_target(false).with_ansi(false);
-    // It fails only where a subscriber is there already, which then has the say.
+    let kept = tracing_subscriber::fmt::layer().with_writer(|| RecentWriter).with_target(false).with_ansi(false);
+    // Fails only if a subscriber exists already, which then stays in charge.
     if tracing_subscriber::registry().with(filter).with(output).with(kept).try_init().is_ok() {
         let _ = FILTER.set(handle);
     }
 }
 
-/// From now on threads write, and nobody waits for them, until [`finish`]. They have the privileges of the calling thread
-/// at most.
-pub(super) fn never_wait() {
-    // Whoever read it may be gone: no reason to stop.
-    let log = Outlet::new("log", WAITING, io::stderr(), |_| ());
-    let statistics = Outlet::new("statistics", 1, io::stdout(), |_| ());
+/// From now on threads write and nobody waits for them, until [`finish`]. They have at most the calling thread's
+/// privileges.
+pub(super) fn use_nonblocking_writers() {
+    // The reader may be gone, which is no reason to stop.
+    let log = NonBlockingWriter::new("log", WAITING_LINES, io::stderr(), |_| ());
+    let statistics = NonBlockingWriter::new("statistics", 1, io::stdout(), |_| ());
     *outputs() = log.ok().zip(statistics.ok()).map(|(log, statistics)| Outputs { log, lost: 0, statistics });
 }
 
-/// Has written what can be; from now on lines are written by whoever logs them.
+/// Flushes what fits the time limit; from now on each caller writes its own lines.
 pub(super) fn finish() {
     let outputs = outputs().take();
     drop(outputs);
 }
 
-/// Prints statistics on standard output; `false` where the last ones are still to be read.
+/// Prints statistics on standard output; `false` if the previous ones are still unread.
 pub(super) fn print(text: String) -> bool {
-    outputs().as_ref().is_some_and(|outputs| outputs.statistics.offer(text.into_bytes()))
+    outputs().as_ref().is_some_and(|outputs| outputs.statistics.try_write(text.into_bytes()))
 }
 
 fn outputs() -> MutexGuard<'static, Option<Outputs>> {
     OUTPUTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Logs from this level on.
+/// Sets the log level.
 pub(super) fn set_level(level: LogLevel) {
     if let Some(handle) = FILTER.get()
         && let Err(error) = handle.reload(filter(level))
     {
-        tracing::error!(%error, "the log's level stays as it was");
+        tracing::error!(%error, "cannot change the log level");
     }
 }
 
@@ -107,11 +107,11 @@ pub(super) fn recent() -> String {
 fn filter(level: LogLevel) -> Targets {
     let level = LevelFilter::from_level(level.into());
     Targets::new()
-        .with_targets(OWN.map(|own| (own, level)))
+        .with_targets(OWN_CRATES.map(|own| (own, level)))
         .with_target(MILESTONES, level.max(LevelFilter::INFO))
-        // An outage of the API server is told once, by us.
+        // The source logs an outage of the API server itself, once.
         .with_target("kube_client", LevelFilter::OFF)
-        // Libraries' own events are about themselves.
+        // Libraries log about themselves: warnings and errors only.
         .with_default(level.min(LevelFilter::WARN))
 }
 
@@ -119,20 +119,20 @@ fn recent_lines() -> MutexGuard<'static, VecDeque<String>> {
     RECENT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Offers what is written to it, each write being an event's line.
-struct Line;
+/// Queues what is written to it; each write is one event's line.
+struct LineWriter;
 
-impl Write for Line {
+impl Write for LineWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut outputs = outputs();
         let Some(Outputs { log, lost, .. }) = outputs.as_mut() else {
             drop(outputs);
             return io::stderr().write_all(line).map(|()| line.len());
         };
-        if *lost > 0 && log.offer(format!("{lost} lines of the log were lost: they were not read in time\n").into()) {
+        if *lost > 0 && log.try_write(format!("{lost} log lines were dropped: they were not read in time\n").into()) {
             *lost = 0;
         }
-        *lost += u64::from(!log.offer(line.to_vec()));
+        *lost += u64::from(!log.try_write(line.to_vec()));
         Ok(line.len())
     }
 
@@ -141,13 +141,13 @@ impl Write for Line {
     }
 }
 
-/// Keeps what is written to it, each write being an event's line.
-struct Keeper;
+/// Keeps what is written to it; each write is one event's line.
+struct RecentWriter;
 
-impl Write for Keeper {
+impl Write for RecentWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut lines = recent_lines();
-        if lines.len() == KEPT {
+        if lines.len() == RECENT_LINES {
             lines.pop_front();
         }
         lines.push_back(String::from_utf8_lossy(line).into_owned());

@@ -1,4 +1,4 @@
-//! The cluster's objects as the daemon keeps them: the policy engine, this node's pods, this node's addresses.
+//! The daemon's objects: the policy engine, this node's pods and the nodes' addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -8,30 +8,30 @@ use penstock_policy::engine::{Engine, Settings};
 use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
 use penstock_policy::state::Holder;
 
-use crate::discovery::Problem;
+use crate::discovery::PodProblem;
 
-/// All objects, and what of them is this node's.
+/// All objects, and which of them belong to this node.
 pub(super) struct Objects {
     engine: Engine,
     node: String,
-    /// This node's object, as the source has it.
+    /// This node's object, if the source has one.
     node_object: Option<Node>,
     configured: Vec<IpAddr>,
     /// All addresses of this node: of its object, its interfaces and its configuration.
     addresses: Vec<IpAddr>,
     pods: BTreeMap<ObjectKey, Pod>,
-    /// Addresses of the other nodes' objects.
+    /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
     policies: BTreeSet<ObjectKey>,
 }
 
-/// What changes of objects came to.
-pub(super) struct Effect {
-    /// The policy may be another.
+/// What a batch of changes affects.
+pub(super) struct ChangeEffect {
+    /// The compiled policy may differ.
     pub(super) policy: bool,
-    /// Pods of this node are among them.
+    /// Pods of this node changed.
     pub(super) pods: bool,
-    /// This node or another has other addresses.
+    /// Addresses of this node or another changed.
     pub(super) nodes: bool,
 }
 
@@ -49,8 +49,8 @@ impl Objects {
         }
     }
 
-    /// Takes changes in, as one; `interfaces` are the addresses on the node's interfaces.
-    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> Effect {
+    /// Applies changes as one batch; `interfaces` are the addresses on the node's interfaces.
+    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> ChangeEffect {
         let (mut pods, mut nodes) = (false, false);
         let mut others = Vec::new();
         for change in changes {
@@ -88,10 +88,10 @@ impl Objects {
         let own = self.own_node(interfaces);
         nodes |= own.is_some();
         others.extend(own);
-        Effect { policy: self.engine.apply(others), pods, nodes }
+        ChangeEffect { policy: self.engine.apply(others), pods, nodes }
     }
 
-    /// Takes in the addresses on the node's interfaces. Whether the policy may be another.
+    /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.
     pub(super) fn apply_addresses(&mut self, interfaces: &[IpAddr]) -> bool {
         match self.own_node(interfaces) {
             Some(change) => self.engine.apply([change]),
@@ -99,7 +99,7 @@ impl Objects {
         }
     }
 
-    /// Sets the addresses of this node that are configured; they count from the next look at the network on.
+    /// Sets the configured addresses of this node; they take effect at the next read of the network.
     pub(super) fn set_configured(&mut self, configured: &[IpAddr]) {
         self.configured = configured.to_vec();
     }
@@ -114,8 +114,8 @@ impl Objects {
         self.pods.values()
     }
 
-    /// This node's pods with the addresses that are theirs, and what is said of an address that two pods claim.
-    pub(super) fn tenants(&self) -> (Vec<Pod>, BTreeSet<Problem>) {
+    /// This node's pods with the addresses that they own, and a problem for each address that two pods claim.
+    pub(super) fn resolved_pods(&self) -> (Vec<Pod>, BTreeSet<PodProblem>) {
         let (mut pods, mut problems) = (Vec::with_capacity(self.pods.len()), BTreeSet::new());
         for pod in self.pods.values() {
             let mut pod = pod.clone();
@@ -123,7 +123,7 @@ impl Objects {
                 let second = pod.key.clone();
                 pod.addresses.retain(|&address| match self.holder(address) {
                     Some(first) if *first != second => {
-                        problems.insert(Problem::AddressTaken {
+                        problems.insert(PodProblem::AddressTaken {
                             first: first.clone(),
                             second: second.clone(),
                             address,
@@ -138,7 +138,7 @@ impl Objects {
         (pods, problems)
     }
 
-    /// The pod whose address this is, as policy goes by it.
+    /// The pod that owns this address under the policy.
     fn holder(&self, address: IpAddr) -> Option<&ObjectKey> {
         match self.engine.state().holder(&address)? {
             Holder::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
@@ -146,12 +146,12 @@ impl Objects {
         }
     }
 
-    /// Whether `address` is this pod's, as policy goes by it.
+    /// Whether this pod owns `address` under the policy.
     pub(super) fn has(&self, pod: &ObjectKey, address: IpAddr) -> bool {
         self.holder(address) == Some(pod)
     }
 
-    /// How many policies there are in the cluster.
+    /// NetworkPolicies in the cluster.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -166,19 +166,19 @@ impl Objects {
         self.others.values().flatten().copied()
     }
 
-    /// The addresses of this node's pods, whether they are served or not.
+    /// The addresses of this node's pods, served or not.
     pub(super) fn pod_addresses(&self) -> BTreeSet<IpAddr> {
         let running = self.pods.values().filter(|pod| !pod.host_network && !pod.finished);
         let addresses = running.flat_map(|pod| pod.addresses.iter().copied());
         addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
-    /// The policy in force for this node's pods.
+    /// The policy for this node's pods.
     pub(super) fn policy_set(&self) -> PolicySet {
         self.engine.policy_set().clone()
     }
 
-    /// This node with all of its addresses, where they are others than the engine knows.
+    /// This node with all of its addresses, if they differ from what the engine knows.
     fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<Change> {
         let object = self.node_object.iter().flat_map(|node| &node.addresses);
         let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
@@ -216,7 +216,7 @@ mod tests {
         }))
     }
 
-    /// Nothing reaches a pod of the namespace.
+    /// A policy that denies all ingress to the namespace's pods.
     fn closed() -> Change {
         Change::Set(Object::NetworkPolicy(NetworkPolicy {
             key: ObjectKey { namespace: "shop".into(), name: "closed".into() },
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn every_address_of_the_node_reaches_its_pods_wherever_it_is_known_from() {
+    fn every_known_address_of_the_node_reaches_its_pods() {
         let mut objects = Objects::new("here", &[address("192.0.2.1")]);
         let interfaces = [address("10.1.1.1")];
         assert!(objects.apply([pod("web", "here"), closed()], &interfaces).policy);
@@ -259,13 +259,13 @@ mod tests {
     }
 
     #[test]
-    fn of_two_pods_with_one_address_the_living_one_has_it_and_the_other_is_reported() {
+    fn of_two_pods_with_one_address_the_running_one_owns_it_and_the_other_is_reported() {
         let tenure = |leaving, started, created| Tenure { leaving, started, created };
         let plain = tenure(false, Some(10), Some(10));
         let finished = |pod: &mut Pod| pod.finished = true;
         let nothing = |_: &mut Pod| {};
         type Edit = fn(&mut Pod);
-        // Of `old` and `new`: what they say, and who has the address; and whether the other is reported.
+        // What differs between `old` and `new`, which of them owns the address, and whether the other is reported.
         let cases: [(&str, Tenure, Tenure, Edit, &str, bool); 8] = [
             ("old finished", plain, plain, finished, "new", false),
             ("old finished, though it started later", tenure(false, Some(20), None), plain, finished, "new", false),
@@ -274,7 +274,7 @@ mod tests {
             ("new started later", plain, tenure(false, Some(11), Some(1)), nothing, "new", true),
             ("old is known to have started, new is not", plain, tenure(false, None, Some(99)), nothing, "old", true),
             ("new was created later", plain, tenure(false, Some(10), Some(11)), nothing, "new", true),
-            ("nothing tells them apart: by name", plain, plain, nothing, "new", true),
+            ("no difference: by name", plain, plain, nothing, "new", true),
         ];
         for (what, of_old, of_new, more, holder, reported) in cases {
             for in_order in [true, false] {
@@ -291,19 +291,19 @@ mod tests {
                     let (first, second) = if in_order { (old, new) } else { (new, old) };
                     objects.apply([first], &[]);
                     objects.apply([second], &[]);
-                    let told = format!("{what}, in order {in_order}, elsewhere {far:?}");
-                    let (pods, problems) = objects.tenants();
+                    let case = format!("{what}, in order {in_order}, elsewhere {far:?}");
+                    let (pods, problems) = objects.resolved_pods();
                     let live = |pod: &&Pod| !pod.finished && !pod.addresses.is_empty();
                     let served: Vec<&str> = pods.iter().filter(live).map(|pod| pod.key.name.as_str()).collect();
                     let expected = if far == Some(holder) { vec![] } else { vec![holder] };
-                    assert_eq!(served, expected, "forwarding: {told}");
+                    assert_eq!(served, expected, "forwarding: {case}");
                     for name in ["old", "new"] {
                         let key = ObjectKey { namespace: "shop".into(), name: name.into() };
-                        assert_eq!(objects.has(&key, address("10.1.1.5")), name == holder, "policy: {told}");
+                        assert_eq!(objects.has(&key, address("10.1.1.5")), name == holder, "policy: {case}");
                     }
                     let other = if holder == "new" { "old" } else { "new" };
                     let is_here = far != Some(other);
-                    assert_eq!(problems.len(), usize::from(reported && is_here), "{told}: {problems:?}");
+                    assert_eq!(problems.len(), usize::from(reported && is_here), "{case}: {problems:?}");
                     for problem in problems {
                         let text = problem.to_string();
                         assert!(text.starts_with(&format!("pods shop/{holder} and shop/{other}: both have")), "{text}");
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_goes_over_when_its_pod_begins_to_leave_and_when_it_is_gone() {
+    fn an_address_moves_to_the_other_pod_when_its_owner_terminates() {
         let mut objects = Objects::new("here", &[]);
         let made = |name: &str, started, leaving| {
             let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };

@@ -1,5 +1,5 @@
-//! What lets people and programs look into a running daemon, and change a little of it: the admin API, metrics, the
-//! verdict log, and the configuration read again. The daemon's loop waits for the next thing to do here, and does it.
+//! The operator's interface to a running daemon: admin API, metrics, verdict log and configuration reload. The daemon's
+//! loop waits here for the next event and handles it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,80 +9,81 @@ use penstock_sources::SourceHealth;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::RunError;
-use super::admin::{Admin, Served};
-use super::config::{Layers, Loaded};
-use super::exporter::Metrics;
-use super::query::{self, Asker, Question, Questions};
+use super::admin::{AdminListener, AdminServer};
+use super::config::{ConfigLayers, LoadedConfig};
+use super::exporter::MetricsListener;
+use super::query::{self, QueryHandle, StateQueries, StateQuery};
 use super::samples::{self, Sample, Samples};
-use super::verdicts::Verdicts;
+use super::verdicts::VerdictWriter;
 
 /// How often the verdict log is written.
-const WRITE: Duration = Duration::from_millis(100);
+const VERDICT_LOG_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is open before the daemon starts: problems with it are told before anything on the node is touched.
-pub(super) struct Doors {
-    asker: Asker,
-    questions: Questions,
-    served: Option<Served>,
+/// Listening sockets, opened before the daemon touches the node so that problems with them end the start early.
+pub(super) struct Listeners {
+    handle: QueryHandle,
+    queries: StateQueries,
+    served: Option<AdminServer>,
 }
 
-impl Doors {
-    /// Listens, and serves from now on. Until the daemon's loop runs, requests are told that it is starting.
-    pub(super) async fn open(loaded: &Loaded) -> Result<Self, RunError> {
-        let (asker, questions) = query::channel();
-        let admin = loaded.config.admin.socket.path().map(Admin::listen).transpose().map_err(RunError::bad_input)?;
+impl Listeners {
+    /// Listens and serves from now on. Until the daemon's loop runs, clients get "starting".
+    pub(super) async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
+        let (handle, queries) = query::channel();
+        let admin =
+            loaded.config.admin.socket.path().map(AdminListener::listen).transpose().map_err(RunError::bad_input)?;
         if let Some(address) = loaded.config.metrics.listen.address() {
-            Metrics::listen(address).await.map_err(RunError::bad_input)?.serve(asker.clone());
+            MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
         }
-        let served = admin.map(|admin| admin.serve(asker.clone()));
-        Ok(Self { asker, questions, served })
+        let served = admin.map(|admin| admin.serve(handle.clone()));
+        Ok(Self { handle, queries, served })
     }
 }
 
-/// What is to be done next.
-pub(super) enum Next {
-    /// Somebody asks.
-    Answer(Question),
-    /// A sample of the counters is due.
+/// What the daemon's loop does next.
+pub(super) enum OperationEvent {
+    /// Answer a query.
+    Answer(StateQuery),
+    /// Take a sample of the counters.
     Sample,
-    /// The verdict log is to be written.
+    /// Write the verdict log.
     Write,
 }
 
-/// All that the daemon's loop has for its operation.
+/// State of the operator's interface, owned by the daemon's loop.
 pub(super) struct Operation {
-    /// Until the loop has begun.
-    asker: Option<Asker>,
-    questions: Questions,
-    pub(super) layers: Layers,
-    pub(super) loaded: Loaded,
+    /// Until the loop runs.
+    handle: Option<QueryHandle>,
+    queries: StateQueries,
+    pub(super) layers: ConfigLayers,
+    pub(super) loaded: LoadedConfig,
     pub(super) source: Arc<SourceHealth>,
     pub(super) samples: Samples,
-    pub(super) verdicts: Verdicts,
+    pub(super) verdicts: VerdictWriter,
     pub(super) started: Instant,
     sampling: Interval,
     writing: Interval,
-    _served: Option<Served>,
+    _served: Option<AdminServer>,
 }
 
 impl Operation {
-    /// Questions are answered from when [`Operation::next`] is first waited for.
+    /// Queries are answered once [`Operation::next`] is first awaited.
     pub(super) fn start(
-        doors: Doors,
-        layers: &Layers,
-        loaded: &Loaded,
+        listeners: Listeners,
+        layers: &ConfigLayers,
+        loaded: &LoadedConfig,
         source: Arc<SourceHealth>,
         dataplane: &Dataplane,
     ) -> Result<Self, RunError> {
-        let verdicts = Verdicts::start(Arc::clone(dataplane.verdicts()), &loaded.config.verdict_log);
+        let verdicts = VerdictWriter::start(Arc::clone(dataplane.verdicts()), &loaded.config.verdict_log);
         let interval = |every| {
             let mut interval = tokio::time::interval(every);
             interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
             interval
         };
         Ok(Self {
-            asker: Some(doors.asker),
-            questions: doors.questions,
+            handle: Some(listeners.handle),
+            queries: listeners.queries,
             layers: layers.clone(),
             loaded: loaded.clone(),
             source,
@@ -90,22 +91,22 @@ impl Operation {
             verdicts: verdicts.map_err(RunError::bad_input)?,
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),
-            writing: interval(WRITE),
-            _served: doors.served,
+            writing: interval(VERDICT_LOG_INTERVAL),
+            _served: listeners.served,
         })
     }
 
-    /// Waits for what is to be done next. Nothing is lost if the wait is given up.
-    pub(super) async fn next(&mut self) -> Next {
-        if let Some(asker) = self.asker.take() {
-            asker.started();
+    /// Waits for the next event. Cancelling the wait loses nothing.
+    pub(super) async fn next(&mut self) -> OperationEvent {
+        if let Some(handle) = self.handle.take() {
+            handle.started();
         }
         let writes = self.verdicts.is_on();
         tokio::select! {
-            _ = self.sampling.tick() => Next::Sample,
-            _ = self.writing.tick(), if writes => Next::Write,
-            // The channel never closes: the doors keep its other end, or nobody asks.
-            Some(question) = self.questions.recv() => Next::Answer(question),
+            _ = self.sampling.tick() => OperationEvent::Sample,
+            _ = self.writing.tick(), if writes => OperationEvent::Write,
+            // The channel never closes: the servers hold its other end, or there are none.
+            Some(query) = self.queries.recv() => OperationEvent::Answer(query),
         }
     }
 }

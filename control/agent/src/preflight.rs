@@ -1,4 +1,4 @@
-//! Can this machine run this configuration? Looked at before anything is touched.
+//! Checks whether this machine can run this configuration, before anything is changed.
 
 mod interfaces;
 mod kernel;
@@ -17,15 +17,15 @@ use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
 
-use super::config::{Config, PickUp};
-use crate::discovery::{Facts, Link, Netlink, PodPort, Problem, Sysctl, pod_ports};
+use super::config::{Config, MidstreamPickup};
+use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
-    /// As it should be.
+    /// As required.
     Ok,
-    /// Works, but not all that one may expect.
+    /// Works, with a limitation.
     Warning,
     /// Cannot run.
     Error,
@@ -41,12 +41,12 @@ impl fmt::Display for Level {
     }
 }
 
-/// One thing that was looked at: names the thing, the value and the mend in one line.
+/// The result of one check: names the thing, its value and the remedy in one line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Finding {
     /// How much it matters.
     pub level: Level,
-    /// What was found.
+    /// The result.
     pub line: String,
 }
 
@@ -64,12 +64,12 @@ impl Finding {
     }
 }
 
-/// Looks at privileges, kernel, memory and cores; needs no network.
+/// Checks privileges, kernel, memory and cores, but not the network.
 pub fn machine(config: &Config) -> Vec<Finding> {
     let privileges = capabilities(effective_capabilities());
     let permitted = privileges.level == Level::Ok;
     let mut findings = vec![privileges];
-    // Without CAP_NET_RAW the kernel does not even say whether it has AF_XDP.
+    // Without CAP_NET_RAW the kernel does not say whether it has AF_XDP.
     findings.extend(permitted.then(|| af_xdp(open_xdp_socket())));
     findings.push(match worker_cores(config) {
         Ok(cores) => Finding::ok(format!("workers.cores: {}", list(&cores))),
@@ -78,18 +78,25 @@ pub fn machine(config: &Config) -> Vec<Finding> {
     findings.push(memory(config, available_memory()));
     findings.extend(kernel::findings(config, permitted));
     findings.extend(source(&config.source.location()));
-    findings.extend(former(config));
+    findings.extend(deprecated_settings(config));
     findings
 }
 
-/// Settings that are written as they were in an earlier version.
-fn former(config: &Config) -> Option<Finding> {
-    let PickUp::Former(always) = config.conntrack.pick_up else { return None };
-    let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
-    Some(Finding::warning(format!("conntrack.pick_up = {always} is a length of time now; write {now}")))
+/// Warns of deprecated settings.
+fn deprecated_settings(config: &Config) -> Vec<Finding> {
+    let renamed = |(old, new): &(&str, &str)| Finding::warning(format!("{old}: deprecated key; write {new}"));
+    let mut findings: Vec<Finding> = config.deprecated_keys.iter().map(renamed).collect();
+    findings.extend(deprecated_pickup(config));
+    findings
 }
 
-/// Whether the source is there, as far as that can be told without reading it.
+fn deprecated_pickup(config: &Config) -> Option<Finding> {
+    let MidstreamPickup::Deprecated(always) = config.conntrack.pick_up else { return None };
+    let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
+    Some(Finding::warning(format!("conntrack.pick_up = {always}: deprecated; write {now}")))
+}
+
+/// Checks that the source exists, without reading it.
 fn source(location: &Location) -> Option<Finding> {
     let (key, path, is_there, what) = match location {
         Location::Manifests(path) => ("manifests", path, path.is_dir(), "a directory"),
@@ -99,11 +106,11 @@ fn source(location: &Location) -> Option<Finding> {
     let path = path.display();
     Some(match is_there {
         true => Finding::ok(format!("source.{key}: {path}")),
-        false => Finding::error(format!("source.{key}: {path} is not {what}; create it, or correct the path")),
+        false => Finding::error(format!("source.{key}: {path}: not {what}; create it, or correct the path")),
     })
 }
 
-/// Looks at the network namespace that this thread is in.
+/// Checks the calling thread's network namespace.
 pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     let mut findings = Vec::new();
     for name in &config.uplinks {
@@ -119,9 +126,9 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     if !config.uplinks.is_empty() {
         let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
         findings.push(kernel::translation(can_find_translated()));
-        // Where the start is refused, that is all there is to say.
+        // After an error the start fails anyway.
         let fit = findings.iter().all(|finding| finding.level != Level::Error);
-        findings.extend(kernel::half_seen(liberal.ok()).filter(|_| fit));
+        findings.extend(kernel::one_sided_tracking(liberal.ok()).filter(|_| fit));
     }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
@@ -129,13 +136,13 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
     })));
     if Sysctl::v4("all", "arp_filter").read() == Some(1) {
         findings.push(Finding::warning(
-            "net/ipv4/conf/all/arp_filter = 1: ARP from pods may go unanswered; set it to 0, or on single interfaces only",
+            "net/ipv4/conf/all/arp_filter = 1: ARP from pods may go unanswered; set it to 0, or set it on single interfaces only",
         ));
     }
     findings
 }
 
-/// Whether what is pinned for this network namespace, by a daemon that runs or has died, is this binary's program.
+/// Checks that the programs pinned for this network namespace, by a running or dead daemon, are this binary's.
 pub(super) fn programs(config: &Config) -> Option<Finding> {
     if capabilities(effective_capabilities()).level != Level::Ok {
         return None;
@@ -152,13 +159,13 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
             Ok(tag) if *tag == own => {}
             Ok(tag) => {
                 return Some(Finding::warning(format!(
-                    "{at}: the program on interface {} is not this binary's ({tag}, not {own}); restart penstock, which replaces it",
+                    "{at}: the program on interface {} differs from this binary's ({tag}, not {own}); restart penstock to replace it",
                     pinned.interface
                 )));
             }
             Err(error) => {
                 return Some(Finding::warning(format!(
-                    "{at}: the program on interface {} cannot be compared ({error}); run as root",
+                    "{at}: the program on interface {} cannot be read ({error}); run as root",
                     pinned.interface
                 )));
             }
@@ -170,47 +177,51 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
     }))
 }
 
-/// Whether the kernel takes the program that keeps others from passing for pods.
+/// Checks that the kernel accepts the program that verifies sources.
 pub(super) fn source_check() -> Option<Finding> {
     Some(match try_source_check()? {
-        Ok(()) => Finding::ok("sources of what the node's stack sends to pods: the kernel can check them"),
+        Ok(()) => Finding::ok("source check: the kernel can verify sources of packets from the node's stack"),
         Err(error) => Finding::error(error.to_string()),
     })
 }
 
-/// Tells of each local pod whether its interface can be served.
-pub(super) fn pods(config: &Config, facts: &Facts, tenants: (Vec<Pod>, BTreeSet<Problem>)) -> Vec<Finding> {
+/// Checks for each local pod whether its interface can be served.
+pub(super) fn pods(
+    config: &Config,
+    netstate: &NetworkState,
+    resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
+) -> Vec<Finding> {
     let largest = config.umem.frame_size.largest_packet();
-    let (pods, mut problems) = tenants;
-    let (ports, more) = pod_ports(facts, &pods, config.node.as_str(), largest);
+    let (pods, mut problems) = resolved_pods;
+    let (ports, more) = pod_ports(netstate, &pods, config.node.as_str(), largest);
     problems.extend(more);
-    let told = problems.iter().map(|problem| match problem {
-        Problem::TooLong { .. } => Finding::error(problem.to_string()),
+    let found = problems.iter().map(|problem| match problem {
+        PodProblem::TooLong { .. } => Finding::error(problem.to_string()),
         _ => Finding::warning(problem.to_string()),
     });
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
         true => vec![Finding::error(format!(
-            "uplinks: interface {} is pod {}'s; take it out of the list",
+            "uplinks: interface {} belongs to pod {}; remove it from the list",
             port.name, port.pod
         ))],
         false => interfaces::pod(port, config.xdp.mode),
     };
-    told.chain(ports.values().flat_map(served)).collect()
+    found.chain(ports.values().flat_map(served)).collect()
 }
 
-/// The cores that workers are to run on, or the line that says why they cannot.
+/// The workers' cores, or why they cannot be used.
 pub fn worker_cores(config: &Config) -> Result<Vec<u16>, String> {
     let usable = usable_cores();
     match &config.workers.cores {
         Some(cores) => match cores.numbers().iter().find(|core| !usable.contains(core)) {
             Some(core) => Err(format!(
-                "workers.cores: core {core} does not exist or is not open to this process; choose from {}",
+                "workers.cores: core {core} does not exist or is not available to this process; choose from {}",
                 list(&usable)
             )),
             None => Ok(cores.numbers().to_vec()),
         },
-        None => usable.last().map(|&core| vec![core]).ok_or_else(|| "workers.cores: no core can be used".to_owned()),
+        None => usable.last().map(|&core| vec![core]).ok_or_else(|| "workers.cores: no usable core".to_owned()),
     }
 }
 
@@ -220,11 +231,11 @@ pub(super) fn usable_cores() -> Vec<u16> {
     (0..CpuSet::count()).filter(|&core| set.is_set(core).unwrap_or(false)).map(|core| core as u16).collect()
 }
 
-/// Capabilities that are needed, by their number in linux/capability.h.
+/// Required capabilities, by their number in linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (BPF, "CAP_BPF")];
 /// CAP_BPF.
 const BPF: u32 = 39;
-/// CAP_SYS_ADMIN, which stands in for CAP_BPF.
+/// CAP_SYS_ADMIN, which includes CAP_BPF.
 const SYS_ADMIN: u32 = 21;
 
 fn effective_capabilities() -> u64 {
@@ -253,16 +264,16 @@ fn open_xdp_socket() -> io::Result<()> {
     if socket < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call has just returned this descriptor to us, and nobody else knows of it.
+    // SAFETY: the call has just returned this descriptor, and nobody else owns it.
     drop(unsafe { OwnedFd::from_raw_fd(socket) });
     Ok(())
 }
 
 fn af_xdp(opened: io::Result<()>) -> Finding {
     match opened {
-        Ok(()) => Finding::ok("AF_XDP: the kernel has it"),
+        Ok(()) => Finding::ok("AF_XDP: supported"),
         Err(error) => Finding::error(format!(
-            "AF_XDP: no socket can be opened ({error}); use a kernel of 5.11 or later that was built with CONFIG_XDP_SOCKETS"
+            "AF_XDP: cannot open a socket ({error}); use Linux 5.11 or later with CONFIG_XDP_SOCKETS"
         )),
     }
 }
@@ -274,12 +285,12 @@ fn available_memory() -> Option<u64> {
 }
 
 fn memory(config: &Config, available: Option<u64>) -> Finding {
-    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.octets());
+    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     let connections = u64::from(config.conntrack.entries) * 74;
     let needed = (frames + connections) >> 20;
-    match available.map(|octets| octets >> 20) {
+    match available.map(|bytes| bytes >> 20) {
         Some(available) if available < needed => Finding::error(format!(
-            "umem and conntrack: {needed} MiB are needed and {available} MiB available; lower umem.memory or conntrack.entries"
+            "umem and conntrack: need {needed} MiB, but only {available} MiB available; lower umem.memory or conntrack.entries"
         )),
         _ => Finding::ok(format!("umem and conntrack: {needed} MiB")),
     }
@@ -288,7 +299,7 @@ fn memory(config: &Config, available: Option<u64>) -> Finding {
 fn uplink(name: &str, found: Option<&Link>, largest: u32) -> Finding {
     match found {
         None => {
-            Finding::error(format!("uplinks: interface {name} does not exist; create it, or take it out of the list"))
+            Finding::error(format!("uplinks: interface {name} does not exist; create it, or remove it from the list"))
         }
         Some(link) if !link.up => {
             Finding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
@@ -347,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_af_xdp_is_told() {
+    fn a_kernel_without_af_xdp_is_an_error() {
         let found = af_xdp(Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)));
         assert_eq!(found.level, Level::Error);
         assert!(found.line.contains("Address family not supported") && found.line.contains("CONFIG_XDP_SOCKETS"));
@@ -358,7 +369,9 @@ mod tests {
     fn a_core_that_does_not_exist_is_named_with_those_that_do() {
         let line = worker_cores(&config("workers.cores = [0, 999]")).unwrap_err();
         assert!(
-            line.starts_with("workers.cores: core 999 does not exist or is not open to this process; choose from 0"),
+            line.starts_with(
+                "workers.cores: core 999 does not exist or is not available to this process; choose from 0"
+            ),
             "{line}"
         );
         assert_eq!(worker_cores(&config("workers.cores = [0]")).unwrap(), [0]);
@@ -366,10 +379,10 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_told() {
+    fn too_little_memory_is_an_error() {
         let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
         assert_eq!(found.level, Level::Error);
-        assert!(found.line.starts_with("umem and conntrack: 2066 MiB are needed and 1024 MiB available;"), "{found:?}");
+        assert!(found.line.starts_with("umem and conntrack: need 2066 MiB, but only 1024 MiB available;"), "{found:?}");
         assert_eq!(memory(&config(""), None).level, Level::Ok);
     }
 
@@ -393,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_does_not_forward_is_warned_about() {
+    fn a_node_without_forwarding_is_a_warning() {
         let found = forwarding([("ipv4/ip_forward", Some("0\n".into())), ("ipv6/conf/all/forwarding", None)]);
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].level, Level::Warning);

@@ -1,5 +1,4 @@
-//! What was published when, and how long it took: since which snapshot each pod is as it is, and the times of a change on
-//! its way to the packets.
+//! How far changes have come: the epoch of each pod's last change, and how long each step of a change took.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -14,15 +13,15 @@ use penstock_policy::model::ObjectKey;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 
-use crate::discovery::Problem;
+use crate::discovery::PodProblem;
 
-/// How long publishing waits for the workers to take the snapshot. They take some microseconds; a worker that is slower is
-/// looked at again later.
-const TAKEN: Duration = Duration::from_micros(200);
+/// How long publishing waits for the workers to take the snapshot. They need some microseconds; a slower worker is
+/// checked again later.
+const IN_FORCE_WAIT: Duration = Duration::from_micros(200);
 
 /// A pod as it was published.
 #[derive(Debug)]
-struct Published {
+struct PublishedPod {
     port: PortId,
     addresses: BTreeSet<IpAddr>,
     endpoint: Option<Endpoint>,
@@ -31,37 +30,37 @@ struct Published {
 
 /// A snapshot that is not in force everywhere yet.
 #[derive(Clone, Copy, Debug)]
-struct Awaited {
+struct AwaitedSnapshot {
     epoch: Epoch,
     seen: Instant,
 }
 
-/// How far changes have come.
+/// Tracks published snapshots until they are in force.
 #[derive(Debug)]
-pub(super) struct Progress {
-    pods: BTreeMap<ObjectKey, Published>,
+pub(super) struct EnforcementProgress {
+    pods: BTreeMap<ObjectKey, PublishedPod>,
     /// Why pods are not attached.
     waiting: BTreeMap<ObjectKey, String>,
-    awaited: Option<Awaited>,
-    /// Whether some snapshot has been in force everywhere.
+    awaited: Option<AwaitedSnapshot>,
+    /// Whether any snapshot has been in force on every worker.
     programmed: bool,
-    pub(super) times: Times,
+    pub(super) times: StepTimes,
 }
 
 /// How long the steps of a change take, in seconds.
 #[derive(Clone, Debug)]
-pub(super) struct Times {
+pub(super) struct StepTimes {
     /// From changed objects to tables.
     pub(super) compile: Histogram,
     /// From tables to a published snapshot.
     pub(super) publish: Histogram,
     /// From the event to a snapshot that is in force on every worker.
     pub(super) enforced: Histogram,
-    /// Changes of objects taken in.
+    /// Changes of objects applied.
     pub(super) changes: Counter,
 }
 
-impl Default for Times {
+impl Default for StepTimes {
     fn default() -> Self {
         // 20 microseconds to 10 seconds.
         let times = || Histogram::new(exponential_buckets(20e-6, 2.0, 20));
@@ -69,18 +68,18 @@ impl Default for Times {
     }
 }
 
-impl Progress {
+impl EnforcementProgress {
     pub(super) fn new() -> Self {
         Self {
             pods: BTreeMap::new(),
             waiting: BTreeMap::new(),
             awaited: None,
             programmed: false,
-            times: Times::default(),
+            times: StepTimes::default(),
         }
     }
 
-    /// Notes that `epoch` was just published with this policy and these pods, for an event seen at `seen`.
+    /// Records that `epoch` was just published with this policy and these pods, for an event seen at `seen`.
     pub(super) fn published<'a>(
         &mut self,
         epoch: Epoch,
@@ -95,28 +94,28 @@ impl Progress {
                 last.port == port && last.addresses == *addresses && is_same(last.endpoint.as_ref(), endpoint.as_ref())
             });
             let since = same.map_or(epoch, |last| last.since);
-            self.pods.insert(pod.clone(), Published { port, addresses: addresses.clone(), endpoint, since });
+            self.pods.insert(pod.clone(), PublishedPod { port, addresses: addresses.clone(), endpoint, since });
         }
-        // An event of an earlier snapshot that is still awaited is in this one too.
+        // This snapshot includes the event of an earlier one that is still awaited.
         let seen = self.awaited.map_or(seen, |awaited| awaited.seen.min(seen));
-        self.awaited = Some(Awaited { epoch, seen });
+        self.awaited = Some(AwaitedSnapshot { epoch, seen });
     }
 
-    /// Waits a moment until the workers go by what was published.
-    pub(super) fn follow(&mut self, dataplane: &Dataplane) {
-        let until = Instant::now() + TAKEN;
-        while !self.look(dataplane) && Instant::now() < until {
+    /// Spins for a moment until the workers have taken the published snapshot.
+    pub(super) fn wait_in_force(&mut self, dataplane: &Dataplane) {
+        let until = Instant::now() + IN_FORCE_WAIT;
+        while !self.check_in_force(dataplane) && Instant::now() < until {
             std::hint::spin_loop();
         }
     }
 
-    /// Looks whether what was published is in force everywhere.
-    pub(super) fn look(&mut self, dataplane: &Dataplane) -> bool {
+    /// Checks whether the published snapshot is in force on every worker.
+    pub(super) fn check_in_force(&mut self, dataplane: &Dataplane) -> bool {
         let Some(awaited) = self.awaited else { return true };
         if dataplane.in_force().iter().any(|&epoch| epoch != awaited.epoch) {
             return false;
         }
-        // The first one is the start: no event, and it takes as long as the interfaces do.
+        // Not the first snapshot: no event caused it, and it takes as long as the interfaces do.
         if self.programmed {
             self.times.enforced.observe(awaited.seen.elapsed().as_secs_f64());
         }
@@ -125,8 +124,8 @@ impl Progress {
         true
     }
 
-    /// Whether a snapshot is published that is not in force everywhere, as far as was looked.
-    pub(super) fn awaits(&self) -> bool {
+    /// Whether a published snapshot was not in force on every worker when last checked.
+    pub(super) fn is_awaiting(&self) -> bool {
         self.awaited.is_some()
     }
 
@@ -140,8 +139,8 @@ impl Progress {
         self.pods.get(pod).map(|published| published.since)
     }
 
-    /// Takes note of why pods are not attached.
-    pub(super) fn note_problems(&mut self, problems: &BTreeSet<Problem>) {
+    /// Records why pods are not attached.
+    pub(super) fn note_problems(&mut self, problems: &BTreeSet<PodProblem>) {
         self.waiting.clear();
         for problem in problems {
             for pod in problem.pods() {
@@ -155,7 +154,7 @@ impl Progress {
         match self.waiting.get(pod) {
             Some(problem) => problem.clone(),
             None if has_no_address => "it has no address yet".to_owned(),
-            None => "its interface could not be attached yet: the log says why".to_owned(),
+            None => "its interface is not attached yet: see the log for the reason".to_owned(),
         }
     }
 }
@@ -168,7 +167,7 @@ fn endpoint_of(policy: &PolicySet, addresses: &BTreeSet<IpAddr>) -> Option<Endpo
     policy.endpoint(addresses.iter().find_map(endpoint)?).cloned()
 }
 
-/// Whether both have the same tables. Equal tables are shared, so that it is enough to compare where they are.
+/// Whether both have the same rule tables. Equal tables are shared, so comparing pointers is enough.
 fn is_same(one: Option<&Endpoint>, other: Option<&Endpoint>) -> bool {
     let same = |one: &EndpointPolicy, other: &EndpointPolicy| match (one, other) {
         (EndpointPolicy::Open, EndpointPolicy::Open) => true,

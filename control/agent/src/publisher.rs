@@ -1,8 +1,8 @@
-//! What is published, and all that it is made of: one value that two threads take turns with.
+//! Publishes snapshots from one locked value, which two threads update.
 //!
-//! The policy thread ([`super::follow`]) brings objects, the control thread brings ports and the node's addresses. Whoever
-//! has the value computes and publishes; nobody waits for the kernel, a disk or a worker while holding it. So nothing
-//! that the control thread does to interfaces and sockets comes between a change of policy and the workers.
+//! The policy thread ([`super::policy_thread`]) updates objects, the control thread ports and the node's addresses.
+//! Whoever holds the lock computes and publishes; nobody waits for the kernel, a disk or a worker while holding it. So
+//! nothing that the control thread does to interfaces and sockets delays a policy change.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,51 +15,51 @@ use penstock_policy::model::Change;
 use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
-use super::connections::{Clearing, Connections};
-use super::layout::Layout;
-use super::objects::{Effect, Objects};
-use super::progress::Progress;
-use super::surroundings::{NodeNetwork, Surroundings};
+use super::connections::{ClearingQueue, Connections};
+use super::node_context::{NodeContext, NodeNetwork};
+use super::objects::{ChangeEffect, Objects};
+use super::port_layout::PortLayout;
+use super::progress::EnforcementProgress;
 
-/// Publishes what its [`Content`] comes to.
+/// Publishes snapshots of its [`SnapshotInputs`].
 pub(super) struct Publisher {
-    content: Mutex<Content>,
+    inputs: Mutex<SnapshotInputs>,
     dataplane: Arc<Dataplane>,
     services: Vec<IpNet>,
     encapsulation: Encapsulation,
-    /// This node's pods may be others: ports have to follow.
+    /// This node's pods may have changed: ports have to follow.
     pub(super) pods: Notify,
-    /// A snapshot was published that is not in force everywhere yet.
+    /// A snapshot was published that is not in force on every worker yet.
     pub(super) awaited: Notify,
 }
 
-/// All that a snapshot is made of.
-pub(super) struct Content {
+/// Everything that a snapshot is made of.
+pub(super) struct SnapshotInputs {
     pub(super) objects: Objects,
     pub(super) epoch: Epoch,
-    pub(super) progress: Progress,
+    pub(super) progress: EnforcementProgress,
     /// The ports that are open.
-    layout: Layout,
+    layout: PortLayout,
     network: NodeNetwork,
-    /// As in the last snapshot.
-    around: Surroundings,
+    /// As of the last snapshot.
+    node_context: NodeContext,
     connections: Connections,
 }
 
 impl Publisher {
-    /// Nothing is published before the first [`Publisher::place`]. `clearing` takes the work on the connection table.
-    pub(super) fn new(config: &Config, objects: Objects, dataplane: &Arc<Dataplane>, clearing: Clearing) -> Self {
-        let content = Content {
+    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
+    pub(super) fn new(config: &Config, objects: Objects, dataplane: &Arc<Dataplane>, clearing: ClearingQueue) -> Self {
+        let inputs = SnapshotInputs {
             objects,
             epoch: Epoch::default(),
-            progress: Progress::new(),
-            layout: Layout::default(),
+            progress: EnforcementProgress::new(),
+            layout: PortLayout::default(),
             network: NodeNetwork::default(),
-            around: Surroundings::default(),
+            node_context: NodeContext::default(),
             connections: Connections::new(&config.conntrack.mapping, clearing),
         };
         Self {
-            content: Mutex::new(content),
+            inputs: Mutex::new(inputs),
             dataplane: Arc::clone(dataplane),
             services: config.service_cidrs.clone(),
             encapsulation: config.encapsulation.clone(),
@@ -68,28 +68,28 @@ impl Publisher {
         }
     }
 
-    /// The value. To be held for computing only.
-    pub(super) fn content(&self) -> MutexGuard<'_, Content> {
-        // A panic of the other thread ends the daemon; until then what was published stays.
-        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the inputs. Hold the lock for computing only.
+    pub(super) fn inputs(&self) -> MutexGuard<'_, SnapshotInputs> {
+        // A panic of the other thread ends the daemon; until then the published state stays valid.
+        self.inputs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes changed objects in and publishes, if the policy may be another. Ports follow later.
-    pub(super) fn change(&self, changes: Vec<Change>, seen: Instant) {
+    /// Applies changed objects, and publishes if they may change the policy. Ports follow later.
+    pub(super) fn apply_changes(&self, changes: Vec<Change>, seen: Instant) {
         if changes.is_empty() {
             return;
         }
         let what = summary(&changes);
-        let mut content = self.content();
-        let content = &mut *content;
-        content.progress.times.changes.inc_by(changes.len() as u64);
+        let mut inputs = self.inputs();
+        let inputs = &mut *inputs;
+        inputs.progress.times.changes.inc_by(changes.len() as u64);
         let began = Instant::now();
-        let Effect { policy, pods, nodes } = content.objects.apply(changes, &content.network.addresses);
-        content.progress.times.compile.observe(began.elapsed().as_secs_f64());
-        // Also where a pod here has no port yet: nobody else passes for it then.
-        let around = (pods || nodes) && content.look_around(&self.encapsulation);
-        if policy || around {
-            self.publish(content, &what, seen);
+        let ChangeEffect { policy, pods, nodes } = inputs.objects.apply(changes, &inputs.network.addresses);
+        inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
+        // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
+        let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
+        if policy || context_changed {
+            self.publish(inputs, &what, seen);
         } else {
             tracing::debug!("no effect on the tables: {what}");
         }
@@ -98,92 +98,93 @@ impl Publisher {
         }
     }
 
-    /// Takes in which ports are open and what the node's network is. Published is what differs from before, once this
-    /// returns: a port that `layout` has not may be closed then.
-    pub(super) fn place(&self, layout: Layout, network: NodeNetwork, why: &str, seen: Instant) -> bool {
-        let mut content = self.content();
-        let content = &mut *content;
-        let policy = content.objects.apply_addresses(&network.addresses);
-        content.network = network;
-        let around = content.look_around(&self.encapsulation);
-        let moved = layout != content.layout;
-        let first = content.epoch == Epoch::default();
-        if policy || moved || first || around {
-            content.layout = layout;
-            self.publish(content, why, seen);
+    /// Applies the open ports and the node's network, and publishes if either changed. After it returns, ports that are
+    /// not in `layout` may be closed.
+    pub(super) fn update_ports(&self, layout: PortLayout, network: NodeNetwork, why: &str, seen: Instant) -> bool {
+        let mut inputs = self.inputs();
+        let inputs = &mut *inputs;
+        let policy = inputs.objects.apply_addresses(&network.addresses);
+        inputs.network = network;
+        let context_changed = inputs.refresh_node_context(&self.encapsulation);
+        let moved = layout != inputs.layout;
+        let first = inputs.epoch == Epoch::default();
+        if policy || moved || first || context_changed {
+            inputs.layout = layout;
+            self.publish(inputs, why, seen);
         }
         moved
     }
 
-    /// The connections of these addresses are gone: whoever waits for one of them gets it.
+    /// The connections of these addresses are removed: publishes if a pod waited for one of them.
     pub(super) fn cleared(&self, addresses: &[IpAddr]) {
-        let mut content = self.content();
-        content.connections.cleared(addresses);
-        if content.connections.withholds(&content.tenants()) {
-            self.publish(&mut content, "addresses are free of their last pods' connections", Instant::now());
+        let mut inputs = self.inputs();
+        inputs.connections.cleared(addresses);
+        if inputs.connections.has_admissible(&inputs.owners()) {
+            self.publish(&mut inputs, "addresses are free of their last pods' connections", Instant::now());
         }
     }
 
-    /// Whether a snapshot is published that is not in force everywhere, as far as was seen.
-    pub(super) fn awaits(&self) -> bool {
-        self.content().progress.awaits()
+    /// Whether a published snapshot was not in force on every worker when last checked.
+    pub(super) fn is_awaiting(&self) -> bool {
+        self.inputs().progress.is_awaiting()
     }
 
-    /// Sees whether what was published is in force everywhere.
-    pub(super) fn look(&self) {
-        self.content().progress.look(&self.dataplane);
+    /// Checks whether the published snapshot is in force on every worker.
+    pub(super) fn check_in_force(&self) {
+        self.inputs().progress.check_in_force(&self.dataplane);
     }
 
     /// Takes no more work on the connection table.
     pub(super) fn end(&self) {
-        self.content().connections.end();
+        self.inputs().connections.end();
     }
 
-    fn publish(&self, content: &mut Content, why: &str, seen: Instant) {
-        content.epoch = content.epoch.next();
-        let (began, policy) = (Instant::now(), content.objects.policy_set());
-        let wanted = content.tenants();
-        let admitted = content.connections.admit(&wanted);
-        let forwarding = content.layout.forwarding(&content.around, &self.services, &wanted, admitted);
-        content.connections.take_over(self.dataplane.connections(), &forwarding);
-        let served = content.layout.served(content.connections.tenants());
-        content.progress.published(content.epoch, &policy, served, seen);
-        self.dataplane.publish(Snapshot { epoch: content.epoch, policy, forwarding });
-        content.connections.published();
-        content.progress.times.publish.observe(began.elapsed().as_secs_f64());
-        content.progress.follow(&self.dataplane);
-        if content.progress.awaits() {
+    fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
+        inputs.epoch = inputs.epoch.next();
+        let (began, policy) = (Instant::now(), inputs.objects.policy_set());
+        let wanted = inputs.owners();
+        let admitted = inputs.connections.admit(&wanted);
+        let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
+        inputs.connections.take_over(self.dataplane.connections(), &forwarding);
+        let served = inputs.layout.served(inputs.connections.owners());
+        inputs.progress.published(inputs.epoch, &policy, served, seen);
+        self.dataplane.publish(Snapshot { epoch: inputs.epoch, policy, forwarding });
+        inputs.connections.published();
+        inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
+        inputs.progress.wait_in_force(&self.dataplane);
+        if inputs.progress.is_awaiting() {
             self.awaited.notify_one();
         }
         tracing::info!(
-            epoch = content.epoch.0,
-            pods = content.layout.pods(),
-            policies = content.objects.policies(),
+            epoch = inputs.epoch.0,
+            pods = inputs.layout.pods(),
+            policies = inputs.objects.policies(),
             microseconds = seen.elapsed().as_micros() as u64,
             "published: {why}"
         );
     }
 }
 
-impl Content {
-    /// Whether what surrounds the ports has changed.
-    fn look_around(&mut self, encapsulation: &Encapsulation) -> bool {
-        let around = Surroundings::of(encapsulation, &self.network, &self.objects);
-        let changed = around != self.around;
-        self.around = around;
+impl SnapshotInputs {
+    /// Recomputes the node context. Returns whether it changed.
+    fn refresh_node_context(&mut self, encapsulation: &Encapsulation) -> bool {
+        let node_context = NodeContext::of(encapsulation, &self.network, &self.objects);
+        let changed = node_context != self.node_context;
+        self.node_context = node_context;
         changed
     }
 
-    /// Who is to have each address: the pod behind an open port, if the objects say that the address is this pod's. They
-    /// may be ahead of the ports: what was another pod's before is nobody's then, until its port is there.
-    fn tenants(&self) -> super::connections::Tenants {
-        let mut tenants = self.layout.tenants();
-        tenants.retain(|&address, (pod, _)| self.objects.has(pod, address));
-        tenants
+    /// The owner of each address: the pod behind an open port, if the objects agree that the address is that pod's. The
+    /// objects may be ahead of the ports; an address that has just moved to another pod has no owner until that pod's
+    /// port is open.
+    fn owners(&self) -> super::connections::AddressOwners {
+        let mut owners = self.layout.owners();
+        owners.retain(|&address, (pod, _)| self.objects.has(pod, address));
+        owners
     }
 }
 
-/// What changed, in a few words.
+/// What changed, in a few words, for the log.
 fn summary(changes: &[Change]) -> String {
     const SHOWN: usize = 4;
     let name = |change: &Change| match change {

@@ -1,4 +1,4 @@
-//! How those who serve the admin API and the metrics ask the daemon's loop, which alone has the state.
+//! Queries of the admin API and metrics servers to the daemon's loop, which owns the state.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -10,96 +10,96 @@ use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
-use crate::metrics::Collected;
-use crate::walks::Walks;
+use crate::metrics::Scrape;
+use crate::scans::TableScans;
 
-/// How long an answer may take. The loop is busy for so long only when something is wrong with it.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Questions that may wait.
-const WAITING: usize = 64;
+/// How long an answer may take. The loop is busy this long only if something is wrong with it.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How many queries may wait.
+const CAPACITY: usize = 64;
 
-/// A question to the daemon's loop, with the way back for its answer.
-pub(crate) enum Question {
-    /// How is it?
+/// A query to the daemon's loop, with the channel for its answer.
+pub(crate) enum StateQuery {
+    /// The daemon's status.
     Status(oneshot::Sender<Status>),
-    /// The connection table, and which addresses an end has.
-    Connections { end: Option<String>, answer: oneshot::Sender<Result<Listing, String>> },
+    /// The connection table, and the addresses of `end`.
+    Connections { end: Option<String>, answer: oneshot::Sender<Result<FlowScan, String>> },
     /// Names and rules of connections.
     Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<Flow>> },
-    /// Why is a flow allowed or denied?
+    /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
-    /// All that a support bundle holds, but the connections; and what the metrics are made of.
-    Dump(oneshot::Sender<(Dump, Collected)>),
-    /// What the metrics are made of.
-    Metrics(oneshot::Sender<Collected>),
-    /// Do the workers live? The problem, if not.
+    /// A support bundle without the connections, and the data for its metrics.
+    Dump(oneshot::Sender<(Dump, Scrape)>),
+    /// The data for the metrics.
+    Metrics(oneshot::Sender<Scrape>),
+    /// Whether all workers are alive; otherwise the problem.
     Health(oneshot::Sender<Result<(), String>>),
-    /// Are all pods' policies in force? What is awaited, if not.
+    /// Whether policy is in force for all pods; otherwise what is awaited.
     Readiness(oneshot::Sender<Result<(), String>>),
 }
 
-/// What connections are listed from.
-pub(crate) struct Listing {
+/// What a connection list is made from.
+pub(crate) struct FlowScan {
     /// The table.
     pub(crate) table: Arc<ConnTable>,
-    /// The addresses to list; all where there are none.
+    /// The addresses to list; `None` for all.
     pub(crate) addresses: Option<Vec<IpAddr>>,
 }
 
-/// Nobody answered.
+/// No answer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-pub(crate) enum NoAnswer {
-    /// The loop has not begun.
-    #[error("the daemon is starting: it waits until all objects have been read; ask again later")]
+pub(crate) enum QueryError {
+    /// The loop does not run yet.
+    #[error("the daemon is starting: it is still reading all objects; try again later")]
     Starting,
-    /// The loop does not answer in time.
-    #[error("the daemon's loop does not answer: it is ending, or stuck; look at its log")]
-    Silent,
+    /// The loop did not answer in time.
+    #[error("the daemon's loop does not answer: it is shutting down or stuck; see its log")]
+    Unresponsive,
 }
 
-/// The end that asks.
+/// Sends queries to the daemon's loop.
 #[derive(Clone)]
-pub(crate) struct Asker {
-    questions: mpsc::Sender<Question>,
+pub(crate) struct QueryHandle {
+    queries: mpsc::Sender<StateQuery>,
     started: Arc<AtomicBool>,
-    walks: Walks,
+    scans: TableScans,
 }
 
-/// The end that answers.
-pub(crate) type Questions = mpsc::Receiver<Question>;
+/// Receives the queries in the daemon's loop.
+pub(crate) type StateQueries = mpsc::Receiver<StateQuery>;
 
-/// Both ends.
-pub(crate) fn channel() -> (Asker, Questions) {
-    let (sender, receiver) = mpsc::channel(WAITING);
-    (Asker { questions: sender, started: Arc::default(), walks: Walks::default() }, receiver)
+/// Makes both ends.
+pub(crate) fn channel() -> (QueryHandle, StateQueries) {
+    let (sender, receiver) = mpsc::channel(CAPACITY);
+    (QueryHandle { queries: sender, started: Arc::default(), scans: TableScans::default() }, receiver)
 }
 
-impl Asker {
-    /// Says that the loop answers from now on.
+impl QueryHandle {
+    /// Marks the loop as running.
     pub(crate) fn started(&self) {
         self.started.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the loop is still to begin.
+    /// Whether the loop does not run yet.
     pub(crate) fn is_starting(&self) -> bool {
         !self.started.load(Ordering::Relaxed)
     }
 
-    /// Where the connection table is gone through.
-    pub(crate) fn walks(&self) -> &Walks {
-        &self.walks
+    /// Scans of the connection table.
+    pub(crate) fn scans(&self) -> &TableScans {
+        &self.scans
     }
 
-    /// Asks, and waits for the answer.
-    pub(crate) async fn ask<T>(&self, question: impl FnOnce(oneshot::Sender<T>) -> Question) -> Result<T, NoAnswer> {
+    /// Sends a query and waits for the answer.
+    pub(crate) async fn query<T>(&self, query: impl FnOnce(oneshot::Sender<T>) -> StateQuery) -> Result<T, QueryError> {
         if self.is_starting() {
-            return Err(NoAnswer::Starting);
+            return Err(QueryError::Starting);
         }
         let (answer, answered) = oneshot::channel();
         let asked = async {
-            self.questions.send(question(answer)).await.map_err(|_| NoAnswer::Silent)?;
-            answered.await.map_err(|_| NoAnswer::Silent)
+            self.queries.send(query(answer)).await.map_err(|_| QueryError::Unresponsive)?;
+            answered.await.map_err(|_| QueryError::Unresponsive)
         };
-        timeout(PATIENCE, asked).await.unwrap_or(Err(NoAnswer::Silent))
+        timeout(ANSWER_TIMEOUT, asked).await.unwrap_or(Err(QueryError::Unresponsive))
     }
 }

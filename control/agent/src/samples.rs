@@ -1,4 +1,4 @@
-//! The workers' counters now and a moment ago: what rates are made of.
+//! The last two samples of the workers' counters, from which rates are computed.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use penstock_dataplane::worker::{Dataplane, DataplaneStatistics};
 
 /// How often a sample is kept.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
-/// How long a worker may go without a turn: it wakes up four times a second if there is nothing to do.
+/// How long a worker may go without a poll iteration: an idle worker wakes up four times a second.
 const STUCK: Duration = Duration::from_secs(3);
 
 /// All counters at one moment.
@@ -21,45 +21,46 @@ impl Sample {
         Self { at: Instant::now(), statistics: dataplane.statistics() }
     }
 
-    /// How long after `before` it was taken, in seconds; never zero.
+    /// Seconds since `before` was taken; never zero.
     pub(super) fn seconds_since(&self, before: &Self) -> f64 {
         self.at.saturating_duration_since(before.at).as_secs_f64().max(1e-3)
     }
 }
 
-/// The last two samples, and when each worker was last seen to move.
+/// The last two samples, and when each worker last completed a poll iteration.
 #[derive(Debug)]
 pub(super) struct Samples {
     older: Sample,
     newer: Sample,
-    moved: Vec<Instant>,
+    last_moved: Vec<Instant>,
 }
 
 impl Samples {
     pub(super) fn new(first: Sample) -> Self {
-        let moved = vec![first.at; first.statistics.workers.len()];
-        Self { older: first.clone(), newer: first, moved }
+        let last_moved = vec![first.at; first.statistics.workers.len()];
+        Self { older: first.clone(), newer: first, last_moved }
     }
 
-    /// Keeps one more; to be called every [`INTERVAL`].
+    /// Keeps one more sample; call it every [`INTERVAL`].
     pub(super) fn keep(&mut self, fresh: Sample) {
         let workers = fresh.statistics.workers.iter().zip(&self.newer.statistics.workers);
-        for (moved, (now, before)) in self.moved.iter_mut().zip(workers) {
+        for (last_moved, (now, before)) in self.last_moved.iter_mut().zip(workers) {
             if now.rounds != before.rounds {
-                *moved = fresh.at;
+                *last_moved = fresh.at;
             }
         }
         self.older = std::mem::replace(&mut self.newer, fresh);
     }
 
-    /// What to compare `now` with: one from one to two intervals before.
+    /// The sample to compare `now` with: one to two intervals older.
     pub(super) fn before(&self, now: &Sample) -> &Sample {
         if now.at.saturating_duration_since(self.newer.at) >= INTERVAL / 2 { &self.newer } else { &self.older }
     }
 
-    /// A worker that does not move, and for how long it has not.
+    /// A worker that completes no poll iterations, and for how long.
     pub(super) fn stuck(&self) -> Option<(usize, Duration)> {
-        let ages = self.moved.iter().map(|moved| self.newer.at.saturating_duration_since(*moved)).enumerate();
+        let ages =
+            self.last_moved.iter().map(|last_moved| self.newer.at.saturating_duration_since(*last_moved)).enumerate();
         ages.filter(|(_, age)| *age > STUCK).max_by_key(|(_, age)| *age)
     }
 }
@@ -76,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_makes_no_turns_is_noticed_and_one_that_moves_again_forgotten() {
+    fn a_worker_without_poll_iterations_is_stuck_until_it_polls_again() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut samples = Samples::new(sample(start, [5, 5]));

@@ -1,20 +1,20 @@
-//! The signals that the daemon listens to.
+//! The signals that the daemon handles.
 
 use std::io;
 
 use tokio::signal::unix::{self, SignalKind, signal};
 
-/// What a signal asks for.
+/// What a signal requests.
 pub(super) enum Signal {
-    /// To end; with the signal's name.
-    End(&'static str),
-    /// To print statistics.
+    /// End; with the signal's name.
+    Terminate(&'static str),
+    /// Print statistics.
     Statistics,
-    /// To read the configuration again.
+    /// Reload the configuration.
     Reload,
 }
 
-/// SIGINT, SIGTERM, SIGUSR1 and SIGHUP, from the moment of [`Signals::listen`] on.
+/// SIGINT, SIGTERM, SIGUSR1 and SIGHUP, from [`Signals::listen`] on.
 pub(super) struct Signals {
     interrupt: unix::Signal,
     terminate: unix::Signal,
@@ -35,8 +35,8 @@ impl Signals {
     pub(super) async fn next(&mut self) -> Signal {
         tokio::select! {
             biased;
-            _ = self.terminate.recv() => Signal::End("SIGTERM"),
-            _ = self.interrupt.recv() => Signal::End("SIGINT"),
+            _ = self.terminate.recv() => Signal::Terminate("SIGTERM"),
+            _ = self.interrupt.recv() => Signal::Terminate("SIGINT"),
             _ = self.user1.recv() => Signal::Statistics,
             _ = self.hangup.recv() => Signal::Reload,
         }

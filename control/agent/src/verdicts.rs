@@ -1,8 +1,8 @@
-//! The verdict log: JSON lines of what became of single packets, with the names of pods and rules.
+//! The verdict log: JSON lines about single packets, with the names of pods and rules.
 //!
-//! The workers make records within a budget and never wait ([`penstock_dataplane::worker::VerdictLog`]); names are found in
-//! the daemon's loop, ten times a second; a thread of its own writes, so that a slow disk stops nobody. Where it cannot
-//! keep up, lines are left out and counted.
+//! The workers write records within a budget and never wait ([`penstock_dataplane::worker::VerdictLog`]). The daemon's
+//! loop adds names ten times a second. A separate thread writes, so that a slow disk blocks nobody; lines that do not
+//! fit its queue are dropped and counted.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -18,29 +18,29 @@ use serde::Serialize;
 
 use super::config;
 use super::config::VerdictOutput;
-use super::outlet::Outlet;
-use super::view::{View, identifier};
+use super::nonblocking_writer::NonBlockingWriter;
+use super::view::{DaemonView, identifier};
 
-/// Most records that are named at once, so that the daemon's loop is not kept.
-const AT_ONCE: usize = 2_000;
-/// Portions of lines that may wait to be written.
-const WAITING: usize = 32;
+/// The most records that are named in one round, to keep the daemon's loop responsive.
+const RECORDS_PER_ROUND: usize = 2_000;
+/// Chunks of lines that may wait to be written.
+const WAITING_CHUNKS: usize = 32;
 
-/// The file cannot be written to.
+/// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
-#[error("verdict_log.output = {}: cannot be opened ({source}); give a file that can be written, \"stdout\" or \"off\"", .path.display())]
+#[error("verdict_log.output = {}: cannot open it ({source}); set a writable file, \"stdout\" or \"off\"", .path.display())]
 pub(super) struct OpenError {
     path: PathBuf,
     source: io::Error,
 }
 
-/// The log's end in the daemon's loop.
-pub(super) struct Verdicts {
+/// Turns records into lines and hands them to the writing thread.
+pub(super) struct VerdictWriter {
     log: Arc<VerdictLog>,
-    /// `None` while it is off, or has no thread.
-    writer: Option<Outlet>,
+    /// `None` if it is off or has no thread.
+    writer: Option<NonBlockingWriter>,
     is_on: bool,
-    /// Packets without a record, by outcome, as of the last line that told of them.
+    /// Packets without a record, by outcome, as of the last line that reported them.
     suppressed: Vec<(LoggedOutcome, u64)>,
     /// Lines that were not written.
     unwritten: u64,
@@ -48,36 +48,36 @@ pub(super) struct Verdicts {
 
 /// One line.
 #[derive(Serialize)]
-struct Line<'a> {
+struct VerdictLine<'a> {
     time: String,
-    /// `opened`, or why it was dropped.
+    /// `opened`, or the drop reason.
     outcome: &'static str,
     worker: usize,
     epoch: u32,
-    /// Of the port that it came in by.
-    ingress: In<'a>,
-    octets: usize,
+    /// The port that it came in by.
+    ingress: IngressPort<'a>,
+    bytes: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     connection: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     protocol: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    src: Option<End>,
+    src: Option<PacketEnd>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    dst: Option<End>,
+    dst: Option<PacketEnd>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    policy: Option<Policy>,
+    policy: Option<PolicyReason>,
 }
 
 #[derive(Serialize)]
-struct In<'a> {
+struct IngressPort<'a> {
     port: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
     pod: Option<&'a str>,
 }
 
 #[derive(Serialize)]
-struct End {
+struct PacketEnd {
     address: std::net::IpAddr,
     #[serde(skip_serializing_if = "is_zero")]
     port: u16,
@@ -85,20 +85,20 @@ struct End {
     name: Option<String>,
 }
 
-/// What the policy said, in the direction in which the connection was opened.
+/// The policy's verdict, in the direction in which the connection was opened.
 #[derive(Serialize)]
-struct Policy {
-    /// Whether this was the first packet of a connection, or one of a connection that is judged again.
-    occasion: &'static str,
+struct PolicyReason {
+    /// Whether this was the first packet of a connection, or one that is re-evaluated.
+    reason: &'static str,
     egress: String,
     ingress: String,
 }
 
-/// A line that tells what other lines are missing.
+/// A line that counts missing lines.
 #[derive(Serialize)]
-struct Missing {
+struct SuppressedLine {
     time: String,
-    /// Packets since the last such line that the budget had no room for, by outcome.
+    /// Packets since the last such line that exceeded the budget, by outcome.
     suppressed: std::collections::BTreeMap<&'static str, u64>,
 }
 
@@ -106,7 +106,7 @@ fn is_zero(port: &u16) -> bool {
     *port == 0
 }
 
-impl Verdicts {
+impl VerdictWriter {
     /// Starts as configured.
     pub(super) fn start(log: Arc<VerdictLog>, settings: &config::VerdictLog) -> Result<Self, OpenError> {
         let mut verdicts = Self { log, writer: None, is_on: false, suppressed: Vec::new(), unwritten: 0 };
@@ -114,9 +114,9 @@ impl Verdicts {
         Ok(verdicts)
     }
 
-    /// Goes on with other settings, and opens the output anew.
+    /// Applies other settings and reopens the output.
     pub(super) fn change(&mut self, settings: &config::VerdictLog) -> Result<(), OpenError> {
-        // The one before writes what it was given, and ends.
+        // The previous writer flushes its queue and ends.
         self.writer = match &settings.output {
             VerdictOutput::Off => None,
             VerdictOutput::Stdout => writer(io::stdout()),
@@ -131,29 +131,29 @@ impl Verdicts {
         self.is_on
     }
 
-    /// Lines that were made and could not be written.
+    /// Lines that could not be written.
     pub(super) fn unwritten(&self) -> u64 {
         self.unwritten
     }
 
-    /// What the workers have told since the last time.
+    /// The workers' new records.
     pub(super) fn take(&self) -> Vec<VerdictRecord> {
-        std::iter::from_fn(|| self.log.take()).take(AT_ONCE).collect()
+        std::iter::from_fn(|| self.log.take()).take(RECORDS_PER_ROUND).collect()
     }
 
     /// The lines of these records.
-    pub(super) fn lines(&self, view: &View<'_>, records: &[VerdictRecord]) -> Vec<String> {
+    pub(super) fn lines(&self, view: &DaemonView<'_>, records: &[VerdictRecord]) -> Vec<String> {
         records.iter().map(|record| line(view, record)).collect()
     }
 
-    /// Has lines written, and one of what is missing.
+    /// Queues lines, with one about missing lines if there are any.
     pub(super) fn write(&mut self, mut lines: Vec<String>) {
         lines.extend(self.missing());
         if lines.is_empty() {
             return;
         }
-        let portion: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
-        if !self.writer.as_ref().is_some_and(|writer| writer.offer(portion.into_bytes())) {
+        let chunk: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
+        if !self.writer.as_ref().is_some_and(|writer| writer.try_write(chunk.into_bytes())) {
             self.unwritten += lines.len() as u64;
         }
     }
@@ -163,13 +163,13 @@ impl Verdicts {
             .map(|outcome| (outcome, self.log.suppressed(outcome)))
             .filter(|(_, count)| *count > 0)
             .collect();
-        let told = |outcome: LoggedOutcome| {
+        let reported = |outcome: LoggedOutcome| {
             self.suppressed.iter().find(|(known, _)| *known == outcome).map_or(0, |(_, count)| *count)
         };
-        let more = now.iter().map(|&(outcome, count)| (outcome.name(), count - told(outcome)));
+        let more = now.iter().map(|&(outcome, count)| (outcome.name(), count - reported(outcome)));
         let suppressed: std::collections::BTreeMap<_, _> = more.filter(|(_, count)| *count > 0).collect();
         self.suppressed = now;
-        (!suppressed.is_empty()).then(|| json(&Missing { time: stamp(SystemTime::now()), suppressed }))
+        (!suppressed.is_empty()).then(|| json(&SuppressedLine { time: stamp(SystemTime::now()), suppressed }))
     }
 }
 
@@ -178,17 +178,19 @@ fn append(path: &Path) -> Result<File, OpenError> {
     opened.map_err(|source| OpenError { path: path.to_owned(), source })
 }
 
-/// A thread that writes lines until there are no more to come; without it every line is counted as not written.
-fn writer(output: impl Write + Send + 'static) -> Option<Outlet> {
-    let failed = |error| tracing::error!(%error, "the verdict log cannot be written; its lines are lost until it can");
-    let outlet = Outlet::new("verdict-log", WAITING, output, failed);
-    outlet.inspect_err(|error| tracing::error!(%error, "the verdict log has no thread to write it")).ok()
+/// Starts the thread that writes lines; without it every line counts as not written.
+fn writer(output: impl Write + Send + 'static) -> Option<NonBlockingWriter> {
+    let failed = |error| tracing::error!(%error, "cannot write the verdict log; its lines are lost until it can");
+    let nonblocking_writer = NonBlockingWriter::new("verdict-log", WAITING_CHUNKS, output, failed);
+    nonblocking_writer
+        .inspect_err(|error| tracing::error!(%error, "cannot start the thread that writes the verdict log"))
+        .ok()
 }
 
-fn line(view: &View<'_>, record: &VerdictRecord) -> String {
+fn line(view: &DaemonView<'_>, record: &VerdictRecord) -> String {
     let end = |address: Address, port: u16| {
         let end = view.end(address, port);
-        End { address: end.address, port: end.port, name: end.name }
+        PacketEnd { address: end.address, port: end.port, name: end.name }
     };
     let pod = view.ports.pod_of(record.ingress).map(ToString::to_string);
     let (src, dst) = match record.flow {
@@ -198,13 +200,13 @@ fn line(view: &View<'_>, record: &VerdictRecord) -> String {
         }
         None => (None, None),
     };
-    json(&Line {
+    json(&VerdictLine {
         time: stamp(SystemTime::now() - record.at.elapsed()),
         outcome: record.outcome.name(),
         worker: record.worker,
         epoch: record.epoch.0,
-        ingress: In { port: record.ingress.0, pod: pod.as_deref() },
-        octets: record.bytes,
+        ingress: IngressPort { port: record.ingress.0, pod: pod.as_deref() },
+        bytes: record.bytes,
         connection: record.connection.map(identifier),
         protocol: record.flow.map(|flow| flow.protocol.to_string()),
         src,
@@ -213,7 +215,7 @@ fn line(view: &View<'_>, record: &VerdictRecord) -> String {
     })
 }
 
-fn policy(judged: &LoggedEvaluation) -> Policy {
+fn policy(judged: &LoggedEvaluation) -> PolicyReason {
     let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
         (DirectionVerdict::Denied, _) => "denied".to_owned(),
         (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
@@ -222,10 +224,10 @@ fn policy(judged: &LoggedEvaluation) -> Policy {
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };
-    Policy {
-        occasion: match judged.evaluation_reason {
+    PolicyReason {
+        reason: match judged.evaluation_reason {
             EvaluationReason::Opened => "first packet",
-            EvaluationReason::Reevaluated => "judged again",
+            EvaluationReason::Reevaluated => "re-evaluated",
         },
         egress: side(judged.policy_verdict.egress, &judged.egress_rule),
         ingress: side(judged.policy_verdict.ingress, &judged.ingress_rule),

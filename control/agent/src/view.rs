@@ -1,4 +1,4 @@
-//! The daemon's state as those see it who look in: what answers, metrics and the verdict log are made of.
+//! Read access to the daemon's state, for admin API, metrics and verdict log.
 
 use std::time::Instant;
 
@@ -12,54 +12,54 @@ use penstock_sources::SourceHealth;
 
 use crate::config::Config;
 use crate::objects::Objects;
-use crate::ports::{Counted, Ports};
-use crate::progress::Progress;
+use crate::ports::{PortCounters, Ports};
+use crate::progress::EnforcementProgress;
 use crate::samples::{Sample, Samples};
 
-/// The daemon's state, to be read.
-pub(crate) struct View<'a> {
+/// The daemon's state.
+pub(crate) struct DaemonView<'a> {
     pub(crate) config: &'a Config,
     pub(crate) objects: &'a Objects,
     pub(crate) ports: &'a Ports,
     pub(crate) dataplane: &'a Dataplane,
     pub(crate) epoch: Epoch,
-    pub(crate) progress: &'a Progress,
+    pub(crate) progress: &'a EnforcementProgress,
     pub(crate) source: &'a SourceHealth,
     pub(crate) samples: &'a Samples,
-    /// Lines of the verdict log that could not be written.
+    /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
     pub(crate) started: Instant,
 }
 
-/// What is read of the kernel and asked of the workers, which may take a moment.
-pub(crate) struct Figures {
+/// Counters of the kernel and the workers. Reading them may take a moment.
+pub(crate) struct LiveCounters {
     pub(crate) sample: Sample,
     pub(crate) depths: QueueDepths,
-    pub(crate) ports: Vec<Counted>,
+    pub(crate) ports: Vec<PortCounters>,
 }
 
-impl Figures {
+impl LiveCounters {
     pub(crate) fn read(dataplane: &Dataplane, ports: &Ports) -> Self {
-        // A worker that has died does not answer; that is told otherwise.
+        // A dead worker does not answer; the health probe reports it.
         let depths = dataplane.depths().unwrap_or_default();
         Self { sample: Sample::take(dataplane), depths, ports: ports.counted() }
     }
 }
 
-impl View<'_> {
-    /// An address with its owner's name.
-    pub(crate) fn end(&self, address: Address, port: u16) -> types::End {
+impl DaemonView<'_> {
+    /// An address with the name of its owner.
+    pub(crate) fn end(&self, address: Address, port: u16) -> types::FlowEnd {
         let address = address.into();
-        types::End { address, port, name: flow::name(self.objects.engine().state(), address) }
+        types::FlowEnd { address, port, name: flow::name(self.objects.engine().state(), address) }
     }
 }
 
-/// A connection's number as it is written.
+/// A connection's identifier as text.
 pub(crate) fn identifier(connection: u64) -> String {
     format!("{connection:016x}")
 }
 
-/// A port's kind as it is written.
+/// A port's kind as text.
 pub(crate) fn kind(kind: PortKind) -> &'static str {
     match kind {
         PortKind::Pod => "pod",

@@ -24,11 +24,11 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let config = Config::load(&args.config).map_err(Failure::bad_input)?;
-    let CleanedUp { programs, host_port } = agent::cleanup(&config).map_err(|error| match error {
+    let CleanedUp { programs, host_veth } = agent::cleanup(&config).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })?;
-    let host_port = if host_port { "the host port" } else { "no host port" };
-    let answer = format!("taken away: {programs} XDP programs, {host_port}\n");
+    let host_veth = if host_veth { "the host veth" } else { "no host veth" };
+    let answer = format!("taken away: {programs} XDP programs, {host_veth}\n");
     io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use penstock_agent::config::{Layers, Loaded};
+use penstock_agent::config::{ConfigLayers, LoadedConfig};
 
 use super::Failure;
 
@@ -19,8 +19,8 @@ pub(super) struct ConfigArgs {
 
 impl ConfigArgs {
     /// Reads all layers.
-    pub(super) fn load(&self) -> Result<(Layers, Loaded), Failure> {
-        let layers = Layers::new(&self.config, &self.settings).map_err(Failure::bad_input)?;
+    pub(super) fn load(&self) -> Result<(ConfigLayers, LoadedConfig), Failure> {
+        let layers = ConfigLayers::new(&self.config, &self.settings).map_err(Failure::bad_input)?;
         let loaded = layers.load().map_err(Failure::bad_input)?;
         Ok((layers, loaded))
     }

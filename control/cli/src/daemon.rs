@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use penstock_admin::client::{AskError, Client, DEFAULT_SOCKET};
+use penstock_admin::client::{Client, ClientError, DEFAULT_SOCKET};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -29,10 +29,10 @@ impl DaemonArgs {
 }
 
 /// Asking in vain as the failure of a command: what the user gave is bad, or it was tried and failed.
-pub(super) fn failure(error: AskError) -> Failure {
+pub(super) fn failure(error: ClientError) -> Failure {
     match error {
-        AskError::NoDaemon { .. } | AskError::Refused(_) => Failure::bad_input(error),
-        AskError::Failed { .. } => Failure::Failed(error.into()),
+        ClientError::NoDaemon { .. } | ClientError::Rejected(_) => Failure::bad_input(error),
+        ClientError::Failed { .. } => Failure::Failed(error.into()),
     }
 }
 

@@ -4,8 +4,8 @@ use std::io::{self, Write};
 use std::thread;
 use std::time::Duration;
 
-use penstock_admin::table::layout;
-use penstock_admin::types::{End, Flow, Flows, FlowsQuery};
+use penstock_admin::table::align_columns;
+use penstock_admin::types::{Flow, FlowEnd, Flows, FlowsQuery};
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, json};
@@ -84,7 +84,7 @@ fn text(flows: &Flows) -> String {
     let heading = ["CONNECTION", "PROTOCOL", "FROM", "TO", "STATE", "EGRESS", "INGRESS", "IDLE", "EXPIRES"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(flows.flows.iter().map(row));
-    let mut text = layout(&rows);
+    let mut text = align_columns(&rows);
     let shown = flows.flows.len();
     text.push_str(&match flows.matching {
         matching if matching == shown => format!("{shown} connections\n"),
@@ -108,7 +108,7 @@ fn row(flow: &Flow) -> Vec<String> {
 }
 
 /// `shop/web-1 10.1.0.5:8080`, `[fd00::1]:53`, `10.1.0.5`.
-fn end(end: &End) -> String {
+fn end(end: &FlowEnd) -> String {
     let address = match end.port {
         0 => end.address.to_string(),
         port => std::net::SocketAddr::new(end.address, port).to_string(),
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn a_line_has_names_addresses_and_what_lets_it_pass() {
-        let end = |address: &str, port, name: Option<&str>| End {
+        let end = |address: &str, port, name: Option<&str>| FlowEnd {
             address: address.parse().unwrap(),
             port,
             name: name.map(str::to_owned),

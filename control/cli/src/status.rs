@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
-use penstock_admin::table::layout;
-use penstock_admin::types::{Pod, Port, Status};
+use penstock_admin::table::align_columns;
+use penstock_admin::types::{PodStatus, PortStatus, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
@@ -43,7 +43,7 @@ fn text(status: &Status) -> String {
     let mut text = heading(status);
     for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods)] {
         text.push('\n');
-        text.push_str(&layout(&table));
+        text.push_str(&align_columns(&table));
     }
     text.push('\n');
     let frames = &status.frames;
@@ -116,7 +116,7 @@ fn stages(status: &Status) -> Vec<Vec<String>> {
     std::iter::once(heading.collect()).chain(told).collect()
 }
 
-fn ports(ports: &[Port]) -> Vec<Vec<String>> {
+fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
     let heading = [
         "PORT",
         "INTERFACE",
@@ -151,7 +151,7 @@ fn ports(ports: &[Port]) -> Vec<Vec<String>> {
     std::iter::once(row(heading)).chain(told).collect()
 }
 
-fn pods(pods: &[Pod]) -> Vec<Vec<String>> {
+fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
     let heading = ["POD", "ADDRESSES", "INTERFACE", "CHANGED", "PUBLISHED", "ENFORCED", "CONNECTIONS"];
     let number = |epoch: Option<u32>| epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string());
     let told = pods.iter().map(|pod| {

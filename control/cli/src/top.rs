@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::{Port, Status, Worker};
+use penstock_admin::types::{PortStatus, Status, WorkerStatus};
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -160,9 +160,9 @@ impl View {
         frame.render_widget(table.block(Block::bordered().title("drops a second, by cause")), area);
     }
 
-    fn sorted(&self) -> Vec<&Port> {
-        let mut ports: Vec<&Port> = self.status.ports.iter().collect();
-        let key: fn(&Port) -> f64 = match self.order {
+    fn sorted(&self) -> Vec<&PortStatus> {
+        let mut ports: Vec<&PortStatus> = self.status.ports.iter().collect();
+        let key: fn(&PortStatus) -> f64 = match self.order {
             Order::Received => |port| port.rate.rx_packets,
             Order::Sent => |port| port.rate.tx_packets,
             Order::Dropped => |port| port.rate.dropped_packets,
@@ -173,7 +173,7 @@ impl View {
     }
 }
 
-fn name(port: &Port) -> String {
+fn name(port: &PortStatus) -> String {
     port.pod.clone().unwrap_or_else(|| format!("({})", port.kind))
 }
 
@@ -188,7 +188,7 @@ fn drop_rates(before: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, secon
     rates
 }
 
-fn worker_table(workers: &[Worker]) -> Table<'static> {
+fn worker_table(workers: &[WorkerStatus]) -> Table<'static> {
     const BAR: usize = 20;
     let rows = workers.iter().map(|worker| {
         let filled = ((worker.busy * BAR as f64).round() as usize).min(BAR);
@@ -206,7 +206,7 @@ fn worker_table(workers: &[Worker]) -> Table<'static> {
     Table::new(rows, widths).header(heading).block(Block::bordered().title("workers"))
 }
 
-fn port_table(ports: &[&Port]) -> Table<'static> {
+fn port_table(ports: &[&PortStatus]) -> Table<'static> {
     let rows = ports.iter().map(|port| {
         let row = Row::new([
             name(port),
@@ -240,11 +240,11 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use penstock_admin::types::{Connections, Frames, Rates};
+    use penstock_admin::types::{FrameCounts, PortRates, TableStatus};
 
-    fn port(pod: &str, received: f64, dropped: f64) -> Port {
-        let rate = Rates { rx_packets: received, dropped_packets: dropped, ..Rates::default() };
-        Port {
+    fn port(pod: &str, received: f64, dropped: f64) -> PortStatus {
+        let rate = PortRates { rx_packets: received, dropped_packets: dropped, ..PortRates::default() };
+        PortStatus {
             port: 1,
             interface: format!("veth-{pod}"),
             kind: "pod".to_owned(),
@@ -260,7 +260,7 @@ mod tests {
     }
 
     fn status(uptime: f64, denied: u64) -> Status {
-        let worker = Worker {
+        let worker = WorkerStatus {
             worker: 0,
             core: 3,
             epoch: 7,
@@ -285,8 +285,8 @@ mod tests {
             ports: vec![port("quiet", 1.0, 0.0), port("loud", 5_000.0, 0.0), port("lossy", 20.0, 9.0)],
             pods: Vec::new(),
             drops: BTreeMap::from([("ingress_denied".to_owned(), denied)]),
-            frames: Frames { total: 100, free: 75, fill: 25, in_flight: 0 },
-            connections: Connections::default(),
+            frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
+            connections: TableStatus::default(),
             source: BTreeMap::new(),
         }
     }

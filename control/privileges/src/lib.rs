@@ -1,13 +1,13 @@
-//! What the daemon may do, and when it stops being able to do more.
+//! Capabilities of the daemon, and when it drops them.
 //!
-//! It begins with [`START`], whatever it was given: what memory, priority and namespaces take once. When it is ready,
-//! [`KEPT`] is left to the one thread that opens ports, and no capability to any other: a call that a worker, which reads
-//! what pods send, is brought to make is refused what root may do. That is no wall, since threads share their memory; the
-//! wall is that the process has no more than [`KEPT`]. No program that is executed gives any back (`no_new_privs`); the only
-//! one is what a kubeconfig may name to get a token.
+//! The daemon starts with [`STARTUP`], whatever it was granted: memory, priority and namespaces need more once. When it
+//! is ready, the one thread that opens ports keeps [`RUNTIME`], and every other thread has none: the kernel then denies
+//! privileged calls of a worker, which parses what pods send. Threads share their memory, so this is no full barrier;
+//! the barrier is that the process has no more than [`RUNTIME`]. No executed program gains any back (`no_new_privs`);
+//! the only one is the token plugin that a kubeconfig may name.
 //!
-//! A crate of its own, since whoever starts threads in the daemon has to give up what they would have: `penstock-agent`
-//! and `penstock-sources`. It knows nothing of either.
+//! Its own crate because both `penstock-agent` and `penstock-sources` start threads and must drop what those would
+//! inherit. It depends on neither.
 
 use std::thread;
 
@@ -15,61 +15,61 @@ use caps::errors::CapsError;
 use caps::{CapSet, Capability, CapsHashSet};
 use nix::sys::resource::{RLIM_INFINITY, Resource, setrlimit};
 
-/// What the daemon needs to start: the systemd unit and the DaemonSet grant these.
-pub const START: [Capability; 7] = [
-    // Interfaces, routes and rules, their settings, and XDP programs on them.
+/// Needed to start: the systemd unit and the DaemonSet grant these.
+pub const STARTUP: [Capability; 7] = [
+    // Interfaces, routes, rules and their settings, and XDP programs on interfaces.
     Capability::CAP_NET_ADMIN,
     // AF_XDP sockets.
     Capability::CAP_NET_RAW,
-    // Programs and maps, and the links that are pinned.
+    // BPF programs, maps and pinned links.
     Capability::CAP_BPF,
-    // Programs as they were written: without it the verifier adds barriers against speculation.
+    // Without it the verifier adds barriers against speculation to the programs.
     Capability::CAP_PERFMON,
-    // Memory for the frames beyond the limit for locked memory.
+    // Memory for frames beyond RLIMIT_MEMLOCK.
     Capability::CAP_IPC_LOCK,
-    // Workers before the ordinary processes of their cores.
+    // Workers run before ordinary processes on their cores.
     Capability::CAP_SYS_NICE,
-    // The network namespaces of its own, and mounting the BPF file system.
+    // The private netns, and mounting the BPF file system.
     Capability::CAP_SYS_ADMIN,
 ];
 
-/// What is left to the control thread of a daemon that is ready: a pod that comes needs all of it.
-pub const KEPT: [Capability; 4] =
+/// Kept by the control thread of a ready daemon: attaching a new pod needs all of them.
+pub const RUNTIME: [Capability; 4] =
     [Capability::CAP_NET_ADMIN, Capability::CAP_NET_RAW, Capability::CAP_BPF, Capability::CAP_PERFMON];
 
-/// Gives up all but [`START`], before there are other threads. Threads that are started later have no more.
-pub fn begin() -> anyhow::Result<()> {
+/// Drops all but [`STARTUP`]. Call it before other threads start: they inherit the rest.
+pub fn drop_to_startup() -> anyhow::Result<()> {
     nix::sys::prctl::set_no_new_privs()?;
-    // Before Linux 5.11 programs and maps count against it too. Without CAP_SYS_RESOURCE it stays as it is, which is
-    // looked at beforehand.
+    // Before Linux 5.11 programs and maps count against the limit too. Without CAP_SYS_RESOURCE it stays as it is;
+    // preflight checks it.
     let _ = setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY);
-    // What a program that is executed could have. Without CAP_SETPCAP it stays as it was given, and does no harm.
+    // The bounding set limits executed programs. Without CAP_SETPCAP it stays as it is, which does no harm.
     if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-        for capability in caps::all().into_iter().filter(|capability| !KEPT.contains(capability)) {
-            // A number that this kernel does not know is refused, which is well.
+        for capability in caps::all().into_iter().filter(|capability| !RUNTIME.contains(capability)) {
+            // The kernel rejects numbers that it does not know, which is fine.
             let _ = caps::drop(None, CapSet::Bounding, capability);
         }
     }
     caps::clear(None, CapSet::Ambient)?;
     caps::clear(None, CapSet::Inheritable)?;
-    limit_to(&START)?;
+    limit_to(&STARTUP)?;
     Ok(())
 }
 
-/// Leaves [`KEPT`] to the calling thread.
-pub fn settle() -> Result<(), CapsError> {
-    limit_to(&KEPT)
+/// Drops all but [`RUNTIME`] from the calling thread.
+pub fn drop_to_runtime() -> Result<(), CapsError> {
+    limit_to(&RUNTIME)
 }
 
-/// Leaves the calling thread without any: what it starts has none either. Giving up cannot fail.
-pub fn forgo() {
+/// Drops all capabilities of the calling thread and of those that it starts later. Cannot fail.
+pub fn drop_all() {
     penstock_dataplane::worker::drop_capabilities();
 }
 
-/// Runs `start` on a thread without capabilities, so that a thread which it starts in a library has none.
-pub fn without<T: Send>(start: impl FnOnce() -> T + Send) -> T {
+/// Runs `start` on a thread without capabilities, so that threads which a library starts in it have none.
+pub fn run_without<T: Send>(start: impl FnOnce() -> T + Send) -> T {
     let run = || {
-        forgo();
+        drop_all();
         start()
     };
     thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -91,27 +91,27 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_a_part_of_what_is_begun_with() {
-        assert!(KEPT.iter().all(|capability| START.contains(capability)));
+    fn runtime_capabilities_are_a_subset_of_startup_capabilities() {
+        assert!(RUNTIME.iter().all(|capability| STARTUP.contains(capability)));
     }
 
     #[test]
-    fn a_thread_gives_up_step_by_step_and_what_it_starts_has_no_more() {
-        // Capabilities are a thread's own: the test's other threads keep theirs.
+    fn a_thread_drops_capabilities_in_steps_and_its_children_inherit_no_more() {
+        // Capabilities belong to a thread: the test's other threads keep theirs.
         thread::scope(|scope| {
             scope.spawn(|| {
                 let before = of_this_thread(CapSet::Permitted);
                 let of = |list: &[Capability]| list.iter().copied().filter(|one| before.contains(one)).collect();
-                let kept: CapsHashSet = of(&KEPT);
-                for (list, wanted) in [(&START[..], of(&START)), (&KEPT[..], kept.clone())] {
+                let kept: CapsHashSet = of(&RUNTIME);
+                for (list, wanted) in [(&STARTUP[..], of(&STARTUP)), (&RUNTIME[..], kept.clone())] {
                     limit_to(list).unwrap();
                     assert_eq!(of_this_thread(CapSet::Permitted), wanted);
                     assert_eq!(of_this_thread(CapSet::Effective), wanted);
                 }
-                let started = without(|| thread::spawn(|| of_this_thread(CapSet::Permitted)));
+                let started = run_without(|| thread::spawn(|| of_this_thread(CapSet::Permitted)));
                 assert_eq!(started.join().unwrap(), CapsHashSet::new());
-                assert_eq!(of_this_thread(CapSet::Permitted), kept, "not the caller's");
-                forgo();
+                assert_eq!(of_this_thread(CapSet::Permitted), kept, "the caller keeps its own");
+                drop_all();
                 assert_eq!(of_this_thread(CapSet::Permitted), CapsHashSet::new());
             });
         });

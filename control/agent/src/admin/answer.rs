@@ -1,4 +1,4 @@
-//! The answers, from the daemon's state.
+//! Answers of the admin API, from the daemon's state.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,18 +14,18 @@ use penstock_policy::explain::{self, Plain};
 use penstock_policy::flow;
 use penstock_sources::Kind;
 
-use crate::query::Listing;
+use crate::query::FlowScan;
 use crate::samples::Sample;
-use crate::view::{Figures, View, identifier, kind};
+use crate::view::{DaemonView, LiveCounters, identifier, kind};
 
-impl View<'_> {
+impl DaemonView<'_> {
     fn engine(&self) -> &Engine {
         self.objects.engine()
     }
 
-    /// How the daemon is.
-    pub(crate) fn status(&self, figures: &Figures) -> types::Status {
-        let Figures { sample: now, depths, .. } = figures;
+    /// The daemon's status.
+    pub(crate) fn status(&self, counters: &LiveCounters) -> types::Status {
+        let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
         let in_force = self.dataplane.in_force();
         let total = now.statistics.total();
@@ -38,10 +38,10 @@ impl View<'_> {
             published: self.epoch.0,
             in_force: in_force.iter().all(|&epoch| epoch == self.epoch),
             workers: self.workers(now, before, depths, &in_force),
-            ports: self.port_list(figures, before),
+            ports: self.port_list(counters, before),
             pods: self.pods(&in_force),
             drops: total.drops().map(|(cause, count)| (cause.name().to_owned(), count)).collect(),
-            frames: types::Frames {
+            frames: types::FrameCounts {
                 total: depths.frames.total,
                 free: depths.frames.free,
                 fill: depths.frames.fill,
@@ -52,9 +52,9 @@ impl View<'_> {
         }
     }
 
-    fn kind(&self, kind: Kind) -> types::Source {
+    fn kind(&self, kind: Kind) -> types::SourceStatus {
         let health = self.source.of(kind);
-        types::Source {
+        types::SourceStatus {
             synced: health.synced,
             connected: health.connected,
             last_sign_seconds: health.last_sign.map(|age| age.as_secs_f64()),
@@ -64,16 +64,22 @@ impl View<'_> {
         }
     }
 
-    fn connections(&self) -> types::Connections {
+    fn connections(&self) -> types::TableStatus {
         let table = self.dataplane.connections();
-        types::Connections {
+        types::TableStatus {
             entries: table.len(),
             capacity: table.capacity(),
             events: table.statistics().iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         }
     }
 
-    fn workers(&self, now: &Sample, before: &Sample, depths: &QueueDepths, in_force: &[Epoch]) -> Vec<types::Worker> {
+    fn workers(
+        &self,
+        now: &Sample,
+        before: &Sample,
+        depths: &QueueDepths,
+        in_force: &[Epoch],
+    ) -> Vec<types::WorkerStatus> {
         let seconds = now.seconds_since(before);
         let received = |sample: &Sample, worker: usize| -> u64 {
             let ports = sample.statistics.ports.iter();
@@ -81,63 +87,63 @@ impl View<'_> {
         };
         let workers = now.statistics.workers.iter().zip(self.dataplane.cores()).enumerate();
         workers
-            .map(|(worker, (figures, core))| {
+            .map(|(worker, (counters, core))| {
                 let earlier = before.statistics.workers.get(worker).cloned().unwrap_or_default();
                 let share = |now: std::time::Duration, before: std::time::Duration| {
                     (now.saturating_sub(before).as_secs_f64() / seconds).clamp(0.0, 1.0)
                 };
                 let packets = received(now, worker).saturating_sub(received(before, worker));
-                let batches = figures.batches.saturating_sub(earlier.batches);
-                types::Worker {
+                let batches = counters.batches.saturating_sub(earlier.batches);
+                types::WorkerStatus {
                     worker,
                     core: core.0,
                     epoch: in_force.get(worker).map_or(0, |epoch| epoch.0),
-                    busy: share(figures.busy_iterations.sum(), earlier.busy_iterations.sum()),
-                    awake: 1.0 - share(figures.asleep, earlier.asleep),
+                    busy: share(counters.busy_iterations.sum(), earlier.busy_iterations.sum()),
+                    awake: 1.0 - share(counters.asleep, earlier.asleep),
                     packets_per_second: packets as f64 / seconds,
                     packets_per_batch: if batches == 0 { 0.0 } else { packets as f64 / batches as f64 },
-                    turn_median_seconds: figures.busy_iterations.quantile(0.5).map(|time| time.as_secs_f64()),
-                    turn_p99_seconds: figures.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
+                    turn_median_seconds: counters.busy_iterations.quantile(0.5).map(|time| time.as_secs_f64()),
+                    turn_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
-                    stages: stages(&figures.stages),
+                    stages: stages(&counters.stages),
                 }
             })
             .collect()
     }
 
-    fn port_list(&self, figures: &Figures, before: &Sample) -> Vec<types::Port> {
-        let Figures { sample: now, depths, ports: counted } = figures;
+    fn port_list(&self, counters: &LiveCounters, before: &Sample) -> Vec<types::PortStatus> {
+        let LiveCounters { sample: now, depths, ports: counted } = counters;
         let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
-            .map(|figures| {
-                let known = counted.iter().find(|counted| counted.id == figures.port);
-                let total = counts(figures);
-                let earlier = before.statistics.port(figures.port).filter(|port| port.interface == figures.interface);
-                let drops = figures.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
+            .map(|counters| {
+                let known = counted.iter().find(|counted| counted.id == counters.port);
+                let total = counts(counters);
+                let earlier = before.statistics.port(counters.port).filter(|port| port.interface == counters.interface);
+                let drops = counters.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
                 let outcomes = known.and_then(|counted| counted.outcomes);
-                types::Port {
-                    port: figures.port.0,
-                    interface: figures.interface.clone(),
+                types::PortStatus {
+                    port: counters.port.0,
+                    interface: counters.interface.clone(),
                     kind: known.map_or("pod", |counted| kind(counted.kind)).to_owned(),
                     pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
                     mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),
-                    kernel_drops: kernel_drops(&figures.kernel),
+                    kernel_drops: kernel_drops(&counters.kernel),
                     xdp: outcomes
                         .iter()
                         .flat_map(|outcomes| outcomes.iter())
                         .map(|(name, count)| (name.to_string(), count))
                         .collect(),
-                    queue: queue(figures.port, &depths.queues, self.config.umem.ring_size.entries()),
+                    queue: queue(counters.port, &depths.queues, self.config.umem.ring_size.entries()),
                 }
             })
             .collect()
     }
 
-    fn pods(&self, in_force: &[Epoch]) -> Vec<types::Pod> {
+    fn pods(&self, in_force: &[Epoch]) -> Vec<types::PodStatus> {
         let everywhere = in_force.iter().all(|&epoch| epoch == self.epoch);
         let pods = self.objects.pods().filter(|pod| !pod.host_network && !pod.finished);
         pods.map(|pod| {
@@ -147,7 +153,7 @@ impl View<'_> {
                 None => Some(self.progress.waiting(&pod.key, pod.addresses.is_empty())),
                 Some(_) => None,
             };
-            types::Pod {
+            types::PodStatus {
                 pod: pod.key.to_string(),
                 addresses: pod.addresses.clone(),
                 interface: port.map(|(_, interface)| interface.to_owned()),
@@ -166,10 +172,10 @@ impl View<'_> {
         self.dataplane.connections().len_of(penstock_dataplane::conntrack::OwnerId(port.0))
     }
 
-    /// What connections are listed from.
-    pub(crate) fn listing(&self, end: Option<&str>) -> Result<Listing, String> {
+    /// The data for a connection list.
+    pub(crate) fn listing(&self, end: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
-        Ok(Listing { table: self.dataplane.connections().clone(), addresses })
+        Ok(FlowScan { table: self.dataplane.connections().clone(), addresses })
     }
 
     fn addresses(&self, end: &str) -> Result<Vec<IpAddr>, String> {
@@ -177,7 +183,7 @@ impl View<'_> {
         flow::addresses(self.engine().state(), &end).map_err(|error| error.to_string())
     }
 
-    /// Connections with the names of their ends, and with what lets them pass by the policy of now.
+    /// Connections with the names of their ends, and what allows them under the current policy.
     pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::Flow> {
         let (engine, table) = (self.engine(), self.dataplane.connections());
         connections
@@ -212,7 +218,7 @@ impl View<'_> {
     }
 }
 
-/// What lets a side pass, or that nothing does.
+/// The rule that allows this direction, or the verdict in words.
 pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_dataplane::packet::Flow) -> String {
     let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
     match side {
@@ -226,20 +232,20 @@ pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_data
     }
 }
 
-fn counts(figures: &PortStatistics) -> types::Counts {
-    let traffic = &figures.traffic;
-    types::Counts {
+fn counts(counters: &PortStatistics) -> types::PortCounts {
+    let traffic = &counters.traffic;
+    types::PortCounts {
         rx_packets: traffic.rx_packets,
         rx_bytes: traffic.rx_bytes,
         tx_packets: traffic.tx_packets,
         tx_bytes: traffic.tx_bytes,
-        dropped_packets: traffic.dropped_packets() + figures.kernel.packets(),
+        dropped_packets: traffic.dropped_packets() + counters.kernel.packets(),
     }
 }
 
-fn rates(now: &types::Counts, before: &types::Counts, seconds: f64) -> types::Rates {
+fn rates(now: &types::PortCounts, before: &types::PortCounts, seconds: f64) -> types::PortRates {
     let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
-    types::Rates {
+    types::PortRates {
         rx_packets: rate(now.rx_packets, before.rx_packets),
         rx_bytes: rate(now.rx_bytes, before.rx_bytes),
         tx_packets: rate(now.tx_packets, before.tx_packets),
@@ -252,15 +258,15 @@ fn kernel_drops(kernel: &KernelDrops) -> BTreeMap<String, u64> {
     kernel.iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name.to_owned(), count)).collect()
 }
 
-fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::Queue {
-    depths.iter().filter(|depth| depth.port == port).fold(types::Queue::default(), |sum, depth| types::Queue {
+fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::RingDepth {
+    depths.iter().filter(|depth| depth.port == port).fold(types::RingDepth::default(), |sum, depth| types::RingDepth {
         receiving: sum.receiving + depth.receiving,
         sending: sum.sending + depth.sending,
         size: sum.size + ring,
     })
 }
 
-fn stages(timed: &StageStatistics) -> types::Stages {
+fn stages(timed: &StageStatistics) -> types::StageClocks {
     let clocks = Stage::ALL.into_iter().map(|stage| (stage.name().to_owned(), timed.clocks(stage))).collect();
-    types::Stages { packets: timed.packets, interrupted: timed.interrupted, clocks }
+    types::StageClocks { packets: timed.packets, interrupted: timed.interrupted, clocks }
 }

@@ -6,20 +6,21 @@ use serde::Serialize;
 
 use crate::logging;
 use crate::preflight::Finding;
-use crate::view::{Figures, View};
+use crate::view::{DaemonView, LiveCounters};
 
-impl View<'_> {
-    /// All that is known, but connections and metrics. `config` is what was read, `findings` what preflight says now.
+impl DaemonView<'_> {
+    /// All state except connections and metrics. `config` is the loaded configuration, `findings` the result of
+    /// preflight now.
     ///
-    /// No file of it holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables
-    /// speak of objects by name.
-    pub(crate) fn dump(&self, config: &toml::Table, findings: &[Finding], figures: &Figures) -> Dump {
+    /// No file holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables refer
+    /// to objects by name.
+    pub(crate) fn dump(&self, config: &toml::Table, findings: &[Finding], counters: &LiveCounters) -> Dump {
         let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
         Dump {
             files: vec![
                 text("versions.txt", versions()),
                 text("config.toml", config.to_string()),
-                file("status.json", &self.status(figures)),
+                file("status.json", &self.status(counters)),
                 text("policy.json", listing::json(self.objects.engine())),
                 text("preflight.txt", preflight.collect()),
                 text("log.txt", logging::recent()),
@@ -38,7 +39,7 @@ pub(super) fn file(name: &str, value: &impl Serialize) -> DumpFile {
     text(name, pretty(value) + "\n")
 }
 
-/// An answer as it is sent, pretty enough to be read.
+/// Indented JSON.
 fn pretty(value: &impl Serialize) -> String {
     serde_json::to_string_pretty(value).expect("strings and numbers are JSON")
 }

@@ -7,9 +7,8 @@
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
 //!
-//! The control thread answers between two of its own steps; nothing here is shared with the workers but
-//! their counters, and no lock is. What takes long, going through the connection table, is done on a thread of its own, once at
-//! a time.
+//! The control thread answers between its other steps. The answers share nothing with the workers but their counters,
+//! and take no lock. Scans of the connection table, which take long, run on their own thread, one at a time.
 
 mod answer;
 mod bundle;
@@ -23,29 +22,29 @@ use tokio::net::UnixListener;
 pub(super) use socket::SocketError;
 use socket::SocketFile;
 
-use crate::query::Asker;
+use crate::query::QueryHandle;
 
-/// A socket that is listened on and not served yet.
-pub(super) struct Admin {
+/// A listening socket, not served yet.
+pub(super) struct AdminListener {
     listener: UnixListener,
     file: SocketFile,
 }
 
-/// A socket that is served. It is removed, and its path free, when this is dropped.
-pub(super) struct Served {
+/// A served socket. Dropping it removes the file, so that the path is free.
+pub(super) struct AdminServer {
     _file: SocketFile,
 }
 
-impl Admin {
+impl AdminListener {
     /// Listens at `path`.
     pub(super) fn listen(path: &Path) -> Result<Self, SocketError> {
         let (listener, file) = socket::listen(path)?;
         Ok(Self { listener, file })
     }
 
-    /// Serves it from the current runtime.
-    pub(super) fn serve(self, asker: Asker) -> Served {
-        tokio::spawn(routes::serve(self.listener, asker));
-        Served { _file: self.file }
+    /// Serves it on the current runtime.
+    pub(super) fn serve(self, handle: QueryHandle) -> AdminServer {
+        tokio::spawn(routes::serve(self.listener, handle));
+        AdminServer { _file: self.file }
     }
 }

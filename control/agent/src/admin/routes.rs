@@ -7,98 +7,104 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_admin::types::{ExplainQuery, Flows, FlowsQuery, Problem};
+use penstock_admin::types::{ErrorBody, ExplainQuery, Flows, FlowsQuery};
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Protocol};
 use penstock_policy::flow;
 use tokio::net::UnixListener;
 
-use crate::query::{Asker, Listing, NoAnswer, Question};
-use crate::walks::Busy;
-use crate::{metrics, walks};
+use crate::query::{FlowScan, QueryError, QueryHandle, StateQuery};
+use crate::scans::ScansBusy;
+use crate::{metrics, scans};
 
-/// Connections that are listed unless more are asked for.
-const SOME: usize = 1_000;
-/// Most connections that are listed.
-const MOST: usize = 100_000;
+/// Connections listed by default.
+const DEFAULT_LIMIT: usize = 1_000;
+/// The most connections that are listed.
+const MAX_LIMIT: usize = 100_000;
 
-/// A request that is not answered.
-struct Refusal(StatusCode, String);
+/// A response other than 200.
+struct HttpError(StatusCode, String);
 
-impl Refusal {
+impl HttpError {
     fn bad(error: impl ToString) -> Self {
         Self(StatusCode::BAD_REQUEST, error.to_string())
     }
 }
 
-impl From<NoAnswer> for Refusal {
-    fn from(error: NoAnswer) -> Self {
+impl From<QueryError> for HttpError {
+    fn from(error: QueryError) -> Self {
         Self(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
     }
 }
 
-impl From<Busy> for Refusal {
-    fn from(error: Busy) -> Self {
+impl From<ScansBusy> for HttpError {
+    fn from(error: ScansBusy) -> Self {
         Self(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
-        (self.0, Json(Problem { error: self.1 })).into_response()
+        (self.0, Json(ErrorBody { error: self.1 })).into_response()
     }
 }
 
-/// Answers on this socket until the runtime ends.
-pub(super) async fn serve(listener: UnixListener, asker: Asker) {
+/// Serves this socket until the runtime ends.
+pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
     let router = Router::new()
         .route("/v1/status", get(status))
         .route("/v1/flows", get(flows))
         .route("/v1/explain", get(explain))
         .route("/v1/dump", get(dump))
         .fallback(|uri: Uri| async move {
-            Refusal(StatusCode::NOT_FOUND, format!("{uri}: there is /v1/status, /v1/flows, /v1/explain and /v1/dump"))
+            HttpError(
+                StatusCode::NOT_FOUND,
+                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain or /v1/dump"),
+            )
         })
-        .with_state(asker);
+        .with_state(handle);
     if let Err(error) = axum::serve(listener, router).await {
-        tracing::error!(%error, "the admin socket is not served any more");
+        tracing::error!(%error, "the admin API has stopped serving");
     }
 }
 
-async fn status(State(asker): State<Asker>) -> Result<impl IntoResponse, Refusal> {
-    Ok(Json(asker.ask(Question::Status).await?))
+async fn status(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, HttpError> {
+    Ok(Json(handle.query(StateQuery::Status).await?))
 }
 
-async fn explain(State(asker): State<Asker>, Query(query): Query<ExplainQuery>) -> Result<impl IntoResponse, Refusal> {
-    let answer = asker.ask(|answer| Question::Explain { query, answer }).await?;
-    Ok(Json(answer.map_err(Refusal::bad)?))
+async fn explain(
+    State(handle): State<QueryHandle>,
+    Query(query): Query<ExplainQuery>,
+) -> Result<impl IntoResponse, HttpError> {
+    let answer = handle.query(|answer| StateQuery::Explain { query, answer }).await?;
+    Ok(Json(answer.map_err(HttpError::bad)?))
 }
 
-async fn flows(State(asker): State<Asker>, Query(query): Query<FlowsQuery>) -> Result<Json<Flows>, Refusal> {
-    list(&asker, &query).await.map(Json)
+async fn flows(State(handle): State<QueryHandle>, Query(query): Query<FlowsQuery>) -> Result<Json<Flows>, HttpError> {
+    list(&handle, &query).await.map(Json)
 }
 
-async fn dump(State(asker): State<Asker>) -> Result<impl IntoResponse, Refusal> {
-    let (mut dump, collected) = asker.ask(Question::Dump).await?;
-    let metrics = metrics::encode(collected, asker.walks()).await?;
+async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, HttpError> {
+    let (mut dump, scrape) = handle.query(StateQuery::Dump).await?;
+    let metrics = metrics::encode(scrape, handle.scans()).await?;
     dump.files.push(super::bundle::text("metrics.txt", metrics));
-    let flows = list(&asker, &FlowsQuery { limit: Some(10 * SOME), ..Default::default() }).await?;
+    let flows = list(&handle, &FlowsQuery { limit: Some(10 * DEFAULT_LIMIT), ..Default::default() }).await?;
     dump.files.push(super::bundle::file("flows.json", &flows));
     Ok(Json(dump))
 }
 
-async fn list(asker: &Asker, query: &FlowsQuery) -> Result<Flows, Refusal> {
+async fn list(handle: &QueryHandle, query: &FlowsQuery) -> Result<Flows, HttpError> {
     let filter = Filter::new(query)?;
     let end = query.end.clone();
-    let listing = asker.ask(|answer| Question::Connections { end, answer }).await?.map_err(Refusal::bad)?;
-    let limit = query.limit.unwrap_or(SOME).min(MOST);
-    // A full table takes some ten milliseconds: not on the thread that publishes policies.
-    let (matching, connections) = asker.walks().run(move || filter.find(&listing, limit)).await?;
-    let flows = asker.ask(|answer| Question::Describe { connections, answer }).await?;
+    let listing = handle.query(|answer| StateQuery::Connections { end, answer }).await?.map_err(HttpError::bad)?;
+    let limit = query.limit.unwrap_or(DEFAULT_LIMIT).min(MAX_LIMIT);
+    // A scan of a full table takes some ten milliseconds: not on the thread that publishes policies.
+    let (matching, connections) = handle.scans().run(move || filter.find(&listing, limit)).await?;
+    let flows = handle.query(|answer| StateQuery::Describe { connections, answer }).await?;
     Ok(Flows { matching, flows })
 }
 
-/// Which connections are wanted, whoever has them.
+/// Which connections are listed, besides the addresses of their ends.
 struct Filter {
     protocol: Option<Protocol>,
     state: Option<String>,
@@ -106,10 +112,12 @@ struct Filter {
 }
 
 impl Filter {
-    fn new(query: &FlowsQuery) -> Result<Self, Refusal> {
+    fn new(query: &FlowsQuery) -> Result<Self, HttpError> {
         let protocol = query.protocol.as_deref().map(|text| {
             flow::protocol(text).map_err(|_| {
-                Refusal::bad(format!("protocol {text:?}: give TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255"))
+                HttpError::bad(format!(
+                    "protocol {text:?}: unknown; use TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255"
+                ))
             })
         });
         let state = query.state.as_deref().map(|text| {
@@ -117,20 +125,20 @@ impl Filter {
             let known = states();
             match known.contains(text.as_str()) {
                 true => Ok(text),
-                false => Err(Refusal::bad(format!("state {text:?}: there is none; give one of {}", list_of(&known)))),
+                false => Err(HttpError::bad(format!("state {text:?}: unknown; use one of {}", list_of(&known)))),
             }
         });
         Ok(Self { protocol: protocol.transpose()?, state: state.transpose()?, port: query.port })
     }
 
-    fn takes(&self, connection: &ConnectionInfo) -> bool {
+    fn matches(&self, connection: &ConnectionInfo) -> bool {
         self.protocol.is_none_or(|protocol| protocol == connection.original.protocol)
             && self.port.is_none_or(|port| port == connection.original.shown_ports().1)
             && self.state.as_deref().is_none_or(|state| state == connection.state.name())
     }
 
-    /// How many there are, and the first of them.
-    fn find(&self, listing: &Listing, limit: usize) -> (usize, Vec<ConnectionInfo>) {
+    /// How many match, and the first `limit` of them.
+    fn find(&self, listing: &FlowScan, limit: usize) -> (usize, Vec<ConnectionInfo>) {
         let addresses: Option<BTreeSet<Address>> =
             listing.addresses.as_ref().map(|addresses| addresses.iter().map(|&address| address.into()).collect());
         let of = |connection: &ConnectionInfo| match &addresses {
@@ -141,7 +149,7 @@ impl Filter {
         };
         let (mut matching, mut found) = (0, Vec::new());
         for connection in
-            listing.table.iter(Timestamp::now()).filter(|connection| self.takes(connection) && of(connection))
+            listing.table.iter(Timestamp::now()).filter(|connection| self.matches(connection) && of(connection))
         {
             matching += 1;
             if found.len() < limit {
@@ -154,7 +162,7 @@ impl Filter {
 
 /// The names of all states that a connection can be in.
 fn states() -> BTreeSet<&'static str> {
-    walks::all_states().map(conntrack::State::name).collect()
+    scans::all_states().map(conntrack::State::name).collect()
 }
 
 fn list_of(names: &BTreeSet<&'static str>) -> String {

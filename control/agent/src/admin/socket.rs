@@ -8,21 +8,21 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
 
-/// Why the socket could not be made.
+/// Why the socket cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SocketError {
-    /// Somebody listens there.
-    #[error("admin.socket = {}: a daemon listens there already; end it, or give this one another path", .0.display())]
+    /// Another daemon listens there.
+    #[error("admin.socket = {}: another daemon listens there; stop it, or set another path", .0.display())]
     Live(PathBuf),
-    /// Something else is there.
-    #[error("admin.socket = {}: this is no socket; remove it, or give another path", .0.display())]
+    /// The path is something other than a socket.
+    #[error("admin.socket = {}: not a socket; remove the file, or set another path", .0.display())]
     NoSocket(PathBuf),
-    /// It cannot be made.
-    #[error("admin.socket = {}: cannot be made ({source}); give a path in a directory that can be written to, or \"off\"", .path.display())]
+    /// A system call failed.
+    #[error("admin.socket = {}: cannot create it ({source}); set a path in a writable directory, or \"off\"", .path.display())]
     System {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
 }
@@ -33,19 +33,19 @@ pub(crate) struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // If somebody has removed it, there is nothing left to do.
+        // If someone else has removed it, nothing is left to do.
         let _ = fs::remove_file(&self.0);
     }
 }
 
-/// Listens at `path`, for its owner alone. The socket of a daemon that has died is replaced.
+/// Listens at `path`, with access for the owner only. Replaces the socket of a dead daemon.
 pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketError> {
     let system = |source| SocketError::System { path: path.to_owned(), source };
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(system)?;
     }
     clear(path)?;
-    // Bound under another name and moved, so that nobody can connect before it is the owner's alone.
+    // Bound under another name and then moved, so that nobody can connect before the permissions are set.
     let mut fresh = path.as_os_str().to_owned();
     fresh.push(format!(".{}", std::process::id()));
     let fresh = PathBuf::from(fresh);
@@ -59,7 +59,7 @@ pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketEr
     Ok((listener, SocketFile(path.to_owned())))
 }
 
-/// Sees to it that there is nothing at `path` that is worth keeping.
+/// Checks that `path` is free, or a dead socket that may be replaced.
 fn clear(path: &Path) -> Result<(), SocketError> {
     use std::os::unix::fs::FileTypeExt;
     match fs::symlink_metadata(path) {
@@ -67,7 +67,7 @@ fn clear(path: &Path) -> Result<(), SocketError> {
         Err(source) => Err(SocketError::System { path: path.to_owned(), source }),
         Ok(found) if !found.file_type().is_socket() => Err(SocketError::NoSocket(path.to_owned())),
         Ok(_) => match UnixStream::connect(path) {
-            // Nobody listens: it was left behind, and is replaced.
+            // Nobody listens: a dead daemon left it.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             _ => Err(SocketError::Live(path.to_owned())),
@@ -80,15 +80,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_live_socket_is_refused_a_dead_one_replaced_and_anything_else_left_alone() {
+    async fn a_live_socket_is_rejected_a_dead_one_replaced_and_other_files_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("deep/admin.sock");
         let (listener, file) = listen(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         assert!(matches!(listen(&path), Err(SocketError::Live(at)) if at == path));
-        assert!(UnixStream::connect(&path).is_ok(), "the one that was refused did no harm");
+        assert!(UnixStream::connect(&path).is_ok(), "the rejected attempt left it working");
         drop(listener);
-        // As after a kill: the file is there, and nobody listens.
+        // As after a kill: the file exists, and nobody listens.
         assert!(path.exists());
         let (listener, again) = listen(&path).unwrap();
         assert!(UnixStream::connect(&path).is_ok());
@@ -101,7 +101,7 @@ mod tests {
         assert!(matches!(listen(&path), Err(SocketError::NoSocket(_))));
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         let under_a_file = path.join("admin.sock");
-        let told = listen(&under_a_file).unwrap_err().to_string();
-        assert!(told.contains("cannot be made") && !told.contains('\n'), "{told}");
+        let error = listen(&under_a_file).unwrap_err().to_string();
+        assert!(error.contains("cannot create it") && !error.contains('\n'), "{error}");
     }
 }

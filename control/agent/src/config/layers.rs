@@ -1,7 +1,7 @@
-//! Where a setting can come from: the file, then the environment over it, then the command line over that.
+//! Layers of settings: the file, the environment over it, the command line over both.
 //!
-//! `PENSTOCK_NODE=worker-1` sets a key of the top level, `PENSTOCK_UMEM__MEMORY=1GiB` one of a section: two underscores
-//! stand for the dot. A value is read as TOML, and where it is none, as text.
+//! `PENSTOCK_NODE=worker-1` sets a top-level key, `PENSTOCK_UMEM__MEMORY=1GiB` one of a section: two underscores stand
+//! for the dot. Values are parsed as TOML; anything else is text.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,41 +9,45 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::read::{ConfigError, Override, Text};
+use super::read::{ConfigError, ConfigText, Override, rename_deprecated};
 use super::{Config, KEYS};
 
-/// What variables of the environment begin with.
+/// Prefix of environment variables.
 const PREFIX: &str = "PENSTOCK_";
 
-/// A configuration's file and what is set over it; can be read again.
+/// A configuration file and the settings over it; can be loaded again.
 #[derive(Clone, Debug)]
-pub struct Layers {
+pub struct ConfigLayers {
     file: PathBuf,
     overrides: Vec<Override>,
 }
 
-/// A configuration that was read.
+/// A loaded configuration.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Loaded {
-    /// The checked settings.
+pub struct LoadedConfig {
+    /// The validated settings.
     pub config: Config,
-    /// All keys that are set, wherever.
+    /// All keys that are set, from any layer.
     pub values: Table,
 }
 
-impl Layers {
-    /// The file at `path`; over it this process's environment, and over that `settings`, each `KEY=VALUE` with sections
-    /// before a dot, as in `umem.memory=1GiB`.
+impl ConfigLayers {
+    /// The file at `path`, over it this process's environment, and over that `settings`, each `KEY=VALUE` with a dot
+    /// after the section, as in `umem.memory=1GiB`.
     pub fn new(path: &Path, settings: &[String]) -> Result<Self, ConfigError> {
-        // What is no text cannot name a key.
+        // Names and values that are not UTF-8 cannot be settings.
         let text =
             std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
         let mut environment: Vec<(String, String)> = text.collect();
         environment.sort();
-        Self::over(path, &environment, settings)
+        Self::with_environment(path, &environment, settings)
     }
 
-    fn over(path: &Path, environment: &[(String, String)], settings: &[String]) -> Result<Self, ConfigError> {
+    fn with_environment(
+        path: &Path,
+        environment: &[(String, String)],
+        settings: &[String],
+    ) -> Result<Self, ConfigError> {
         let mut overrides: Vec<Override> =
             environment.iter().filter_map(|(name, value)| from_environment(name, value)).collect();
         for setting in settings {
@@ -57,39 +61,43 @@ impl Layers {
         &self.file
     }
 
-    /// Reads the file, and sets over it what is to be set.
-    pub fn load(&self) -> Result<Loaded, ConfigError> {
+    /// Reads the file and applies the other layers.
+    pub fn load(&self) -> Result<LoadedConfig, ConfigError> {
         let text = fs::read_to_string(&self.file)
             .map_err(|error| ConfigError::Unreadable { path: self.file.clone(), error })?;
         self.parse(&text)
     }
 
-    /// The same of a file with this text.
-    pub(super) fn parse(&self, text: &str) -> Result<Loaded, ConfigError> {
-        let text = Text { path: &self.file, text, overrides: &self.overrides };
+    /// The same for a file with this text.
+    pub(super) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
+        let text = ConfigText { path: &self.file, text, overrides: &self.overrides };
         let mut values = text.table()?;
-        for Override { path, value, .. } in &self.overrides {
+        let mut deprecated = rename_deprecated(&mut values);
+        for Override { path, value, renamed, .. } in &self.overrides {
             set(&mut values, path, value.clone());
+            deprecated.extend(renamed);
         }
-        let config = text.config(&values)?;
-        Ok(Loaded { config, values })
+        deprecated.sort_unstable();
+        deprecated.dedup();
+        let config = text.config(&values, deprecated)?;
+        Ok(LoadedConfig { config, values })
     }
 
-    /// Without anything set over the file.
-    pub(super) fn none(path: &Path) -> Self {
+    /// The file without other layers.
+    pub(super) fn file_only(path: &Path) -> Self {
         Self { file: path.to_owned(), overrides: Vec::new() }
     }
 }
 
 impl Config {
-    /// Reads and validates the file at `path`, and nothing else.
+    /// Reads and validates the file at `path` alone.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        Layers::none(path).load().map(|loaded| loaded.config)
+        ConfigLayers::file_only(path).load().map(|loaded| loaded.config)
     }
 
-    /// Validates `text`, which is said to come from `path`: relative paths in it start at `path`'s directory.
+    /// Validates `text` as if read from `path`: relative paths in it start at `path`'s directory.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        Layers::none(path).parse(text).map(|loaded| loaded.config)
+        ConfigLayers::file_only(path).parse(text).map(|loaded| loaded.config)
     }
 }
 
@@ -100,19 +108,19 @@ fn set(table: &mut Table, path: &[String], value: Value) {
         return;
     }
     let inner = table.entry(first.clone()).or_insert_with(|| Value::Table(Table::new()));
-    // What is no table here will be refused as what it is; the key below it goes with it.
+    // A parent that is no table is reported later, by its own key; the key below it is not set.
     if let Value::Table(inner) = inner {
         set(inner, rest, value);
     }
 }
 
-/// A variable is a setting if it has a section, or names a key of the top level. All else that begins like one is
-/// somebody else's: a cluster sets `PENSTOCK_PORT` and the like in pods beside a Service of that name.
+/// A variable is a setting if it has a section or names a top-level key. Others with the prefix are not ours: a cluster
+/// sets `PENSTOCK_PORT` and the like in pods beside a Service of that name.
 fn from_environment(name: &str, value: &str) -> Option<Override> {
     let key = name.strip_prefix(PREFIX)?.to_ascii_lowercase();
     let path: Vec<String> = key.split("__").map(str::to_owned).collect();
     let known = path.iter().all(|part| !part.is_empty()) && (path.len() > 1 || KEYS.contains(&key.as_str()));
-    known.then(|| Override { origin: name.to_owned(), path, value: value_of(value) })
+    known.then(|| Override::new(name.to_owned(), path, parse_value(value)))
 }
 
 fn from_flag(setting: &str) -> Result<Override, ConfigError> {
@@ -125,24 +133,24 @@ fn from_flag(setting: &str) -> Result<Override, ConfigError> {
     if path.iter().any(String::is_empty) {
         return Err(wrong());
     }
-    Ok(Override { origin: format!("--set {key}"), path, value: value_of(value.trim()) })
+    Ok(Override::new(format!("--set {key}"), path, parse_value(value.trim())))
 }
 
-/// As TOML where it is TOML, else as it stands.
-fn value_of(text: &str) -> Value {
+/// Parses TOML; anything else is text.
+fn parse_value(text: &str) -> Value {
     #[derive(Deserialize)]
-    struct One {
+    struct Document {
         v: Value,
     }
-    match toml::from_str::<One>(&format!("v = {text}")) {
-        // More than a value was written, or a date, which no key takes.
-        Ok(One { v }) if !text.contains('\n') && !matches!(v, Value::Datetime(_)) => v,
+    match toml::from_str::<Document>(&format!("v = {text}")) {
+        // Not TOML if more than one value was written, or a date, which no key takes.
+        Ok(Document { v }) if !text.contains('\n') && !matches!(v, Value::Datetime(_)) => v,
         _ => Value::String(text.to_owned()),
     }
 }
 
-/// The keys whose values differ, each from the top level down with dots.
-pub fn differences(one: &Table, other: &Table) -> Vec<String> {
+/// The keys whose values differ, from the top level down with dots.
+pub fn changed_keys(one: &Table, other: &Table) -> Vec<String> {
     let mut found = Vec::new();
     let mut names: Vec<&String> = one.keys().chain(other.keys()).collect();
     names.sort();
@@ -161,7 +169,7 @@ pub fn differences(one: &Table, other: &Table) -> Vec<String> {
 }
 
 fn below(name: &str, one: &Table, other: &Table) -> Vec<String> {
-    differences(one, other).into_iter().map(|key| format!("{name}.{key}")).collect()
+    changed_keys(one, other).into_iter().map(|key| format!("{name}.{key}")).collect()
 }
 
 #[cfg(test)]
@@ -171,15 +179,15 @@ mod tests {
     const FILE: &str =
         "node = \"a\"\n[source]\nmanifests = \"/m\"\n[conntrack]\nentries = 2048\n[log]\nlevel = \"warn\"\n";
 
-    fn load(environment: &[(&str, &str)], settings: &[&str]) -> Result<Loaded, ConfigError> {
+    fn load(environment: &[(&str, &str)], settings: &[&str]) -> Result<LoadedConfig, ConfigError> {
         let environment: Vec<_> =
             environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
-        Layers::over(Path::new("/etc/p.toml"), &environment, &settings)?.parse(FILE)
+        ConfigLayers::with_environment(Path::new("/etc/p.toml"), &environment, &settings)?.parse(FILE)
     }
 
     #[test]
-    fn the_environment_goes_over_the_file_and_flags_over_both() {
+    fn the_environment_overrides_the_file_and_flags_override_both() {
         let environment = [
             ("PENSTOCK_NODE", "worker-1.example"),
             ("PENSTOCK_CONNTRACK__ENTRIES", "4096"),
@@ -196,44 +204,69 @@ mod tests {
         assert_eq!(config.conntrack.timeouts["udp_timeout"].duration().as_secs(), 7);
         assert_eq!(config.workers.cores.unwrap().numbers(), [0, 2]);
         assert_eq!(config.log.level, super::super::LogLevel::Error);
-        assert_eq!(config.umem.memory.unwrap().octets(), 64 << 20);
-        assert_eq!(config.source.manifests.as_deref(), Some(Path::new("/m")), "what nothing is set over stays");
+        assert_eq!(config.umem.memory.unwrap().bytes(), 64 << 20);
+        assert_eq!(
+            config.source.manifests.as_deref(),
+            Some(Path::new("/m")),
+            "keys of the file stay unless overridden"
+        );
     }
 
     #[test]
-    fn a_bad_value_is_told_with_where_it_was_set() {
-        for (environment, settings, told) in [
+    fn an_error_names_the_layer_that_set_the_value() {
+        for (environment, settings, expected) in [
             (
                 &[("PENSTOCK_CONNTRACK__ENTRIES", "3")][..],
                 &[][..],
-                "PENSTOCK_CONNTRACK__ENTRIES: conntrack.entries = 3: too few; give at least 1024",
+                "PENSTOCK_CONNTRACK__ENTRIES: conntrack.entries = 3: too few; set at least 1024",
             ),
             (
                 &[("PENSTOCK_UMEM__SIZE", "3")],
                 &[],
-                "PENSTOCK_UMEM__SIZE: umem.size: unknown key; take it out, or use one of",
+                "PENSTOCK_UMEM__SIZE: umem.size: unknown key; remove it, or use one of",
             ),
-            (&[("PENSTOCK_NOWHERE__SIZE", "3")], &[], "PENSTOCK_NOWHERE__SIZE: nowhere: unknown key; take it out"),
-            (&[], &["log.level=loud"], "--set log.level: log.level = \"loud\": not known; use one of \"error\""),
+            (&[("PENSTOCK_NOWHERE__SIZE", "3")], &[], "PENSTOCK_NOWHERE__SIZE: nowhere: unknown key; remove it"),
+            (&[], &["log.level=loud"], "--set log.level: log.level = \"loud\": unknown value; use one of \"error\""),
             (&[], &["log.level"], "--set log.level: not KEY=VALUE; write it such as"),
             (&[], &["=3"], "--set =3: not KEY=VALUE; write it such as"),
-            (&[], &["workers.cores=[1, 1]"], "--set workers.cores: workers.cores = [1, 1]: core 1 is named twice"),
+            (&[], &["workers.cores=[1, 1]"], "--set workers.cores: workers.cores = [1, 1]: core 1 is listed twice"),
         ] {
             let error = load(environment, settings).unwrap_err().to_string();
-            assert!(error.starts_with(told) && !error.contains('\n'), "{error}");
+            assert!(error.starts_with(expected) && !error.contains('\n'), "{error}");
         }
-        // What the file says wrong is told by its line, also where other keys are set over it.
-        let layers = Layers::over(Path::new("/etc/p.toml"), &[("PENSTOCK_NODE".into(), "b".into())], &[]).unwrap();
+        // Errors in the file name its line, also if other layers set other keys.
+        let layers =
+            ConfigLayers::with_environment(Path::new("/etc/p.toml"), &[("PENSTOCK_NODE".into(), "b".into())], &[])
+                .unwrap();
         let error = layers.parse(&FILE.replace("2048", "7")).unwrap_err().to_string();
         assert!(error.starts_with("/etc/p.toml:5: conntrack.entries = 7: too few"), "{error}");
     }
 
     #[test]
-    fn differences_are_named_by_key() {
+    fn deprecated_keys_are_accepted_in_every_layer_and_reported() {
+        let file = FILE.replace("[log]", "on_cut = \"reset\"\n[host_port]\nrule = 77\n[log]");
+        let environment = [("PENSTOCK_HOST_PORT__TABLE".to_owned(), "4242".to_owned())];
+        let layers = ConfigLayers::with_environment(Path::new("/etc/p.toml"), &environment, &[]).unwrap();
+        let config = layers.parse(&file).unwrap().config;
+        assert_eq!((config.host_veth.rule, config.host_veth.table), (77, 4242));
+        assert_eq!(config.conntrack.on_revoke, super::super::OnRevoke::Reset);
+        let (veth, revoke) = (("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke"));
+        assert_eq!(config.deprecated_keys, [revoke, veth]);
+        for (bad, expected) in [
+            (file.replace("rule = 77", "rule = 0"), "/etc/p.toml:8: host_veth.rule = 0: not before"),
+            (format!("{file}[host_veth]\nrule = 78\n"), "/etc/p.toml:7: host_port: unknown key; remove it"),
+        ] {
+            let error = ConfigLayers::file_only(Path::new("/etc/p.toml")).parse(&bad).unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn changed_keys_are_listed() {
         let table = |text: &str| text.parse::<Table>().unwrap();
         let one = table("node = \"a\"\n[log]\nlevel = \"info\"\n[umem]\nmemory = \"1GiB\"\n");
         let other = table("node = \"a\"\nuplinks = [\"eth0\"]\n[log]\nlevel = \"debug\"\n");
-        assert_eq!(differences(&one, &other), ["log.level", "umem.memory", "uplinks"]);
-        assert!(differences(&one, &one).is_empty());
+        assert_eq!(changed_keys(&one, &other), ["log.level", "umem.memory", "uplinks"]);
+        assert!(changed_keys(&one, &one).is_empty());
     }
 }

@@ -1,7 +1,7 @@
-//! The daemon's configuration: TOML, every key checked where it is read, unknown keys refused.
+//! The daemon's configuration: TOML, with every key validated where it is read and unknown keys rejected.
 //!
-//! `configs/penstock.toml` shows every key with its default. A problem is told in one line that names file,
-//! line, key, value and mend.
+//! `configs/penstock.toml` shows every key with its default. An error is one line that names file, line, key, value and
+//! remedy.
 
 mod layers;
 mod network;
@@ -19,33 +19,33 @@ use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use serde::Deserialize;
 
-pub use layers::{Layers, Loaded, differences};
-pub use network::{Encapsulation, FromPods, HostPort, Xdp, XdpMode};
-pub use operation::{Admin, AdminSocket, Faults, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
+pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
+pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
+pub use operation::{Admin, AdminSocketPath, FaultInjection, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
-    Cores, FrameSize, InterfaceName, InterfacePattern, Mapping, Memory, NodeName, PickUp, Refused, RingSize, Time,
+    Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, RingSize,
+    TableMapping, TimeSpan,
 };
 
-/// All that `penstock run` is told.
+/// The configuration of `penstock run`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// The name of this machine's Node object: pods with this `spec.nodeName` are local.
     pub node: NodeName,
-    /// Further addresses of this node. Those on its interfaces and in its Node object are known anyway.
+    /// Additional addresses of this node. Those on its interfaces and in its Node object are known without this.
     #[serde(default)]
     pub node_addresses: Vec<IpAddr>,
-    /// Blocks that Services have their addresses from. An egress policy that denies one of these says so by a cause of its
-    /// own.
+    /// Address blocks of Services. Denied egress to one of these has a drop reason of its own.
     #[serde(default)]
     pub service_cidrs: Vec<IpNet>,
     /// NICs and tunnel devices on which packets for local pods arrive.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
-    /// What becomes of a new veth's packets before its pod is known.
+    /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
-    pub startup: Startup,
+    pub startup: StartupMode,
     /// Names of the interfaces that the CNI plugin makes for pods.
     #[serde(default = "default_pod_interfaces")]
     pub pod_interfaces: Vec<InterfacePattern>,
@@ -54,31 +54,31 @@ pub struct Config {
     pub pod_bridges: Vec<InterfacePattern>,
     /// Where objects come from.
     pub source: Source,
-    /// The threads that move packets.
+    /// The worker threads.
     #[serde(default)]
     pub workers: Workers,
-    /// The memory that all frames live in.
+    /// The memory of all frames.
     #[serde(default)]
     pub umem: Umem,
-    /// Where XDP programs run.
+    /// The XDP mode.
     #[serde(default)]
     pub xdp: Xdp,
     /// The connection table.
     #[serde(default)]
     pub conntrack: Conntrack,
-    /// The veth pair into the node's own stack.
+    /// The veth pair into the node's network stack.
     #[serde(default)]
-    pub host_port: HostPort,
-    /// What pods may send to nodes in a wrapping.
+    pub host_veth: HostVeth,
+    /// Which encapsulated packets pods may send to nodes.
     #[serde(default)]
     pub encapsulation: Encapsulation,
-    /// What holds while no daemon runs.
+    /// What applies while no daemon runs.
     #[serde(default)]
     pub fail: Fail,
-    /// What the workers do with a packet.
+    /// What the workers do with packets.
     #[serde(default)]
     pub dataplane: Dataplane,
-    /// What is logged, and how.
+    /// Log level and format.
     #[serde(default)]
     pub log: Log,
     /// The admin API.
@@ -87,19 +87,25 @@ pub struct Config {
     /// Metrics and probes.
     #[serde(default)]
     pub metrics: Metrics,
-    /// What is told of single packets.
+    /// The log of single packets' verdicts.
     #[serde(default)]
     pub verdict_log: VerdictLog,
-    /// Faults on purpose.
+    /// Fault injection.
     #[serde(default)]
-    pub debug: Faults,
+    pub debug: FaultInjection,
+    /// Deprecated keys that are set, each with the key that replaces it.
+    #[serde(skip)]
+    pub deprecated_keys: Vec<(&'static str, &'static str)>,
 }
 
-/// The keys of the top level that are no sections.
+/// The top-level keys that are not sections.
 const KEYS: [&str; 6] = ["node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
+/// Keys that were renamed: the deprecated name and the current one. Both are accepted.
+const RENAMED_KEYS: [(&str, &str); 2] = [("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke")];
+
 impl Config {
-    /// Has relative paths start at `directory`.
+    /// Makes relative paths start at `directory`.
     fn start_paths_at(&mut self, directory: &Path) {
         for path in [&mut self.source.manifests, &mut self.source.kubeconfig].into_iter().flatten() {
             *path = directory.join(&*path);
@@ -113,38 +119,38 @@ impl Config {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Source {
-    /// A directory of manifests; a relative path is meant from the directory of the config file.
+    /// A directory of manifests; relative to the config file's directory.
     pub manifests: Option<PathBuf>,
-    /// A kubeconfig file, for the API server that it names; relative as above.
+    /// A kubeconfig file, for the API server that it names; relative to the config file's directory.
     pub kubeconfig: Option<PathBuf>,
-    /// The context in it; none given: its current one.
+    /// The context in it; default: its current one.
     pub context: Option<String>,
-    /// The API server of the cluster, by the service account of the pod that this runs in.
+    /// The cluster's API server, with the service account of the pod that this runs in.
     pub in_cluster: bool,
 }
 
 impl Source {
-    /// Which source that is.
+    /// The source that is configured.
     pub fn location(&self) -> Location {
         match (&self.manifests, &self.kubeconfig) {
             (Some(directory), _) => Location::Manifests(directory.clone()),
             (None, Some(path)) => {
                 Location::ApiServer(Access::Kubeconfig { path: path.clone(), context: self.context.clone() })
             }
-            // A config without any of the three is not read.
+            // `consistent` rejects a config without any of the three.
             (None, None) => Location::ApiServer(Access::InCluster),
         }
     }
 }
 
-/// What becomes of a new veth's packets before its pod is known.
+/// What happens to a new veth's packets before its pod is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Startup {
+pub enum StartupMode {
     /// They are dropped and counted.
     #[default]
     Closed,
-    /// They are the kernel's, which knows no policy.
+    /// The kernel forwards them, without any policy.
     Open,
 }
 
@@ -156,13 +162,13 @@ fn default_pod_bridges() -> Vec<InterfacePattern> {
     vec![InterfacePattern::try_from("cni0".to_owned()).expect("a valid pattern")]
 }
 
-/// What holds while no daemon runs (`[fail]`).
+/// What applies while no daemon runs (`[fail]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fail {
-    /// Whether pods' packets pass when the daemon died.
+    /// Whether pods' packets pass after the daemon died.
     pub mode: FailMode,
-    /// What a daemon leaves that is ended by SIGTERM or SIGINT.
+    /// What a daemon leaves when SIGTERM or SIGINT ends it.
     pub on_exit: OnExit,
     /// Where XDP links are pinned, in bpffs.
     pub pins: PathBuf,
@@ -174,45 +180,45 @@ impl Default for Fail {
     }
 }
 
-/// Whether pods' packets pass when the daemon died.
+/// Whether pods' packets pass after the daemon died.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FailMode {
-    /// No: the programs stay on the pods' interfaces and drop what no worker takes.
+    /// No: the programs stay on the pods' interfaces and drop everything.
     #[default]
     Closed,
-    /// Yes: they go to the kernel, which knows no policy.
+    /// Yes: the kernel forwards them, without any policy.
     Open,
 }
 
-/// What a daemon leaves that is ended by SIGTERM or SIGINT.
+/// What a daemon leaves when SIGTERM or SIGINT ends it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnExit {
-    /// The node as it was: programs, routes and settings are taken back.
+    /// The node as it was: programs, routes and settings are removed or restored.
     #[default]
     Restore,
-    /// All as after a crash in mode `closed`: what comes next, such as a newer version, goes on from there.
+    /// Everything, as after a crash in mode `closed`: the next daemon, such as a newer version, takes over.
     Keep,
 }
 
-/// The threads that move packets (`[workers]`).
+/// The worker threads (`[workers]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Workers {
-    /// One worker is pinned to each of these; none given: one, on the last core that this process may use.
+    /// One worker is pinned to each of these cores; default: one, on the last core that this process may use.
     pub cores: Option<Cores>,
     /// How a worker waits for packets.
     pub polling: Polling,
     /// How long an adaptive worker spins without a packet before it sleeps.
-    pub spin: Time,
-    /// What a worker goes before on its core.
+    pub spin: TimeSpan,
+    /// Scheduling priority of the workers.
     pub priority: Priority,
-    /// How many packets of a queue the kernel sends at one wake-up, where it can be told.
+    /// How many packets of a queue the kernel sends per wake-up, if the kernel allows to set it.
     pub send_budget: u32,
-    /// Whether TCP segments that came together leave as one packet of the kernel's.
+    /// Whether TCP segments that arrived together are sent as one GSO packet.
     pub gso: bool,
-    /// Whether one turn in many is timed by stage.
+    /// Whether one poll iteration in many is timed by stage.
     pub time_stages: bool,
 }
 
@@ -221,7 +227,7 @@ impl Default for Workers {
         Self {
             cores: None,
             polling: Polling::Adaptive,
-            spin: Time::microseconds(50),
+            spin: TimeSpan::microseconds(50),
             priority: Priority::Nice,
             send_budget: 1024,
             gso: true,
@@ -230,13 +236,13 @@ impl Default for Workers {
     }
 }
 
-/// What a worker goes before on its core.
+/// Scheduling priority of the workers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Priority {
-    /// All ordinary threads.
+    /// Before all ordinary threads.
     RealTime,
-    /// The threads of its own control group.
+    /// Before the threads of its own control group.
     Nice,
 }
 
@@ -251,30 +257,30 @@ pub enum Polling {
     Busy,
 }
 
-/// The memory that all frames live in (`[umem]`).
+/// The memory of all frames (`[umem]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Umem {
-    /// How many frames; not together with `memory`.
+    /// Number of frames; excludes `memory`.
     pub frames: Option<u32>,
-    /// How much memory; not together with `frames`.
-    pub memory: Option<Memory>,
-    /// Octets a frame.
+    /// Amount of memory; excludes `frames`.
+    pub memory: Option<MemorySize>,
+    /// Bytes per frame.
     pub frame_size: FrameSize,
-    /// Entries of each ring of a queue: how long a burst may be before a worker gets to it.
+    /// Entries of each ring of a queue: the longest burst that a queue holds until a worker polls it.
     pub ring_size: RingSize,
-    /// Whether it lies on huge pages.
+    /// Whether it uses huge pages.
     pub huge_pages: HugePages,
 }
 
-/// How many frames there are when neither `frames` nor `memory` is given: enough for 110 pods.
+/// Number of frames if neither `frames` nor `memory` is given: enough for 110 pods.
 const DEFAULT_FRAMES: u32 = 16_384;
 
 impl Umem {
-    /// How many frames there are to be.
+    /// The number of frames.
     pub fn frame_count(&self) -> u32 {
         let of_memory =
-            |memory: Memory| (memory.octets() / u64::from(self.frame_size.octets())).try_into().unwrap_or(u32::MAX);
+            |memory: MemorySize| (memory.bytes() / u64::from(self.frame_size.bytes())).try_into().unwrap_or(u32::MAX);
         self.frames.or(self.memory.map(of_memory)).unwrap_or(DEFAULT_FRAMES)
     }
 }
@@ -283,7 +289,7 @@ impl Umem {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HugePages {
-    /// When there are any free.
+    /// If any are free.
     #[default]
     Auto,
     /// Never.
@@ -294,18 +300,18 @@ pub enum HugePages {
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// How many connections it holds; about 74 octets each.
+    /// Capacity in connections; about 74 bytes each.
     pub entries: u32,
-    /// Most connections of one pod; none given: a quarter of `entries`.
+    /// Most connections of one pod; default: a quarter of `entries`.
     pub quota: Option<u32>,
-    /// How long after a start that found no table a segment from the middle of a TCP connection may open one.
-    pub pick_up: PickUp,
-    /// Where it lives.
-    pub mapping: Mapping,
-    /// What becomes of a connection that policy ends.
-    pub on_cut: OnCut,
-    /// How long an idle connection is kept, by the names that [`conntrack::Timeouts`] has.
-    pub timeouts: BTreeMap<String, Time>,
+    /// How long after a start that found no table a mid-stream TCP segment may open a connection.
+    pub pick_up: MidstreamPickup,
+    /// The file that it lives in.
+    pub mapping: TableMapping,
+    /// What happens to a connection that a policy change denies.
+    pub on_revoke: OnRevoke,
+    /// Idle timeouts, by the names of [`conntrack::Timeouts`].
+    pub timeouts: BTreeMap<String, TimeSpan>,
 }
 
 impl Default for Conntrack {
@@ -313,19 +319,19 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 20,
             quota: None,
-            pick_up: PickUp::For(Time::microseconds(60_000_000)),
-            mapping: Mapping::default(),
-            on_cut: OnCut::Drop,
+            pick_up: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
+            mapping: TableMapping::default(),
+            on_revoke: OnRevoke::Drop,
             timeouts: BTreeMap::new(),
         }
     }
 }
 
 impl Conntrack {
-    /// The connection table's settings for a daemon that starts now. The error names a timeout that there is not.
+    /// The connection table's settings for a daemon that starts now. Fails for an unknown timeout.
     ///
-    /// With [`FailMode::Open`] connections are opened past the table while no daemon runs, so that they may be picked up
-    /// also where the table was found.
+    /// With [`FailMode::Open`] pods open connections past the table while no daemon runs, so mid-stream pickup is also
+    /// allowed if the table was found.
     pub fn settings(&self, fail: FailMode) -> Result<conntrack::Config, conntrack::ConfigError> {
         let mut timeouts = conntrack::Timeouts::default();
         for (name, time) in &self.timeouts {
@@ -336,9 +342,9 @@ impl Conntrack {
             quota: self.quota,
             timeouts,
             midstream_pickup: match self.pick_up {
-                PickUp::Always | PickUp::Former(true) => conntrack::MidStreamPickup::Always,
-                PickUp::Former(false) => conntrack::MidStreamPickup::Never,
-                PickUp::For(time) => {
+                MidstreamPickup::Always | MidstreamPickup::Deprecated(true) => conntrack::MidStreamPickup::Always,
+                MidstreamPickup::Deprecated(false) => conntrack::MidStreamPickup::Never,
+                MidstreamPickup::For(time) => {
                     let end = conntrack::Timestamp::now().plus(time.duration());
                     match fail {
                         FailMode::Closed => conntrack::MidStreamPickup::AfterLoss(end),
@@ -347,21 +353,21 @@ impl Conntrack {
                 }
             },
             mapping: match &self.mapping {
-                Mapping::Off => None,
-                Mapping::File(path) => Some(path.clone()),
+                TableMapping::Off => None,
+                TableMapping::File(path) => Some(path.clone()),
             },
         })
     }
 }
 
-/// What becomes of a connection that policy ends.
+/// What happens to a connection that a policy change denies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum OnCut {
+pub enum OnRevoke {
     /// Its packets are dropped.
     #[default]
     Drop,
-    /// Its ends are told: by a TCP RST, or an ICMP error.
+    /// Both ends get a TCP RST or an ICMP error.
     Reset,
 }
 
@@ -369,28 +375,28 @@ pub enum OnCut {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Dataplane {
-    /// All of it, or forwarding alone.
+    /// The full path, or forwarding only.
     pub mode: Mode,
 }
 
-/// How much of the packet path is walked.
+/// How much of the packet path runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Policy, connections, forwarding.
+    /// Policy, connection tracking, forwarding.
     #[default]
     Full,
-    /// Forwarding alone, for benchmarks: **no policy is enforced**.
+    /// Forwarding only, for benchmarks: **no policy is enforced**.
     Forward,
 }
 
-/// What is logged, and how (`[log]`).
+/// Log level and format (`[log]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
-    /// From which level on.
+    /// The lowest level that is logged.
     pub level: LogLevel,
-    /// In which form.
+    /// The format.
     pub format: LogFormat,
 }
 
@@ -400,14 +406,14 @@ pub struct Log {
 pub enum LogLevel {
     /// What ends the service or leaves a pod without network.
     Error,
-    /// What somebody should look at.
+    /// What an operator should check.
     Warn,
     /// What changed.
     #[default]
     Info,
     /// Each step.
     Debug,
-    /// All there is.
+    /// Everything.
     Trace,
 }
 
@@ -423,13 +429,13 @@ impl From<LogLevel> for tracing::Level {
     }
 }
 
-/// A form of the log.
+/// A format of the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// One line of text an event.
+    /// One line of text per event.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }

@@ -1,4 +1,4 @@
-//! The node's interfaces and what passes them: `[xdp]`, `[host_port]`, `[encapsulation]`.
+//! Interfaces and packets between them: `[xdp]`, `[host_veth]`, `[encapsulation]`.
 
 use std::num::NonZeroU16;
 
@@ -7,27 +7,27 @@ use serde::Deserialize;
 
 use super::InterfaceName;
 
-/// Where the programs on pods' interfaces and uplinks run (`[xdp]`).
+/// The XDP mode of the programs on pods' interfaces and uplinks (`[xdp]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Xdp {
-    /// In the driver where it can, or in the kernel's generic path.
+    /// Native if the driver can, or generic.
     pub mode: XdpMode,
 }
 
-/// In which of the kernel's two places a program runs.
+/// The XDP mode of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum XdpMode {
-    /// In the driver; where the driver has no XDP, in the generic path.
+    /// Native; generic if the driver has no XDP.
     #[default]
     Native,
-    /// In the generic path, also where the driver has XDP.
+    /// Generic, also if the driver has XDP.
     Generic,
 }
 
 impl XdpMode {
-    /// As the loader is told.
+    /// The mode as the XDP loader takes it.
     pub fn choice(self) -> ModeChoice {
         match self {
             Self::Native => ModeChoice::NativeElseGeneric,
@@ -36,42 +36,42 @@ impl XdpMode {
     }
 }
 
-/// The veth pair into the node's own stack (`[host_port]`).
+/// The veth pair into the node's network stack (`[host_veth]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct HostPort {
-    /// The node's end: the node's routes to its pods point into it.
+pub struct HostVeth {
+    /// The node's end: the node's routes to its pods go through it.
     pub node: InterfaceName,
     /// The workers' end.
     pub workers: InterfaceName,
-    /// The routing table that holds those routes; consulted before the node's main table.
+    /// The routing table of those routes; looked up before the main table.
     pub table: u32,
-    /// Preference of the routing rule that points to that table, below the main table's 32766.
+    /// Preference of the routing rule for that table; must be below the main table's 32766.
     pub rule: u32,
 }
 
-impl Default for HostPort {
+impl Default for HostVeth {
     fn default() -> Self {
         let name = |name: &str| InterfaceName::try_from(name.to_owned()).expect("a valid name");
         Self { node: name("penstock-host"), workers: name("penstock0"), table: 11_200, rule: 90 }
     }
 }
 
-/// What becomes of tunnels' packets that pods send to nodes (`[encapsulation]`).
+/// What happens to encapsulated packets that pods send to nodes (`[encapsulation]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Encapsulation {
     /// Whether they are dropped.
     pub from_pods: FromPods,
-    /// UDP ports of tunnels, beyond those that are well known and those of this node's interfaces.
+    /// UDP ports of tunnels, in addition to the well-known ones and those of this node's interfaces.
     pub ports: Vec<NonZeroU16>,
 }
 
-/// Whether a node may take a pod's packet out of a tunnel.
+/// Whether a node may decapsulate pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FromPods {
-    /// No: policy would not be asked about what is inside.
+    /// No: policy would not see the inner packet.
     #[default]
     Drop,
     /// Yes.

@@ -1,4 +1,4 @@
-//! What a running daemon can be asked and what it tells: `[admin]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
+//! Interfaces of a running daemon to its operator: `[admin]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -7,23 +7,23 @@ use penstock_admin::client::DEFAULT_SOCKET;
 use penstock_dataplane::worker::VerdictBudget;
 use serde::Deserialize;
 
-use super::values::{Refused, Time, refused};
+use super::values::{InvalidValue, TimeSpan, invalid};
 
 /// The admin API (`[admin]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
     /// Where it listens.
-    pub socket: AdminSocket,
+    pub socket: AdminSocketPath,
 }
 
 /// The path of a unix socket, or `"off"`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
-pub struct AdminSocket(Option<PathBuf>);
+pub struct AdminSocketPath(Option<PathBuf>);
 
-impl AdminSocket {
-    /// The path, if it is on.
+impl AdminSocketPath {
+    /// The path, unless it is off.
     pub fn path(&self) -> Option<&Path> {
         self.0.as_deref()
     }
@@ -35,24 +35,24 @@ impl AdminSocket {
     }
 }
 
-impl Default for AdminSocket {
+impl Default for AdminSocketPath {
     fn default() -> Self {
         Self(Some(DEFAULT_SOCKET.into()))
     }
 }
 
-/// Octets of a path in `struct sockaddr_un`, its final NUL included (unix(7)).
+/// Bytes of a path in `struct sockaddr_un`, its final NUL included (unix(7)).
 const LONGEST_SOCKET: usize = 108;
 
-impl TryFrom<String> for AdminSocket {
-    type Error = Refused;
+impl TryFrom<String> for AdminSocketPath {
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         match text.as_str() {
             "off" => Ok(Self(None)),
-            "" => Err(refused!("no path; give one, or \"off\"")),
+            "" => Err(invalid!("no path; set one, or \"off\"")),
             path if path.len() + ".4194304".len() >= LONGEST_SOCKET => {
-                Err(refused!("too long for a socket; give a path of less than 100 octets"))
+                Err(invalid!("too long for a socket; set a path of less than 100 bytes"))
             }
             path => Ok(Self(Some(path.into()))),
         }
@@ -63,7 +63,7 @@ impl TryFrom<String> for AdminSocket {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Metrics {
-    /// Where they are served.
+    /// Where to serve them.
     pub listen: MetricsAddress,
 }
 
@@ -73,7 +73,7 @@ pub struct Metrics {
 pub struct MetricsAddress(Option<SocketAddr>);
 
 impl MetricsAddress {
-    /// The address, if they are on.
+    /// The address, unless they are off.
     pub fn address(&self) -> Option<SocketAddr> {
         self.0
     }
@@ -86,36 +86,36 @@ impl Default for MetricsAddress {
 }
 
 impl TryFrom<String> for MetricsAddress {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         match text.as_str() {
             "off" => Ok(Self(None)),
             text => match text.parse() {
                 Ok(address) => Ok(Self(Some(address))),
-                Err(_) => Err(refused!("not an address with a port; write it such as 127.0.0.1:9469, or \"off\"")),
+                Err(_) => Err(invalid!("not an address with a port; write it such as 127.0.0.1:9469, or \"off\"")),
             },
         }
     }
 }
 
-/// Faults on purpose, for tests of what holds then (`[debug]`).
+/// Fault injection, for tests of what happens then (`[debug]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Faults {
-    /// The first worker panics so long after the daemon is in force; none given: never.
-    pub worker_panics_after: Option<Time>,
+pub struct FaultInjection {
+    /// The first worker panics this long after the daemon is ready; default: never.
+    pub worker_panics_after: Option<TimeSpan>,
 }
 
-/// What is told of single packets (`[verdict_log]`).
+/// The log of single packets' verdicts (`[verdict_log]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct VerdictLog {
-    /// Where it goes.
+    /// The output.
     pub output: VerdictOutput,
-    /// Most lines of one worker and one outcome (a drop cause, or a connection opened) in a second.
+    /// Most lines per second of one worker and one outcome (a drop reason, or a connection opened).
     pub each_second: u32,
-    /// Whether connections that policy allows are told of when they are opened.
+    /// Whether opened connections are logged too.
     pub opened: bool,
 }
 
@@ -126,7 +126,7 @@ impl Default for VerdictLog {
 }
 
 impl VerdictLog {
-    /// As the workers are told.
+    /// The budget as the workers take it.
     pub fn budget(&self) -> VerdictBudget {
         match self.output {
             VerdictOutput::Off => VerdictBudget::default(),
@@ -135,16 +135,16 @@ impl VerdictLog {
     }
 }
 
-/// Where the verdict log goes: `"off"`, `"stdout"`, or a file that is appended to.
+/// The output of the verdict log: `"off"`, `"stdout"`, or a file to append to.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(try_from = "String")]
 pub enum VerdictOutput {
-    /// Nowhere.
+    /// No output.
     #[default]
     Off,
-    /// To standard output.
+    /// Standard output.
     Stdout,
-    /// Appended to this file.
+    /// Append to this file.
     File(PathBuf),
 }
 
@@ -157,13 +157,13 @@ impl VerdictOutput {
 }
 
 impl TryFrom<String> for VerdictOutput {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         match text.as_str() {
             "off" => Ok(Self::Off),
             "stdout" => Ok(Self::Stdout),
-            "" => Err(refused!("no file; give its path, \"stdout\" or \"off\"")),
+            "" => Err(invalid!("no file; set its path, \"stdout\" or \"off\"")),
             path => Ok(Self::File(path.into())),
         }
     }

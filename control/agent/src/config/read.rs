@@ -1,4 +1,4 @@
-//! From a file's text to a [`Config`], and from a problem to its line.
+//! Parses a file's text into a [`Config`], and finds the line of an error.
 
 use std::path::{Path, PathBuf};
 
@@ -6,18 +6,18 @@ use penstock_dataplane::conntrack::Timeouts;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
-use super::values::{Refused, refused};
-use super::{Config, FailMode, InterfaceName, OnExit, Source};
+use super::values::{InvalidValue, invalid};
+use super::{Config, FailMode, InterfaceName, OnExit, RENAMED_KEYS, Source};
 
-/// A config file that cannot be used. One line: file, line, key, value, mend.
+/// A configuration that cannot be used. One line: file, line, key, value, remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("{}: cannot be read ({error}); give --config a readable file", .path.display())]
+    #[error("{}: cannot read it ({error}); give --config a readable file", .path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         error: std::io::Error,
     },
     /// A key that is set over the file is wrong.
@@ -25,142 +25,146 @@ pub enum ConfigError {
     Overridden {
         /// The variable or the flag.
         origin: String,
-        /// Key, value and mend.
+        /// Key, value and remedy.
         what: String,
     },
-    /// The file can be read, but a key or its value is wrong.
+    /// A key of the file, or its value, is wrong.
     #[error("{}:{line}: {what}", .path.display())]
     Wrong {
         /// The file.
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// Key, value and mend.
+        /// Key, value and remedy.
         what: String,
     },
 }
 
-/// A problem of a key.
-struct Problem {
-    /// The key, from the top level down with dots; empty for the whole.
+/// An error of one key.
+struct KeyError {
+    /// The key, from the top level down with dots; empty for the whole file.
     key: String,
     what: String,
 }
 
 impl Config {
-    /// What no single key can tell: that the values fit one another.
-    fn consistent(self, values: &Table) -> Result<Self, Problem> {
-        let wrong = |key: &[&str], why: Refused| Err(problem_of(values, key, &why.to_string()));
+    /// Checks values that depend on each other.
+    fn consistent(self, values: &Table) -> Result<Self, KeyError> {
+        let wrong = |key: &[&str], why: InvalidValue| Err(key_error(values, key, &why.to_string()));
         let Source { manifests, kubeconfig, context, in_cluster } = &self.source;
         let given =
             [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
         let mut given = given.into_iter().filter_map(|(key, is_given)| is_given.then_some(key));
         match (given.next(), given.next()) {
             (None, _) => {
-                return wrong(&["source"], refused!("no source; set manifests, kubeconfig or in_cluster = true"));
+                return wrong(&["source"], invalid!("no source; set manifests, kubeconfig or in_cluster = true"));
             }
             (Some(one), Some(two)) => {
-                return wrong(&["source", two], refused!("source.{one} is a source too; leave one of the two out"));
+                return wrong(&["source", two], invalid!("source.{one} is also set; remove one of the two"));
             }
             (Some(_), None) if context.is_some() && kubeconfig.is_none() => {
-                return wrong(&["source", "context"], refused!("a context is a kubeconfig's; set source.kubeconfig"));
+                return wrong(&["source", "context"], invalid!("a context needs a kubeconfig; set source.kubeconfig"));
             }
             (Some(_), None) => {}
         }
         if self.umem.frames.is_some() && self.umem.memory.is_some() {
-            return wrong(
-                &["umem", "frames"],
-                refused!("umem.memory says how many frames there are too; leave one of the two out"),
-            );
+            return wrong(&["umem", "frames"], invalid!("umem.memory is also set; remove one of the two"));
         }
-        // The host port and one pod, each with a queue's rings filled.
+        // The host veth and one pod, each with a queue's rings filled.
         let least = 4 * self.umem.ring_size.entries();
         if self.umem.frame_count() < least {
             let (key, least) = match self.umem.frames {
                 Some(_) => ("frames", least.to_string()),
-                None => ("memory", format!("{}KiB", (least * self.umem.frame_size.octets()).div_ceil(1024))),
+                None => ("memory", format!("{}KiB", (least * self.umem.frame_size.bytes()).div_ceil(1024))),
             };
-            return wrong(&["umem", key], refused!("too little for the rings of two ports; give at least {least}"));
+            return wrong(&["umem", key], invalid!("too little for the rings of two ports; set at least {least}"));
         }
         if self.conntrack.entries < MIN_CONNECTIONS {
-            return wrong(&["conntrack", "entries"], refused!("too few; give at least {MIN_CONNECTIONS}"));
+            return wrong(&["conntrack", "entries"], invalid!("too few; set at least {MIN_CONNECTIONS}"));
         }
         if let Some(name) = self.conntrack.timeouts.keys().find(|name| !Timeouts::NAMES.contains(&name.as_str())) {
             let names = Timeouts::NAMES.join(", ");
-            return wrong(&["conntrack", "timeouts", name], refused!("no such timeout; use one of: {names}"));
+            return wrong(&["conntrack", "timeouts", name], invalid!("unknown timeout; use one of: {names}"));
         }
-        if self.host_port.node == self.host_port.workers {
-            return wrong(&["host_port", "node"], refused!("both ends of the pair have this name; give two names"));
+        if self.host_veth.node == self.host_veth.workers {
+            return wrong(&["host_veth", "node"], invalid!("both ends of the pair have this name; set two names"));
         }
-        let ends: [&InterfaceName; 2] = [&self.host_port.node, &self.host_port.workers];
+        let ends: [&InterfaceName; 2] = [&self.host_veth.node, &self.host_veth.workers];
         if let Some(name) = self.uplinks.iter().find(|name| ends.contains(name)) {
-            return wrong(&["uplinks"], refused!("{name} is an end of the host port; take it out of the list"));
+            return wrong(&["uplinks"], invalid!("{name} is an end of the host veth; remove it from the list"));
         }
         if let Some((_, name)) = self.uplinks.iter().enumerate().find(|(i, name)| self.uplinks[..*i].contains(name)) {
-            return wrong(&["uplinks"], refused!("{name} is named twice; name each uplink once"));
+            return wrong(&["uplinks"], invalid!("{name} is listed twice; list each uplink once"));
         }
         if self.fail.mode == FailMode::Open && self.fail.on_exit == OnExit::Keep {
             return wrong(
                 &["fail", "on_exit"],
-                refused!("nothing is kept with fail.mode = \"open\"; leave one of them out"),
+                invalid!("nothing is kept with fail.mode = \"open\"; remove one of them"),
             );
         }
-        if matches!(self.host_port.table, 0 | 253..=255) {
-            return wrong(
-                &["host_port", "table"],
-                refused!("the kernel's own table; give a number that nobody else uses"),
-            );
+        if matches!(self.host_veth.table, 0 | 253..=255) {
+            return wrong(&["host_veth", "table"], invalid!("one of the kernel's own tables; set an unused number"));
         }
-        if !(1..32_766).contains(&self.host_port.rule) {
-            return wrong(&["host_port", "rule"], refused!("not before the main table's rule; give 1 to 32765"));
+        if !(1..32_766).contains(&self.host_veth.rule) {
+            return wrong(&["host_veth", "rule"], invalid!("not before the main table's rule; set 1 to 32765"));
         }
         Ok(self)
     }
 }
 
-/// Fewest entries of the connection table.
+/// Minimum entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
 
-/// A key that is set otherwise than in the file.
+/// A key that is set over the file.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct Override {
-    /// By what, as the user wrote it.
+    /// The variable or the flag, as the user wrote it.
     pub(super) origin: String,
-    /// Which key, from the top level down.
+    /// The key's path, from the top level down.
     pub(super) path: Vec<String>,
     pub(super) value: Value,
+    /// Set if the user wrote a deprecated key.
+    pub(super) renamed: Option<Renamed>,
 }
 
-/// A file's text, with what is set over it.
-pub(super) struct Text<'a> {
+impl Override {
+    pub(super) fn new(origin: String, path: Vec<String>, value: Value) -> Self {
+        let (path, renamed) = current_path(path);
+        Self { origin, path, value, renamed }
+    }
+}
+
+/// A file's text and the settings over it.
+pub(super) struct ConfigText<'a> {
     pub(super) path: &'a Path,
     pub(super) text: &'a str,
     pub(super) overrides: &'a [Override],
 }
 
-impl Text<'_> {
-    /// The text's own keys.
+impl ConfigText<'_> {
+    /// The keys of the file.
     pub(super) fn table(&self) -> Result<Table, ConfigError> {
         self.text.parse::<Table>().map_err(|error| ConfigError::Wrong {
             path: self.path.to_owned(),
             line: self.line_of(error.span().map_or(0, |at| at.start)),
-            what: format!("not TOML: {}; mend the syntax", one_line(error.message())),
+            what: format!("not TOML: {}; correct the syntax", one_line(error.message())),
         })
     }
 
-    /// The settings that `values` are: the text's own with what is set over it.
-    pub(super) fn config(&self, values: &Table) -> Result<Config, ConfigError> {
+    /// Parses and validates `values`: the file's keys with the settings over them.
+    pub(super) fn config(&self, values: &Table, deprecated: Vec<Renamed>) -> Result<Config, ConfigError> {
         let read = read(values).and_then(|config| config.consistent(values));
-        let mut config = read.map_err(|problem| self.told(problem))?;
+        let mut config = read.map_err(|problem| self.locate(problem))?;
+        config.deprecated_keys = deprecated;
         if let Some(directory) = self.path.parent() {
             config.start_paths_at(directory);
         }
         Ok(config)
     }
 
-    /// A problem with where its key was set: by a variable or a flag, or in a line of the file.
-    fn told(&self, problem: Problem) -> ConfigError {
-        let Problem { key, what } = problem;
+    /// Adds where the key was set: by a variable or a flag, or in a line of the file.
+    fn locate(&self, problem: KeyError) -> ConfigError {
+        let KeyError { key, what } = problem;
         let sets = |set: &&Override| {
             let path = set.path.join(".");
             path == key
@@ -169,7 +173,7 @@ impl Text<'_> {
         };
         let set = self.overrides.iter().rev().find(sets);
         match (self.offset_of(&key), set) {
-            // A section that both have: it is the file's, unless the variable names the very key.
+            // Both have the section: the file is reported, unless the variable sets this very key.
             (None, Some(set)) => ConfigError::Overridden { origin: set.origin.clone(), what },
             (_, Some(set)) if set.path.join(".") == key => ConfigError::Overridden { origin: set.origin.clone(), what },
             (at, _) => ConfigError::Wrong { path: self.path.to_owned(), line: self.line_of(at.unwrap_or(0)), what },
@@ -177,11 +181,17 @@ impl Text<'_> {
     }
 
     fn line_of(&self, offset: usize) -> usize {
-        1 + self.text.bytes().take(offset).filter(|&octet| octet == b'\n').count()
+        1 + self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count()
     }
 
-    /// Where the text has this key, or what is nearest above it.
+    /// The offset in the text of this key, under its deprecated name if it is set by that, or of its nearest parent.
     fn offset_of(&self, key: &str) -> Option<usize> {
+        let table = self.text.parse::<Table>().unwrap_or_default();
+        let deprecated = RENAMED_KEYS.iter().find_map(|(old, new)| {
+            let rest = key.strip_prefix(new).filter(|rest| rest.is_empty() || rest.starts_with(['.', '[']))?;
+            (value_at(&table, new).is_none() && value_at(&table, old).is_some()).then(|| format!("{old}{rest}"))
+        });
+        let key = deprecated.as_deref().unwrap_or(key);
         let mut table = DeTable::parse(self.text).ok()?.into_inner();
         let mut found = None;
         for part in key.split('.') {
@@ -197,47 +207,81 @@ impl Text<'_> {
     }
 }
 
-fn read(values: &Table) -> Result<Config, Problem> {
+/// A deprecated key and the key that replaces it.
+pub(super) type Renamed = (&'static str, &'static str);
+
+/// Moves values of deprecated keys to the current ones. A deprecated key beside its current one stays where it is: then
+/// it is reported as unknown. Returns the keys that were moved.
+pub(super) fn rename_deprecated(values: &mut Table) -> Vec<Renamed> {
+    let rename = |&&(old, new): &&Renamed| {
+        let (parent, old) = old.rsplit_once('.').map_or((None, old), |(parent, old)| (Some(parent), old));
+        let new = new.rsplit('.').next().unwrap_or(new);
+        let table = match parent {
+            Some(parent) => values.get_mut(parent).and_then(Value::as_table_mut),
+            None => Some(&mut *values),
+        };
+        let Some(table) = table.filter(|table| !table.contains_key(new)) else { return false };
+        let Some(value) = table.remove(old) else { return false };
+        table.insert(new.to_owned(), value);
+        true
+    };
+    RENAMED_KEYS.iter().filter(rename).copied().collect()
+}
+
+/// The current path of a key that may be deprecated.
+pub(super) fn current_path(path: Vec<String>) -> (Vec<String>, Option<Renamed>) {
+    let key = path.join(".");
+    let renamed = RENAMED_KEYS
+        .iter()
+        .copied()
+        .find(|(old, _)| key.strip_prefix(old).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')));
+    match renamed {
+        Some((old, new)) => (format!("{new}{}", &key[old.len()..]).split('.').map(str::to_owned).collect(), renamed),
+        None => (path, None),
+    }
+}
+
+fn read(values: &Table) -> Result<Config, KeyError> {
     serde_path_to_error::deserialize(Value::Table(values.clone())).map_err(|error| {
         let key = error.path().to_string();
         let key = if key == "." { String::new() } else { key };
-        explain(values, key, error.into_inner().message())
+        from_serde(values, key, error.into_inner().message())
     })
 }
 
-/// The problem of a key that serde refused.
-fn explain(values: &Table, key: String, message: &str) -> Problem {
+/// The error of a key that serde rejected.
+fn from_serde(values: &Table, key: String, message: &str) -> KeyError {
     let message = one_line(message);
     if let Some(rest) = message.strip_prefix("unknown field ") {
-        let (name, known) = rest.split_once(", ").unwrap_or((rest, "there is none to set here"));
+        let (name, known) = rest.split_once(", ").unwrap_or((rest, "no key is allowed here"));
         let known = known.trim_start_matches("expected ").trim_start_matches("one of ").replace('`', "");
         let name = name.trim_matches('`');
         let parent = key.strip_suffix(name).unwrap_or(&key).trim_end_matches('.');
         let key = if parent.is_empty() { name.to_owned() } else { format!("{parent}.{name}") };
-        return Problem { what: format!("{key}: unknown key; take it out, or use one of: {known}"), key };
+        return KeyError { what: format!("{key}: unknown key; remove it, or use one of: {known}"), key };
     }
     if let Some(name) = message.strip_prefix("missing field ") {
         let dot = if key.is_empty() { "" } else { "." };
-        return Problem { what: format!("{key}{dot}{}: missing; add this key", name.trim_matches('`')), key };
+        return KeyError { what: format!("{key}{dot}{}: missing; add this key", name.trim_matches('`')), key };
     }
     let message = message
         .strip_prefix("unknown variant ")
         .and_then(|rest| rest.split_once(", expected "))
-        .map(|(_, known)| format!("not known; use {}", known.replace('`', "\"")))
+        .map(|(_, known)| format!("unknown value; use {}", known.replace('`', "\"")))
         .unwrap_or_else(|| message.clone());
     let value = value_at(values, &key).map_or_else(String::new, |value| one_line(&value.to_string()));
-    Problem { what: format!("{key} = {value}: {message}"), key }
+    KeyError { what: format!("{key} = {value}: {message}"), key }
 }
 
-/// The problem `why` of a key that is set, else of one that has its default.
-fn problem_of(values: &Table, key: &[&str], why: &str) -> Problem {
+/// The error `why` of a key that is set, or has its default.
+fn key_error(values: &Table, key: &[&str], why: &str) -> KeyError {
     let key = key.join(".");
     let what = match value_at(values, &key) {
         Some(Value::Table(_)) => format!("{key}: {why}"),
         Some(value) => format!("{key} = {}: {why}", one_line(&value.to_string())),
         None => format!("{key} (default): {why}"),
     };
-    Problem { key, what }
+    KeyError { key, what }
 }
 
 /// The value of a key such as `node_addresses[0]` or `conntrack.timeouts.udp_timeout`.
@@ -250,7 +294,7 @@ fn value_at<'a>(values: &'a Table, key: &str) -> Option<&'a Value> {
     Some(found)
 }
 
-/// The value of one part of a key, which may have an index behind it.
+/// The value of one part of a key, which may end in an index.
 fn named<'a>(table: &'a Table, part: &str) -> Option<&'a Value> {
     match part.split_once('[') {
         None => table.get(part),
@@ -274,83 +318,83 @@ mod tests {
     }
 
     #[test]
-    fn each_bad_key_is_told_in_one_line_with_file_line_key_value_and_mend() {
+    fn each_bad_key_gives_one_line_with_file_line_key_value_and_remedy() {
         let cases = [
             ("", ":1: node: missing; add this key"),
             ("node = \"a\"\n", ":1: source: missing; add this key"),
             ("node = \"a\"\n[source]\n", ":2: source: no source; set manifests, kubeconfig or in_cluster"),
             (
                 "node = \"a\"\n[source]\nmanifests = \"m\"\nin_cluster = true\n",
-                ":4: source.in_cluster = true: source.manifests is a source too; leave one of the two out",
+                ":4: source.in_cluster = true: source.manifests is also set; remove one of the two",
             ),
             (
                 "node = \"a\"\n[source]\nmanifests = \"m\"\ncontext = \"c\"\n",
-                ":4: source.context = \"c\": a context is a kubeconfig's; set source.kubeconfig",
+                ":4: source.context = \"c\": a context needs a kubeconfig; set source.kubeconfig",
             ),
             ("node = \"a\n", ":1: not TOML: "),
-            ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; give the metadata.name"),
+            ("node = \"Worker_1\"\n", ":1: node = \"Worker_1\": not a node's name; set the metadata.name"),
             ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
             (
                 "nod = \"a\"\n",
-                ":1: nod: unknown key; take it out, or use one of: node, node_addresses, service_cidrs, uplinks",
+                ":1: nod: unknown key; remove it, or use one of: node, node_addresses, service_cidrs, uplinks",
             ),
         ];
         let with_least = [
             (
                 "[workers]\ncorse = [1]\n",
-                ":5: workers.corse: unknown key; take it out, or use one of: cores, polling, spin, priority, send_budget, gso, time_stages",
+                ":5: workers.corse: unknown key; remove it, or use one of: cores, polling, spin, priority, send_budget, gso, time_stages",
             ),
-            ("[workers]\ncores = []\n", ":5: workers.cores = []: no core given; name at least one"),
-            ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is named twice"),
+            ("[workers]\ncores = []\n", ":5: workers.cores = []: no core; list at least one"),
+            ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is listed twice"),
             ("[workers]\ncores = [-1]\n", ":5: workers.cores[0] = -1: invalid value: integer `-1`, expected u16"),
             (
                 "[workers]\npolling = \"lazy\"\n",
-                ":5: workers.polling = \"lazy\": not known; use \"adaptive\" or \"busy\"",
+                ":5: workers.polling = \"lazy\": unknown value; use \"adaptive\" or \"busy\"",
             ),
             ("[workers]\nspin = \"5 parsecs\"\n", ":5: workers.spin = \"5 parsecs\": not a length of time; write"),
-            ("[umem]\nframe_size = 3000\n", ":5: umem.frame_size = 3000: frames are 2048 or 4096 octets"),
-            ("[umem]\nring_size = 1000\n", ":5: umem.ring_size = 1000: not a power of two from 64 to 32768; give one"),
+            ("[umem]\nframe_size = 3000\n", ":5: umem.frame_size = 3000: frames have 2048 or 4096 bytes"),
+            ("[umem]\nring_size = 1000\n", ":5: umem.ring_size = 1000: not a power of two from 64 to 32768; set one"),
             ("[umem]\nmemory = \"lots\"\n", ":5: umem.memory = \"lots\": not an amount of memory; write"),
             (
                 "[umem]\nmemory = \"1MiB\"\n",
-                ":5: umem.memory = \"1MiB\": too little for the rings of two ports; give at least 8192KiB",
+                ":5: umem.memory = \"1MiB\": too little for the rings of two ports; set at least 8192KiB",
             ),
+            ("[umem]\nframes = 12\n", ":5: umem.frames = 12: too little for the rings of two ports; set at least 4096"),
+            ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory is also set"),
+            ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; set at least 1024"),
             (
-                "[umem]\nframes = 12\n",
-                ":5: umem.frames = 12: too little for the rings of two ports; give at least 4096",
-            ),
-            ("[umem]\nmemory = \"1GiB\"\nframes = 9000\n", ":6: umem.frames = 9000: umem.memory says"),
-            ("[conntrack]\nentries = 3\n", ":5: conntrack.entries = 3: too few; give at least 1024"),
-            (
-                "[conntrack]\non_cut = \"reject\"\n",
-                ":5: conntrack.on_cut = \"reject\": not known; use \"drop\" or \"reset\"",
+                "[conntrack]\non_revoke = \"reject\"\n",
+                ":5: conntrack.on_revoke = \"reject\": unknown value; use \"drop\" or \"reset\"",
             ),
             (
                 "[conntrack]\nmapping = \"here\"\n",
-                ":5: conntrack.mapping = \"here\": not an absolute path of a file; give one on a tmpfs, or \"off\"",
+                ":5: conntrack.mapping = \"here\": not an absolute path of a file; set one on a tmpfs, or \"off\"",
             ),
             (
-                "[host_port]\nnode = \"a-name-too-long-for-linux\"\n",
-                ":5: host_port.node = \"a-name-too-long-for-linux\": not an",
+                "[host_veth]\nnode = \"a-name-too-long-for-linux\"\n",
+                ":5: host_veth.node = \"a-name-too-long-for-linux\": not an",
             ),
-            ("[host_port]\nnode = \"penstock0\"\n", ":5: host_port.node = \"penstock0\": both ends of the pair"),
-            ("[host_port]\ntable = 254\n", ":5: host_port.table = 254: the kernel's own table; give"),
-            ("[host_port]\nrule = 0\n", ":5: host_port.rule = 0: not before the main table's rule; give"),
-            ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": not known; use one of \"error\", \"warn\""),
-            ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": not known; use \"native\" or \"generic\""),
-            ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; give one, or \"off\""),
+            ("[host_veth]\nnode = \"penstock0\"\n", ":5: host_veth.node = \"penstock0\": both ends of the pair"),
+            ("[host_veth]\ntable = 254\n", ":5: host_veth.table = 254: one of the kernel's own tables; set"),
+            ("[host_veth]\nrule = 0\n", ":5: host_veth.rule = 0: not before the main table's rule; set"),
+            ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": unknown value; use one of \"error\", \"warn\""),
+            ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": unknown value; use \"native\" or \"generic\""),
+            ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; set one, or \"off\""),
             ("[metrics]\nlisten = \"9469\"\n", ":5: metrics.listen = \"9469\": not an address with a port; write"),
-            ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; give its path"),
-            ("[dataplane]\nmode = \"fast\"\n", ":5: dataplane.mode = \"fast\": not known; use \"full\" or \"forward\""),
+            ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; set its path"),
+            (
+                "[dataplane]\nmode = \"fast\"\n",
+                ":5: dataplane.mode = \"fast\": unknown value; use \"full\" or \"forward\"",
+            ),
         ];
         let before = [
-            ("startup = \"shrug\"\n", ":1: startup = \"shrug\": not known; use \"closed\" or \"open\""),
+            ("startup = \"shrug\"\n", ":1: startup = \"shrug\": unknown value; use \"closed\" or \"open\""),
             (
                 "pod_interfaces = [\"*\"]\n",
-                ":1: pod_interfaces[0] = \"*\": not a name of interfaces; give a name, or how",
+                ":1: pod_interfaces[0] = \"*\": not an interface name or pattern; set a name, or",
             ),
-            ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is named twice"),
-            ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host port"),
+            ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is listed twice"),
+            ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host veth"),
             (
                 "service_cidrs = [\"10.96.0.0/33\"]\n",
                 ":1: service_cidrs[0] = \"10.96.0.0/33\": invalid IP address syntax",
@@ -360,15 +404,15 @@ mod tests {
         let all = cases.map(|(text, line)| (text.to_owned(), line)).into_iter();
         let all = all.chain(with_least.map(|(text, line)| (format!("{LEAST}{text}"), line)));
         for (text, expected) in all.chain(before.map(|(text, line)| (format!("{text}{LEAST}"), line))) {
-            let told = parse(&text).expect_err(&text).to_string();
+            let error = parse(&text).expect_err(&text).to_string();
             let full = format!("/etc/penstock/penstock.toml{expected}");
-            assert!(told.starts_with(&full), "{text}\n told {told}\n not  {full}");
-            assert!(!told.contains('\n'), "{told}");
+            assert!(error.starts_with(&full), "{text}\n got      {error}\n expected {full}");
+            assert!(!error.contains('\n'), "{error}");
         }
     }
 
     #[test]
-    fn the_least_file_gives_the_defaults() {
+    fn a_minimal_file_gives_the_defaults() {
         let config = parse(LEAST).unwrap();
         assert_eq!(config.node.as_str(), "worker-1");
         let manifests = Location::Manifests("/etc/penstock/manifests".into());
@@ -387,9 +431,9 @@ mod tests {
     }
 
     #[test]
-    fn the_annotated_file_sets_nothing_but_defaults() {
+    fn the_annotated_file_shows_the_defaults() {
         let shipped = include_str!("../../../../configs/penstock.toml");
-        // Each commented-out key stands there with its default: set, they must change nothing.
+        // Each commented-out key shows its default: setting them all must change nothing.
         let set: String = shipped
             .lines()
             .map(|line| match line.strip_prefix('#') {
@@ -408,19 +452,19 @@ mod tests {
         for (text, microseconds) in
             [("7us", 7), ("7 ms", 7_000), ("2s", 2_000_000), ("1m", 60_000_000), ("5d", 432_000_000_000u64)]
         {
-            assert_eq!(Time::try_from(text.to_owned()).unwrap().duration().as_micros() as u64, microseconds);
+            assert_eq!(TimeSpan::try_from(text.to_owned()).unwrap().duration().as_micros() as u64, microseconds);
         }
-        for (text, octets) in [("4KiB", 4096), ("3 MiB", 3 << 20), ("2GiB", 2u64 << 30)] {
-            assert_eq!(Memory::try_from(text.to_owned()).unwrap().octets(), octets);
+        for (text, bytes) in [("4KiB", 4096), ("3 MiB", 3 << 20), ("2GiB", 2u64 << 30)] {
+            assert_eq!(MemorySize::try_from(text.to_owned()).unwrap().bytes(), bytes);
         }
         for text in ["", "s", "-3s", "3", "99999999999s"] {
-            assert!(Time::try_from(text.to_owned()).is_err(), "{text}");
+            assert!(TimeSpan::try_from(text.to_owned()).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn a_file_that_is_not_there_is_named() {
-        let told = Config::load(Path::new("/nowhere/penstock.toml")).unwrap_err().to_string();
-        assert!(told.starts_with("/nowhere/penstock.toml: cannot be read (No such file"), "{told}");
+    fn a_missing_file_is_named() {
+        let error = Config::load(Path::new("/nowhere/penstock.toml")).unwrap_err().to_string();
+        assert!(error.starts_with("/nowhere/penstock.toml: cannot read it (No such file"), "{error}");
     }
 }

@@ -1,5 +1,4 @@
-//! The values that a config key can hold: each is checked where it is read, so that a [`super::Config`] that
-//! exists is one that can be run.
+//! Types of config values. Each validates its value where it is read, so that any [`super::Config`] can run.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,23 +7,23 @@ use std::time::Duration;
 use penstock_dataplane::io::largest_mtu;
 use serde::Deserialize;
 
-/// Why a value was refused: says the mend; key, value and line are added by the reader of the file.
+/// Why a value is invalid, with the remedy; the reader of the file adds key, value and line.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct Refused(String);
+pub struct InvalidValue(String);
 
-macro_rules! refused {
-    ($($argument:tt)+) => { Refused::new(format!($($argument)+)) };
+macro_rules! invalid {
+    ($($argument:tt)+) => { InvalidValue::new(format!($($argument)+)) };
 }
-pub(super) use refused;
+pub(super) use invalid;
 
-impl Refused {
+impl InvalidValue {
     pub(super) fn new(why: String) -> Self {
         Self(why)
     }
 }
 
-/// Name of a Node object: a DNS subdomain name (RFC 1123), at most 253 octets.
+/// Name of a Node object: a DNS subdomain name (RFC 1123), at most 253 bytes.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Deserialize)]
 #[serde(try_from = "String")]
 pub struct NodeName(String);
@@ -37,9 +36,9 @@ impl NodeName {
 }
 
 impl TryFrom<String> for NodeName {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(name: String) -> Result<Self, Refused> {
+    fn try_from(name: String) -> Result<Self, InvalidValue> {
         let part = |part: &str| {
             let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
             part.bytes().all(|byte| inner(byte) || byte == b'-')
@@ -49,7 +48,7 @@ impl TryFrom<String> for NodeName {
         if name.len() <= 253 && name.split('.').all(part) {
             Ok(Self(name))
         } else {
-            Err(refused!("not a node's name; give the metadata.name of this machine's Node object, such as worker-1"))
+            Err(invalid!("not a node's name; set the metadata.name of this machine's Node object, such as worker-1"))
         }
     }
 }
@@ -60,7 +59,7 @@ impl fmt::Display for NodeName {
     }
 }
 
-/// Name of a network interface: 1 to 15 octets without white space or `/` (`dev_valid_name` in net/core/dev.c).
+/// Name of a network interface: 1 to 15 bytes without white space or `/` (`dev_valid_name` in net/core/dev.c).
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Deserialize)]
 #[serde(try_from = "String")]
 pub struct InterfaceName(String);
@@ -73,14 +72,14 @@ impl InterfaceName {
 }
 
 impl TryFrom<String> for InterfaceName {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(name: String) -> Result<Self, Refused> {
-        let octet = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b':';
-        if (1..=15).contains(&name.len()) && name != "." && name != ".." && name.bytes().all(octet) {
+    fn try_from(name: String) -> Result<Self, InvalidValue> {
+        let byte = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b':';
+        if (1..=15).contains(&name.len()) && name != "." && name != ".." && name.bytes().all(byte) {
             Ok(Self(name))
         } else {
-            Err(refused!("not an interface's name; give 1 to 15 characters without space, / or :"))
+            Err(invalid!("not an interface's name; set 1 to 15 characters without space, / or :"))
         }
     }
 }
@@ -91,7 +90,7 @@ impl fmt::Display for InterfaceName {
     }
 }
 
-/// Names of network interfaces: one, or with a final `*` all that begin so.
+/// Names of network interfaces: one name, or a prefix with a final `*`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
 pub struct InterfacePattern {
@@ -100,21 +99,19 @@ pub struct InterfacePattern {
 }
 
 impl InterfacePattern {
-    /// Whether this interface is meant.
+    /// Whether the pattern matches this name.
     pub fn matches(&self, name: &str) -> bool {
         if self.whole { name == self.start } else { name.starts_with(&self.start) }
     }
 }
 
 impl TryFrom<String> for InterfacePattern {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         let (start, whole) = text.strip_suffix('*').map_or((text.as_str(), true), |start| (start, false));
         if start.contains('*') || InterfaceName::try_from(start.to_owned()).is_err() {
-            return Err(refused!(
-                "not a name of interfaces; give a name, or how names begin and a *, such as \"veth*\""
-            ));
+            return Err(invalid!("not an interface name or pattern; set a name, or a prefix and *, such as \"veth*\""));
         }
         Ok(Self { start: start.to_owned(), whole })
     }
@@ -133,28 +130,28 @@ impl Cores {
 }
 
 impl TryFrom<Vec<u16>> for Cores {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(cores: Vec<u16>) -> Result<Self, Refused> {
+    fn try_from(cores: Vec<u16>) -> Result<Self, InvalidValue> {
         if cores.is_empty() {
-            return Err(refused!("no core given; name at least one, or leave the key out"));
+            return Err(invalid!("no core; list at least one, or remove the key"));
         }
         match cores.iter().enumerate().find(|(index, core)| cores[..*index].contains(core)) {
-            Some((_, core)) => Err(refused!("core {core} is named twice; name each core once")),
+            Some((_, core)) => Err(invalid!("core {core} is listed twice; list each core once")),
             None => Ok(Self(cores)),
         }
     }
 }
 
-/// Octets of a frame of the UMEM: what AF_XDP takes in aligned mode, 2048 or 4096 (`xdp_umem_reg` in
-/// net/xdp/xdp_umem.c: a power of two from 2048 to the page size).
+/// Bytes per frame of the UMEM: AF_XDP's aligned mode allows powers of two from 2048 to the page size (`xdp_umem_reg`
+/// in net/xdp/xdp_umem.c), so 2048 or 4096.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "u32")]
 pub struct FrameSize(u32);
 
 impl FrameSize {
-    /// In octets.
-    pub const fn octets(self) -> u32 {
+    /// In bytes.
+    pub const fn bytes(self) -> u32 {
         self.0
     }
 
@@ -171,12 +168,12 @@ impl Default for FrameSize {
 }
 
 impl TryFrom<u32> for FrameSize {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(octets: u32) -> Result<Self, Refused> {
-        match octets {
-            2048 | 4096 => Ok(Self(octets)),
-            _ => Err(refused!("frames are 2048 or 4096 octets; give one of the two")),
+    fn try_from(bytes: u32) -> Result<Self, InvalidValue> {
+        match bytes {
+            2048 | 4096 => Ok(Self(bytes)),
+            _ => Err(invalid!("frames have 2048 or 4096 bytes; set one of the two")),
         }
     }
 }
@@ -187,7 +184,7 @@ impl TryFrom<u32> for FrameSize {
 pub struct RingSize(u32);
 
 impl RingSize {
-    /// How many.
+    /// The number of entries.
     pub const fn entries(self) -> u32 {
         self.0
     }
@@ -200,12 +197,12 @@ impl Default for RingSize {
 }
 
 impl TryFrom<u32> for RingSize {
-    type Error = Refused;
+    type Error = InvalidValue;
 
-    fn try_from(entries: u32) -> Result<Self, Refused> {
+    fn try_from(entries: u32) -> Result<Self, InvalidValue> {
         match entries {
             64..=32_768 if entries.is_power_of_two() => Ok(Self(entries)),
-            _ => Err(refused!("not a power of two from 64 to 32768; give one, such as 1024")),
+            _ => Err(invalid!("not a power of two from 64 to 32768; set one, such as 1024")),
         }
     }
 }
@@ -213,105 +210,105 @@ impl TryFrom<u32> for RingSize {
 /// An amount of memory, written `256MiB`, `1GiB` or `4096KiB`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
-pub struct Memory(u64);
+pub struct MemorySize(u64);
 
-impl Memory {
-    /// In octets.
-    pub const fn octets(self) -> u64 {
+impl MemorySize {
+    /// In bytes.
+    pub const fn bytes(self) -> u64 {
         self.0
     }
 }
 
-impl TryFrom<String> for Memory {
-    type Error = Refused;
+impl TryFrom<String> for MemorySize {
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         [("KiB", 10), ("MiB", 20), ("GiB", 30)]
             .into_iter()
             .find_map(|(unit, shift)| {
                 text.strip_suffix(unit)?.trim_end().parse::<u32>().ok().map(|n| (n as u64) << shift)
             })
             .map(Self)
-            .ok_or_else(|| refused!("not an amount of memory; write a number and KiB, MiB or GiB, such as 256MiB"))
+            .ok_or_else(|| invalid!("not an amount of memory; write a number and KiB, MiB or GiB, such as 256MiB"))
     }
 }
 
-/// Where the connection table lives: a file, by its absolute path, or `off`: memory of its own, which ends with the
-/// process.
+/// The file that the connection table is mapped from, by its absolute path, or `off`: private memory, which ends with
+/// the process.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
-pub enum Mapping {
-    /// In memory: after a restart all connections are new.
+pub enum TableMapping {
+    /// In private memory: after a restart all connections are new.
     Off,
-    /// In this file: a restarted process finds its connections.
+    /// In this file: a restarted process keeps its connections.
     File(PathBuf),
 }
 
-impl Default for Mapping {
+impl Default for TableMapping {
     fn default() -> Self {
         Self::File("/run/penstock/conntrack".into())
     }
 }
 
-impl TryFrom<String> for Mapping {
-    type Error = Refused;
+impl TryFrom<String> for TableMapping {
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         match text.as_str() {
             "off" => Ok(Self::Off),
             path if path.starts_with('/') && !path.ends_with('/') => Ok(Self::File(text.into())),
-            _ => Err(refused!("not an absolute path of a file; give one on a tmpfs, or \"off\"")),
+            _ => Err(invalid!("not an absolute path of a file; set one on a tmpfs, or \"off\"")),
         }
     }
 }
 
-/// How long after a start a packet from the middle of a connection may open one: a length of time, or `always`. Formerly
-/// `true` (always) or `false` (never).
+/// How long after a start a mid-stream packet may open a connection: a time, or `always`. Deprecated: `true` (always)
+/// or `false` (never).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "toml::Value")]
-pub enum PickUp {
-    /// For so long; never, if that is nothing.
-    For(Time),
+pub enum MidstreamPickup {
+    /// For this long; never if zero.
+    For(TimeSpan),
     /// Always.
     Always,
-    /// As it was written before there was a length of time.
-    Former(bool),
+    /// The deprecated form, a Boolean.
+    Deprecated(bool),
 }
 
-impl TryFrom<toml::Value> for PickUp {
-    type Error = Refused;
+impl TryFrom<toml::Value> for MidstreamPickup {
+    type Error = InvalidValue;
 
-    fn try_from(value: toml::Value) -> Result<Self, Refused> {
+    fn try_from(value: toml::Value) -> Result<Self, InvalidValue> {
         match value {
-            toml::Value::Boolean(always) => Ok(Self::Former(always)),
+            toml::Value::Boolean(always) => Ok(Self::Deprecated(always)),
             toml::Value::String(text) if text == "always" => Ok(Self::Always),
-            toml::Value::String(text) => Time::try_from(text).map(Self::For),
-            _ => Err(refused!("not a length of time; write \"60s\", \"0s\" for never, or \"always\"")),
+            toml::Value::String(text) => TimeSpan::try_from(text).map(Self::For),
+            _ => Err(invalid!("not a length of time; write \"60s\", \"0s\" for never, or \"always\"")),
         }
     }
 }
 
-/// A length of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
+/// A span of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
-pub struct Time(Duration);
+pub struct TimeSpan(Duration);
 
-impl Time {
-    /// So many microseconds.
+impl TimeSpan {
+    /// This many microseconds.
     pub const fn microseconds(count: u64) -> Self {
         Self(Duration::from_micros(count))
     }
 
-    /// As the standard library has it.
+    /// As a standard `Duration`.
     pub const fn duration(self) -> Duration {
         self.0
     }
 }
 
-impl TryFrom<String> for Time {
-    type Error = Refused;
+impl TryFrom<String> for TimeSpan {
+    type Error = InvalidValue;
 
-    fn try_from(text: String) -> Result<Self, Refused> {
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
         let digits = text.bytes().take_while(u8::is_ascii_digit).count();
         let unit = match text[digits..].trim_start() {
             "us" => 1,
@@ -324,7 +321,7 @@ impl TryFrom<String> for Time {
         };
         match text[..digits].parse::<u32>() {
             Ok(count) if unit > 0 => Ok(Self(Duration::from_micros(count as u64 * unit))),
-            _ => Err(refused!("not a length of time; write a number and us, ms, s, m, h or d, such as 30s")),
+            _ => Err(invalid!("not a length of time; write a number and us, ms, s, m, h or d, such as 30s")),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Which interface is which pod's: from the kernel's facts and the pods to the ports there should be.
+//! Matches pods to interfaces: from network state and pods to the ports that should exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -6,9 +6,9 @@ use std::net::IpAddr;
 use penstock_dataplane::forward::Mac;
 use penstock_policy::model::{ObjectKey, Pod};
 
-use super::facts::{Facts, Link};
+use super::network_state::{Link, NetworkState};
 
-/// A pod with the interface that leads to it.
+/// A pod and the interface that leads to it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PodPort {
     /// Index of the veth's host side.
@@ -19,9 +19,9 @@ pub struct PodPort {
     pub own_mac: Mac,
     /// Ethernet address of the pod's side.
     pub peer_mac: Mac,
-    /// MTU of the host side, in octets.
+    /// MTU of the host side, in bytes.
     pub mtu: u32,
-    /// Name of the bridge that has the host side, if one does.
+    /// Name of the host side's bridge, if it has one.
     pub bridge: Option<String>,
     /// The pod.
     pub pod: ObjectKey,
@@ -29,9 +29,9 @@ pub struct PodPort {
     pub addresses: BTreeSet<IpAddr>,
 }
 
-/// Why a local pod has no port. It has no network until that is mended.
+/// Why a local pod has no port. It has no network until that is fixed.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
-pub enum Problem {
+pub enum PodProblem {
     /// No route leads to any of its addresses, and no neighbour on a bridge has one.
     #[error(
         "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, or for a neighbour on a bridge to answer"
@@ -42,8 +42,8 @@ pub enum Problem {
         /// Its addresses.
         addresses: String,
     },
-    /// The route leads to something else than a veth.
-    #[error("pod {pod}: the route to {address} leads to {link}, which is no veth; only veth pairs are served")]
+    /// The route leads to something other than a veth.
+    #[error("pod {pod}: the route to {address} leads to {link}, which is not a veth; only veth pairs are supported")]
     NotVeth {
         /// The pod.
         pod: ObjectKey,
@@ -54,7 +54,7 @@ pub enum Problem {
     },
     /// Its addresses are behind two interfaces.
     #[error(
-        "pod {pod}: its addresses are behind {first} and {second}; one pod has one interface: correct its podIPs or the routes"
+        "pod {pod}: its addresses are behind {first} and {second}; a pod has one interface: correct its podIPs or the routes"
     )]
     TwoLinks {
         /// The pod.
@@ -66,7 +66,7 @@ pub enum Problem {
     },
     /// Two pods are behind one interface.
     #[error(
-        "pods {first} and {second}: both are behind {link}; one interface has one pod: correct their podIPs or the routes"
+        "pods {first} and {second}: both are behind {link}; an interface has one pod: correct their podIPs or the routes"
     )]
     TwoPods {
         /// One pod.
@@ -78,12 +78,12 @@ pub enum Problem {
     },
     /// Two pods claim one address.
     #[error(
-        "pods {first} and {second}: both have {address}; {first} gets it, as the one that stays or started later: delete {second}, or correct its podIPs"
+        "pods {first} and {second}: both have {address}; {first} gets it, because it is not terminating or started later: delete {second}, or correct its podIPs"
     )]
     AddressTaken {
-        /// The pod that is served with it.
+        /// The pod that owns it.
         first: ObjectKey,
-        /// The other, which is not.
+        /// The other, which does not get it.
         second: ObjectKey,
         /// The address.
         address: IpAddr,
@@ -96,7 +96,7 @@ pub enum Problem {
         /// The interface.
         link: String,
     },
-    /// The pod's Ethernet address cannot be found out.
+    /// The pod's Ethernet address is not known.
     #[error(
         "pod {pod}: the Ethernet address behind {link} is not known yet; waiting for the veth's other end or a neighbour entry"
     )]
@@ -106,7 +106,7 @@ pub enum Problem {
         /// The interface.
         link: String,
     },
-    /// Its interface can bring packets that no frame holds.
+    /// Its interface's MTU is larger than a frame.
     #[error(
         "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size"
     )]
@@ -122,8 +122,8 @@ pub enum Problem {
     },
 }
 
-impl Problem {
-    /// The pods that have it.
+impl PodProblem {
+    /// The affected pods.
     pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
         let (one, other) = match self {
             Self::TwoPods { first, second, .. } | Self::AddressTaken { first, second, .. } => (first, Some(second)),
@@ -138,18 +138,17 @@ impl Problem {
     }
 }
 
-/// The ports of the node's pods, by interface index, and what stands in the way of the others.
+/// The ports of the node's pods, by interface index, and the problems of pods without one.
 ///
-/// `pods` are all pods known, each with no address that is another's; those of `node` count that have an address, are not
-/// host-network and not finished.
-/// `largest` is the longest IP packet that a frame holds, in octets.
+/// `pods` are all pods, each with only the addresses that it owns. Pods of `node` with an address get a port, unless
+/// they use the host network or have finished. `largest` is the longest IP packet that a frame holds, in bytes.
 pub fn pod_ports<'a>(
-    facts: &Facts,
+    netstate: &NetworkState,
     pods: impl IntoIterator<Item = &'a Pod>,
     node: &str,
     largest: u32,
-) -> (BTreeMap<u32, PodPort>, BTreeSet<Problem>) {
-    let behind = facts.behind();
+) -> (BTreeMap<u32, PodPort>, BTreeSet<PodProblem>) {
+    let behind = netstate.behind();
     let mut problems = BTreeSet::new();
     let mut ports: BTreeMap<u32, PodPort> = BTreeMap::new();
     let mut contested = BTreeSet::new();
@@ -159,7 +158,7 @@ pub fn pod_ports<'a>(
     let mut local: Vec<&Pod> = pods.into_iter().filter(local).collect();
     local.sort_by(|a, b| a.key.cmp(&b.key));
     for pod in local {
-        let port = match pod_port(facts, &behind, pod, largest) {
+        let port = match pod_port(netstate, &behind, pod, largest) {
             Ok(port) => port,
             Err(problem) => {
                 problems.insert(problem);
@@ -169,7 +168,7 @@ pub fn pod_ports<'a>(
         if let Some(other) = ports.get(&port.link) {
             let (first, second) = (other.pod.clone(), port.pod);
             contested.insert(port.link);
-            problems.insert(Problem::TwoPods { first, second, link: port.name });
+            problems.insert(PodProblem::TwoPods { first, second, link: port.name });
         } else {
             ports.insert(port.link, port);
         }
@@ -178,55 +177,60 @@ pub fn pod_ports<'a>(
     (ports, problems)
 }
 
-fn pod_port(facts: &Facts, behind: &BTreeMap<IpAddr, u32>, pod: &Pod, largest: u32) -> Result<PodPort, Problem> {
+fn pod_port(
+    netstate: &NetworkState,
+    behind: &BTreeMap<IpAddr, u32>,
+    pod: &Pod,
+    largest: u32,
+) -> Result<PodPort, PodProblem> {
     let mut found: Option<&Link> = None;
     for &address in &pod.addresses {
         let Some(index) = behind.get(&address) else { continue };
-        let link = facts.links.get(index).filter(|link| link.veth).ok_or_else(|| Problem::NotVeth {
+        let link = netstate.links.get(index).filter(|link| link.veth).ok_or_else(|| PodProblem::NotVeth {
             pod: pod.key.clone(),
             address,
-            link: facts.links.get(index).map_or_else(|| format!("interface {index}"), |link| link.name.clone()),
+            link: netstate.links.get(index).map_or_else(|| format!("interface {index}"), |link| link.name.clone()),
         })?;
         match found {
             Some(first) if first.index != link.index => {
                 let (first, second) = (first.name.clone(), link.name.clone());
-                return Err(Problem::TwoLinks { pod: pod.key.clone(), first, second });
+                return Err(PodProblem::TwoLinks { pod: pod.key.clone(), first, second });
             }
             _ => found = Some(link),
         }
     }
     let Some(link) = found else {
         let addresses: Vec<String> = pod.addresses.iter().map(IpAddr::to_string).collect();
-        return Err(Problem::NoRoute { pod: pod.key.clone(), addresses: addresses.join(", ") });
+        return Err(PodProblem::NoRoute { pod: pod.key.clone(), addresses: addresses.join(", ") });
     };
     let (pod_key, name) = (pod.key.clone(), link.name.clone());
     if !link.up {
-        return Err(Problem::Down { pod: pod_key, link: name });
+        return Err(PodProblem::Down { pod: pod_key, link: name });
     }
     if link.mtu > largest {
-        return Err(Problem::TooLong { pod: pod_key, link: name, mtu: link.mtu, largest });
+        return Err(PodProblem::TooLong { pod: pod_key, link: name, mtu: link.mtu, largest });
     }
-    let Some(peer_mac) = link.peer_mac else { return Err(Problem::NoMac { pod: pod_key, link: name }) };
+    let Some(peer_mac) = link.peer_mac else { return Err(PodProblem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
-    let (own_mac, mtu, bridge) = (link.mac, link.mtu, facts.master_of(link).map(|bridge| bridge.name.clone()));
+    let (own_mac, mtu, bridge) = (link.mac, link.mtu, netstate.master_of(link).map(|bridge| bridge.name.clone()));
     Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, pod: pod_key, addresses })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::facts::HostRoute;
+    use super::super::network_state::HostRoute;
     use super::*;
 
     fn link(index: u32) -> Link {
         Link::veth(index, &format!("veth{index}"))
     }
 
-    fn facts(links: impl IntoIterator<Item = Link>, routes: &[(&str, u32)]) -> Facts {
+    fn netstate(links: impl IntoIterator<Item = Link>, routes: &[(&str, u32)]) -> NetworkState {
         let route = |&(to, link): &(&str, u32)| HostRoute { destination: to.parse().unwrap(), link };
-        Facts {
+        NetworkState {
             links: links.into_iter().map(|link| (link.index, link)).collect(),
             routes: routes.iter().map(route).collect(),
-            ..Facts::default()
+            ..NetworkState::default()
         }
     }
 
@@ -243,9 +247,9 @@ mod tests {
         }
     }
 
-    /// Interface and pod of each port, and the problems as told.
-    fn matched(facts: &Facts, pods: &[Pod]) -> (Vec<(u32, String)>, Vec<String>) {
-        let (ports, problems) = pod_ports(facts, pods, "here", 1778);
+    /// Interface and pod of each port, and the problems' messages.
+    fn matched(netstate: &NetworkState, pods: &[Pod]) -> (Vec<(u32, String)>, Vec<String>) {
+        let (ports, problems) = pod_ports(netstate, pods, "here", 1778);
         (
             ports.into_iter().map(|(link, port)| (link, port.pod.name)).collect(),
             problems.into_iter().map(|problem| problem.to_string()).collect(),
@@ -258,7 +262,7 @@ mod tests {
             [&[("10.1.1.5", 7)][..], &[("fd00::5", 7)][..], &[("10.1.1.5", 7), ("fd00::5", 7), ("10.1.1.6", 8)][..]]
         {
             let (ports, problems) =
-                pod_ports(&facts([link(7), link(8)], routes), &[pod("a", &["10.1.1.5", "fd00::5"])], "here", 1778);
+                pod_ports(&netstate([link(7), link(8)], routes), &[pod("a", &["10.1.1.5", "fd00::5"])], "here", 1778);
             assert!(problems.is_empty(), "{problems:?}");
             assert_eq!(ports.keys().copied().collect::<Vec<_>>(), [7]);
             let port = &ports[&7];
@@ -269,35 +273,35 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_a_route_says_otherwise() {
+    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_it_has_a_host_route() {
         let bridge = Link { veth: false, bridge: true, name: "cni0".into(), ..link(3) };
         let port = |index| Link { master: Some(3), ..link(index) };
         let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
-        let on_bridge = Facts { bridged, ..facts([bridge, port(7), port(8)], &[]) };
+        let on_bridge = NetworkState { bridged, ..netstate([bridge, port(7), port(8)], &[]) };
         let (ports, problems) = pod_ports(&on_bridge, &[pod("a", &["10.1.1.5"])], "here", 1778);
         assert!(problems.is_empty(), "{problems:?}");
         assert_eq!(ports[&7].bridge.as_deref(), Some("cni0"));
         let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 8 }];
-        let routed = Facts { routes, ..on_bridge };
+        let routed = NetworkState { routes, ..on_bridge };
         assert_eq!(matched(&routed, &[pod("a", &["10.1.1.5"])]), (vec![(8, "a".into())], vec![]));
     }
 
     #[test]
-    fn pods_that_are_not_this_nodes_to_serve_get_no_port_and_are_no_problem() {
-        let facts = facts([link(7)], &[("10.1.1.5", 7)]);
+    fn pods_that_this_node_does_not_serve_get_no_port_and_no_problem() {
+        let netstate = netstate([link(7)], &[("10.1.1.5", 7)]);
         let elsewhere = Pod { node: Some("there".into()), ..pod("a", &["10.1.1.5"]) };
         let unscheduled = Pod { node: None, ..pod("a", &["10.1.1.5"]) };
         let host_network = Pod { host_network: true, ..pod("a", &["10.1.1.5"]) };
         let finished = Pod { finished: true, ..pod("a", &["10.1.1.5"]) };
         for pod in [elsewhere, unscheduled, host_network, finished.clone(), pod("a", &[])] {
-            assert_eq!(matched(&facts, &[pod]), (vec![], vec![]));
+            assert_eq!(matched(&netstate, &[pod]), (vec![], vec![]));
         }
-        // A finished pod's address may be another's already.
-        assert_eq!(matched(&facts, &[finished, pod("b", &["10.1.1.5"])]), (vec![(7, "b".into())], vec![]));
+        // Another pod may have a finished pod's address already.
+        assert_eq!(matched(&netstate, &[finished, pod("b", &["10.1.1.5"])]), (vec![(7, "b".into())], vec![]));
     }
 
     #[test]
-    fn what_stands_in_the_way_is_told_and_others_are_served() {
+    fn each_problem_is_reported_and_other_pods_are_served() {
         let not_veth = Link { veth: false, ..link(7) };
         let down = Link { up: false, ..link(7) };
         let unknown_mac = Link { peer_mac: None, ..link(7) };
@@ -309,13 +313,13 @@ mod tests {
                 link(7),
                 vec![("10.1.1.5", 9)],
                 vec![a.clone()],
-                "pod shop/a: the route to 10.1.1.5 leads to interface 9, which is no",
+                "pod shop/a: the route to 10.1.1.5 leads to interface 9, which is not",
             ),
             (
                 not_veth,
                 vec![("10.1.1.5", 7)],
                 vec![a.clone()],
-                "pod shop/a: the route to 10.1.1.5 leads to veth7, which is no veth;",
+                "pod shop/a: the route to 10.1.1.5 leads to veth7, which is not a veth;",
             ),
             (
                 link(7),
@@ -341,7 +345,7 @@ mod tests {
         for (seven, routes, mut pods, expected) in cases {
             let routes: Vec<_> = routes.into_iter().chain([("10.9.9.9", 20)]).collect();
             pods.push(pod("z", &["10.9.9.9"]));
-            let (ports, problems) = matched(&facts([seven, link(8), link(20)], &routes), &pods);
+            let (ports, problems) = matched(&netstate([seven, link(8), link(20)], &routes), &pods);
             assert_eq!(ports, [(20, "z".to_owned())], "{expected}");
             assert_eq!(problems.len(), 1, "{problems:?}");
             assert!(problems[0].starts_with(expected), "{}", problems[0]);

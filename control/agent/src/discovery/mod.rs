@@ -1,17 +1,17 @@
-//! The network around the workers: which interface is which pod's, and the way into the node's own stack.
+//! Network discovery: which interface belongs to which pod, and the host veth into the node's network stack.
 //!
-//! [`Netlink`] reads [`Facts`]; [`pod_ports`] matches them with the pods, free of I/O; [`HostPort`] is the veth pair
-//! that the node's traffic with its pods crosses. Interfaces that are no pod's are never touched.
+//! [`Netlink`] reads [`NetworkState`]; [`pod_ports`] matches it with the pods, without I/O; [`HostVeth`] is the veth
+//! pair that carries the node's own traffic with its pods. Interfaces that belong to no pod are never changed.
 
-mod facts;
-mod host_port;
+mod host_veth;
 mod matching;
 mod netlink;
-mod refuge;
+mod network_state;
+mod private_netns;
 mod sysctl;
 
-pub use facts::{Facts, HostRoute, Link};
-pub use host_port::{HostPort, HostPortError, Lifetime, PodRoute, clear_left, keep_answering_arp};
-pub use matching::{PodPort, Problem, pod_ports};
+pub use host_veth::{HostVeth, HostVethError, Lifetime, PodRoute, clear_leftovers, keep_answering_arp};
+pub use matching::{PodPort, PodProblem, pod_ports};
 pub use netlink::{Events, Netlink, NetlinkError};
+pub use network_state::{HostRoute, Link, NetworkState};
 pub use sysctl::{Sysctl, Sysctls};

@@ -1,4 +1,4 @@
-//! Reading the kernel's links, routes and addresses over rtnetlink, and hearing of changes.
+//! Reads links, routes and addresses over rtnetlink, and waits for changes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -23,18 +23,18 @@ use rtnetlink::packet_core::NetlinkPayload;
 use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
 use tokio::sync::Notify;
 
-use super::facts::{Facts, HostRoute, Link};
+use super::network_state::{HostRoute, Link, NetworkState};
 
-/// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel gives no meaning to numbers from 5 on,
+/// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel assigns no meaning to numbers from 5 on,
 /// include/uapi/linux/rtnetlink.h).
 pub(super) const PROTOCOL: RouteProtocol = RouteProtocol::Other(112);
 
-/// A request to the kernel that failed.
+/// A netlink request that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("netlink: {what}: {error}")]
 pub struct NetlinkError {
     what: String,
-    /// What the kernel said.
+    /// The kernel's error.
     pub error: io::Error,
 }
 
@@ -47,7 +47,7 @@ impl NetlinkError {
         Self { what: what.into(), error }
     }
 
-    /// Whether the kernel said that what was named is not there, or not there any more.
+    /// Whether the kernel says that the object does not exist (any more).
     pub fn is_gone(&self) -> bool {
         use nix::errno::Errno;
         self.error
@@ -60,18 +60,18 @@ impl NetlinkError {
 #[derive(Clone, Debug)]
 pub struct Netlink {
     pub(super) handle: Handle,
-    /// Addresses whose neighbour entries are waited for.
+    /// Addresses whose neighbour entries are awaited.
     awaited: Arc<Mutex<BTreeSet<IpAddr>>>,
 }
 
-/// Tells that links, routes or addresses changed.
+/// Waits for changes of links, routes or addresses.
 #[derive(Clone, Debug)]
 pub struct Events {
     changed: Arc<Notify>,
 }
 
 impl Events {
-    /// Waits until something changed since the last call. Changes in between are told once.
+    /// Waits until something has changed since the last call. Several changes wake it once.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -104,7 +104,7 @@ impl Netlink {
                 use RouteNetlinkMessage::{DelNeighbour, DelRoute, NewNeighbour, NewRoute};
                 match message.payload {
                     NetlinkPayload::InnerMessage(NewRoute(route) | DelRoute(route)) if table(&route) == own_table => {}
-                    // Neighbours come and go all the time: only those that were asked for are news.
+                    // Neighbour entries change all the time: only the awaited ones are events.
                     NetlinkPayload::InnerMessage(DelNeighbour(_)) => {}
                     NetlinkPayload::InnerMessage(NewNeighbour(entry)) => {
                         let known = neighbour(&entry).is_some_and(|(address, _)| lock(&awaited).remove(&address));
@@ -119,8 +119,8 @@ impl Netlink {
         Ok((netlink, events))
     }
 
-    /// Reads all facts. The other end of a veth is asked after only where a host route leads to it or a bridge has it.
-    pub async fn facts(&self) -> Result<Facts, NetlinkError> {
+    /// Reads the network state. Requests a veth's peer only if a host route leads to the veth or a bridge has it.
+    pub async fn network_state(&self) -> Result<NetworkState, NetlinkError> {
         let all = self.all_routes().await?;
         let mut routes: Vec<HostRoute> = all.iter().filter_map(host_route).collect();
         routes.sort_unstable();
@@ -144,21 +144,21 @@ impl Netlink {
         let mut bridged = Vec::new();
         if !unknown.is_empty() || links.values().any(on_bridge) {
             let neighbours = self.neighbours().await?;
-            macs_of_neighbours(&neighbours, &mut links, &unknown, &routes);
-            bridged = behind_bridges(&neighbours, &links);
+            fill_peer_macs(&neighbours, &mut links, &unknown, &routes);
+            bridged = bridge_ports_of_neighbours(&neighbours, &links);
         }
         let (addresses, networks) = self.addresses(&bridges).await?;
-        Ok(Facts { links, routes, bridged, networks, addresses, taken, tunnel_ports })
+        Ok(NetworkState { links, routes, bridged, networks, addresses, taken, tunnel_ports })
     }
 
-    /// Has the kernel find out which Ethernet address `address` has on a link. Once it has, that is an event.
+    /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
     pub async fn solicit(&self, link: u32, address: IpAddr) {
         lock(&self.awaited).insert(address);
         let mut request = self.handle.neighbours().add(link, address).state(NeighbourState::None);
         // NTF_USE: as if there were a packet to send (neigh_add in net/core/neighbour.c).
         request = request.flags(NeighbourFlags::Use).replace();
         if let Err(error) = request.execute().await {
-            tracing::debug!(%address, link, %error, "cannot be asked for");
+            tracing::debug!(%address, link, %error, "cannot solicit the address");
         }
     }
 
@@ -179,7 +179,7 @@ impl Netlink {
         collect("cannot read the routes", self.handle.route().get(request).execute()).await
     }
 
-    /// The node's source address for packets to `destination` that leave by `link`, if it has one.
+    /// The node's source address for packets to `destination` through `link`, if it has one.
     pub(super) async fn source_address(&self, destination: IpAddr, link: u32) -> Option<IpAddr> {
         let request = match destination {
             IpAddr::V4(v4) => {
@@ -194,7 +194,7 @@ impl Netlink {
             RouteAttribute::PrefSource(address) => ip(address),
             _ => None,
         });
-        // A link-local address is good on its own link only.
+        // A link-local address is valid on its own link only.
         source.filter(|source| !matches!(source, IpAddr::V6(v6) if v6.is_unicast_link_local()))
     }
 
@@ -204,7 +204,7 @@ impl Netlink {
         Ok(found)
     }
 
-    /// The node's own addresses, and the networks of those that bridges have.
+    /// The node's own addresses, and the networks of the bridges' addresses.
     async fn addresses(&self, bridges: &BTreeSet<u32>) -> Result<(Vec<IpAddr>, Vec<(IpNet, u32)>), NetlinkError> {
         let messages = collect("cannot read the addresses", self.handle.address().get().execute()).await?;
         let reachable = |address: &IpAddr| match address {
@@ -230,7 +230,7 @@ impl Netlink {
         Ok((own.into_iter().collect(), networks))
     }
 
-    /// Asks for a veth's other end, in whichever namespace it is. `None`: it cannot be told (any more).
+    /// The MAC address of a veth's peer, in any namespace; `None` if it cannot be read.
     async fn peer_mac(&self, veth: &LinkMessage) -> Option<Mac> {
         let peer = veth.attributes.iter().find_map(|attribute| match attribute {
             LinkAttribute::Link(index) => Some(*index),
@@ -263,8 +263,8 @@ struct Neighbour {
     mac: Mac,
 }
 
-/// Fills in what the neighbour table knows about the pods behind these links.
-fn macs_of_neighbours(
+/// Fills in the peer MAC addresses that only the neighbour table knows.
+fn fill_peer_macs(
     neighbours: &[Neighbour],
     links: &mut BTreeMap<u32, Link>,
     unknown: &BTreeSet<u32>,
@@ -279,9 +279,9 @@ fn macs_of_neighbours(
     }
 }
 
-/// Which port of a bridge each neighbour on the bridge is behind: the one whose other end has its Ethernet address. The
-/// port is ours to know; the bridge's own table of addresses forgets who has not sent for a while.
-fn behind_bridges(neighbours: &[Neighbour], links: &BTreeMap<u32, Link>) -> Vec<HostRoute> {
+/// The bridge port that each neighbour on a bridge is behind: the one whose peer has its MAC address. The bridge's own
+/// forwarding table is no substitute: it ages out silent hosts.
+fn bridge_ports_of_neighbours(neighbours: &[Neighbour], links: &BTreeMap<u32, Link>) -> Vec<HostRoute> {
     let ports: BTreeMap<(u32, [u8; 6]), u32> =
         links.values().filter_map(|port| Some(((port.master?, port.peer_mac?.0), port.index))).collect();
     let found = |entry: &Neighbour| {
@@ -326,7 +326,7 @@ fn link(message: &LinkMessage) -> Link {
             LinkAttribute::NumRxQueues(queues) => link.queues = *queues,
             LinkAttribute::LinkNetNsId(_) => link.peer_elsewhere = true,
             LinkAttribute::Controller(index) => link.master = Some(*index),
-            LinkAttribute::Address(octets) => link.mac = mac(octets).unwrap_or_default(),
+            LinkAttribute::Address(bytes) => link.mac = mac(bytes).unwrap_or_default(),
             LinkAttribute::LinkInfo(info) => {
                 link.veth = info.contains(&LinkInfo::Kind(InfoKind::Veth));
                 link.bridge = info.contains(&LinkInfo::Kind(InfoKind::Bridge));
@@ -337,8 +337,8 @@ fn link(message: &LinkMessage) -> Link {
     link
 }
 
-fn mac(octets: &[u8]) -> Option<Mac> {
-    octets.try_into().ok().map(Mac)
+fn mac(bytes: &[u8]) -> Option<Mac> {
+    bytes.try_into().ok().map(Mac)
 }
 
 fn neighbour(message: &NeighbourMessage) -> Option<(IpAddr, Mac)> {
@@ -348,7 +348,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<(IpAddr, Mac)> {
         match attribute {
             NeighbourAttribute::Destination(NeighbourAddress::Inet(v4)) => address = Some(IpAddr::V4(*v4)),
             NeighbourAttribute::Destination(NeighbourAddress::Inet6(v6)) => address = Some(IpAddr::V6(*v6)),
-            NeighbourAttribute::LinkLayerAddress(octets) => ethernet = mac(octets),
+            NeighbourAttribute::LinkLayerAddress(bytes) => ethernet = mac(bytes),
             _ => {}
         }
     }
@@ -372,7 +372,7 @@ pub(super) fn ip(address: &RouteAddress) -> Option<IpAddr> {
     }
 }
 
-/// What a route has the node take for itself, unless no pod can send there.
+/// The prefix that a route makes local to the node, unless pods cannot send there.
 fn taken(message: &RouteMessage) -> Option<IpNet> {
     if !matches!(message.header.kind, RouteType::Local | RouteType::Broadcast | RouteType::Anycast) {
         return None;
@@ -389,8 +389,7 @@ fn taken(message: &RouteMessage) -> Option<IpNet> {
     reachable.then_some(network)
 }
 
-/// The UDP ports on which a link takes packets out of their wrapping. WireGuard's is none of these: it takes them from those
-/// alone who have a key.
+/// UDP ports on which a link decapsulates packets. Not WireGuard's, which accepts packets from holders of a key only.
 fn tunnel_ports(message: &LinkMessage) -> Vec<u16> {
     let info = message.attributes.iter().find_map(|attribute| match attribute {
         LinkAttribute::LinkInfo(info) => Some(info),
@@ -430,7 +429,7 @@ fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     };
     if header.destination_prefix_length != whole
         || header.kind != RouteType::Unicast
-        // The kernel's own are those of the interface's own addresses.
+        // The kernel's own routes belong to the interface's own addresses.
         || header.protocol == RouteProtocol::Kernel
         || header.flags.contains(RouteFlags::Cloned)
         || table(message) != u32::from(RouteHeader::RT_TABLE_MAIN)

@@ -1,4 +1,5 @@
-//! Kernel settings under `/proc/sys/net` (`/host/proc/sys/net`, where that is mounted), which belong to the network namespace of the thread that opens them.
+//! Kernel settings under `/proc/sys/net` (`/host/proc/sys/net` if mounted). They belong to the network namespace of the
+//! thread that opens them.
 
 use std::fmt;
 use std::fs;
@@ -35,8 +36,8 @@ impl Sysctl {
         fs::write(self.path(), value.to_string())
     }
 
-    // In a container that is not privileged /proc/sys is read-only; the node's may be mounted beside it. The kernel shows
-    // the same network namespace by both.
+    // In an unprivileged container /proc/sys is read-only; the node's may be mounted beside it. Both show the same
+    // network namespace.
     fn root() -> &'static Path {
         static ROOT: OnceLock<PathBuf> = OnceLock::new();
         ROOT.get_or_init(|| {
@@ -46,7 +47,7 @@ impl Sysctl {
         })
     }
 
-    // An interface's name may hold dots, but no slash: the path is unambiguous where sysctl(8)'s notation is not.
+    // An interface name may contain dots, but no slash: unlike sysctl(8)'s notation, the path is unambiguous.
     fn path(&self) -> PathBuf {
         Self::root().join(self.family).join("conf").join(&self.interface).join(self.name)
     }
@@ -58,14 +59,14 @@ impl fmt::Display for Sysctl {
     }
 }
 
-/// Settings that were changed, with what they were before; put back when dropped.
+/// Changed settings with their previous values; restored when dropped.
 #[derive(Debug, Default)]
 pub struct Sysctls {
     changed: Vec<(Sysctl, i64)>,
 }
 
 impl Sysctls {
-    /// Sets `sysctl`, unless it has the value already or the kernel does not know it.
+    /// Sets `sysctl`, unless it already has the value or the kernel does not know it.
     pub fn set(&mut self, sysctl: Sysctl, value: i64) -> io::Result<()> {
         let Some(before) = sysctl.read().filter(|&before| before != value) else { return Ok(()) };
         sysctl.write(value)?;
@@ -75,8 +76,8 @@ impl Sysctls {
         Ok(())
     }
 
-    /// Notes that another process set `sysctl`, and did not put it back: it had the value that the kernel gives to new
-    /// interfaces (`conf/default`).
+    /// Records that another process changed `sysctl` without restoring it. The previous value is taken to be the
+    /// kernel's default for new interfaces (`conf/default`).
     pub fn was_default(&mut self, sysctl: Sysctl) {
         let default = Sysctl { interface: "default".to_owned(), ..sysctl.clone() }.read();
         if let Some(before) = default.filter(|&before| sysctl.read().is_some_and(|now| now != before)) {
@@ -84,7 +85,7 @@ impl Sysctls {
         }
     }
 
-    /// Leaves all settings as they are.
+    /// Keeps all settings: nothing is restored.
     pub fn keep(mut self) {
         self.changed.clear();
     }
@@ -98,11 +99,11 @@ impl Sysctls {
 impl Drop for Sysctls {
     fn drop(&mut self) {
         for (sysctl, before) in self.changed.drain(..).rev() {
-            // An interface that went away took its settings with it.
+            // A deleted interface takes its settings with it.
             if let Err(error) = sysctl.write(before)
                 && error.kind() != io::ErrorKind::NotFound
             {
-                tracing::warn!(%sysctl, value = before, %error, "could not be put back");
+                tracing::warn!(%sysctl, value = before, %error, "cannot restore the setting");
             }
         }
     }

@@ -1,36 +1,36 @@
-//! Families of metrics, written one after the other in the OpenMetrics text format.
+//! Writes metric families in the OpenMetrics text format.
 
 use std::fmt;
 
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
-/// What a family counts.
+/// The type of a metric family.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
-    /// Something that only grows; the format adds `_total` to its name.
+pub(super) enum FamilyType {
+    /// Only grows; the format adds `_total` to its name.
     Counter,
-    /// Something that is as it is.
+    /// A current value.
     Gauge,
-    /// How often which values were met.
+    /// How often values fell into each bucket.
     Histogram,
 }
 
 /// Labels with their values.
 pub(super) type Labels<'a> = [(&'a str, &'a str)];
 
-/// How often which values were met.
+/// How often values fell into each bucket.
 pub(super) struct Buckets {
-    /// All values together.
+    /// Sum of all values.
     pub(super) sum: f64,
-    /// Limits that ascend, and how many values there were up to each and beyond the one before.
+    /// Ascending upper bounds, each with the count of values up to it and above the previous one.
     pub(super) buckets: Vec<(f64, u64)>,
 }
 
-/// Where families are written to.
+/// Writes families.
 pub(super) struct Exposition<'a>(DescriptorEncoder<'a>);
 
-/// Where the members of one family are written to.
+/// Writes the members of one family.
 pub(super) struct Members<'a>(MetricEncoder<'a>);
 
 impl<'a> Exposition<'a> {
@@ -38,30 +38,30 @@ impl<'a> Exposition<'a> {
         Self(encoder)
     }
 
-    /// Writes a family, whose members `write` adds.
+    /// Writes a family; `write` adds its members.
     pub(super) fn family(
         &mut self,
-        kind: Kind,
+        kind: FamilyType,
         name: &str,
         help: &str,
         write: impl FnOnce(&mut Members<'_>) -> fmt::Result,
     ) -> fmt::Result {
         let kind = match kind {
-            Kind::Counter => MetricType::Counter,
-            Kind::Gauge => MetricType::Gauge,
-            Kind::Histogram => MetricType::Histogram,
+            FamilyType::Counter => MetricType::Counter,
+            FamilyType::Gauge => MetricType::Gauge,
+            FamilyType::Histogram => MetricType::Histogram,
         };
         write(&mut Members(self.0.encode_descriptor(name, help, None, kind)?))
     }
 
     /// Writes a gauge without labels.
     pub(super) fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
-        self.family(Kind::Gauge, name, help, |add| add.value(&[], value))
+        self.family(FamilyType::Gauge, name, help, |add| add.value(&[], value))
     }
 
-    /// Writes gauges that one label tells apart.
+    /// Writes gauges that differ in one label.
     pub(super) fn gauges(&mut self, name: &str, help: &str, label: &str, values: &[(&str, f64)]) -> fmt::Result {
-        self.family(Kind::Gauge, name, help, |add| {
+        self.family(FamilyType::Gauge, name, help, |add| {
             values.iter().try_for_each(|(of, value)| add.value(&[(label, of)], *value))
         })
     }
@@ -89,7 +89,7 @@ impl Members<'_> {
         }
     }
 
-    /// A histogram; what is beyond the last limit is added where that is not infinite.
+    /// A histogram. Adds an infinite bucket if the last bound is finite.
     pub(super) fn histogram(&mut self, labels: &Labels<'_>, values: &Buckets) -> fmt::Result {
         let count = values.buckets.iter().map(|(_, count)| count).sum();
         let mut buckets = values.buckets.clone();

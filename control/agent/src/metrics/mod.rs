@@ -1,26 +1,26 @@
-//! What is measured, in the OpenMetrics text format.
+//! Metrics in the OpenMetrics text format.
 //!
 //! Names start with `penstock_`, units are base units, counters end in `_total`.
 
-mod collected;
 mod exposition;
+mod scrape;
 
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
 
-pub(super) use collected::Collected;
+pub(super) use scrape::Scrape;
 
-use super::walks::{Busy, Walks};
+use super::scans::{ScansBusy, TableScans};
 
 /// Everything in the OpenMetrics text format.
-pub(super) async fn encode(mut collected: Collected, walks: &Walks) -> Result<String, Busy> {
-    collected.by_state = walks.by_state(&collected.table).await?;
-    walks.run(move || text_of(collected)).await
+pub(super) async fn encode(mut scrape: Scrape, scans: &TableScans) -> Result<String, ScansBusy> {
+    scrape.by_state = scans.by_state(&scrape.table).await?;
+    scans.run(move || text_of(scrape)).await
 }
 
-fn text_of(collected: Collected) -> String {
+fn text_of(scrape: Scrape) -> String {
     let mut registry = Registry::default();
-    let times = &collected.times;
+    let times = &scrape.times;
     registry.register("penstock_compile_seconds", "From changed objects to tables", times.compile.clone());
     registry.register("penstock_publish_seconds", "From tables to a published snapshot", times.publish.clone());
     registry.register(
@@ -29,7 +29,7 @@ fn text_of(collected: Collected) -> String {
         times.enforced.clone(),
     );
     registry.register("penstock_changes", "Changes of objects taken in", times.changes.clone());
-    registry.register_collector(Box::new(collected));
+    registry.register_collector(Box::new(scrape));
     let mut text = String::new();
     text::encode(&mut text, &registry).expect("writing to a string does not fail");
     text

@@ -1,4 +1,4 @@
-//! Which addresses are local pods': as the programs know it, and as the node's routes are to have it.
+//! Which addresses are local pods', for the XDP programs and for the node's routes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -8,9 +8,9 @@ use super::{ETHERNET_HEADER, Ports};
 use crate::discovery::PodRoute;
 
 impl Ports {
-    /// Tells the programs which addresses are local pods', and how long packets for them may be that uplinks hand over: none
-    /// for those that are not served. To be called before a snapshot with them is published, and [`Ports::retract`] after it,
-    /// so that at no time somebody else passes for a pod.
+    /// Tells the programs which addresses are local pods', and the longest packet that uplinks may hand over for each:
+    /// zero for pods that are not served. Call it before a snapshot with them is published, and [`Ports::retract`]
+    /// after it, so that nobody else can use a pod's address in between.
     pub(crate) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
         let longest = |route: PodRoute| self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER)));
         let mut wanted: BTreeMap<IpAddr, u16> = unserved.iter().map(|&address| (address, 0)).collect();
@@ -20,7 +20,7 @@ impl Ports {
             wanted.iter().filter(|&(address, longest)| self.announced.get(address) != Some(longest))
         {
             if let Err(error) = local.insert(address, longest) {
-                tracing::error!(%error, "packets from outside do not reach the pod, and may come in its name");
+                tracing::error!(%error, "cannot announce a pod's address: packets from outside do not reach it, and may use it as their source");
             }
         }
         for &address in self.announced.keys().filter(|&address| !wanted.contains_key(address)) {
@@ -30,24 +30,24 @@ impl Ports {
         self.announced = wanted;
     }
 
-    /// Has the programs forget the addresses that are no local pod's any more.
+    /// Withdraws addresses that are no local pod's any more.
     pub(crate) fn retract(&mut self) {
         for address in std::mem::take(&mut self.retracted) {
             if let Err(error) = self.redirect.local_pods().remove(address) {
-                tracing::error!(%error, "packets from outside are still taken");
+                tracing::error!(%error, "cannot withdraw a pod's address: packets for it still go to the workers");
             }
         }
     }
 
-    /// How the node is to reach each pod's addresses: by the workers.
+    /// The node's routes to the pods' addresses, through the workers.
     ///
-    /// The addresses of a pod that is gone stay, while its interface does, unless another pod has them.
+    /// The addresses of a gone pod stay while its interface exists, unless another pod has them.
     pub(crate) fn pod_routes(&self) -> BTreeMap<IpAddr, PodRoute> {
         let mut routes = BTreeMap::new();
         for served in [false, true] {
-            for side in self.pods.values().filter(|side| side.served == served) {
-                let route = PodRoute { link: side.last.link, mtu: side.last.mtu };
-                routes.extend(side.last.addresses.iter().map(|&address| (address, route)));
+            for attachment in self.pods.values().filter(|attachment| attachment.served == served) {
+                let route = PodRoute { link: attachment.last.link, mtu: attachment.last.mtu };
+                routes.extend(attachment.last.addresses.iter().map(|&address| (address, route)));
             }
         }
         routes

@@ -1,4 +1,4 @@
-//! How an interface is made a port: sockets in the workers, a program on the interface.
+//! Turns an interface into a port: sockets in the workers, a program on the interface.
 
 use std::collections::BTreeSet;
 
@@ -9,8 +9,8 @@ use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, XdpMode};
 
 use super::Ports;
+use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, keep_answering_arp};
-use crate::waiting::interface;
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
@@ -23,18 +23,18 @@ pub(crate) enum OpenError {
     Socket(#[from] SocketError),
 }
 
-/// An interface whose packets the workers get. Dropping it detaches the program; the port is closed by [`Ports`].
-pub(super) struct Open {
+/// An attached interface. Dropping it detaches the program; [`Ports`] closes the port.
+pub(super) struct AttachedPort {
     pub(super) id: PortId,
     pub(super) attached: Attached,
     pub(super) port: Port,
 }
 
-/// A pod's interface. Once attached it stays so while it exists: if its pod goes first, its packets are dropped, not
-/// left to the kernel.
-pub(super) struct PodSide {
-    pub(super) open: Open,
-    /// What was last known of it; its pod may be gone.
+/// A pod's interface. Once attached it stays so while it exists: after its pod is gone, its packets are dropped instead
+/// of left to the kernel.
+pub(super) struct PodAttachment {
+    pub(super) open: AttachedPort,
+    /// The pod's port as last known; the pod may be gone.
     pub(super) last: PodPort,
     pub(super) served: bool,
 }
@@ -46,34 +46,34 @@ impl Ports {
         link: &Link,
         options: AttachOptions,
         port: PodPort,
-    ) -> Result<PodSide, OpenError> {
+    ) -> Result<PodAttachment, OpenError> {
         let open = self.open(dataplane, link, options, forwarding_port(&port))?;
         for name in std::iter::once(&port.name).chain(&port.bridge) {
-            if let Err(error) = keep_answering_arp(&mut self.settings, name, self.follows) {
-                tracing::warn!(interface = name, %error, "rp_filter could not be loosened: the pod's ARP may go unanswered");
+            if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers) {
+                tracing::warn!(interface = name, %error, "cannot loosen rp_filter: the pod's ARP may go unanswered");
             }
         }
-        let side = PodSide { open, last: port, served: true };
-        side.tell_own();
-        tracing::info!(pod = %side.last.pod, interface = side.last.name, port = %side.open.id, "attached");
-        Ok(side)
+        let attachment = PodAttachment { open, last: port, served: true };
+        attachment.sync_own_addresses();
+        tracing::info!(pod = %attachment.last.pod, interface = attachment.last.name, port = %attachment.open.id, "attached");
+        Ok(attachment)
     }
 
-    /// Sockets first, then the program, then the sockets into its map: until the last step packets are dropped.
+    /// First the sockets, then the program, then the sockets into its map: until the last step packets are dropped.
     pub(super) fn open(
         &mut self,
         dataplane: &Dataplane,
         link: &Link,
         options: AttachOptions,
         port: Port,
-    ) -> Result<Open, OpenError> {
+    ) -> Result<AttachedPort, OpenError> {
         let request = PortRequest { patience: self.patience, ..PortRequest::new(link.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         if let Some(error) = dataplane.gso_refused(id) {
             tracing::warn!(
                 interface = link.name,
                 error,
-                "TCP segments leave one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
+                "TCP segments are sent one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
             );
         }
         let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
@@ -83,27 +83,27 @@ impl Ports {
             match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
                 Ok(()) => Ok(attached),
                 Err(error) => {
-                    // What was closed stays closed.
-                    if options.role == Role::Pod && self.waiting.closes() && options.on_miss == OnMiss::Drop {
-                        self.waiting.put(attached);
+                    // A closed interface stays closed.
+                    if options.role == Role::Pod && self.closed_interfaces.closes() && options.on_miss == OnMiss::Drop {
+                        self.closed_interfaces.put(attached);
                     }
                     Err(error)
                 }
             }
         });
         match attached {
-            Ok(attached) => Ok(Open { id, attached, port }),
+            Ok(attached) => Ok(AttachedPort { id, attached, port }),
             Err(error) => {
                 if let Err(error) = dataplane.close_port(id) {
-                    tracing::error!(interface = link.name, %error, "port could not be closed");
+                    tracing::error!(interface = link.name, %error, "cannot close the port");
                 }
                 Err(error)
             }
         }
     }
 
-    /// How a port of this role is attached. The host port's pair is a veth of our own, whose other end has what it sends cut
-    /// into segments as long as the program is native.
+    /// How to attach a port of this role. The host veth always prefers native mode: then the kernel segments what the
+    /// other end sends.
     pub(super) fn options(&self, role: Role) -> AttachOptions {
         let mode = match role {
             Role::Pod | Role::Uplink => self.mode,
@@ -113,33 +113,33 @@ impl Ports {
     }
 
     fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<Attached, AttachError> {
-        // The program that closes it is the one that serves it, if it would be the same; else it gives its place.
-        match self.waiting.take(link.index) {
+        // Reuses the program that closed the interface if its options match; otherwise the new program replaces it.
+        match self.closed_interfaces.take(link.index) {
             Some(closed) if closed.options() == options => return Ok(closed),
             Some(closed) => closed.keep(),
             None => {}
         }
         let attached = self.redirect.attach(&interface(link), options)?;
-        tell_mode(&attached);
+        log_mode(&attached);
         Ok(attached)
     }
 }
 
-impl PodSide {
-    /// Its pod is gone, or is not known to be behind it any more: whatever it sends is dropped.
-    pub(super) fn give_up(&mut self) {
+impl PodAttachment {
+    /// The pod is gone or no longer known to be behind the interface: everything that it sends is dropped.
+    pub(super) fn release_pod(&mut self) {
         tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
         self.served = false;
         self.open.port.addresses.clear();
-        self.tell_own();
+        self.sync_own_addresses();
     }
 
-    /// Has the program hold the pod to its own addresses in ARP and neighbour discovery.
-    fn tell_own(&self) {
+    /// Limits the pod to its own addresses in ARP and neighbour discovery.
+    fn sync_own_addresses(&self) {
         let none = BTreeSet::new();
         let addresses = if self.served { &self.last.addresses } else { &none };
         if let Err(error) = self.open.attached.set_own_addresses(self.last.peer_mac.0, addresses) {
-            tracing::error!(%error, "the pod may speak for others in ARP and neighbour discovery");
+            tracing::error!(%error, "cannot set the pod's own addresses: it may claim others in ARP and neighbour discovery");
         }
     }
 
@@ -147,18 +147,18 @@ impl PodSide {
         self.open.port = forwarding_port(&port);
         self.last = port;
         self.served = true;
-        self.tell_own();
+        self.sync_own_addresses();
     }
 }
 
-/// Says what follows from where a program runs, unless that is the driver, as it should be.
-fn tell_mode(attached: &Attached) {
+/// Logs the consequences of generic mode, or of a mode other than configured.
+fn log_mode(attached: &Attached) {
     let (interface, wanted) = (attached.interface(), attached.options());
     match attached.mode() {
         XdpMode::Generic { because } => {
             let reason = because.as_deref().unwrap_or("xdp.mode, now or when its link was pinned");
             let longer = match wanted.role {
-                Role::Uplink => "go by the kernel",
+                Role::Uplink => "take the kernel's path",
                 Role::Pod | Role::Host => {
                     "are lost; switch segmentation offloads off on the other end (ethtool -K <interface> tso off gso off)"
                 }
@@ -187,7 +187,7 @@ fn forwarding_port(port: &PodPort) -> Port {
     }
 }
 
-/// No IP packet is longer than 65535 octets, whatever an interface says.
+/// An IP packet has at most 65535 bytes, whatever the interface's MTU is.
 pub(super) fn mtu(mtu: u32) -> u16 {
     mtu.try_into().unwrap_or(u16::MAX)
 }

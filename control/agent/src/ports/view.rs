@@ -1,16 +1,16 @@
-//! The ports as others read them: snapshots, answers, metrics and statistics.
+//! Read access to the ports, for snapshots, answers, metrics and statistics.
 
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{XdpMode, XdpOutcomeCounts};
 
 use super::Ports;
-use super::open::{Open, PodSide};
+use super::open::{AttachedPort, PodAttachment};
 use crate::discovery::PodPort;
-use crate::layout::{Layout, OpenPort, Served};
+use crate::port_layout::{OpenPort, PortLayout, ServedPod};
 
-/// A port's name and counters for the statistics.
-pub(crate) struct Counted {
+/// A port with the counters of its program.
+pub(crate) struct PortCounters {
     pub(crate) id: PortId,
     pub(crate) kind: PortKind,
     pub(crate) pod: Option<ObjectKey>,
@@ -19,49 +19,56 @@ pub(crate) struct Counted {
 }
 
 impl Ports {
-    /// What a snapshot needs to know of the ports that are open.
-    pub(crate) fn layout(&self) -> Layout {
-        let placed = |open: &Open, pod: Option<Served>| OpenPort {
+    /// The ports as a snapshot needs them.
+    pub(crate) fn layout(&self) -> PortLayout {
+        let placed = |open: &AttachedPort, pod: Option<ServedPod>| OpenPort {
             id: open.id,
             interface: open.attached.interface().name.clone(),
             port: open.port.clone(),
             pod,
         };
-        let served = |side: &PodSide| {
-            let PodPort { pod, link, addresses, .. } = &side.last;
-            side.served.then(|| Served { key: pod.clone(), link: *link, addresses: addresses.clone() })
+        let served = |attachment: &PodAttachment| {
+            let PodPort { pod, link, addresses, .. } = &attachment.last;
+            attachment.served.then(|| ServedPod { key: pod.clone(), link: *link, addresses: addresses.clone() })
         };
-        let fixed = self.fixed.iter().map(|open| placed(open, None));
-        Layout { ports: fixed.chain(self.pods.values().map(|side| placed(&side.open, served(side)))).collect() }
+        let permanent = self.permanent.iter().map(|open| placed(open, None));
+        PortLayout {
+            ports: permanent
+                .chain(self.pods.values().map(|attachment| placed(&attachment.open, served(attachment))))
+                .collect(),
+        }
     }
 
     /// The port of this pod, and its interface.
     pub(crate) fn port_of(&self, pod: &ObjectKey) -> Option<(PortId, &str)> {
-        let side = self.pods.values().find(|side| side.served && side.last.pod == *pod)?;
-        Some((side.open.id, &side.last.name))
+        let attachment = self.pods.values().find(|attachment| attachment.served && attachment.last.pod == *pod)?;
+        Some((attachment.open.id, &attachment.last.name))
     }
 
     /// The pod behind a port, if it is served.
     pub(crate) fn pod_of(&self, port: PortId) -> Option<&ObjectKey> {
-        self.pods.values().find(|side| side.served && side.open.id == port).map(|side| &side.last.pod)
+        self.pods
+            .values()
+            .find(|attachment| attachment.served && attachment.open.id == port)
+            .map(|attachment| &attachment.last.pod)
     }
 
-    /// Interfaces that are closed because their pod is not known, with what came from them.
-    pub(crate) fn waiting(&self) -> Vec<(String, XdpOutcomeCounts)> {
-        self.waiting.counted()
+    /// Interfaces that are closed because their pod is not known, with their counters.
+    pub(crate) fn closed_interfaces(&self) -> Vec<(String, XdpOutcomeCounts)> {
+        self.closed_interfaces.counted()
     }
 
     /// How many pods are served.
     pub(crate) fn pods(&self) -> usize {
-        self.pods.values().filter(|side| side.served).count()
+        self.pods.values().filter(|attachment| attachment.served).count()
     }
 
-    /// Every port's name and the program's counters.
-    pub(crate) fn counted(&self) -> Vec<Counted> {
-        let pod_of = |side: &PodSide| side.served.then(|| side.last.pod.clone());
-        let pods = self.pods.values().map(|side| (&side.open, pod_of(side)));
-        let all = self.fixed.iter().map(|open| (open, None)).chain(pods);
-        let counted = |(open, pod): (&Open, Option<ObjectKey>)| Counted {
+    /// Every port with its counters.
+    pub(crate) fn counted(&self) -> Vec<PortCounters> {
+        let pod_of = |attachment: &PodAttachment| attachment.served.then(|| attachment.last.pod.clone());
+        let pods = self.pods.values().map(|attachment| (&attachment.open, pod_of(attachment)));
+        let all = self.permanent.iter().map(|open| (open, None)).chain(pods);
+        let counted = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortCounters {
             id: open.id,
             kind: open.port.kind,
             pod,

@@ -1,4 +1,4 @@
-//! What of an interface's settings matters to packets that come and go by AF_XDP: offloads, filters, other programs.
+//! Checks interface settings that matter to AF_XDP: offloads, filters, other XDP programs.
 
 use penstock_dataplane::io::Offloads;
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
@@ -12,12 +12,12 @@ pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<Finding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let settings = match Offloads::read(&port.name) {
         Ok(offloads) => format!("{own}; {}", describe(&offloads)),
-        Err(_) => format!("{own}; its offloads cannot be read"),
+        Err(_) => format!("{own}; cannot read its offloads"),
     };
     let mut findings = vec![Finding::ok(settings)];
-    findings.extend((mode == XdpMode::Native).then(|| too_long_for_native(port)).flatten());
+    findings.extend((mode == XdpMode::Native).then(|| mtu_too_large_for_native(port)).flatten());
     findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
-    // The others are served; this one is tried again and again.
+    // A warning only: other pods are served, and this one is tried again.
     findings.extend(program(&port.name, port.link).map(Finding::warning));
     findings
 }
@@ -50,17 +50,17 @@ fn describe(offloads: &Offloads) -> String {
     )
 }
 
-/// In generic mode the pod's stack hands over segments that were never cut.
-fn too_long_for_native(port: &PodPort) -> Option<Finding> {
+/// In generic mode the pod's stack hands over GSO packets before segmentation.
+fn mtu_too_large_for_native(port: &PodPort) -> Option<Finding> {
     (port.mtu > LARGEST_NATIVE_MTU).then(|| {
         Finding::warning(format!(
-            "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host port's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
+            "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host veth's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
             port.pod, port.mtu, port.name
         ))
     })
 }
 
-/// A strict filter would keep the kernel from answering the pod's ARP while its traffic comes by the workers.
+/// Under strict rp_filter the kernel would not answer the pod's ARP, since the route to the pod is the workers'.
 fn filter(name: &str, strict: [bool; 2]) -> Option<Finding> {
     let which = match strict {
         [true, _] => "all",
@@ -68,23 +68,23 @@ fn filter(name: &str, strict: [bool; 2]) -> Option<Finding> {
         [false, false] => return None,
     };
     Some(Finding::ok(format!(
-        "net/ipv4/conf/{which}/rp_filter = 1: set to 2 on {name} while its pod is served, and put back at the end"
+        "net/ipv4/conf/{which}/rp_filter = 1: set to 2 on {name} while its pod is served, and restored at the end"
     )))
 }
 
-/// Packets that were merged before the generic path sees them may be longer than a frame.
+/// Packets that GRO or LRO merged before the generic path may be longer than a frame.
 fn merging(name: &str, offloads: &Offloads) -> Option<Finding> {
     let merges = [("lro", offloads.lro), ("gro", offloads.gro)].into_iter().find(|(_, on)| *on == Some(true));
     merges.map(|(feature, _)| {
         Finding::warning(format!(
-            "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame go the slower way by the kernel; switch it off (ethtool -K {name} {feature} off)"
+            "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame take the slower kernel path; switch it off (ethtool -K {name} {feature} off)"
         ))
     })
 }
 
-/// The line about somebody else's program, if there is one.
+/// A line about another XDP program on the interface, if there is one.
 fn program(name: &str, index: u32) -> Option<String> {
-    // Without the right to look there are other errors already.
+    // Without permission to read it other errors are reported already.
     let found = ForeignProgram::on(index).ok()??;
     let called = found.name.map_or_else(String::new, |called| format!(" ({called})"));
     Some(format!(
@@ -104,7 +104,7 @@ mod tests {
     use penstock_policy::model::ObjectKey;
 
     #[test]
-    fn an_mtu_at_which_a_veth_takes_no_native_program_is_warned_about() {
+    fn an_mtu_too_large_for_native_xdp_on_a_veth_is_a_warning() {
         let port = |mtu: u32| PodPort {
             link: 7,
             name: "veth1".to_owned(),
@@ -116,10 +116,10 @@ mod tests {
             addresses: BTreeSet::new(),
         };
         for mtu in [1500, 3506] {
-            assert_eq!(too_long_for_native(&port(mtu)), None, "{mtu}");
+            assert_eq!(mtu_too_large_for_native(&port(mtu)), None, "{mtu}");
         }
         for mtu in [3507, 3826] {
-            let found = too_long_for_native(&port(mtu)).unwrap();
+            let found = mtu_too_large_for_native(&port(mtu)).unwrap();
             assert_eq!(found.level, Level::Warning);
             let start =
                 format!("pod shop/web: MTU {mtu} of veth1 is more than the 3506 up to which a veth takes native XDP");
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_strict_filter_is_told_by_where_it_is_set() {
+    fn a_strict_rp_filter_is_reported_with_the_setting_that_causes_it() {
         assert_eq!(filter("veth1", [false, false]), None);
         assert!(
             filter("veth1", [true, true])
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn an_uplink_that_merges_packets_is_warned_about() {
+    fn an_uplink_with_lro_or_gro_is_a_warning() {
         let off = Offloads::default();
         assert_eq!(merging("eth0", &off), None);
         let found = merging("eth0", &Offloads { gro: Some(true), lro: Some(false), ..off }).unwrap();
@@ -152,8 +152,8 @@ mod tests {
     }
 
     #[test]
-    fn offloads_that_a_driver_does_not_tell_are_unknown() {
-        let told = describe(&Offloads { tso: Some(true), gso: Some(false), ..Offloads::default() });
-        assert_eq!(told, "tso on, gso off, gro unknown, rx checksum unknown, tx checksum unknown");
+    fn offloads_that_a_driver_does_not_report_are_unknown() {
+        let text = describe(&Offloads { tso: Some(true), gso: Some(false), ..Offloads::default() });
+        assert_eq!(text, "tso on, gso off, gro unknown, rx checksum unknown, tx checksum unknown");
     }
 }

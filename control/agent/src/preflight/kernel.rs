@@ -1,4 +1,4 @@
-//! What of the kernel and its limits matters: version, bpffs, locked memory.
+//! Checks the kernel and its limits: version, bpffs, locked memory.
 
 use std::path::Path;
 
@@ -10,12 +10,12 @@ use crate::config::{Config, FailMode, OnExit, XdpMode};
 
 /// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
 const LEAST: (u32, u32) = (5, 10);
-/// The first kernel that sends more than 32 packets at a wake-up if it is told to (`XDP_MAX_TX_SKB_BUDGET`).
+/// The first kernel that can send more than 32 packets per wake-up (`XDP_MAX_TX_SKB_BUDGET`).
 const BUDGET: (u32, u32) = (6, 17);
-/// CAP_IPC_LOCK: locked memory is not limited.
+/// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
 const IPC_LOCK: u32 = 14;
 
-/// Looks at all of it; without privileges at the version alone, since all else follows from that.
+/// All kernel checks; without privileges the version only, since the others would fail for that alone.
 pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
     let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
     let mut findings = vec![version(&release.unwrap_or_default())];
@@ -27,7 +27,7 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
         let mounted = statfs(root).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC);
         findings.push(bpffs(mounted, effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
     }
-    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.octets());
+    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
     let unlimited = effective_capabilities() >> IPC_LOCK & 1 == 1 || limit == RLIM_INFINITY;
     findings.push(memlock(frames, (!unlimited).then_some(limit)));
@@ -39,33 +39,34 @@ fn version(release: &str) -> Finding {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
         (Some(major), Some(minor)) if (major, minor) < LEAST => Finding::error(format!(
-            "kernel {release}: its AF_XDP sockets cannot share memory between interfaces; use 5.10 or later"
+            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use 5.10 or later"
         )),
         (Some(major), Some(minor)) if (major, minor) < BUDGET => Finding::warning(format!(
-            "kernel {release}: sends at most 32 packets at a wake-up, which costs bulk traffic; 6.17 or later sends more"
+            "kernel {release}: sends at most 32 packets per wake-up, which slows bulk traffic; 6.17 or later sends more"
         )),
         (Some(_), Some(_)) => Finding::ok(format!("kernel {release}")),
-        _ => Finding::warning(format!("kernel {release:?}: not a version that is understood; 5.10 or later is needed")),
+        _ => Finding::warning(format!("kernel {release:?}: unknown version; use 5.10 or later")),
     }
 }
 
-/// Uplinks hand packets to the workers past the kernel, so what it translates must be told from the rest.
+/// Uplinks hand packets to the workers past the kernel, so the programs must recognize connections that the kernel
+/// translates.
 pub(super) fn translation(can_be_found: bool) -> Finding {
     match can_be_found {
-        true => Finding::ok("uplinks: the kernel tells which connections it translates"),
+        true => Finding::ok("uplinks: the kernel reports which connections it translates"),
         false => Finding::error(
-            "uplinks: the kernel cannot be asked which connections it translates, and pods would get no answer from Services; use Linux 5.18 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), or take uplinks out",
+            "uplinks: the kernel does not report which connections it translates, and pods would get no answers from Services; use Linux 5.18 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), or remove uplinks",
         ),
     }
 }
 
-/// Of a TCP connection that it does not translate the kernel sees on uplinks what pods send alone, and calls that invalid. A rule
-/// that drops it would end the connection; kube-proxy has one unless the kernel is told to be liberal (`KUBE-FORWARD` in
-/// pkg/proxy/iptables/proxier.go).
-pub(super) fn half_seen(liberal: Option<String>) -> Option<Finding> {
+/// On uplinks connection tracking sees only the pods' direction of a TCP connection that it does not translate, and
+/// calls its packets invalid. A rule that drops those would end the connection. kube-proxy has such a rule unless the
+/// kernel is set to be liberal (`KUBE-FORWARD` in pkg/proxy/iptables/proxier.go).
+pub(super) fn one_sided_tracking(liberal: Option<String>) -> Option<Finding> {
     (liberal?.trim() == "0").then(|| {
         Finding::warning(
-            "uplinks: connection tracking sees one direction of TCP only, and a rule that drops ct state invalid, as kube-proxy has one, would end it; set net/netfilter/nf_conntrack_tcp_be_liberal to 1 (kube-proxy: conntrack.tcpBeLiberal), or take uplinks out",
+            "uplinks: connection tracking sees one direction of TCP only, and a rule that drops ct state invalid, such as kube-proxy's, would end connections; set net/netfilter/nf_conntrack_tcp_be_liberal to 1 (kube-proxy: conntrack.tcpBeLiberal), or remove uplinks",
         )
     })
 }
@@ -73,7 +74,7 @@ pub(super) fn half_seen(liberal: Option<String>) -> Option<Finding> {
 fn mode(mode: XdpMode) -> Option<Finding> {
     (mode == XdpMode::Generic).then(|| {
         Finding::warning(
-            "xdp.mode = \"generic\": what a pod's stack hands over before it is cut into segments, and is longer than a frame, is lost, so that bulk TCP does not flow; switch it off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
+            "xdp.mode = \"generic\": GSO packets of a pod's stack that are longer than a frame are lost, so that bulk TCP stalls; switch segmentation offload off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
         )
     })
 }
@@ -81,18 +82,18 @@ fn mode(mode: XdpMode) -> Option<Finding> {
 fn bpffs(mounted: bool, may_mount: bool) -> Finding {
     match (mounted, may_mount) {
         (true, _) => Finding::ok("/sys/fs/bpf: a BPF file system"),
-        (false, true) => Finding::ok("/sys/fs/bpf: no BPF file system yet; it will be mounted"),
+        (false, true) => Finding::ok("/sys/fs/bpf: no BPF file system yet; the start mounts it"),
         (false, false) => Finding::error(
             "/sys/fs/bpf: no BPF file system, which fail.mode = \"closed\" needs; mount it (mount -t bpf bpf /sys/fs/bpf)",
         ),
     }
 }
 
-/// The UMEM counts against the limit of whoever registers it (`xdp_umem_account_pages` in net/xdp/xdp_umem.c).
+/// The UMEM counts against the limit of the process that registers it (`xdp_umem_account_pages` in net/xdp/xdp_umem.c).
 fn memlock(frames: u64, limit: Option<u64>) -> Finding {
     match limit {
         Some(limit) if limit < frames => Finding::error(format!(
-            "RLIMIT_MEMLOCK: {} MiB, and umem needs {} MiB; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity), or grant CAP_IPC_LOCK",
+            "RLIMIT_MEMLOCK: {} MiB, but umem needs {} MiB; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity), or grant CAP_IPC_LOCK",
             limit >> 20,
             frames >> 20
         )),
@@ -107,23 +108,23 @@ mod tests {
     use crate::preflight::Level;
 
     #[test]
-    fn a_kernel_that_is_too_old_is_refused_and_one_that_lacks_something_warned_about() {
-        for (release, level, told) in [
+    fn a_too_old_kernel_is_an_error_and_one_with_a_limitation_a_warning() {
+        for (release, level, expected) in [
             ("4.19.0-27-amd64", Level::Error, "kernel 4.19.0-27-amd64: its AF_XDP sockets cannot share"),
             ("5.9.16", Level::Error, "kernel 5.9.16: "),
             ("5.10.0-28-amd64", Level::Warning, "kernel 5.10.0-28-amd64: sends at most 32 packets"),
             ("6.17.1", Level::Ok, "kernel 6.17.1"),
             ("7.0-rc1", Level::Ok, "kernel 7.0-rc1"),
-            ("unknown", Level::Warning, "kernel \"unknown\": not a version"),
+            ("unknown", Level::Warning, "kernel \"unknown\": unknown version"),
         ] {
             let found = version(release);
             assert_eq!(found.level, level, "{found:?}");
-            assert!(found.line.starts_with(told), "{found:?}");
+            assert!(found.line.starts_with(expected), "{found:?}");
         }
     }
 
     #[test]
-    fn generic_mode_is_warned_about() {
+    fn generic_mode_is_a_warning() {
         assert_eq!(mode(XdpMode::Native), None);
         let found = mode(XdpMode::Generic).unwrap();
         assert_eq!(found.level, Level::Warning);
@@ -134,32 +135,32 @@ mod tests {
     }
 
     #[test]
-    fn uplinks_without_a_way_to_find_translated_connections_are_refused_with_the_remedy() {
+    fn uplinks_without_access_to_translated_connections_are_an_error_with_a_remedy() {
         assert_eq!(translation(true).level, Level::Ok);
         let found = translation(false);
         assert_eq!(found.level, Level::Error);
-        assert!(found.line.contains("5.18") && found.line.contains("or take uplinks out"), "{found:?}");
+        assert!(found.line.contains("5.18") && found.line.contains("or remove uplinks"), "{found:?}");
     }
 
     #[test]
-    fn uplinks_beside_rules_that_may_drop_what_is_half_seen_are_warned_about() {
-        let found = half_seen(Some("0\n".into())).unwrap();
+    fn uplinks_with_rules_that_may_drop_one_sided_connections_are_a_warning() {
+        let found = one_sided_tracking(Some("0\n".into())).unwrap();
         assert!(found.level == Level::Warning && found.line.contains("tcpBeLiberal"), "{found:?}");
-        assert_eq!((half_seen(Some("1\n".into())), half_seen(None)), (None, None));
+        assert_eq!((one_sided_tracking(Some("1\n".into())), one_sided_tracking(None)), (None, None));
     }
 
     #[test]
     fn locked_memory_must_hold_the_frames() {
         assert_eq!(memlock(256 << 20, Some(8 << 20)).level, Level::Error);
         assert!(
-            memlock(256 << 20, Some(8 << 20)).line.starts_with("RLIMIT_MEMLOCK: 8 MiB, and umem needs 256 MiB; raise")
+            memlock(256 << 20, Some(8 << 20)).line.starts_with("RLIMIT_MEMLOCK: 8 MiB, but umem needs 256 MiB; raise")
         );
         assert_eq!(memlock(256 << 20, Some(256 << 20)).level, Level::Ok);
         assert_eq!(memlock(256 << 20, None).level, Level::Ok);
     }
 
     #[test]
-    fn a_bpf_file_system_that_can_neither_be_found_nor_mounted_is_an_error() {
+    fn a_bpf_file_system_that_is_missing_and_cannot_be_mounted_is_an_error() {
         assert_eq!(
             [bpffs(true, false), bpffs(false, true), bpffs(false, false)].map(|found| found.level),
             [Level::Ok, Level::Ok, Level::Error]

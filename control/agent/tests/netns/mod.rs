@@ -1,5 +1,5 @@
-//! A node and its pods in network namespaces of their own, as the `ptp` CNI plugin leaves them.
-//! All of it goes when the test ends, also when it fails.
+//! A node and its pods in network namespaces of their own, as the `ptp` CNI plugin sets them up. All of it is deleted
+//! when the test ends, also when it fails.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,15 +30,15 @@ pub(crate) fn on_a_node_async<F: Future<Output = ()>>(test: impl FnOnce() -> F +
     });
 }
 
-/// Runs a command in the node's namespace and gives its output; a failure is the test's.
+/// Runs a command in the node's namespace and returns its output; panics if it fails.
 pub(crate) fn run(command: &str) -> String {
     let (ok, output) = attempt(command);
     assert!(ok, "{command}: {output}");
     output
 }
 
-/// Runs `ip` with these arguments. `-n NAMESPACE` must come first; the namespace is entered by its file alone, since
-/// `ip -n` also remounts /sys, which fails where the root is no mount point (in a chroot).
+/// Runs `ip` with these arguments. `-n NAMESPACE` must come first; the namespace is entered by its file only, since `ip
+/// -n` also remounts /sys, which fails if the root is no mount point (in a chroot).
 pub(crate) fn ip(arguments: &str) -> String {
     match arguments.strip_prefix("-n ").and_then(|rest| rest.split_once(' ')) {
         Some((namespace, rest)) => run(&format!("nsenter --net=/run/netns/{namespace} ip {rest}")),
@@ -51,7 +51,7 @@ pub(crate) fn attempt(command: &str) -> (bool, String) {
     let mut words = command.split_whitespace();
     let output = Command::new(words.next().unwrap()).args(words).output().unwrap();
     let success = output.status.success();
-    // A command that succeeds may still complain, of another test's namespace that is just going, say.
+    // A command that succeeds may still warn, for example about another test's namespace that is being deleted.
     let text = if success { output.stdout } else { [output.stdout, output.stderr].concat() };
     (success, String::from_utf8_lossy(&text).into_owned())
 }
@@ -92,7 +92,7 @@ impl Pod {
         })
     }
 
-    /// Pod number `number` on the bridge `cni0`, as the `bridge` CNI plugin leaves it; the first one makes the bridge.
+    /// Pod number `number` on the bridge `cni0`, as the `bridge` CNI plugin sets it up; the first one makes the bridge.
     #[allow(dead_code, reason = "not every test binary has pods on a bridge")]
     pub(crate) fn on_bridge(number: u8) -> Self {
         let [gateway4, gateway6] = BRIDGE_GATEWAYS;
@@ -119,7 +119,7 @@ impl Pod {
         }
     }
 
-    /// Makes its namespace, its veth and its addresses, of these prefix lengths, then the `rest`.
+    /// Makes the namespace, the veth and the addresses with these prefix lengths, then runs `rest`.
     fn wire(self, [length4, length6]: [u8; 2], rest: impl FnOnce(&Self)) -> Self {
         let Self { namespace, veth, v4, v6 } = &self;
         ip(&format!("netns add {namespace}"));
@@ -163,7 +163,7 @@ pub(crate) fn node_state() -> String {
     let mut state = String::new();
     for what in ["-o link", "-o addr", "rule", "-6 rule", "-4 route show table all", "-6 route show table all"] {
         let mut text = ip(what);
-        // The state of carrier changes by itself, a little after what changed it.
+        // The carrier state changes by itself, a little after its cause.
         for carrier in ["NO-CARRIER,", ",LOWER_UP", " state UP", " state DOWN", " state LOWERLAYERDOWN"] {
             text = text.replace(carrier, "");
         }

@@ -129,7 +129,7 @@ impl ApiServer {
         let runtime = Builder::new_current_thread().enable_all().build().map_err(OpenError::Thread)?;
         let access = access.clone();
         let body = move || {
-            privileges::forgo();
+            privileges::drop_all();
             runtime.block_on(async {
                 // A client lives in the runtime that it is made in.
                 let shared = Connection::new(&access).await.map(|connection| Shared::new(connection, timing, health));

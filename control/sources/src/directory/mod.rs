@@ -84,7 +84,7 @@ impl ManifestDirectory {
         let thread = thread::Builder::new()
             .name("manifests".to_owned())
             .spawn(move || {
-                privileges::forgo();
+                privileges::drop_all();
                 watch.run(files, &sender);
             })
             .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;

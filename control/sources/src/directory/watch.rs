@@ -74,7 +74,7 @@ impl Watch {
     pub(super) fn new(path: &Path, messages: Sender<Message>, inbox: Receiver<Message>) -> notify::Result<Self> {
         // An error means that the thread has ended.
         let tell = move |event| drop(messages.send(Message::Event(event)));
-        let watcher = privileges::without(move || notify::recommended_watcher(tell))?;
+        let watcher = privileges::run_without(move || notify::recommended_watcher(tell))?;
         let mut watch = Self {
             path: path.to_owned(),
             watcher,

@@ -1,9 +1,9 @@
 //! Descriptors that the kernel closes before all others when the process dies.
 //!
-//! A dead process's files are released one after the other, the last numbers first: each is put before what is still to be
-//! done (`close_files` in fs/file.c, `task_work_add` in kernel/task_work.c). Many wait for RCU grace periods, an AF_XDP
-//! socket and an XDP link among them, so that where a node has a hundred pods the first are open seconds after the process
-//! died. What all of them depend on must go before. Where a kernel orders them otherwise nothing is lost but that time.
+//! The kernel releases a dead process's files one after the other, highest descriptor first: it puts each before the
+//! pending ones (`close_files` in fs/file.c, `task_work_add` in kernel/task_work.c). Many wait for RCU grace periods,
+//! AF_XDP sockets and XDP links among them, so on a node with a hundred pods the first pods open seconds after the
+//! process died. What all pods depend on must go first. On a kernel with another order only that time is lost.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
@@ -11,20 +11,19 @@ use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use nix::sys::resource::{Resource, getrlimit};
 use rustix::io::fcntl_dupfd_cloexec;
 
-/// Duplicates with the highest numbers of all: a file is released when the last of its descriptors is closed.
+/// Duplicates with the highest descriptor numbers: a file is released when its last descriptor is closed.
 #[derive(Debug, Default)]
-pub(super) struct FirstClosed {
+pub(super) struct CloseFirstFds {
     held: Vec<OwnedFd>,
 }
 
-impl FirstClosed {
-    /// The lowest number that it uses: above what a daemon ever has open, and no more than a table of half a megabyte
-    /// takes.
+impl CloseFirstFds {
+    /// The lowest number in use: above any that a daemon opens, while the descriptor table stays below half a megabyte.
     const LOWEST: RawFd = 60_000;
-    /// How many numbers below the limit are left to it where the limit is lower.
+    /// How many numbers below the limit are used where the limit is lower.
     const ROOM: RawFd = 16;
 
-    /// This file is closed before those that were held before it.
+    /// Adds a file, to be closed before those that were added earlier.
     pub(super) fn hold(&mut self, file: BorrowedFd<'_>) -> io::Result<()> {
         let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
         let limit = RawFd::try_from(limit).unwrap_or(RawFd::MAX);
@@ -40,9 +39,9 @@ mod tests {
     use std::os::fd::{AsFd, AsRawFd};
 
     #[test]
-    fn what_is_held_later_has_a_higher_number_and_all_have_higher_ones_than_other_files() {
+    fn later_files_get_higher_descriptors_and_all_are_above_ordinary_files() {
         let file = File::open("/dev/null").unwrap();
-        let mut first = FirstClosed::default();
+        let mut first = CloseFirstFds::default();
         for _ in 0..4 {
             first.hold(file.as_fd()).unwrap();
         }

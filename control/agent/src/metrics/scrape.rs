@@ -1,4 +1,4 @@
-//! What is measured, as of one scrape.
+//! All metrics of one scrape.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,18 +15,18 @@ use penstock_sources::{Kind as ObjectKind, KindHealth};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
-use super::exposition::{Exposition, Kind};
-use crate::progress::Times;
-use crate::view::{self, Figures, View};
-use crate::walks::ByState;
+use super::exposition::{Exposition, FamilyType};
+use crate::progress::StepTimes;
+use crate::scans::StateCounts;
+use crate::view::{self, DaemonView, LiveCounters};
 
-/// All that one scrape tells, but what [`Times`] keeps.
+/// The values of one scrape, except those of [`StepTimes`].
 #[derive(Debug)]
-pub(crate) struct Collected {
+pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
     depths: QueueDepths,
     /// By port number: kind, namespace and name of its pod, XDP outcomes.
-    ports: BTreeMap<u16, Named>,
+    ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
     cores: Vec<usize>,
@@ -34,18 +34,18 @@ pub(crate) struct Collected {
     pods: usize,
     attached: usize,
     tables: policy::PolicySetStatistics,
-    connections: Connections,
+    connections: TableMetrics,
     pub(super) table: Arc<ConnTable>,
-    /// Filled in when the table has been gone through.
-    pub(super) by_state: Arc<ByState>,
-    verdicts: Verdicts,
+    /// Filled in after the scan of the table.
+    pub(super) by_state: Arc<StateCounts>,
+    verdicts: VerdictLogCounts,
     source: Vec<(ObjectKind, KindHealth)>,
     uptime: Duration,
-    pub(super) times: Times,
+    pub(super) times: StepTimes,
 }
 
 #[derive(Debug)]
-struct Named {
+struct PortLabels {
     kind: PortKind,
     namespace: String,
     pod: String,
@@ -53,31 +53,34 @@ struct Named {
 }
 
 #[derive(Debug)]
-struct Connections {
+struct TableMetrics {
     capacity: usize,
-    octets: usize,
+    bytes: usize,
     events: Vec<(&'static str, u64)>,
 }
 
 #[derive(Debug)]
-struct Verdicts {
+struct VerdictLogCounts {
     suppressed: Vec<(&'static str, u64)>,
     lost: u64,
 }
 
-/// Limits of the histogram of turns, in nanoseconds: powers of two, where the workers' own buckets end.
-const TURNS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
+/// Bucket bounds of the poll histogram, in nanoseconds: powers of two, where the workers' own buckets end.
+const POLL_BUCKETS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
 
-impl Collected {
-    /// Reads everything but the connections' states, for which the table is gone through.
-    pub(crate) fn new(view: &View<'_>, figures: Figures) -> Self {
+impl Scrape {
+    /// Reads all values except the connections' states, which need a scan of the table.
+    pub(crate) fn new(view: &DaemonView<'_>, counters: LiveCounters) -> Self {
         let table = view.dataplane.connections();
-        let Figures { sample, depths, ports } = figures;
+        let LiveCounters { sample, depths, ports } = counters;
         let named = ports.into_iter().map(|counted| {
             let (namespace, pod) = counted.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
             let xdp = counted.outcomes.iter().flat_map(|outcomes| outcomes.iter());
             let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (counted.id.0, Named { kind: counted.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
+            (
+                counted.id.0,
+                PortLabels { kind: counted.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp },
+            )
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -91,14 +94,14 @@ impl Collected {
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
             attached: view.ports.pods(),
             tables: view.objects.engine().policy_set().statistics(),
-            connections: Connections {
+            connections: TableMetrics {
                 capacity: table.capacity(),
-                octets: table.memory(),
+                bytes: table.memory(),
                 events: table.statistics().iter().collect(),
             },
             table: Arc::clone(table),
             by_state: Arc::default(),
-            verdicts: Verdicts {
+            verdicts: VerdictLogCounts {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
@@ -110,7 +113,7 @@ impl Collected {
 
     fn encode_ports(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_port_packets",
             "Packets by direction, as the pod sees it, and verdict",
             |add| {
@@ -124,7 +127,7 @@ impl Collected {
                 })
             },
         )?;
-        to.family(Kind::Counter, "penstock_port_bytes", "Octets of those, Ethernet headers included", |add| {
+        to.family(FamilyType::Counter, "penstock_port_bytes", "Bytes of those, Ethernet headers included", |add| {
             self.each_port(|labels, port| {
                 let (traffic, dropped) = (&port.traffic, port.traffic.dropped_bytes);
                 let sent = [("direction", "egress"), ("verdict", "forwarded")];
@@ -135,9 +138,9 @@ impl Collected {
             })
         })?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_port_drops",
-            "Packets that came in by a port and were dropped, by cause",
+            "Packets that came in by a port and were dropped, by drop reason",
             |add| {
                 self.each_port(|labels, port| {
                     port.traffic
@@ -147,7 +150,7 @@ impl Collected {
             },
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_port_kernel_drops",
             "Packets that the kernel lost at a port's AF_XDP sockets (struct xdp_statistics), by reason",
             |add| {
@@ -158,15 +161,21 @@ impl Collected {
                 })
             },
         )?;
-        to.family(Kind::Counter, "penstock_port_xdp", "What the XDP program did with packets, by outcome", |add| {
-            self.each_port(|labels, port| {
-                let named = self.ports.get(&port.port.0);
-                let outcomes = named.iter().flat_map(|named| &named.xdp);
-                let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
-                outcomes.try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
-            })
-        })?;
-        to.family(Kind::Gauge, "penstock_port_queue_frames", "Frames in a port's rings", |add| {
+        to.family(
+            FamilyType::Counter,
+            "penstock_port_xdp",
+            "What the XDP program did with packets, by outcome",
+            |add| {
+                self.each_port(|labels, port| {
+                    let named = self.ports.get(&port.port.0);
+                    let outcomes = named.iter().flat_map(|named| &named.xdp);
+                    let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
+                    outcomes
+                        .try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
+                })
+            },
+        )?;
+        to.family(FamilyType::Gauge, "penstock_port_queue_frames", "Frames in a port's rings", |add| {
             self.each_port(|labels, port| {
                 let of = || self.depths.queues.iter().filter(|queue| queue.port == port.port);
                 let receiving: u32 = of().map(|queue| queue.receiving).sum();
@@ -177,10 +186,10 @@ impl Collected {
         })
     }
 
-    fn each_port(&self, mut told: impl FnMut(&[(&str, &str)], &PortStatistics) -> fmt::Result) -> fmt::Result {
+    fn each_port(&self, mut write: impl FnMut(&[(&str, &str)], &PortStatistics) -> fmt::Result) -> fmt::Result {
         self.statistics.ports.iter().try_for_each(|port| {
             let named = self.ports.get(&port.port.0);
-            let text = |get: fn(&Named) -> &str| named.map_or("", get);
+            let text = |get: fn(&PortLabels) -> &str| named.map_or("", get);
             let kind = named.map_or("pod", |named| view::kind(named.kind));
             let labels = [
                 ("interface", port.interface.as_str()),
@@ -188,7 +197,7 @@ impl Collected {
                 ("namespace", text(|named| &named.namespace)),
                 ("pod", text(|named| &named.pod)),
             ];
-            told(&labels, port)
+            write(&labels, port)
         })
     }
 
@@ -196,7 +205,7 @@ impl Collected {
         let total = self.statistics.total();
         let dropped = total.dropped_packets();
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_packets",
             "Packets that workers received, by verdict; closed ports included",
             |add| {
@@ -204,21 +213,21 @@ impl Collected {
                 add.count(&[("verdict", "dropped")], dropped)
             },
         )?;
-        to.family(Kind::Counter, "penstock_bytes", "Octets of those, Ethernet headers included", |add| {
+        to.family(FamilyType::Counter, "penstock_bytes", "Bytes of those, Ethernet headers included", |add| {
             add.count(&[("verdict", "forwarded")], total.rx_bytes.saturating_sub(total.dropped_bytes))?;
             add.count(&[("verdict", "dropped")], total.dropped_bytes)
         })?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_drops",
-            "Packets dropped by workers, by cause; closed ports included",
+            "Packets dropped by workers, by drop reason; closed ports included",
             |add| {
                 let causes = penstock_dataplane::DropReason::ALL.iter();
                 causes.copied().try_for_each(|cause| add.count(&[("cause", cause.name())], total.dropped(cause)))
             },
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_kernel_drops",
             "Packets that the kernel lost at the open AF_XDP sockets, by reason",
             |add| {
@@ -233,7 +242,7 @@ impl Collected {
         let workers = || self.statistics.workers.iter().enumerate();
         let label = |worker: usize| worker.to_string();
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_worker_busy_seconds",
             "Time in which a worker moved packets; its rate is the busy share",
             |add| {
@@ -242,39 +251,39 @@ impl Collected {
                 })
             },
         )?;
-        to.family(Kind::Counter, "penstock_worker_asleep_seconds", "Time in which a worker slept", |add| {
+        to.family(FamilyType::Counter, "penstock_worker_asleep_seconds", "Time in which a worker slept", |add| {
             workers()
                 .try_for_each(|(n, worker)| add.count_seconds(&[("worker", &label(n))], worker.asleep.as_secs_f64()))
         })?;
-        to.family(Kind::Counter, "penstock_worker_batches", "Batches of packets received", |add| {
+        to.family(FamilyType::Counter, "penstock_worker_batches", "Batches of packets received", |add| {
             workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.batches))
         })?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_worker_handed_over_packets",
-            "Packets given to another worker, which has their port",
+            "Packets handed to the worker that owns their port",
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.handed_over)),
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_worker_joined_segments",
-            "TCP segments that left joined with others, as one packet of the kernel's",
+            "TCP segments sent merged with others as one GSO packet",
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.joined)),
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_worker_answers",
-            "ICMP errors and TCP resets of the node's own making, in answer to packets that were dropped",
+            "ICMP errors and TCP resets that the node sent for dropped packets",
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies)),
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_worker_answers_withheld",
-            "Answers that were due and not given, because there had been too many",
+            "ICMP errors and TCP resets not sent because of the rate limit",
             |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies_suppressed)),
         )?;
         to.family(
-            Kind::Gauge,
+            FamilyType::Gauge,
             "penstock_worker_waiting_packets",
             "Packets from other workers that wait for this one",
             |add| {
@@ -285,26 +294,26 @@ impl Collected {
                     .try_for_each(|(n, waiting)| add.value(&[("worker", &label(n))], *waiting as f64))
             },
         )?;
-        to.family(Kind::Gauge, "penstock_worker_core", "The core that a worker is pinned to", |add| {
+        to.family(FamilyType::Gauge, "penstock_worker_core", "The core that a worker is pinned to", |add| {
             self.cores.iter().enumerate().try_for_each(|(n, core)| add.value(&[("worker", &label(n))], *core as f64))
         })?;
-        to.family(Kind::Gauge, "penstock_worker_epoch", "The snapshot in force on a worker", |add| {
+        to.family(FamilyType::Gauge, "penstock_worker_epoch", "The snapshot in force on a worker", |add| {
             self.in_force
                 .iter()
                 .enumerate()
                 .try_for_each(|(n, epoch)| add.value(&[("worker", &label(n))], (*epoch).into()))
         })?;
         to.family(
-            Kind::Histogram,
+            FamilyType::Histogram,
             "penstock_worker_turn_seconds",
-            "How long a worker's turns with packets took",
+            "Duration of a worker's poll iterations with packets",
             |add| {
                 workers().try_for_each(|(n, worker)| {
-                    add.histogram(&[("worker", &label(n))], &turns(&worker.busy_iterations))
+                    add.histogram(&[("worker", &label(n))], &poll_times(&worker.busy_iterations))
                 })
             },
         )?;
-        to.family(Kind::Histogram, "penstock_worker_batch_packets", "Packets of a batch", |add| {
+        to.family(FamilyType::Histogram, "penstock_worker_batch_packets", "Packets per batch", |add| {
             workers().try_for_each(|(n, worker)| {
                 let packets: u64 = self
                     .statistics
@@ -332,7 +341,7 @@ impl Collected {
         )?;
         to.gauges(
             "penstock_source_connected",
-            "Whether changes of a kind are told as they happen",
+            "Whether changes of a kind arrive as they happen",
             "resource",
             &gauge(|health| f64::from(u8::from(health.connected))),
         )?;
@@ -344,9 +353,9 @@ impl Collected {
             &gauge(|health| health.invalid as f64),
         )?;
         to.family(
-            Kind::Gauge,
+            FamilyType::Gauge,
             "penstock_source_last_sign_seconds",
-            "How long ago the source last gave a sign of life for a kind",
+            "Seconds since the last message from the source for a kind",
             |add| {
                 self.source.iter().try_for_each(|(kind, health)| match health.last_sign {
                     Some(age) => add.value(&[("resource", kind.resource())], age.as_secs_f64()),
@@ -357,11 +366,11 @@ impl Collected {
         type Count = fn(&KindHealth) -> u64;
         let counts: [(&str, &str, Count); 3] = [
             ("penstock_source_events", "Events of a kind", |health| health.events),
-            ("penstock_source_outages", "How often the source was lost", |health| health.outages),
+            ("penstock_source_outages", "How often the connection to the source was lost", |health| health.outages),
             ("penstock_source_lists", "How often all objects of a kind were read", |health| health.lists),
         ];
         counts.into_iter().try_for_each(|(name, help, get)| {
-            to.family(Kind::Counter, name, help, |add| {
+            to.family(FamilyType::Counter, name, help, |add| {
                 self.source
                     .iter()
                     .try_for_each(|(kind, health)| add.count(&[("resource", kind.resource())], get(health)))
@@ -385,12 +394,8 @@ impl Collected {
             "Connections that the table has room for",
             self.connections.capacity as f64,
         )?;
-        to.gauge(
-            "penstock_connections_memory_bytes",
-            "Memory of the connection table",
-            self.connections.octets as f64,
-        )?;
-        to.family(Kind::Counter, "penstock_connection_events", "What became of connections, by outcome", |add| {
+        to.gauge("penstock_connections_memory_bytes", "Memory of the connection table", self.connections.bytes as f64)?;
+        to.family(FamilyType::Counter, "penstock_connection_events", "Events of connections, by kind", |add| {
             self.connections.events.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
         })?;
         to.gauge("penstock_policies", "NetworkPolicies in the cluster", self.policies as f64)?;
@@ -405,11 +410,11 @@ impl Collected {
         to.gauge("penstock_policy_rules", "Rules in them", self.tables.rules as f64)?;
         to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.bytes as f64)?;
         to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
-        to.gauge("penstock_uptime_seconds", "Since when the daemon runs", self.uptime.as_secs_f64())?;
+        to.gauge("penstock_uptime_seconds", "How long the daemon has been running", self.uptime.as_secs_f64())?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_verdict_log_suppressed",
-            "Packets that the verdict log leaves out for its budget, by outcome",
+            "Packets that the verdict log left out to stay in its budget, by outcome",
             |add| {
                 self.verdicts
                     .suppressed
@@ -418,7 +423,7 @@ impl Collected {
             },
         )?;
         to.family(
-            Kind::Counter,
+            FamilyType::Counter,
             "penstock_verdict_log_lost",
             "Records of the verdict log that were lost because it was not read fast enough",
             |add| add.count(&[], self.verdicts.lost),
@@ -426,7 +431,7 @@ impl Collected {
     }
 }
 
-impl Collector for Collected {
+impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut to = Exposition::new(encoder);
         self.encode_totals(&mut to)?;
@@ -437,8 +442,8 @@ impl Collector for Collected {
     }
 }
 
-fn turns(histogram: &Histogram) -> super::exposition::Buckets {
-    let limits = TURNS.map(Duration::from_nanos);
+fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {
+    let limits = POLL_BUCKETS.map(Duration::from_nanos);
     let mut below = 0;
     let cumulative = histogram.shorter_than(&limits);
     let mut buckets: Vec<(f64, u64)> = limits

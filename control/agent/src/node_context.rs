@@ -1,4 +1,4 @@
-//! What a snapshot says of the node beside its ports: whose addresses are what, and which tunnels end where.
+//! What a snapshot says about the node besides its ports: the owners of addresses, and where tunnels end.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -10,31 +10,31 @@ use penstock_dataplane::packet::Address;
 
 use super::config::{self, FromPods};
 use super::objects::Objects;
-use crate::discovery::Facts;
+use crate::discovery::NetworkState;
 
-/// What counts of the node's network interfaces.
+/// The part of the network state that snapshots need.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct NodeNetwork {
-    /// Their addresses.
+    /// Addresses on the node's interfaces.
     pub(super) addresses: Vec<IpAddr>,
-    /// What the node takes for itself beside them.
+    /// Other prefixes that the node accepts as its own.
     taken: BTreeSet<IpNet>,
     tunnel_ports: BTreeSet<u16>,
 }
 
 impl NodeNetwork {
-    pub(super) fn of(facts: &Facts) -> Self {
+    pub(super) fn of(netstate: &NetworkState) -> Self {
         Self {
-            addresses: facts.addresses.clone(),
-            taken: facts.taken.clone(),
-            tunnel_ports: facts.tunnel_ports.clone(),
+            addresses: netstate.addresses.clone(),
+            taken: netstate.taken.clone(),
+            tunnel_ports: netstate.tunnel_ports.clone(),
         }
     }
 }
 
-/// All of it. Where one differs from that of the last snapshot, another is due.
+/// The node's part of a snapshot. A change of it needs a new snapshot.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) struct Surroundings {
+pub(super) struct NodeContext {
     /// This node's addresses.
     node: BTreeSet<IpAddr>,
     /// Addresses of this node's pods, served or not.
@@ -42,7 +42,7 @@ pub(super) struct Surroundings {
     encapsulation: Arc<Encapsulation>,
 }
 
-impl Surroundings {
+impl NodeContext {
     pub(super) fn of(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Self {
         Self {
             node: objects.node_addresses().iter().copied().collect(),
@@ -62,7 +62,7 @@ impl Surroundings {
     }
 }
 
-/// What pods may not send to nodes.
+/// Which encapsulated packets pods may not send to nodes.
 fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Encapsulation {
     let configured = config.ports.iter().map(|port| port.get());
     let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(network.tunnel_ports.iter().copied());

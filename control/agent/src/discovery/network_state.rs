@@ -1,4 +1,4 @@
-//! What the kernel says about this network namespace, as far as it matters here.
+//! The state of this network namespace, as far as the daemon needs it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -6,23 +6,22 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::forward::Mac;
 
-/// One reading of the kernel's links, routes and addresses.
+/// One read of the kernel's links, routes and addresses.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Facts {
+pub struct NetworkState {
     /// All links of the namespace, by interface index.
     pub links: BTreeMap<u32, Link>,
     /// Routes of the main table to single addresses without a gateway.
     pub routes: Vec<HostRoute>,
-    /// Addresses of neighbours that are directly behind a port of a bridge, as the `bridge` CNI plugin has them.
+    /// Neighbours behind bridge ports, as the `bridge` CNI plugin sets pods up.
     pub bridged: Vec<HostRoute>,
-    /// The networks that bridges have addresses in, each with the bridge's index.
+    /// The networks of bridges' addresses, each with the bridge's index.
     pub networks: Vec<(IpNet, u32)>,
-    /// Addresses of the node itself that a pod can reach: loopback and link-local ones left out.
+    /// The node's own addresses that a pod can reach, without loopback and link-local ones.
     pub addresses: Vec<IpAddr>,
-    /// All that the node takes for itself when a pod sends it there: its addresses, and what its routes call local, broadcast
-    /// or anycast.
+    /// All prefixes that the node accepts as its own: its addresses, and its local, broadcast and anycast routes.
     pub taken: BTreeSet<IpNet>,
-    /// UDP ports of its tunnels, as their interfaces tell them.
+    /// UDP ports of the node's tunnel interfaces.
     pub tunnel_ports: BTreeSet<u16>,
 }
 
@@ -37,7 +36,7 @@ pub struct Link {
     pub alias: Option<String>,
     /// Its Ethernet address; zero where it has none.
     pub mac: Mac,
-    /// Its MTU in octets, without the link header.
+    /// Its MTU in bytes, without the link header.
     pub mtu: u32,
     /// Whether it is up.
     pub up: bool,
@@ -47,15 +46,15 @@ pub struct Link {
     pub bridge: bool,
     /// Whether its other end is in another network namespace.
     pub peer_elsewhere: bool,
-    /// Index of the bridge, bond or the like that it belongs to.
+    /// Index of its bridge, bond or other master.
     pub master: Option<u32>,
     /// How many receive queues it has.
     pub queues: u32,
-    /// The Ethernet address of a veth's other end; read only where a host route leads to the veth or a bridge has it.
+    /// The MAC address of a veth's peer; read only if a host route leads to the veth or a bridge has it.
     pub peer_mac: Option<Mac>,
 }
 
-/// A route to one address that is directly behind a link, as ptp-like CNI plugins set it.
+/// A route to one address directly behind a link, as ptp-like CNI plugins set it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct HostRoute {
     /// The address.
@@ -66,7 +65,7 @@ pub struct HostRoute {
 
 #[cfg(test)]
 impl Link {
-    /// A veth as a pod's is, for tests.
+    /// A pod's veth, for tests.
     pub(crate) fn veth(index: u32, name: &str) -> Self {
         Self {
             index,
@@ -85,28 +84,28 @@ impl Link {
     }
 }
 
-impl Facts {
+impl NetworkState {
     /// The link with this name.
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
     }
 
-    /// Which link each address is behind, where that is known. A route says more than a neighbour.
+    /// The link that each address is behind, if known. A route takes precedence over a neighbour entry.
     pub fn behind(&self) -> BTreeMap<IpAddr, u32> {
         self.bridged.iter().chain(&self.routes).map(|found| (found.destination, found.link)).collect()
     }
 
-    /// The bridge in whose network this address is.
+    /// The bridge whose network contains this address.
     pub fn bridge_of(&self, address: IpAddr) -> Option<u32> {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }
 
-    /// What a link belongs to.
+    /// The master of a link.
     pub fn master_of(&self, link: &Link) -> Option<&Link> {
         link.master.and_then(|index| self.links.get(&index))
     }
 
-    /// The Ethernet address of the bridge that has a link, if one does.
+    /// The MAC address of a link's bridge, if it has one.
     pub fn bridge_mac(&self, link: &Link) -> Option<[u8; 6]> {
         self.master_of(link).filter(|master| master.bridge).map(|bridge| bridge.mac.0)
     }

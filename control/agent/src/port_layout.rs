@@ -1,4 +1,4 @@
-//! The open ports as a snapshot needs them: a value of its own, so that publishing does not wait for who opens them.
+//! The open ports as a snapshot needs them: a copy, so that publishing does not wait for the thread that opens ports.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -8,12 +8,12 @@ use penstock_dataplane::forward::{Forwarding, Port, PortId};
 use penstock_dataplane::packet::Address;
 use penstock_policy::model::ObjectKey;
 
-use super::connections::Tenants;
-use super::surroundings::Surroundings;
+use super::connections::AddressOwners;
+use super::node_context::NodeContext;
 
-/// All open ports of one moment.
+/// All open ports at one moment.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) struct Layout {
+pub(super) struct PortLayout {
     pub(super) ports: Vec<OpenPort>,
 }
 
@@ -24,21 +24,21 @@ pub(super) struct OpenPort {
     pub(super) interface: String,
     pub(super) port: Port,
     /// The pod behind it, if one is served.
-    pub(super) pod: Option<Served>,
+    pub(super) pod: Option<ServedPod>,
 }
 
 /// The pod behind a port.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Served {
+pub(super) struct ServedPod {
     pub(super) key: ObjectKey,
-    /// Index of its interface, which a pod that is made again has anew.
+    /// Index of its interface; a recreated pod has a new one.
     pub(super) link: u32,
     pub(super) addresses: BTreeSet<IpAddr>,
 }
 
-impl Layout {
-    /// Who has each address by the ports: the pod and its interface.
-    pub(super) fn tenants(&self) -> Tenants {
+impl PortLayout {
+    /// The owner of each address according to the ports: the pod and its interface.
+    pub(super) fn owners(&self) -> AddressOwners {
         let served = self.ports.iter().filter_map(|port| port.pod.as_ref());
         served.flat_map(|pod| pod.addresses.iter().map(|&at| (at, (pod.key.clone(), pod.link)))).collect()
     }
@@ -48,31 +48,31 @@ impl Layout {
         self.ports.iter().filter(|port| port.pod.is_some()).count()
     }
 
-    /// The pods that have all of their addresses, each with its port.
+    /// The pods whose addresses are all admitted, each with its port.
     pub(super) fn served<'a>(
         &'a self,
-        admitted: &'a Tenants,
+        admitted: &'a AddressOwners,
     ) -> impl Iterator<Item = (&'a ObjectKey, PortId, &'a BTreeSet<IpAddr>)> {
         let served = self.ports.iter().filter_map(|port| Some((port.id, port.pod.as_ref()?)));
-        let whole = |pod: &Served| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
+        let whole = |pod: &ServedPod| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
         served.filter(move |(_, pod)| whole(pod)).map(|(id, pod)| (&pod.key, id, &pod.addresses))
     }
 
-    /// The forwarding table. A pod has those of its addresses that are admitted. One that waits for all that it is to have
-    /// has no port meanwhile, so that its packets are dropped as of a pod that is not ready.
+    /// The forwarding table. A pod gets those of its addresses that are admitted. A pod that waits for all of its
+    /// addresses has no port meanwhile: its packets are dropped as `not_ready`.
     pub(super) fn forwarding(
         &self,
-        around: &Surroundings,
+        node_context: &NodeContext,
         services: &[IpNet],
-        wanted: &Tenants,
-        admitted: &Tenants,
+        wanted: &AddressOwners,
+        admitted: &AddressOwners,
     ) -> Forwarding {
-        let mut forwarding = around.forwarding().with_services(services);
+        let mut forwarding = node_context.forwarding().with_services(services);
         for open in &self.ports {
             let mut port = open.port.clone();
             if let Some(pod) = &open.pod {
-                let of = |tenants: &Tenants| -> Vec<Address> {
-                    let own = pod.addresses.iter().filter(|at| pod.is(tenants.get(at)));
+                let of = |owners: &AddressOwners| -> Vec<Address> {
+                    let own = pod.addresses.iter().filter(|at| pod.is(owners.get(at)));
                     own.map(|&at| at.into()).collect()
                 };
                 port.addresses = of(admitted);
@@ -81,15 +81,15 @@ impl Layout {
                 }
             }
             if let Err(error) = forwarding.insert(open.id, port) {
-                tracing::error!(interface = open.interface, %error, "port left out");
+                tracing::error!(interface = open.interface, %error, "cannot add the port to the forwarding table");
             }
         }
         forwarding
     }
 }
 
-impl Served {
-    fn is(&self, tenant: Option<&(ObjectKey, u32)>) -> bool {
-        tenant.is_some_and(|(key, link)| (key, *link) == (&self.key, self.link))
+impl ServedPod {
+    fn is(&self, owner: Option<&(ObjectKey, u32)>) -> bool {
+        owner.is_some_and(|(key, link)| (key, *link) == (&self.key, self.link))
     }
 }

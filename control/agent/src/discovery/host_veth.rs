@@ -1,12 +1,12 @@
-//! The host port: a veth pair into the node's own stack, and the node's routes to its pods that point into it.
+//! The host veth: a veth pair into the node's network stack, and the node's routes to its pods through it.
 //!
-//! The routes stand in a table of their own that a rule puts before the main one. The main table, which the CNI
-//! plugin keeps, is never changed: taking the rule away puts all back, and a killed process leaves nothing that
-//! the next start (or the deletion of the pair) does not clear.
+//! The routes are in a table of their own, which a rule puts before the main table. The main table belongs to the CNI
+//! plugin and is never changed: removing the rule restores the previous state, and whatever a killed process leaves is
+//! removed by the next start (or by deleting the pair).
 //!
-//! Whether it outlasts the daemon is a setting. Where pods are to stay closed when the daemon dies, both ends are in the
-//! node's namespace, and the next daemon takes them over. Where their packets are to pass then, the workers' end is in a
-//! namespace of the daemon's own ([`Refuge`]): the pair dies with it, and the main table's routes hold again.
+//! `fail.mode` decides whether the pair survives the daemon. With `closed`, both ends are in the node's namespace and
+//! the next daemon takes them over. With `open`, the workers' end is in a namespace of the daemon's own
+//! ([`PrivateNetns`]): the pair dies with the daemon, and the main table's routes apply again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,58 +21,58 @@ use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteMetric, Rou
 use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
 use rtnetlink::{IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder};
 
-use super::facts::Link;
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
-use super::refuge::{Inside, Refuge};
+use super::network_state::Link;
+use super::private_netns::{NetnsGuard, PrivateNetns};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
 
-/// Alias by which an end of the pair is known as Penstock's.
+/// Interface alias that marks both ends of the pair as Penstock's.
 const ALIAS: &str = "penstock host port";
 
-/// Why the host port could not be set up.
+/// Why the host veth cannot be set up.
 #[derive(Debug, thiserror::Error)]
-pub enum HostPortError {
+pub enum HostVethError {
     /// Another daemon has it.
-    #[error("host_port: another penstock runs in this network namespace; end it first")]
+    #[error("host_veth: another penstock runs in this network namespace; stop it first")]
     Running,
-    /// A link of that name is not ours.
-    #[error("host_port: interface {0} exists and is not penstock's; delete it, or give another name under [host_port]")]
+    /// Another program's link has the name.
+    #[error("host_veth: interface {0} exists and is not penstock's; delete it, or set another name under [host_veth]")]
     NameTaken(String),
-    /// The kernel refused.
-    #[error("host_port: {0}")]
+    /// The kernel rejected a request.
+    #[error("host_veth: {0}")]
     Netlink(#[from] NetlinkError),
-    /// A setting of the pair could not be made.
-    #[error("host_port: {sysctl} cannot be set: {error}; /proc/sys must be writable")]
+    /// A setting of the pair cannot be written.
+    #[error("host_veth: cannot set {sysctl}: {error}; make /proc/sys writable")]
     Sysctl {
-        /// Which setting.
+        /// The setting.
         sysctl: String,
-        /// Why.
+        /// The error.
         error: io::Error,
     },
-    /// The namespace for the workers' end could not be made or entered.
-    #[error("host_port: a network namespace of its own is needed for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
-    Refuge(#[source] io::Error),
-    /// The pair is gone.
-    #[error("host_port: interface {0} is gone; restart penstock, and leave the interface to it")]
+    /// Cannot create or enter the private netns.
+    #[error("host_veth: cannot create a network namespace for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
+    PrivateNetns(#[source] io::Error),
+    /// The pair was deleted.
+    #[error("host_veth: interface {0} is gone; restart penstock, and do not delete the interface")]
     Gone(String),
 }
 
-/// How the node is to reach one pod's address.
+/// A route of the node to one pod's address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PodRoute {
-    /// Index of the pod's veth: the source address is the one that a packet by that link would have.
+    /// Index of the pod's veth: packets get the source address that they would have on that link.
     pub link: u32,
-    /// MTU towards the pod, in octets.
+    /// MTU towards the pod, in bytes.
     pub mtu: u32,
 }
 
 /// How long the pair lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
-    /// Until it is taken away: a daemon that dies leaves it to the next.
+    /// Until it is removed: a daemon that dies leaves it to the next.
     Node,
-    /// As long as the daemon.
+    /// As long as the daemon lives.
     Daemon,
 }
 
@@ -83,80 +83,80 @@ enum End {
     Workers,
 }
 
-/// The pair, up and with its rules, but no route yet. To be taken down with [`HostPort::remove`].
+/// The pair with its rules, up, but without routes. Take it down with [`HostVeth::remove`].
 #[derive(Debug)]
-pub struct HostPort {
+pub struct HostVeth {
     netlink: Netlink,
-    config: config::HostPort,
+    config: config::HostVeth,
     node: Link,
     workers: Link,
-    /// Where the workers' end is, if not beside the node's.
-    refuge: Option<Refuge>,
-    /// Whether a daemon was here before that did not put everything back.
-    follows: bool,
-    /// Families whose rule is in force.
+    /// The namespace of the workers' end, if not the node's.
+    private_netns: Option<PrivateNetns>,
+    /// Whether an earlier daemon left rules behind.
+    found_leftovers: bool,
+    /// Address families that have a rule.
     families: Vec<AddressFamily>,
-    /// Kept bound as long as the pair is ours: abstract names belong to the network namespace and end with us.
+    /// Keeps other daemons out: abstract socket names belong to the network namespace and end with the process.
     _lock: UnixDatagram,
 }
 
-impl HostPort {
-    /// Makes the pair and the rules. What a daemon left that was killed, or ended to be followed, is taken over if it is
-    /// whole: the node's routes to its pods lead into the pair all the time then. Else it is cleared first. On an error
-    /// no more is left than there was.
+impl HostVeth {
+    /// Creates the pair and the rules. If an earlier daemon was killed or ended with `keep`, a complete pair is taken
+    /// over, so that the node's routes to its pods stay in place; an incomplete one is removed first. On an error
+    /// nothing new is left.
     pub async fn create(
         netlink: &Netlink,
-        config: &config::HostPort,
+        config: &config::HostVeth,
         mtu: u32,
         lifetime: Lifetime,
-    ) -> Result<Self, HostPortError> {
+    ) -> Result<Self, HostVethError> {
         let lock = lock()?;
         for name in [config.node.as_str(), config.workers.as_str()] {
             if netlink.link(name).await?.is_some_and(|link| !link.veth || link.alias.as_deref() != Some(ALIAS)) {
-                return Err(HostPortError::NameTaken(name.to_owned()));
+                return Err(HostVethError::NameTaken(name.to_owned()));
             }
         }
-        let follows = has_rules(netlink).await;
-        if lifetime == Lifetime::Node && is_whole(netlink, config, mtu).await? {
+        let found_leftovers = has_rules(netlink).await;
+        if lifetime == Lifetime::Node && is_complete(netlink, config, mtu).await? {
             let taken_over = Self::make(netlink, config, mtu, Some(families()), None, lock).await?;
-            return Ok(Self { follows, ..taken_over });
+            return Ok(Self { found_leftovers, ..taken_over });
         }
         clear(netlink, config).await?;
-        let refuge = match lifetime {
+        let private_netns = match lifetime {
             Lifetime::Node => None,
-            Lifetime::Daemon => Some(Refuge::new().map_err(HostPortError::Refuge)?),
+            Lifetime::Daemon => Some(PrivateNetns::new().map_err(HostVethError::PrivateNetns)?),
         };
-        let made = Self::make(netlink, config, mtu, None, refuge, lock).await;
+        let made = Self::make(netlink, config, mtu, None, private_netns, lock).await;
         if made.is_err()
             && let Err(error) = clear(netlink, config).await
         {
-            tracing::warn!(%error, "the host port could not be cleared away");
+            tracing::warn!(%error, "cannot remove the host veth");
         }
-        made.map(|made| Self { follows, ..made })
+        made.map(|made| Self { found_leftovers, ..made })
     }
 
-    /// Makes what is not there yet: pair and rules are, where their families are given.
+    /// Creates the missing parts. With `there` given, pair and rules exist, with rules for those families.
     async fn make(
         netlink: &Netlink,
-        config: &config::HostPort,
+        config: &config::HostVeth,
         mtu: u32,
         there: Option<Vec<AddressFamily>>,
-        refuge: Option<Refuge>,
+        private_netns: Option<PrivateNetns>,
         lock: UnixDatagram,
-    ) -> Result<Self, HostPortError> {
+    ) -> Result<Self, HostVethError> {
         let (node, workers) = (config.node.as_str(), config.workers.as_str());
         if there.is_none() {
             let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
             let made = netlink.handle.link().add(pair).execute().await;
             made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;
         }
-        let workers = match &refuge {
+        let workers = match &private_netns {
             None => set_up(netlink, workers, End::Workers, mtu).await?,
-            Some(refuge) => {
-                let moved = LinkUnspec::new_with_name(workers).setns_by_fd(refuge.file().as_raw_fd()).build();
+            Some(private_netns) => {
+                let moved = LinkUnspec::new_with_name(workers).setns_by_fd(private_netns.file().as_raw_fd()).build();
                 let moved = netlink.handle.link().set(moved).execute().await;
                 moved.map_err(|error| NetlinkError::new(format!("cannot move {workers}"), error))?;
-                set_up_inside(refuge, config, mtu)?
+                set_up_in(private_netns, config, mtu)?
             }
         };
         let node = set_up(netlink, node, End::Node, mtu).await?;
@@ -165,22 +165,22 @@ impl HostPort {
             None => add_rules(netlink, config).await?,
         };
         let (netlink, config) = (netlink.clone(), config.clone());
-        Ok(Self { node, workers, refuge, netlink, config, follows: false, families, _lock: lock })
+        Ok(Self { node, workers, private_netns, netlink, config, found_leftovers: false, families, _lock: lock })
     }
 
-    /// Whether a daemon was here before that did not put everything back: its routing rules were there.
-    pub fn follows(&self) -> bool {
-        self.follows
+    /// Whether an earlier daemon left its routing rules behind.
+    pub fn found_leftovers(&self) -> bool {
+        self.found_leftovers
     }
 
-    /// Puts the calling thread where the workers' end is, until the value that it gets is dropped.
-    pub fn beside_workers(&self) -> Result<Option<Inside>, HostPortError> {
-        self.refuge.as_ref().map(Refuge::enter).transpose().map_err(HostPortError::Refuge)
+    /// Moves the calling thread to the workers' end's namespace until the returned guard is dropped.
+    pub fn enter_workers_netns(&self) -> Result<Option<NetnsGuard>, HostVethError> {
+        self.private_netns.as_ref().map(PrivateNetns::enter).transpose().map_err(HostVethError::PrivateNetns)
     }
 
-    /// The network namespace that the pair goes with, where it has one: when nobody has it open any more.
+    /// The private netns, if there is one. The pair is deleted when its last descriptor is closed.
     pub fn namespace(&self) -> Option<BorrowedFd<'_>> {
-        self.refuge.as_ref().map(|refuge| refuge.file().as_fd())
+        self.private_netns.as_ref().map(|private_netns| private_netns.file().as_fd())
     }
 
     /// The node's end.
@@ -188,18 +188,18 @@ impl HostPort {
         &self.node
     }
 
-    /// The workers' end, which gets a socket.
+    /// The workers' end, which gets an AF_XDP socket.
     pub fn workers(&self) -> &Link {
         &self.workers
     }
 
-    /// Makes the routes into the pair these and no others. Returns the addresses that the kernel refused, with why.
+    /// Sets exactly these routes through the pair. Returns the addresses that the kernel rejected, with the errors.
     pub async fn set_routes(
         &self,
         wanted: &BTreeMap<IpAddr, PodRoute>,
-    ) -> Result<Vec<(IpAddr, NetlinkError)>, HostPortError> {
+    ) -> Result<Vec<(IpAddr, NetlinkError)>, HostVethError> {
         let mut there = self.routes().await?;
-        let mut refused = Vec::new();
+        let mut rejected = Vec::new();
         for (&address, route) in wanted {
             let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
             if !self.families.contains(&family) {
@@ -213,7 +213,7 @@ impl HostPort {
             let message = self.route(address, source, mtu);
             let added = self.netlink.handle.route().add(message).replace().execute().await;
             if let Err(error) = added {
-                refused.push((
+                rejected.push((
                     address,
                     NetlinkError::new(format!("cannot route {address} into {}", self.node.name), error),
                 ));
@@ -223,14 +223,14 @@ impl HostPort {
             let gone = self.netlink.handle.route().del(message).execute().await;
             let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
             if let Err(error) = gone.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
-                refused.push((address, error));
+                rejected.push((address, error));
             }
         }
-        Ok(refused)
+        Ok(rejected)
     }
 
-    /// Takes rules, routes and the pair away.
-    pub async fn remove(self) -> Result<(), HostPortError> {
+    /// Removes rules, routes and the pair.
+    pub async fn remove(self) -> Result<(), HostVethError> {
         clear(&self.netlink, &self.config).await
     }
 
@@ -249,8 +249,8 @@ impl HostPort {
         message
     }
 
-    /// The routes of our table as the kernel has them.
-    async fn routes(&self) -> Result<BTreeMap<IpAddr, (RouteMessage, Details)>, HostPortError> {
+    /// The routes of our table in the kernel.
+    async fn routes(&self) -> Result<BTreeMap<IpAddr, (RouteMessage, Details)>, HostVethError> {
         let mut found = BTreeMap::new();
         for &family in &self.families {
             for message in self.netlink.routes(family).await? {
@@ -265,7 +265,7 @@ impl HostPort {
     }
 }
 
-/// What tells one of our routes from another to the same address.
+/// The attributes that may differ between two of our routes to the same address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Details {
     source: Option<IpAddr>,
@@ -291,29 +291,29 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
     Some((address?, details))
 }
 
-/// One daemon a network namespace: two would take each other's pods.
-fn lock() -> Result<UnixDatagram, HostPortError> {
+/// Allows one daemon per network namespace: two would attach to the same pods.
+fn lock() -> Result<UnixDatagram, HostVethError> {
     let bound = SocketAddr::from_abstract_name(b"penstock").and_then(|name| UnixDatagram::bind_addr(&name));
-    bound.map_err(|_| HostPortError::Running)
+    bound.map_err(|_| HostVethError::Running)
 }
 
-/// Sets an end of the pair up.
-async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostPortError> {
-    quiet(name, end)?;
-    // There are no neighbours to ask for on the node's end: the workers take whatever it sends.
+/// Brings an end of the pair up.
+async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
+    set_initial_sysctls(name, end)?;
+    // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
     let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up().build();
     let set = netlink.handle.link().set(up).execute().await;
     set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
-    netlink.link(name).await?.ok_or_else(|| HostPortError::Gone(name.to_owned()))
+    netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
 }
 
-/// Sets the workers' end up in a namespace of its own: by a thread of its own, since this one may have more to do
-/// meanwhile that belongs to the node.
-fn set_up_inside(refuge: &Refuge, config: &config::HostPort, mtu: u32) -> Result<Link, HostPortError> {
+/// Brings the workers' end up in the private netns. On a thread of its own, since this thread also runs tasks that
+/// belong to the node's namespace.
+fn set_up_in(private_netns: &PrivateNetns, config: &config::HostVeth, mtu: u32) -> Result<Link, HostVethError> {
     let run = || {
-        let _inside = refuge.enter().map_err(HostPortError::Refuge)?;
+        let _guard = private_netns.enter().map_err(HostVethError::PrivateNetns)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        runtime.map_err(HostPortError::Refuge)?.block_on(async {
+        runtime.map_err(HostVethError::PrivateNetns)?.block_on(async {
             let (netlink, _) = Netlink::open(config.table)?;
             set_up(&netlink, config.workers.as_str(), End::Workers, mtu).await
         })
@@ -321,40 +321,41 @@ fn set_up_inside(refuge: &Refuge, config: &config::HostPort, mtu: u32) -> Result
     std::thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
-/// Settings of an end of the pair that must be there before it comes up. They go with it.
-fn quiet(name: &str, end: End) -> Result<(), HostPortError> {
+/// Sets what must be set before an end comes up. The settings are deleted with the pair.
+fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
     let settings = match end {
-        // Nobody but the workers sends on their end.
+        // Only the workers send on their end.
         End::Workers => vec![(Sysctl::v6(name, "disable_ipv6"), 1)],
         End::Node => vec![
-            // No link-local address and nothing said on the node's end: there are no neighbours on it.
+            // No link-local address and no messages of its own on the node's end: it has no neighbours.
             (Sysctl::v6(name, "addr_gen_mode"), 1),
             (Sysctl::v6(name, "accept_dad"), 0),
             (Sysctl::v6(name, "accept_ra"), 0),
             (Sysctl::v6(name, "router_solicitations"), 0),
-            // What comes from a pod for another pod's Service address leaves where it came in: no news to the pod.
+            // Packets between pods through a Service address leave where they came in: pods need no redirect.
             (Sysctl::v4(name, "send_redirects"), 0),
         ],
     };
     let mut kept = Sysctls::default();
     for (sysctl, value) in settings {
-        let told = sysctl.to_string();
-        kept.set(sysctl, value).map_err(|error| HostPortError::Sysctl { sysctl: told, error })?;
+        let name = sysctl.to_string();
+        kept.set(sysctl, value).map_err(|error| HostVethError::Sysctl { sysctl: name, error })?;
     }
-    // The settings live and die with the pair: nothing to put back.
+    // The settings are deleted with the pair: nothing to restore.
     kept.keep();
     Ok(())
 }
 
-/// Lets the kernel go on answering ARP on a pod's veth, now that the route back to the pod is another.
+/// Keeps the kernel answering ARP on a pod's veth although the route to the pod is through another interface.
 ///
-/// `arp_process` (net/ipv4/arp.c) validates the asker's address like any source: under a strict `rp_filter` the
-/// request is dropped, and under `arp_filter` it is not answered, where the route to the pod is by another interface.
-/// Loose (2) wins over strict in `all`; `arp_filter` in `all` cannot be undone for one interface.
+/// `arp_process` (net/ipv4/arp.c) validates the sender's address like any source. If the route to the pod is through
+/// another interface, strict `rp_filter` drops the request and `arp_filter` does not answer it. Loose (2) overrides
+/// strict in `all`; `arp_filter` in `all` cannot be overridden for one interface.
 ///
-/// Where an earlier daemon did so already, `follows`, what it was before is not known but by the kernel's default.
-pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str, follows: bool) -> io::Result<()> {
-    if follows {
+/// With `found_leftovers`, an earlier daemon may have changed the settings: their previous value is taken to be the
+/// default.
+pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str, found_leftovers: bool) -> io::Result<()> {
+    if found_leftovers {
         ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
     }
     let strict = |name: &str| Sysctl::v4(name, "rp_filter").read() == Some(1);
@@ -376,14 +377,14 @@ fn families() -> Vec<AddressFamily> {
 /// The settings that [`keep_answering_arp`] changes.
 const ANSWERING: [&str; 2] = ["rp_filter", "arp_filter"];
 
-/// Puts back what [`keep_answering_arp`] changed in a process that is gone.
-fn forget_answering_arp(veth: &str) {
+/// Restores what a dead process changed with [`keep_answering_arp`].
+fn restore_answering_arp(veth: &str) {
     let mut settings = Sysctls::default();
-    // Put back when dropped.
+    // Restored when dropped.
     ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
 }
 
-async fn add_rules(netlink: &Netlink, config: &config::HostPort) -> Result<Vec<AddressFamily>, HostPortError> {
+async fn add_rules(netlink: &Netlink, config: &config::HostVeth) -> Result<Vec<AddressFamily>, HostVethError> {
     let rule = || {
         let mut rule = netlink.handle.rule().add().table_id(config.table).priority(config.rule);
         rule = rule.action(RuleAction::ToTable);
@@ -402,7 +403,7 @@ async fn add_rules(netlink: &Netlink, config: &config::HostPort) -> Result<Vec<A
     Ok(families)
 }
 
-/// Our rules of one family.
+/// Our rules for one family.
 async fn our_rules(netlink: &Netlink, version: IpVersion) -> Vec<RuleMessage> {
     let rules: Vec<RuleMessage> = netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
     rules.into_iter().filter(is_ours).collect()
@@ -412,8 +413,8 @@ async fn has_rules(netlink: &Netlink) -> bool {
     !our_rules(netlink, IpVersion::V4).await.is_empty() || !our_rules(netlink, IpVersion::V6).await.is_empty()
 }
 
-/// Whether pair and rules are there, as this configuration would make them.
-async fn is_whole(netlink: &Netlink, config: &config::HostPort, mtu: u32) -> Result<bool, HostPortError> {
+/// Whether pair and rules exist as this configuration would create them.
+async fn is_complete(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> Result<bool, HostVethError> {
     for name in [config.node.as_str(), config.workers.as_str()] {
         if netlink.link(name).await?.is_none_or(|link| !link.up || link.mtu != mtu) {
             return Ok(false);
@@ -431,30 +432,30 @@ async fn is_whole(netlink: &Netlink, config: &config::HostPort, mtu: u32) -> Res
     Ok(true)
 }
 
-/// Takes away what a daemon left that did not put everything back. Whether there was anything.
-pub async fn clear_left(netlink: &Netlink, config: &config::HostPort) -> Result<bool, HostPortError> {
+/// Removes what an earlier daemon left. Returns whether there was anything.
+pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
     let _lock = lock()?;
     let mut there = false;
     for name in [config.node.as_str(), config.workers.as_str()] {
         if let Some(link) = netlink.link(name).await? {
             if !link.veth || link.alias.as_deref() != Some(ALIAS) {
-                return Err(HostPortError::NameTaken(name.to_owned()));
+                return Err(HostVethError::NameTaken(name.to_owned()));
             }
             there = true;
         }
     }
     if has_rules(netlink).await {
         there = true;
-        for link in netlink.facts().await?.links.values().filter(|link| link.veth) {
-            forget_answering_arp(&link.name);
+        for link in netlink.network_state().await?.links.values().filter(|link| link.veth) {
+            restore_answering_arp(&link.name);
         }
     }
     clear(netlink, config).await?;
     Ok(there)
 }
 
-/// Deletes our rules and the pair of these names, and its routes with it.
-async fn clear(netlink: &Netlink, config: &config::HostPort) -> Result<(), HostPortError> {
+/// Deletes our rules and the pair of these names, and the routes with the pair.
+async fn clear(netlink: &Netlink, config: &config::HostVeth) -> Result<(), HostVethError> {
     let mut first_error = None;
     for version in [IpVersion::V4, IpVersion::V6] {
         for rule in our_rules(netlink, version).await {

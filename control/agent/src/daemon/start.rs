@@ -1,4 +1,4 @@
-//! The parts that a daemon starts, made as its configuration says.
+//! Starts the daemon's parts as configured.
 
 use std::io;
 use std::path::Path;
@@ -12,15 +12,15 @@ use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{PinError, Pins, Redirect};
 
-use crate::config::{Config, FailMode, HugePages, Mode, OnCut, Polling, Priority};
-use crate::connections::Walks;
-use crate::discovery::Facts;
+use crate::config::{Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority};
+use crate::connections::ClearingJobs;
+use crate::discovery::NetworkState;
 use crate::publisher::Publisher;
 use crate::{RunError, preflight};
 
-/// Starts the thread that removes connections. It has no capability, and reads no clock.
-pub(super) fn go_through(
-    walks: Walks,
+/// Starts the thread that removes connections of released addresses. It drops all capabilities and reads no clock.
+pub(super) fn start_clearing_thread(
+    jobs: ClearingJobs,
     config: &Config,
     dataplane: &Dataplane,
     publisher: &Arc<Publisher>,
@@ -28,8 +28,8 @@ pub(super) fn go_through(
     let (mapping, table) = (config.conntrack.mapping.clone(), Arc::clone(dataplane.connections()));
     let publisher = Arc::downgrade(publisher);
     thread::Builder::new().name("connections".to_owned()).spawn(move || {
-        privileges::forgo();
-        walks.run(&mapping, &table, |addresses| {
+        privileges::drop_all();
+        jobs.run(&mapping, &table, |addresses| {
             if let Some(publisher) = publisher.upgrade() {
                 publisher.cleared(addresses);
             }
@@ -37,7 +37,7 @@ pub(super) fn go_through(
     })
 }
 
-/// The loader of XDP programs. Links that an earlier daemon pinned are taken over, or cleared where this one pins none.
+/// Loads the XDP programs. Takes over links that an earlier daemon pinned, or removes them where this one pins none.
 pub(super) fn redirect(config: &Config) -> Result<Redirect, RunError> {
     let root = &config.fail.pins;
     match config.fail.mode {
@@ -52,7 +52,7 @@ pub(super) fn redirect(config: &Config) -> Result<Redirect, RunError> {
     }
 }
 
-/// Takes away all links that are pinned for this network namespace.
+/// Removes all links that are pinned for this network namespace. Returns how many.
 pub(crate) fn clear_pins(root: &Path) -> Result<usize, PinError> {
     if !root.is_dir() {
         return Ok(0);
@@ -68,7 +68,7 @@ pub(super) fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
     let cores = preflight::worker_cores(config).map_err(RunError::bad_input)?;
     let settings = worker::Config {
         frames: config.umem.frame_count(),
-        frame_size: config.umem.frame_size.octets(),
+        frame_size: config.umem.frame_size.bytes(),
         ring_size: config.umem.ring_size.entries(),
         huge_pages: match config.umem.huge_pages {
             HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
@@ -87,9 +87,9 @@ pub(super) fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
         connections: config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?,
-        on_revoke: match config.conntrack.on_cut {
-            OnCut::Drop => penstock_dataplane::reply::OnRevoke::Drop,
-            OnCut::Reset => penstock_dataplane::reply::OnRevoke::Reset,
+        on_revoke: match config.conntrack.on_revoke {
+            OnRevoke::Drop => penstock_dataplane::reply::OnRevoke::Drop,
+            OnRevoke::Reset => penstock_dataplane::reply::OnRevoke::Reset,
         },
         mode: match config.dataplane.mode {
             Mode::Full => pipeline::PipelineMode::Full,
@@ -105,38 +105,38 @@ pub(super) fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
     let (has, reason) =
         (dataplane.priority(), "CAP_SYS_NICE, or a control group with real-time scheduling, is missing");
     if has < wanted {
-        tracing::warn!(?wanted, ?has, "workers may wait for others' threads, and packets be lost meanwhile: {reason}");
+        tracing::warn!(?wanted, ?has, "other threads may delay the workers, and packets be lost meanwhile: {reason}");
     }
     Ok(dataplane)
 }
 
-/// These threads, and those that they start from now on, run elsewhere if there is another core. On a worker's core a thread of
-/// ordinary priority gets a hundredth of it while packets come: 10,000 policies that were replaced were not in force after
-/// six seconds.
+/// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
+/// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took
+/// more than six seconds.
 pub(super) fn leave_cores_to_workers(config: &Config, threads: &[Pid]) {
     let Ok(workers) = preflight::worker_cores(config) else { return };
     let mut others = CpuSet::new();
     for core in preflight::usable_cores().into_iter().filter(|core| !workers.contains(core)) {
-        // A core that is usable is in the set's range.
+        // A usable core is always in the set's range.
         let _ = others.set(core.into());
     }
     for thread in threads {
-        // An empty set is refused, and all stays as it is.
+        // The kernel rejects an empty set, and the affinity stays as it is.
         let _ = sched_setaffinity(*thread, &others);
     }
 }
 
-/// The threads of this process but the calling one.
+/// The threads of this process except the calling one.
 pub(super) fn other_threads() -> Vec<Pid> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let threads = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok().map(Pid::from_raw));
     threads.filter(|thread| *thread != gettid()).collect()
 }
 
-/// The pair carries what the pods' interfaces carry: the largest MTU of those that there are, at least Ethernet's.
-pub(super) fn pair_mtu(config: &Config, facts: &Facts) -> u32 {
-    let behind = facts.behind();
-    let pods = behind.values().filter_map(|index| facts.links.get(index)).filter(|link| link.veth);
+/// The pair's MTU: the largest of the pods' interfaces, at least 1500, at most what a frame holds.
+pub(super) fn pair_mtu(config: &Config, netstate: &NetworkState) -> u32 {
+    let behind = netstate.behind();
+    let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
     largest.min(config.umem.frame_size.largest_packet())
 }

@@ -1,74 +1,74 @@
-//! New veths whose pod is not known yet. They are closed: an XDP program without sockets drops and counts what comes
-//! from them, so that a pod that sends before the API server has told of it sends nowhere.
+//! New veths whose pod is not known yet are closed: an XDP program without sockets drops and counts their packets, so
+//! that a pod that starts before its object arrives sends nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use penstock_xdp_redirect::{Attached, Interface, XdpOutcomeCounts};
 
-use super::config::{Config, InterfacePattern, Startup};
-use crate::discovery::{Facts, Link};
+use super::config::{Config, InterfacePattern, StartupMode};
+use crate::discovery::{Link, NetworkState};
 
-/// The interfaces that are closed, and those that must not be.
-pub(super) struct Waiting {
-    startup: Startup,
+/// The closed interfaces, and those that must stay open.
+pub(super) struct ClosedInterfaces {
+    startup: StartupMode,
     patterns: Vec<InterfacePattern>,
     bridges: Vec<InterfacePattern>,
     uplinks: BTreeSet<String>,
-    /// Interfaces that were there before the daemon, or turned out to be no pod's.
-    left_alone: BTreeSet<u32>,
+    /// Interfaces that existed before the daemon, or turned out to be no pod's.
+    ignored: BTreeSet<u32>,
     closed: BTreeMap<u32, Attached>,
 }
 
-impl Waiting {
-    /// Interfaces that exist by now are left alone.
-    pub(super) fn new(config: &Config, now: &Facts) -> Self {
+impl ClosedInterfaces {
+    /// Interfaces that exist now are ignored.
+    pub(super) fn new(config: &Config, now: &NetworkState) -> Self {
         Self {
             startup: config.startup,
             patterns: config.pod_interfaces.clone(),
             bridges: config.pod_bridges.clone(),
             uplinks: config.uplinks.iter().map(|name| name.as_str().to_owned()).collect(),
-            left_alone: now.links.keys().copied().collect(),
+            ignored: now.links.keys().copied().collect(),
             closed: BTreeMap::new(),
         }
     }
 
-    /// Whether an interface that cannot be served is to be closed.
+    /// Whether an interface that cannot be served is closed.
     pub(super) fn closes(&self) -> bool {
-        self.startup == Startup::Closed
+        self.startup == StartupMode::Closed
     }
 
-    /// New interfaces that may be a pod's, to be closed now.
-    pub(super) fn new_interfaces(&self, facts: &Facts) -> Vec<Interface> {
+    /// New interfaces that may be a pod's and are not closed yet.
+    pub(super) fn new_interfaces(&self, netstate: &NetworkState) -> Vec<Interface> {
         if !self.closes() {
             return Vec::new();
         }
-        let new = facts
+        let new = netstate
             .links
             .values()
-            .filter(|link| !self.left_alone.contains(&link.index) && self.may_be_a_pods(facts, link));
+            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_a_pods(netstate, link));
         new.filter(|link| !self.closed.contains_key(&link.index)).map(interface).collect()
     }
 
-    fn may_be_a_pods(&self, facts: &Facts, link: &Link) -> bool {
+    fn may_be_a_pods(&self, netstate: &NetworkState, link: &Link) -> bool {
         link.veth
             && link.peer_elsewhere
-            && self.may_have(facts, link)
+            && self.may_have(netstate, link)
             && !self.uplinks.contains(&link.name)
             && self.patterns.iter().any(|pattern| pattern.matches(&link.name))
     }
 
-    /// Whether what has the interface, if anything has, may have a pod's.
-    fn may_have(&self, facts: &Facts, link: &Link) -> bool {
-        let master = facts.master_of(link).map_or("", |master| &master.name);
+    /// Whether the interface has no master, or one that may have pods' ports.
+    fn may_have(&self, netstate: &NetworkState, link: &Link) -> bool {
+        let master = netstate.master_of(link).map_or("", |master| &master.name);
         link.master.is_none() || self.bridges.iter().any(|pattern| pattern.matches(master))
     }
 
-    /// An interface that is closed from now on.
+    /// Adds an interface that is closed now.
     pub(super) fn put(&mut self, attached: Attached) {
         self.closed.insert(attached.interface().index, attached);
     }
 
-    /// The program of an interface that is to be served now.
+    /// Removes and returns the program of an interface that is about to be served.
     pub(super) fn take(&mut self, index: u32) -> Option<Attached> {
         self.closed.remove(&index)
     }
@@ -78,28 +78,28 @@ impl Waiting {
         self.closed.contains_key(&index)
     }
 
-    /// It cannot be closed, or need not be: it is not looked at again.
-    pub(super) fn leave_alone(&mut self, index: u32) {
-        self.left_alone.insert(index);
+    /// Ignores an interface from now on: it cannot be closed, or need not be.
+    pub(super) fn ignore(&mut self, index: u32) {
+        self.ignored.insert(index);
     }
 
-    /// Lets go of interfaces that are gone, and of those that a bridge or the like took that has no pods.
-    pub(super) fn let_go(&mut self, facts: &Facts) {
-        self.left_alone.retain(|index| facts.links.contains_key(index));
+    /// Releases interfaces that are gone, and those that joined a bridge or the like without pods.
+    pub(super) fn release(&mut self, netstate: &NetworkState) {
+        self.ignored.retain(|index| netstate.links.contains_key(index));
         let taken: Vec<u32> = (self.closed.keys().copied())
-            .filter(|index| facts.links.get(index).is_none_or(|link| !self.may_have(facts, link)))
+            .filter(|index| netstate.links.get(index).is_none_or(|link| !self.may_have(netstate, link)))
             .collect();
         for index in taken {
             let released = self.closed.remove(&index);
-            if facts.links.contains_key(&index) {
-                self.left_alone.insert(index);
+            if netstate.links.contains_key(&index) {
+                self.ignored.insert(index);
                 let name = released.map(|attached| attached.interface().name.clone());
-                tracing::info!(interface = name, "not a pod's: open again");
+                tracing::info!(interface = name, "not a pod's interface: opened again");
             }
         }
     }
 
-    /// Each closed interface with what came from it.
+    /// Each closed interface with the counters of its program.
     pub(super) fn counted(&self) -> Vec<(String, XdpOutcomeCounts)> {
         let all = self.closed.values();
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes().ok()?))).collect()
@@ -111,7 +111,7 @@ impl Waiting {
     }
 }
 
-/// As the loader names it.
+/// The interface as the XDP loader names it.
 pub(super) fn interface(link: &Link) -> Interface {
     Interface { name: link.name.clone(), index: link.index }
 }
@@ -122,17 +122,17 @@ mod tests {
 
     use super::*;
 
-    fn facts(links: &[Link]) -> Facts {
-        Facts { links: links.iter().map(|link| (link.index, link.clone())).collect(), ..Facts::default() }
+    fn netstate(links: &[Link]) -> NetworkState {
+        NetworkState { links: links.iter().map(|link| (link.index, link.clone())).collect(), ..NetworkState::default() }
     }
 
-    fn waiting(keys: &str, before: &[Link]) -> Waiting {
+    fn waiting(keys: &str, before: &[Link]) -> ClosedInterfaces {
         let text = format!("node = \"a\"\nuplinks = [\"veth-up\"]\n{keys}\n[source]\nmanifests = \"/tmp\"\n");
-        Waiting::new(&Config::parse(&text, Path::new("/tmp/penstock.toml")).unwrap(), &facts(before))
+        ClosedInterfaces::new(&Config::parse(&text, Path::new("/tmp/penstock.toml")).unwrap(), &netstate(before))
     }
 
     #[test]
-    fn only_a_new_veth_into_another_namespace_that_nobody_else_has_is_closed() {
+    fn only_a_new_veth_into_another_netns_without_foreign_master_is_closed() {
         let cases = [
             ("a pod's", Link::veth(9, "vethabc"), true),
             ("its other end is here", Link { peer_elsewhere: false, ..Link::veth(9, "vethabc") }, false),
@@ -148,19 +148,19 @@ mod tests {
             let bridges =
                 [(2, "docker0"), (3, "cni0")].map(|(index, name)| Link { veth: false, ..Link::veth(index, name) });
             let all = [&bridges[..], &[link]].concat();
-            assert_eq!(found.new_interfaces(&facts(&all)).len(), usize::from(closed), "{what}");
+            assert_eq!(found.new_interfaces(&netstate(&all)).len(), usize::from(closed), "{what}");
         }
     }
 
     #[test]
-    fn nothing_is_closed_where_the_setting_says_open() {
-        assert!(waiting("startup = \"open\"", &[]).new_interfaces(&facts(&[Link::veth(9, "vethabc")])).is_empty());
+    fn startup_open_closes_nothing() {
+        assert!(waiting("startup = \"open\"", &[]).new_interfaces(&netstate(&[Link::veth(9, "vethabc")])).is_empty());
     }
 
     #[test]
-    fn an_index_that_was_freed_may_be_a_new_pods() {
+    fn a_reused_interface_index_may_belong_to_a_new_pod() {
         let mut found = waiting("", &[Link::veth(1, "veth1")]);
-        found.let_go(&facts(&[]));
-        assert_eq!(found.new_interfaces(&facts(&[Link::veth(1, "veth1")])).len(), 1);
+        found.release(&netstate(&[]));
+        assert_eq!(found.new_interfaces(&netstate(&[Link::veth(1, "veth1")])).len(), 1);
     }
 }

@@ -1,0 +1,211 @@
+//! Answers to queries, the verdict log's writes, and configuration reload.
+
+use penstock_admin::types::{Dump, Flow};
+use penstock_dataplane::conntrack::ConnectionInfo;
+
+use super::Daemon;
+use crate::config::{LoadedConfig, changed_keys};
+use crate::metrics::Scrape;
+use crate::operation::OperationEvent;
+use crate::publisher::SnapshotInputs;
+use crate::query::StateQuery;
+use crate::samples::Sample;
+use crate::view::{DaemonView, LiveCounters};
+use crate::{logging, preflight, report};
+
+/// How many connections or records are named under one lock of the [`SnapshotInputs`]: policy waits for that many at
+/// most.
+const NAMED_PER_LOCK: usize = 200;
+
+/// Keys that a running daemon reloads; all others need a restart.
+const RELOADABLE: [&str; 3] = ["log.level", "node_addresses", "verdict_log."];
+
+impl Daemon<'_> {
+    /// The daemon's state to read. Whatever waits for the kernel or a worker is read before `inputs` is locked.
+    fn view<'v>(&'v self, inputs: &'v SnapshotInputs) -> DaemonView<'v> {
+        DaemonView {
+            config: self.config,
+            objects: &inputs.objects,
+            ports: &self.ports,
+            dataplane: &self.dataplane,
+            epoch: inputs.epoch,
+            progress: &inputs.progress,
+            source: &self.operation.source,
+            samples: &self.operation.samples,
+            unwritten: self.operation.verdicts.unwritten(),
+            started: self.operation.started,
+        }
+    }
+
+    /// Handles one event of the operation.
+    pub(super) async fn operate(&mut self, next: OperationEvent) {
+        match next {
+            OperationEvent::Answer(query) => self.answer(query).await,
+            OperationEvent::Sample => self.operation.samples.keep(Sample::take(&self.dataplane)),
+            OperationEvent::Write => self.write_verdicts(),
+        }
+    }
+
+    /// Writes what the workers have recorded so far.
+    pub(super) fn write_verdicts(&mut self) {
+        let records = self.operation.verdicts.take();
+        let mut lines = Vec::with_capacity(records.len());
+        for some in records.chunks(NAMED_PER_LOCK) {
+            let inputs = self.publisher.inputs();
+            lines.extend(self.operation.verdicts.lines(&self.view(&inputs), some));
+        }
+        self.operation.verdicts.write(lines);
+    }
+
+    /// Prints the statistics.
+    pub(super) fn report(&self) {
+        let mut text =
+            report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.closed_interfaces());
+        match self.dataplane.frames() {
+            Ok(frames) => text.push_str(&report::frames(&frames)),
+            Err(error) => tracing::warn!(%error, "could not count the frames"),
+        }
+        if !logging::print(text) {
+            tracing::warn!("statistics not printed: the previous ones have not been read");
+        }
+    }
+
+    /// Answers a query. The client may have disconnected meanwhile; then nobody reads the answer.
+    async fn answer(&self, query: StateQuery) {
+        match query {
+            StateQuery::Status(answer) => {
+                let counters = self.counters();
+                drop(answer.send(self.view(&self.publisher.inputs()).status(&counters)));
+            }
+            StateQuery::Connections { end, answer } => {
+                drop(answer.send(self.view(&self.publisher.inputs()).listing(end.as_deref())));
+            }
+            StateQuery::Describe { connections, answer } => drop(answer.send(self.describe(&connections))),
+            StateQuery::Explain { query, answer } => {
+                drop(answer.send(self.view(&self.publisher.inputs()).explain(&query)));
+            }
+            StateQuery::Metrics(answer) => {
+                let counters = self.counters();
+                drop(answer.send(Scrape::new(&self.view(&self.publisher.inputs()), counters)));
+            }
+            StateQuery::Health(answer) => drop(answer.send(self.health())),
+            StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
+            StateQuery::Dump(answer) => drop(answer.send(self.dump().await)),
+        }
+    }
+
+    fn counters(&self) -> LiveCounters {
+        LiveCounters::read(&self.dataplane, &self.ports)
+    }
+
+    /// In portions, so that policy does not wait for a long list.
+    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<Flow> {
+        let some = |some| self.view(&self.publisher.inputs()).describe(some);
+        connections.chunks(NAMED_PER_LOCK).flat_map(some).collect()
+    }
+
+    async fn dump(&self) -> (Dump, Scrape) {
+        let mut findings = preflight::machine(self.config);
+        findings.extend(preflight::network(self.config, &self.netlink).await);
+        let resolved_pods = self.publisher.inputs().objects.resolved_pods();
+        findings.extend(preflight::pods(self.config, &self.netstate, resolved_pods));
+        let counters = self.counters();
+        let inputs = self.publisher.inputs();
+        let view = self.view(&inputs);
+        (view.dump(&self.operation.loaded.values, &findings, &counters), Scrape::new(&view, counters))
+    }
+
+    fn health(&self) -> Result<(), String> {
+        if let Some(died) = self.dataplane.failed() {
+            return Err(died.to_string());
+        }
+        match self.operation.samples.stuck() {
+            Some((worker, since)) => Err(format!("worker {worker} has not polled for {} s", since.as_secs())),
+            None => Ok(()),
+        }
+    }
+
+    fn readiness(&self) -> Result<(), String> {
+        self.health()?;
+        if !self.operation.source.is_synced() {
+            return Err("not all objects have been read yet".to_owned());
+        }
+        match self.publisher.inputs().progress.is_programmed() {
+            true => Ok(()),
+            false => Err("no policy is in force on every worker yet".to_owned()),
+        }
+    }
+
+    /// Reads the configuration again and applies the reloadable keys. Logs each other changed key: it needs a restart.
+    pub(super) fn reload(&mut self) {
+        let loaded = match self.operation.layers.load() {
+            Ok(loaded) => loaded,
+            Err(error) => return tracing::error!("configuration not reloaded, all settings stay: {error}"),
+        };
+        let changed = changed_keys(&self.operation.loaded.values, &loaded.values);
+        let (taken, kept): (Vec<_>, Vec<_>) = changed.into_iter().partition(|key| is_reloadable(key));
+        self.take(&loaded);
+        for key in &kept {
+            tracing::warn!(key, "changed in the configuration, but needs a restart to apply; restart penstock");
+        }
+        let taken =
+            if taken.is_empty() { "nothing changed that applies at run time".to_owned() } else { taken.join(", ") };
+        tracing::info!(target: logging::MILESTONES, "configuration reloaded: {taken}");
+        // Keys that need a restart keep their old value, so that the next reload reports them again.
+        copy_reloadable(&mut self.operation.loaded.values, loaded.values);
+    }
+
+    fn take(&mut self, loaded: &LoadedConfig) {
+        logging::set_level(loaded.config.log.level);
+        // Reopened even if the settings are the same: the file may have been rotated.
+        if let Err(error) = self.operation.verdicts.change(&loaded.config.verdict_log) {
+            tracing::error!("the verdict log keeps its old settings: {error}");
+        }
+        self.publisher.inputs().objects.set_configured(&loaded.config.node_addresses);
+    }
+}
+
+fn is_reloadable(key: &str) -> bool {
+    RELOADABLE.iter().any(|known| key == *known || known.ends_with('.') && key.starts_with(known))
+}
+
+/// Copies the reloadable keys from one table to the other.
+fn copy_reloadable(to: &mut toml::Table, mut from: toml::Table) {
+    let mut set = |name: &str, value: Option<toml::Value>| match value {
+        Some(value) => drop(to.insert(name.to_owned(), value)),
+        None => drop(to.remove(name)),
+    };
+    set("node_addresses", from.remove("node_addresses"));
+    set("verdict_log", from.remove("verdict_log"));
+    let level = from.get_mut("log").and_then(|log| log.as_table_mut()).and_then(|log| log.remove("level"));
+    let log = to.entry("log").or_insert_with(|| toml::Table::new().into());
+    match (log.as_table_mut(), level) {
+        (Some(log), Some(level)) => drop(log.insert("level".to_owned(), level)),
+        (Some(log), None) => drop(log.remove("level")),
+        (None, _) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_reloadable_keys_are_copied() {
+        let table = |text: &str| text.parse::<toml::Table>().unwrap();
+        let mut old = table("node = \"a\"\n[umem]\nframes = 5000\n[log]\nlevel = \"info\"\nformat = \"json\"\n");
+        let new = table(
+            "node = \"b\"\nnode_addresses = [\"10.0.0.1\"]\n[log]\nlevel = \"warn\"\n[verdict_log]\nopened = true\n",
+        );
+        let changed = changed_keys(&old, &new);
+        assert_eq!(changed, ["log.format", "log.level", "node", "node_addresses", "umem.frames", "verdict_log.opened"]);
+        let taken: Vec<_> = changed.iter().filter(|key| is_reloadable(key)).collect();
+        assert_eq!(taken, ["log.level", "node_addresses", "verdict_log.opened"]);
+        copy_reloadable(&mut old, new.clone());
+        assert_eq!(
+            changed_keys(&old, &new),
+            ["log.format", "node", "umem.frames"],
+            "keys that need a restart are reported again"
+        );
+    }
+}

@@ -1,0 +1,116 @@
+//! Reconciles ports, forwarding and the node's routes with pods and network.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::time::Instant;
+
+use penstock_dataplane::forward::PortId;
+use penstock_policy::model::{ObjectKey, Pod};
+
+use super::Daemon;
+use crate::RunError;
+use crate::discovery::{HostVethError, PodProblem, pod_ports};
+use crate::node_context::NodeNetwork;
+
+impl Daemon<'_> {
+    /// Reads the network state and reconciles with it.
+    pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
+        if self.read_network_state().await { self.reconcile(why, seen).await } else { Ok(()) }
+    }
+
+    /// Reads the network state. On an error the last state stays; the next event or interval reads it again.
+    async fn read_network_state(&mut self) -> bool {
+        let began = Instant::now();
+        match self.netlink.network_state().await {
+            Ok(netstate) => {
+                self.netstate = netstate;
+                self.read_took = began.elapsed();
+                true
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot read the network state; trying again");
+                false
+            }
+        }
+    }
+
+    /// Brings ports, forwarding and routes in line with pods and network, in this order: a new pod's port is open
+    /// before the pod is published, and a gone pod's port is closed after a snapshot without it. Each step may wait for
+    /// the kernel, so none runs while [`Publisher`](crate::publisher::Publisher) inputs are locked.
+    pub(super) async fn reconcile(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
+        // Both ends of a veth pair are deleted together: checking one is enough.
+        if !self.netstate.links.contains_key(&self.host_veth.node().index) {
+            return Err(RunError::failed(HostVethError::Gone(self.host_veth.node().name.clone())));
+        }
+        self.ports.close_new_interfaces(&self.netstate);
+        let largest = self.config.umem.frame_size.largest_packet();
+        let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
+        let (wanted, more) = pod_ports(&self.netstate, &pods, self.config.node.as_str(), largest);
+        problems.extend(more);
+        self.solicit_neighbours(&pods, &problems).await;
+        self.log_problems(problems);
+        self.ports.update(&self.dataplane, &self.netstate, wanted);
+        let gone = self.ports.remove_gone(&self.netstate);
+        let unserved = self.publisher.inputs().objects.pod_addresses();
+        self.ports.announce(&unserved);
+        self.publisher.update_ports(self.ports.layout(), NodeNetwork::of(&self.netstate), why, seen);
+        self.close_ports(gone);
+        self.ports.retract();
+        self.update_routes().await;
+        Ok(())
+    }
+
+    fn close_ports(&self, gone: Vec<(PortId, String)>) {
+        let ids: Vec<PortId> = gone.iter().map(|(id, _)| *id).collect();
+        for ((id, interface), closed) in gone.into_iter().zip(self.dataplane.close_ports(&ids)) {
+            match closed {
+                Ok(()) => tracing::info!(interface, port = %id, "closed"),
+                Err(error) => tracing::error!(interface, port = %id, %error, "cannot close the port"),
+            }
+        }
+    }
+
+    async fn update_routes(&mut self) {
+        let rejected = match self.host_veth.set_routes(&self.ports.pod_routes()).await {
+            Ok(rejected) => rejected,
+            Err(error) => return tracing::warn!(%error, "cannot read the node's routes; trying again"),
+        };
+        let rejected: BTreeMap<IpAddr, String> =
+            rejected.into_iter().map(|(address, error)| (address, error.to_string())).collect();
+        for (address, reason) in rejected.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason))
+        {
+            tracing::error!(%address, reason, "cannot route this pod through the workers: the node reaches it past its policies; trying again");
+        }
+        self.unrouted = rejected;
+    }
+
+    /// Has the kernel send ARP or neighbour solicitations on bridges for pods that have no route and no neighbour
+    /// entry.
+    async fn solicit_neighbours(&self, pods: &[Pod], problems: &BTreeSet<PodProblem>) {
+        let lost = problems.iter().filter(|problem| matches!(problem, PodProblem::NoRoute { .. }));
+        let lost: BTreeSet<&ObjectKey> = lost.flat_map(PodProblem::pods).collect();
+        for pod in pods.iter().filter(|pod| lost.contains(&pod.key)) {
+            for &address in &pod.addresses {
+                if let Some(bridge) = self.netstate.bridge_of(address) {
+                    self.netlink.solicit(bridge, address).await;
+                }
+            }
+        }
+    }
+
+    /// Logs problems that are new and problems that are over.
+    fn log_problems(&mut self, problems: BTreeSet<PodProblem>) {
+        for problem in problems.difference(&self.problems) {
+            match problem {
+                // Every pod has these for a moment when it starts and when it ends.
+                PodProblem::NoRoute { .. } | PodProblem::NoMac { .. } => tracing::info!("{problem}"),
+                _ => tracing::warn!("{problem}"),
+            }
+        }
+        for problem in self.problems.difference(&problems) {
+            tracing::info!("resolved: {problem}");
+        }
+        self.publisher.inputs().progress.note_problems(&problems);
+        self.problems = problems;
+    }
+}
