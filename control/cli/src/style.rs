@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use owo_colors::{OwoColorize, Stream, Style};
-use penstock_policy::explain::Paint;
+use penstock_policy::explain::TextStyle;
 
 fn styled(text: impl Display, style: Style) -> String {
     text.if_supports_color(Stream::Stdout, |text| text.style(style)).to_string()
@@ -37,7 +37,7 @@ pub(super) fn strong(text: impl Display) -> String {
 /// The same for what [`penstock_policy`] puts into words.
 pub(super) struct Colours;
 
-impl Paint for Colours {
+impl TextStyle for Colours {
     fn good(&self, text: &dyn Display) -> String {
         good(text)
     }

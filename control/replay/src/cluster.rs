@@ -7,10 +7,10 @@ use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::Reach;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Object, ObjectKey};
-use penstock_policy::render::tables::Scope;
-use penstock_policy::state::{Holder, PodId, State};
+use penstock_policy::render::tables::PodScope;
+use penstock_policy::state::{AddressOwner, PodId, State};
 use rustc_hash::FxHashMap;
 
 use super::rules::RuleBook;
@@ -40,7 +40,7 @@ pub enum ClusterError {
 /// A cluster at one moment of a replay.
 pub struct Cluster {
     engine: Engine,
-    scope: Scope,
+    scope: PodScope,
     snapshot: Snapshot,
     names: FxHashMap<Address, Box<str>>,
     ports: FxHashMap<ObjectKey, PortId>,
@@ -57,8 +57,8 @@ impl Cluster {
         node: Option<&str>,
         reach: Reach,
     ) -> Result<Self, ClusterError> {
-        let scope = node.map_or(Scope::AllPods, |node| Scope::Node(node.to_owned()));
-        let settings = Settings { scope: scope.clone(), reach };
+        let scope = node.map_or(PodScope::AllPods, |node| PodScope::Node(node.to_owned()));
+        let settings = EngineSettings { scope: scope.clone(), reach };
         let mut engine = Engine::new(settings);
         engine.apply(objects.into_iter().map(Change::Set));
         if let Some(name) = node {
@@ -104,16 +104,16 @@ impl Cluster {
     fn forwarding(&mut self) -> Result<Forwarding, ClusterError> {
         let state = self.engine.state();
         let is_local = |name: Option<&str>| match &self.scope {
-            Scope::AllPods => true,
-            Scope::Node(node) => name == Some(node),
+            PodScope::AllPods => true,
+            PodScope::Node(node) => name == Some(node),
         };
         let node = state.addresses().filter_map(|(address, holder)| match holder {
-            Holder::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
+            AddressOwner::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
             _ => None,
         });
         let nodes = state.addresses().filter_map(|(address, holder)| match holder {
-            Holder::Node(_) => Some(Address::from(address)),
-            Holder::Pod(_) => None,
+            AddressOwner::Node(_) => Some(Address::from(address)),
+            AddressOwner::Pod(_) => None,
         });
         // A node's own tunnels are not known here.
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
@@ -136,7 +136,7 @@ impl Cluster {
         self.ports.clear();
         for (place, (pod, number)) in keys.into_iter().enumerate() {
             let id = PortId((place + FIRST_POD) as u16);
-            let own = |address: &&IpAddr| state.holder(address) == Some(Holder::Pod(number));
+            let own = |address: &&IpAddr| state.owner(address) == Some(AddressOwner::Pod(number));
             insert(id, PortKind::Pod, pod.addresses.iter().filter(own).copied().map(Address::from).collect());
             self.ports.insert(pod.key.clone(), id);
         }
@@ -179,8 +179,8 @@ impl Cluster {
 
 fn names(state: &State) -> FxHashMap<Address, Box<str>> {
     let name = |holder| match holder {
-        Holder::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
-        Holder::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
+        AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        AddressOwner::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
     };
     state
         .addresses()
@@ -191,8 +191,8 @@ fn names(state: &State) -> FxHashMap<Address, Box<str>> {
 fn check_node(state: &State, name: &str) -> Result<(), ClusterError> {
     let of_pods = state.pods().filter_map(|(_, pod)| pod.node.clone());
     let of_nodes = state.addresses().filter_map(|(_, holder)| match holder {
-        Holder::Node(node) => state.node_name(node).map(str::to_owned),
-        Holder::Pod(_) => None,
+        AddressOwner::Node(node) => state.node_name(node).map(str::to_owned),
+        AddressOwner::Pod(_) => None,
     });
     let known: std::collections::BTreeSet<String> = of_pods.chain(of_nodes).collect();
     if known.contains(name) {

@@ -4,8 +4,8 @@ use std::fs;
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    Block, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Requirement, Rule,
-    Selector, Test,
+    Block, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
+    Requirement, Rule, Selector,
 };
 use penstock_sources::convert::Settings;
 use penstock_sources::manifest::{Manifests, Options, read_manifests};
@@ -252,7 +252,7 @@ fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
 
 #[test]
 fn selectors_keep_their_meaning() {
-    let requirement = |key: &str, test| Requirement { key: key.to_owned(), test };
+    let requirement = |key: &str, test| Requirement { key: key.to_owned(), operator };
     let values = |values: &[&str]| values.iter().map(|value| value.to_string()).collect();
     let found = policy(
         "{podSelector: {matchLabels: {b: '2', a: ''}, matchExpressions: [
@@ -261,12 +261,12 @@ fn selectors_keep_their_meaning() {
     )
     .pod_selector;
     let expected = vec![
-        requirement("a", Test::In(values(&[""]))),
-        requirement("b", Test::In(values(&["2"]))),
-        requirement("c", Test::In(values(&["y", "z"]))),
-        requirement("d", Test::NotIn(values(&["x"]))),
-        requirement("e", Test::Exists),
-        requirement("f", Test::DoesNotExist),
+        requirement("a", LabelOperator::In(values(&[""]))),
+        requirement("b", LabelOperator::In(values(&["2"]))),
+        requirement("c", LabelOperator::In(values(&["y", "z"]))),
+        requirement("d", LabelOperator::NotIn(values(&["x"]))),
+        requirement("e", LabelOperator::Exists),
+        requirement("f", LabelOperator::DoesNotExist),
     ];
     assert_eq!(found, Selector { requirements: expected });
 }
@@ -284,8 +284,8 @@ fn peers_and_ports_are_told_apart() {
         Peer::Pods(Selector::default()),
         Peer::Namespaces(Selector::default()),
         Peer::PodsInNamespaces { namespaces: Selector::default(), pods: Selector::default() },
-        Peer::Block(Block { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
-        Peer::Block(Block { cidr: net("::/0"), except: vec![] }),
+        Peer::IpBlock(IpBlock { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
+        Peer::IpBlock(IpBlock { cidr: net("::/0"), except: vec![] }),
     ]);
     let port = |protocol, which| Port { protocol, which };
     let range = |first, last| PortMatch::Range { first, last };

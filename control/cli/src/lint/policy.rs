@@ -111,7 +111,7 @@ impl Looked<'_> {
             selector::contradiction(found).map(|key| format!("contradicts itself on {key}: nothing can match"))
         };
         let (namespaces, pods) = match peer {
-            Peer::Block(block) => {
+            Peer::IpBlock(block) => {
                 for (except, kind, message) in blocks::pointless(block, place, peers) {
                     match except {
                         None => tell(&block_at.field("cidr"), kind, message),
@@ -202,7 +202,7 @@ impl Looked<'_> {
             Peer::Pods(pods) => Box::new(self.world.pods_in(&self.policy.key.namespace, pods)),
             Peer::Namespaces(namespaces) => Box::new(self.world.pods_of(namespaces, &EVERY)),
             Peer::PodsInNamespaces { namespaces, pods } => Box::new(self.world.pods_of(namespaces, pods)),
-            Peer::Block(block) => {
+            Peer::IpBlock(block) => {
                 Box::new(self.world.pods().filter(|pod| pod.addresses.iter().any(|address| block.contains(address))))
             }
         }
@@ -216,6 +216,6 @@ fn can_never_match(peer: &Peer) -> bool {
     match peer {
         Peer::Pods(found) | Peer::Namespaces(found) => contradicts(found),
         Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
-        Peer::Block(block) => blocks::is_covered(block),
+        Peer::IpBlock(block) => blocks::is_covered(block),
     }
 }

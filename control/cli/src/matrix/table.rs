@@ -64,7 +64,7 @@ fn cell(engine: &Engine, matrix: &Matrix, row: usize, column: usize) -> Cell {
     let flows = matrix.services.iter().filter_map(|service| matrix.flow(engine, row, column, service));
     let (mut allowed, mut denied) = (false, false);
     for flow in flows {
-        match engine.judge(&flow).is_allowed() {
+        match engine.evaluate(&flow).is_allowed() {
             true => allowed = true,
             false => denied = true,
         }

@@ -1,6 +1,6 @@
 //! From the policies of a pod to the effective rules of its two sides.
 //!
-//! A [`Side`] says what the rules of one direction of a pod depend on, so that pods with the same policies have one set
+//! A [`TableKey`] says what the rules of one direction of a pod depend on, so that pods with the same policies have one set
 //! of rules between them. Its rules are the policies' rules with port names resolved on the server: on ingress the
 //! selected pod itself, on egress each peer, for which a rule is split by the numbers that pods have for the name.
 
@@ -12,16 +12,16 @@ use std::sync::Arc;
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
 use crate::model::{
-    Block, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
+    IpBlock, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
 };
 use crate::state::{Class, PodId, PolicyId, State};
 
-pub use matching::{Lack, Match, compare};
+pub use matching::{Mismatch, RuleComparison, compare};
 pub use provenance::{PeerKind, Provenance, RuleSource};
 
 /// What the effective rules of one direction of an isolated pod depend on. Equal sides have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Side {
+pub struct TableKey {
     /// Which direction.
     pub direction: Direction,
     /// The policies that apply, sorted by namespace and name, each with the revision of its last change.
@@ -53,12 +53,12 @@ pub enum EffectivePeers {
         /// Addresses of pods in these classes.
         classes: Vec<Class>,
         /// Addresses in blocks, pods' or not.
-        blocks: Vec<Block>,
+        blocks: Vec<IpBlock>,
     },
 }
 
 /// What the rules of one direction of a pod depend on; `None` if it is open.
-pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
+pub fn table_key(state: &State, pod: PodId, direction: Direction) -> Option<TableKey> {
     let mut isolated = direction == Direction::Ingress && state.is_denied_by_default(pod);
     let (mut policies, mut ports) = (Vec::new(), Vec::new());
     for (number, revision) in state.policies_of(pod) {
@@ -75,7 +75,7 @@ pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
     }
     ports.sort_unstable();
     ports.dedup();
-    isolated.then_some(Side { direction, policies, ports })
+    isolated.then_some(TableKey { direction, policies, ports })
 }
 
 /// The rules of a policy for a direction, if it applies to it.
@@ -99,12 +99,12 @@ fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
 }
 
 /// The port names that the rules of a side resolve on its peers: its rules are others once pods have other numbers.
-pub fn names_on_peers(state: &State, side: &Side) -> Vec<(String, PortProtocol)> {
-    if side.direction == Direction::Ingress {
+pub fn names_on_peers(state: &State, key: &TableKey) -> Vec<(String, PortProtocol)> {
+    if key.direction == Direction::Ingress {
         return Vec::new();
     }
-    let policies = side.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
-    let rules = policies.filter_map(|policy| rules_of(policy, side.direction));
+    let policies = key.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
+    let rules = policies.filter_map(|policy| rules_of(policy, key.direction));
     let mut all: Vec<_> = rules.flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
     all.sort_unstable();
     all.dedup();
@@ -113,29 +113,29 @@ pub fn names_on_peers(state: &State, side: &Side) -> Vec<(String, PortProtocol)>
 
 /// The effective rules of a side, in the order of its policies and their rules. A rule that can match nothing (an empty
 /// list in the v1beta1 meaning, a name that no pod has) is left out.
-pub fn rules(state: &State, side: &Side) -> Vec<EffectiveRule> {
+pub fn rules(state: &State, key: &TableKey) -> Vec<EffectiveRule> {
     let mut effective = Vec::new();
-    for (number, _) in &side.policies {
-        let policy = state.policy(*number).expect("a side lists policies that the state has");
-        for (index, rule) in rules_of(policy, side.direction).unwrap_or_default().iter().enumerate() {
-            let source = RuleSource { policy: policy.clone(), direction: side.direction, rule: index };
-            one_rule(state, side, &source, rule, &mut effective);
+    for (number, _) in &key.policies {
+        let policy = state.policy(*number).expect("a key lists policies that the state has");
+        for (index, rule) in rules_of(policy, key.direction).unwrap_or_default().iter().enumerate() {
+            let source = RuleSource { policy: policy.clone(), direction: key.direction, rule: index };
+            one_rule(state, key, &source, rule, &mut effective);
         }
     }
     effective
 }
 
-fn one_rule(state: &State, side: &Side, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
+fn one_rule(state: &State, key: &TableKey, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
     let namespace = &source.policy.key.namespace;
     let Some(peers) = peers(namespace, &rule.peers) else { return };
     let ports = match &rule.ports {
         Ports::Every => PortSpec::Every,
-        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(side, port)).collect()),
+        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(key, port)).collect()),
     };
     if ports != PortSpec::AnyOf(Vec::new()) {
         into.push(EffectiveRule { source: source.clone(), peers, ports });
     }
-    if side.direction == Direction::Egress {
+    if key.direction == Direction::Egress {
         let mut named: Vec<(&str, PortProtocol)> = names(std::slice::from_ref(rule)).collect();
         named.sort_unstable();
         named.dedup();
@@ -156,7 +156,7 @@ fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &
         Peers::Every => vec![Class::Port(port)],
         Peers::AnyOf(peers) => {
             let with_port = |peer: &Peer| match peer {
-                Peer::Block(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
+                Peer::IpBlock(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
                 pods => class(namespace, pods, Some(port.clone())),
             };
             peers.iter().filter_map(with_port).collect()
@@ -175,7 +175,7 @@ fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
     let (mut every_pod, mut classes, mut blocks) = (false, Vec::new(), Vec::new());
     for peer in peers {
         match peer {
-            Peer::Block(block) => blocks.push(block.clone()),
+            Peer::IpBlock(block) => blocks.push(block.clone()),
             peer if finds_every_pod(peer) => every_pod = true,
             pods => classes.extend(class(namespace, pods, None)),
         }
@@ -188,7 +188,7 @@ fn finds_every_pod(peer: &Peer) -> bool {
     match peer {
         Peer::Namespaces(namespaces) => every(namespaces),
         Peer::PodsInNamespaces { namespaces, pods } => every(namespaces) && every(pods),
-        Peer::Pods(_) | Peer::Block(_) => false,
+        Peer::Pods(_) | Peer::IpBlock(_) => false,
     }
 }
 
@@ -202,17 +202,17 @@ fn class(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<Class>
         Peer::PodsInNamespaces { namespaces, pods } => {
             Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
-        Peer::Block(_) => None,
+        Peer::IpBlock(_) => None,
     }
 }
 
 /// A rule's port as ranges: a name on ingress as the selected pod's own number; on egress it is left to the peers.
-fn ranges(side: &Side, port: &Port) -> Vec<PortRange> {
+fn ranges(key: &TableKey, port: &Port) -> Vec<PortRange> {
     match &port.which {
         PortMatch::Every => vec![range(port.protocol, 0, u16::MAX)],
         PortMatch::Range { first, last } => vec![range(port.protocol, *first, *last)],
         PortMatch::Name(name) => {
-            let own = side.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
+            let own = key.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
             own.map(|own| range(own.protocol, own.number, own.number)).collect()
         }
     }

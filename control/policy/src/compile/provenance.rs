@@ -71,7 +71,7 @@ impl From<&Peer> for PeerKind {
         match peer {
             Peer::Pods(_) => Self::PodSelector,
             Peer::Namespaces(_) | Peer::PodsInNamespaces { .. } => Self::NamespaceSelector,
-            Peer::Block(_) => Self::IpBlock,
+            Peer::IpBlock(_) => Self::IpBlock,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One cluster's policy from changes to tables, and the reasons for what they say.
 //!
 //! An [`Engine`] is what the node service, the commands and the tests share: it takes changes, keeps the state and the
-//! tables of the pods in scope in step, and explains a judgement. It knows no I/O and no clock.
+//! tables of the pods in scope in step, and explains a verdict. It knows no I/O and no clock.
 
 mod explain;
 
@@ -10,29 +10,29 @@ use penstock_dataplane::policy::{Judgement, PolicySet, Reach, RuleRef};
 
 use crate::compile::{Provenance, compare};
 use crate::model::Change;
-use crate::render::tables::{self, Scope, Tables};
+use crate::render::tables::{self, PodScope, Tables};
 use crate::state::{self, State};
 
-pub use explain::{Explanation, Near, SideExplanation};
+pub use explain::{DirectionExplanation, Explanation, NearestRule};
 
 /// How an [`Engine`] reads policies, and for whom.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Settings {
+pub struct EngineSettings {
     /// Whose sides are enforced.
-    pub scope: Scope,
+    pub scope: PodScope,
     /// Whether a rule's action is honoured cluster-wide. If it is, the sides of all pods are, whatever the scope.
     pub reach: Reach,
 }
 
-impl Settings {
+impl EngineSettings {
     /// The Kubernetes API's meaning, for the pods of one node.
     pub fn for_node(name: impl Into<String>) -> Self {
-        Self { scope: Scope::Node(name.into()), reach: Reach::default() }
+        Self { scope: PodScope::Node(name.into()), reach: Reach::default() }
     }
 
     /// The Kubernetes API's meaning, for all pods.
     pub fn for_all_pods() -> Self {
-        Self { scope: Scope::AllPods, reach: Reach::default() }
+        Self { scope: PodScope::AllPods, reach: Reach::default() }
     }
 }
 
@@ -45,7 +45,7 @@ pub struct Engine {
 
 impl Engine {
     /// Of a cluster of which nothing is known.
-    pub fn new(settings: Settings) -> Self {
+    pub fn new(settings: EngineSettings) -> Self {
         Self { state: State::default(), tables: Tables::new(settings.scope, settings.reach) }
     }
 
@@ -71,16 +71,16 @@ impl Engine {
     }
 
     /// Judges a flow, opened in this direction, by the tables.
-    pub fn judge(&self, flow: &Flow) -> Judgement {
+    pub fn evaluate(&self, flow: &Flow) -> Judgement {
         self.policy_set().judge(flow)
     }
 
-    /// The rule that a judgement of the current set names, with the peer and the port through which it matched this
-    /// flow. `None` if the rule is gone, or does not match the flow any more: the judgement is older than the objects.
+    /// The rule that a verdict of the current set names, with the peer and the port through which it matched this
+    /// flow. `None` if the rule is gone, or does not match the flow any more: the verdict is older than the objects.
     pub fn provenance(&self, rule: RuleRef, flow: &Flow) -> Option<Provenance> {
         let source = &self.tables.rule(rule)?.source;
         let met = compare(&self.state, source, flow);
-        met.lacks.is_empty().then_some(met.provenance)
+        met.mismatches.is_empty().then_some(met.provenance)
     }
 
     /// How much there is of everything.

@@ -65,7 +65,7 @@ pub struct Pod {
     /// Named container ports; a name occurs once a protocol.
     pub ports: Vec<NamedPort>,
     /// What says how long it has had its addresses, and whether it still has them.
-    pub tenure: Tenure,
+    pub lifetime: PodLifetime,
 }
 
 impl Pod {
@@ -76,14 +76,14 @@ impl Pod {
     /// to elsewhere. One that is being deleted yields to one that is not, and then the one that started later has it.
     /// Where the times do not tell, names do: whoever asks gets the same answer, in whatever order the objects came.
     pub fn outranks(&self, other: &Self) -> bool {
-        let rank = |pod: &Self| (!pod.tenure.leaving, pod.tenure.started, pod.tenure.created);
+        let rank = |pod: &Self| (!pod.lifetime.leaving, pod.lifetime.started, pod.lifetime.created);
         rank(self).cmp(&rank(other)).then_with(|| other.key.cmp(&self.key)).is_gt()
     }
 }
 
 /// The times of a pod that say which of two has an address. Seconds of Unix time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub struct Tenure {
+pub struct PodLifetime {
     /// `metadata.deletionTimestamp` is there: it is being deleted.
     pub leaving: bool,
     /// `status.startTime`.
@@ -173,12 +173,12 @@ pub enum Peer {
         pods: Selector,
     },
     /// `ipBlock`.
-    Block(Block),
+    IpBlock(IpBlock),
 }
 
 /// An `ipBlock`: addresses in `cidr` and in none of `except`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Block {
+pub struct IpBlock {
     /// The block, host bits cleared.
     pub cidr: IpNet,
     /// Parts of it that do not match, each strictly inside `cidr`.
@@ -223,12 +223,12 @@ pub struct Requirement {
     /// The label's key.
     pub key: String,
     /// What must hold of it.
-    pub test: Test,
+    pub operator: LabelOperator,
 }
 
 /// What a requirement asks of a label.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub enum Test {
+pub enum LabelOperator {
     /// Present, with one of these values (sorted, at least one).
     In(Vec<String>),
     /// Absent, or with none of these values (sorted, at least one).
@@ -244,11 +244,11 @@ impl Selector {
     pub fn matches(&self, labels: &Labels) -> bool {
         self.requirements.iter().all(|requirement| {
             let value = labels.get(&requirement.key);
-            match &requirement.test {
-                Test::In(values) => value.is_some_and(|value| values.contains(value)),
-                Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
-                Test::Exists => value.is_some(),
-                Test::DoesNotExist => value.is_none(),
+            match &requirement.operator {
+                LabelOperator::In(values) => value.is_some_and(|value| values.contains(value)),
+                LabelOperator::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+                LabelOperator::Exists => value.is_some(),
+                LabelOperator::DoesNotExist => value.is_none(),
             }
         })
     }

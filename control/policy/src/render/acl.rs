@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 
-use crate::state::{Holder, PodId, State};
+use crate::state::{AddressOwner, PodId, State};
 
 use super::tables::{ExpandedRule, Expansion, Tables};
 
@@ -80,9 +80,10 @@ fn access_list(
 /// The addresses with which a pod may always talk: its own, and its node's.
 pub(super) fn always_reached(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let node = state.node_of(pod);
-    let of_node = state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == Holder::Node(node)));
+    let of_node =
+        state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == AddressOwner::Node(node)));
     let own = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.clone());
-    let own = own.filter(move |address| state.holder(address) == Some(Holder::Pod(pod)));
+    let own = own.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)));
     own.chain(of_node.map(|(address, _)| address))
 }
 

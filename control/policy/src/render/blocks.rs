@@ -2,10 +2,10 @@
 
 use ipnet::IpNet;
 
-use crate::model::Block;
+use crate::model::IpBlock;
 
 /// The prefixes that are left of a block without its excepts, ascending: no prefix of them lies in another.
-pub(crate) fn without_excepts(block: &Block) -> Vec<IpNet> {
+pub(crate) fn without_excepts(block: &IpBlock) -> Vec<IpNet> {
     let mut left = Vec::new();
     subtract(block.cidr, &block.except.iter().collect::<Vec<_>>(), &mut left);
     left
@@ -40,7 +40,7 @@ mod tests {
             ("10.0.0.0/8", vec!["fd00::/8"], vec!["10.0.0.0/8"]),
         ] {
             let parse = |text: &str| text.parse::<IpNet>().unwrap();
-            let block = Block { cidr: parse(cidr), except: except.into_iter().map(parse).collect() };
+            let block = IpBlock { cidr: parse(cidr), except: except.into_iter().map(parse).collect() };
             let expected: Vec<IpNet> = expected.into_iter().map(parse).collect();
             assert_eq!(without_excepts(&block), expected, "{block:?}");
         }

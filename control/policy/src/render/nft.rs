@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 use rustc_hash::FxHashMap;
 
-use crate::state::{Holder, PodId, State};
+use crate::state::{AddressOwner, PodId, State};
 
 use super::acl::always_reached;
 use super::tables::{ExpandedRule, Tables};
@@ -191,7 +191,7 @@ fn verdict_map(
 
 fn own_addresses(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let addresses = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.iter().copied());
-    addresses.filter(move |address| state.holder(address) == Some(Holder::Pod(pod)))
+    addresses.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)))
 }
 
 fn set(text: &mut String, name: &str, of: &str, flags: &str, elements: impl Iterator<Item = String>) {

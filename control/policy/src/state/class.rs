@@ -3,7 +3,7 @@
 use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::model::{Block, Labels, NamedPort, PortProtocol, Selector, Test};
+use crate::model::{IpBlock, LabelOperator, Labels, NamedPort, PortProtocol, Selector};
 
 use super::registry::Registry;
 
@@ -42,7 +42,7 @@ pub enum Class {
     /// The addresses in a block of pods that have a named port.
     Block {
         /// The block.
-        block: Block,
+        block: IpBlock,
         /// The port.
         port: NamedPort,
     },
@@ -62,14 +62,14 @@ pub(super) struct ClassRecord {
 
 /// Classes by what they ask first of a pod's labels, so that a pod is compared only with those that it may be in.
 #[derive(Default, Debug)]
-pub(super) struct ScopeClasses {
+pub(super) struct ClassIndex {
     /// By key and value of a label that all members have.
     anchored: FxHashMap<String, FxHashMap<String, Vec<ClassId>>>,
     /// Those that ask for no certain label.
     others: Vec<ClassId>,
 }
 
-impl ScopeClasses {
+impl ClassIndex {
     pub(super) fn insert(&mut self, class: ClassId, pods: &Selector) {
         match anchor(pods) {
             None => self.others.push(class),
@@ -111,19 +111,19 @@ impl ScopeClasses {
 
 /// The requirement that asks for a certain label with the fewest values: what it does not find, the selector does not.
 fn anchor(selector: &Selector) -> Option<(&str, &[String])> {
-    let certain = selector.requirements.iter().filter_map(|requirement| match &requirement.test {
-        Test::In(values) => Some((requirement.key.as_str(), values.as_slice())),
-        Test::NotIn(_) | Test::Exists | Test::DoesNotExist => None,
+    let certain = selector.requirements.iter().filter_map(|requirement| match &requirement.operator {
+        LabelOperator::In(values) => Some((requirement.key.as_str(), values.as_slice())),
+        LabelOperator::NotIn(_) | LabelOperator::Exists | LabelOperator::DoesNotExist => None,
     });
     certain.min_by_key(|(_, values)| values.len())
 }
 
 /// Namespaces that a selector finds, and the classes of pods in them.
 #[derive(Default, Debug)]
-pub(super) struct Scope {
+pub(super) struct NamespaceSelection {
     pub(super) selector: Selector,
     pub(super) namespaces: FxHashSet<u32>,
-    pub(super) classes: ScopeClasses,
+    pub(super) classes: ClassIndex,
 }
 
 /// Which pods carry a label, and which have a named port.
@@ -216,9 +216,9 @@ fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, 
 #[derive(Debug)]
 pub(super) struct Classes {
     pub(super) registry: Registry<Class, ClassRecord>,
-    pub(super) scopes: Registry<Selector, Scope>,
+    pub(super) selections: Registry<Selector, NamespaceSelection>,
     /// The classes of addresses.
-    pub(super) blocks: Vec<(ClassId, Block, NamedPort)>,
+    pub(super) blocks: Vec<(ClassId, IpBlock, NamedPort)>,
 }
 
 impl Default for Classes {
@@ -228,11 +228,11 @@ impl Default for Classes {
         let record = ClassRecord { class: unknown.clone(), references: 1, members: FxHashSet::default() };
         let number = registry.insert(unknown, record);
         assert_eq!(number, NAMESPACE_UNKNOWN);
-        Self { registry, scopes: Registry::default(), blocks: Vec::new() }
+        Self { registry, selections: Registry::default(), blocks: Vec::new() }
     }
 }
 
-impl Block {
+impl IpBlock {
     /// Whether an address is in the block and in none of its excepts.
     pub fn contains(&self, address: &std::net::IpAddr) -> bool {
         self.cidr.contains(address) && !self.except.iter().any(|except: &IpNet| except.contains(address))

@@ -16,7 +16,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{Change, Labels, NetworkPolicy, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
 
-use class::{ClassRecord, Classes, PodIndex, Scope, ScopeClasses};
+use class::{ClassIndex, ClassRecord, Classes, NamespaceSelection, PodIndex};
 pub(crate) use registry::Registry;
 
 pub use class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
@@ -56,8 +56,8 @@ struct NamespaceRecord {
     /// Its labels, once the Namespace is known.
     labels: Option<Labels>,
     default_deny_ingress: bool,
-    scopes: Vec<u32>,
-    classes: ScopeClasses,
+    selections: Vec<u32>,
+    classes: ClassIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
 }
@@ -99,7 +99,7 @@ struct Claim {
 
 /// Who has an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Holder {
+pub enum AddressOwner {
     /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
@@ -188,16 +188,16 @@ impl State {
     }
 
     /// Who has an address.
-    pub fn holder(&self, address: &IpAddr) -> Option<Holder> {
+    pub fn owner(&self, address: &IpAddr) -> Option<AddressOwner> {
         let claim = self.claims.get(address)?;
         let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
         let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
-        pod.map(Holder::Pod).or(claim.nodes.last().map(|node| Holder::Node(*node)))
+        pod.map(AddressOwner::Pod).or(claim.nodes.last().map(|node| AddressOwner::Node(*node)))
     }
 
     /// Every address that someone has.
-    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, Holder)> {
-        self.claims.keys().filter_map(|address| Some((*address, self.holder(address)?)))
+    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, AddressOwner)> {
+        self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
 
     /// The classes of a pod's address, sorted.
@@ -232,9 +232,9 @@ impl State {
                 self.found_in(&self.namespaces[namespace].pods, pods, port.as_ref())
             }
             Class::InNamespaces { namespaces, pods, port } => {
-                let scope = self.acquire_scope(namespaces);
-                self.classes.scopes[scope].classes.insert(number, pods);
-                self.found_in_scope(scope, pods, port.as_ref())
+                let selection = self.acquire_selection(namespaces);
+                self.classes.selections[selection].classes.insert(number, pods);
+                self.found_in_selection(selection, pods, port.as_ref())
             }
             Class::Port(port) => self.index.with_port(port).collect(),
             Class::Block { block, port } => {
@@ -275,9 +275,9 @@ impl State {
                 self.forget_if_empty(namespace);
             }
             Class::InNamespaces { namespaces, pods, .. } => {
-                let scope = self.acquire_scope(namespaces);
-                self.classes.scopes[scope].classes.remove(number, pods);
-                self.forget_scope_if_empty(scope);
+                let selection = self.acquire_selection(namespaces);
+                self.classes.selections[selection].classes.remove(number, pods);
+                self.forget_selection_if_empty(selection);
             }
             Class::Block { block, .. } => {
                 self.classes.blocks.retain(|(class, ..)| *class != number);
@@ -303,8 +303,8 @@ impl State {
         self.namespaces.find_or_insert(name, || NamespaceRecord {
             labels: None,
             default_deny_ingress: false,
-            scopes: Vec::new(),
-            classes: ScopeClasses::default(),
+            selections: Vec::new(),
+            classes: ClassIndex::default(),
             pods: FxHashSet::default(),
             policies: FxHashSet::default(),
         })
@@ -319,33 +319,37 @@ impl State {
         }
     }
 
-    fn acquire_scope(&mut self, namespaces: &crate::model::Selector) -> u32 {
-        if let Some(scope) = self.classes.scopes.find(namespaces) {
-            return scope;
+    fn acquire_selection(&mut self, namespaces: &crate::model::Selector) -> u32 {
+        if let Some(selection) = self.classes.selections.find(namespaces) {
+            return selection;
         }
         let found = self
             .namespaces
             .iter()
             .filter(|(_, record)| record.labels.as_ref().is_some_and(|labels| namespaces.matches(labels)));
         let found: FxHashSet<u32> = found.map(|(number, _)| number).collect();
-        let scope = Scope { selector: namespaces.clone(), namespaces: found.clone(), ..Scope::default() };
-        let number = self.classes.scopes.insert(namespaces.clone(), scope);
-        found.into_iter().for_each(|namespace| self.namespaces[namespace].scopes.push(number));
+        let selection = NamespaceSelection {
+            selector: namespaces.clone(),
+            namespaces: found.clone(),
+            ..NamespaceSelection::default()
+        };
+        let number = self.classes.selections.insert(namespaces.clone(), selection);
+        found.into_iter().for_each(|namespace| self.namespaces[namespace].selections.push(number));
         number
     }
 
-    fn forget_scope_if_empty(&mut self, number: u32) {
-        if !self.classes.scopes[number].classes.is_empty() {
+    fn forget_selection_if_empty(&mut self, number: u32) {
+        if !self.classes.selections[number].classes.is_empty() {
             return;
         }
-        let selector = self.classes.scopes[number].selector.clone();
-        let scope = self.classes.scopes.remove(&selector).expect("the scope is known by its number");
-        for namespace in scope.namespaces {
-            self.namespaces[namespace].scopes.retain(|scope| *scope != number);
+        let selector = self.classes.selections[number].selector.clone();
+        let selection = self.classes.selections.remove(&selector).expect("the selection is known by its number");
+        for namespace in selection.namespaces {
+            self.namespaces[namespace].selections.retain(|selection| *selection != number);
         }
     }
 
-    fn outdate_block(&mut self, block: &crate::model::Block) {
+    fn outdate_block(&mut self, block: &crate::model::IpBlock) {
         let inside = self.claims.iter().filter(|(address, claim)| !claim.pods.is_empty() && block.contains(address));
         self.outdated.addresses.extend(inside.map(|(address, _)| *address));
     }

@@ -20,7 +20,7 @@ impl State {
         }
         if record.labels.as_ref() != Some(&namespace.labels) {
             record.labels = Some(namespace.labels);
-            self.rescope(number);
+            self.reselect_namespace(number);
         }
     }
 
@@ -32,22 +32,25 @@ impl State {
             self.outdated.pods.extend(&record.pods);
         }
         record.labels = None;
-        self.rescope(number);
+        self.reselect_namespace(number);
         self.forget_if_empty(name);
     }
 
     /// Evaluates the namespace selectors against a namespace, and then the classes of its pods.
-    fn rescope(&mut self, number: u32) {
+    fn reselect_namespace(&mut self, number: u32) {
         let labels = self.namespaces[number].labels.as_ref();
-        let found =
-            self.classes.scopes.iter().filter(|(_, scope)| labels.is_some_and(|labels| scope.selector.matches(labels)));
-        let scopes: Vec<u32> = found.map(|(scope, _)| scope).collect();
-        let before = std::mem::replace(&mut self.namespaces[number].scopes, scopes.clone());
-        before.into_iter().for_each(|scope| {
-            self.classes.scopes[scope].namespaces.remove(&number);
+        let found = self
+            .classes
+            .selections
+            .iter()
+            .filter(|(_, selection)| labels.is_some_and(|labels| selection.selector.matches(labels)));
+        let selections: Vec<u32> = found.map(|(selection, _)| selection).collect();
+        let before = std::mem::replace(&mut self.namespaces[number].selections, selections.clone());
+        before.into_iter().for_each(|selection| {
+            self.classes.selections[selection].namespaces.remove(&number);
         });
-        scopes.into_iter().for_each(|scope| {
-            self.classes.scopes[scope].namespaces.insert(number);
+        selections.into_iter().for_each(|selection| {
+            self.classes.selections[selection].namespaces.insert(number);
         });
         let pods: Vec<PodId> = self.namespaces[number].pods.iter().copied().collect();
         pods.into_iter().for_each(|pod| self.reclassify(pod));

@@ -141,8 +141,8 @@ impl State {
             return Vec::new();
         }
         let namespace = &self.namespaces[record.namespace];
-        let scopes = namespace.scopes.iter().map(|scope| &self.classes.scopes[*scope].classes);
-        let candidates = [&namespace.classes].into_iter().chain(scopes);
+        let selections = namespace.selections.iter().map(|selection| &self.classes.selections[*selection].classes);
+        let candidates = [&namespace.classes].into_iter().chain(selections);
         let candidates = candidates.flat_map(|classes| classes.candidates(&record.pod.labels));
         let mut classes: Vec<ClassId> = candidates
             .filter(|class| match &self.classes.registry[*class].class {
@@ -172,10 +172,15 @@ impl State {
         pods.iter().copied().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect()
     }
 
-    /// The pods that a selector finds in the namespaces of a scope, and that have the port, if one is given: either all that carry a label which it asks for are
+    /// The pods that a selector finds in the namespaces of a selection, and that have the port, if one is given: either all that carry a label which it asks for are
     /// looked at, or all in these namespaces, whichever are fewer.
-    pub(super) fn found_in_scope(&self, scope: u32, selector: &Selector, port: Option<&NamedPort>) -> Vec<PodId> {
-        let namespaces = &self.classes.scopes[scope].namespaces;
+    pub(super) fn found_in_selection(
+        &self,
+        selection: u32,
+        selector: &Selector,
+        port: Option<&NamedPort>,
+    ) -> Vec<PodId> {
+        let namespaces = &self.classes.selections[selection].namespaces;
         let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
         let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
         match self.index.candidates(selector) {

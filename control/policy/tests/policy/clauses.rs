@@ -319,18 +319,18 @@ fn clause_7_an_address_passes_from_one_pod_to_another_in_either_order_of_events(
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
     cluster.engine.apply([Change::Set(new())]);
     let flow = cluster.flow("10.0.2.9", "shop/db", "tcp/1");
-    assert!(cluster.engine.judge(&flow).is_allowed(), "the last one to claim an address has it");
+    assert!(cluster.engine.evaluate(&flow).is_allowed(), "the last one to claim an address has it");
     // An event of the old pod that claims nothing new does not take it back.
     cluster.engine.apply([Change::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([gone()]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
 
     // The new one goes first: the old one has it again.
     let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
-    assert!(!cluster.engine.judge(&flow).is_allowed());
+    assert!(!cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([Change::Delete(ObjectRef::Pod(key("lab/new")))]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
 }
 
 #[test]
@@ -367,7 +367,7 @@ fn clause_8_a_pod_and_its_node_always_reach_each_other_and_so_does_a_pod_itself(
         ("shop/db", "shop/web", "tcp/1", false),
     ]);
     let flow = cluster.flow("shop/db", "shop/db", "tcp/1");
-    assert_eq!(cluster.judge(&flow).egress, Side::Exempt);
+    assert_eq!(cluster.evaluate(&flow).egress, Side::Exempt);
 }
 
 #[test]
@@ -409,21 +409,30 @@ fn a_rule_is_named_by_policy_direction_peer_and_port() {
 
 #[test]
 fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_what_it_lacks() {
-    use penstock_policy::compile::Lack;
+    use penstock_policy::compile::Mismatch;
     let into = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["10.0.2.0/24 except 10.0.2.2/32"], &["tcp/sql"])];
     let cluster = with([policy("shop/p", "app=db", Some(into), None), policy("shop/q", "", Some(vec![]), None)]);
-    for (from, port, name, lacks) in [
-        ("shop/web", "tcp/81", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Port]),
-        ("8.8.8.8", "tcp/80", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Peer]),
-        ("lab/probe", "tcp/5432", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Excepted("10.0.2.2/32".parse().unwrap())]),
-        ("lab/web", "tcp/7", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Port]),
+    for (from, port, name, mismatches) in [
+        ("shop/web", "tcp/81", "shop-ingress-p-0-podSelector-0-0", vec![Mismatch::Port]),
+        ("8.8.8.8", "tcp/80", "shop-ingress-p-0-podSelector-0-0", vec![Mismatch::Peer]),
+        (
+            "lab/probe",
+            "tcp/5432",
+            "shop-ingress-p-1-ipBlock-0-0",
+            vec![Mismatch::Excepted("10.0.2.2/32".parse().unwrap())],
+        ),
+        ("lab/web", "tcp/7", "shop-ingress-p-1-ipBlock-0-0", vec![Mismatch::Port]),
     ] {
         let side = cluster.engine.explain(&cluster.flow(from, "shop/db", port)).ingress;
         assert_eq!(side.policies, [key("shop/p"), key("shop/q")]);
         assert!(side.isolated && !side.default_deny);
         let nearest = side.nearest.expect("there are rules");
-        assert_eq!((nearest.rule.to_string().as_str(), nearest.lacks), (name, lacks), "from {from} to {port}");
+        assert_eq!(
+            (nearest.rule.to_string().as_str(), nearest.mismatches),
+            (name, mismatches),
+            "from {from} to {port}"
+        );
     }
     let open = cluster.engine.explain(&cluster.flow("lab/web", "lab/probe", "tcp/1")).ingress;
-    assert_eq!((open.side, open.isolated, open.policies.len()), (Side::Open, false, 0));
+    assert_eq!((open.verdict, open.isolated, open.policies.len()), (Side::Open, false, 0));
 }

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use penstock_policy::model::{self, NamedPort, Tenure};
+use penstock_policy::model::{self, NamedPort, PodLifetime};
 use serde::Deserialize;
 
 use super::{At, Invalid, Problem, Settings, names, port};
@@ -83,13 +83,13 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, Invalid> {
         host_network: spec.and_then(|spec| spec.host_network).unwrap_or(false),
         finished: matches!(phase, Some("Succeeded" | "Failed")),
         ports: named_ports(pod)?,
-        tenure: tenure(pod),
+        lifetime: lifetime(pod),
     })
 }
 
-fn tenure(pod: &Pod) -> Tenure {
+fn lifetime(pod: &Pod) -> PodLifetime {
     let seconds = |time: &Time| time.0.as_second();
-    Tenure {
+    PodLifetime {
         leaving: pod.metadata.deletion_timestamp.is_some(),
         started: pod.status.as_ref().and_then(|status| status.start_time.as_ref()).map(seconds),
         created: pod.metadata.creation_timestamp.as_ref().map(seconds),

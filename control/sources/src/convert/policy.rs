@@ -8,7 +8,7 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
-use penstock_policy::model::{self, Block, Peer, Peers, Ports, Requirement, Rule, Selector, Test};
+use penstock_policy::model::{self, IpBlock, LabelOperator, Peer, Peers, Ports, Requirement, Rule, Selector};
 
 use super::port::policy_port;
 use super::{At, Invalid, Problem, names};
@@ -98,7 +98,7 @@ fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {
     let namespaces_at = at.field("namespaceSelector");
     match (&peer.ip_block, &peer.namespace_selector, &peer.pod_selector) {
         (None, None, None) => Err(at.invalid(Problem::EmptyPeer)),
-        (Some(ip_block), None, None) => Ok(Peer::Block(block(ip_block, &at.field("ipBlock"))?)),
+        (Some(ip_block), None, None) => Ok(Peer::IpBlock(block(ip_block, &at.field("ipBlock"))?)),
         (Some(_), Some(_), _) => Err(at.invalid(Problem::BlockBesideSelector("namespaceSelector"))),
         (Some(_), None, Some(_)) => Err(at.invalid(Problem::BlockBesideSelector("podSelector"))),
         (None, None, Some(pods)) => Ok(Peer::Pods(selector(pods, &pods_at)?)),
@@ -110,7 +110,7 @@ fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {
     }
 }
 
-fn block(block: &IPBlock, at: &At<'_>) -> Result<Block, Invalid> {
+fn block(block: &IPBlock, at: &At<'_>) -> Result<IpBlock, Invalid> {
     let cidr = cidr(&block.cidr, &at.field("cidr"))?;
     let excepts_at = at.field("except");
     let except = block.except.iter().flatten().enumerate().map(|(i, text)| {
@@ -121,7 +121,7 @@ fn block(block: &IPBlock, at: &At<'_>) -> Result<Block, Invalid> {
             false => Err(except_at.invalid(Problem::ExceptOutside { except, cidr })),
         }
     });
-    Ok(Block { cidr, except: except.collect::<Result<_, _>>()? })
+    Ok(IpBlock { cidr, except: except.collect::<Result<_, _>>()? })
 }
 
 /// A block, its host bits cleared: the API takes `10.0.0.1/8` for `10.0.0.0/8`.
@@ -143,7 +143,7 @@ fn selector(selector: &LabelSelector, at: &At<'_>) -> Result<Selector, Invalid> 
     for (key, value) in selector.match_labels.iter().flatten() {
         let valid = names::label_key(key).and_then(|()| names::label_value(value));
         valid.map_err(|problem| labels_at.field(key).invalid(problem))?;
-        requirements.push(Requirement { key: key.clone(), test: Test::In(vec![value.clone()]) });
+        requirements.push(Requirement { key: key.clone(), operator: LabelOperator::In(vec![value.clone()]) });
     }
     let expressions_at = at.field("matchExpressions");
     for (i, expression) in selector.match_expressions.iter().flatten().enumerate() {
@@ -163,13 +163,13 @@ fn requirement(expression: &LabelSelectorRequirement, at: &At<'_>) -> Result<Req
         Some(_) => Err(values_at.invalid(Problem::UnwantedValues(operator))),
     };
     let test = match expression.operator.as_str() {
-        "In" => Test::In(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("In")))?),
-        "NotIn" => Test::NotIn(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("NotIn")))?),
-        "Exists" => none("Exists").map(|()| Test::Exists)?,
-        "DoesNotExist" => none("DoesNotExist").map(|()| Test::DoesNotExist)?,
+        "In" => LabelOperator::In(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("In")))?),
+        "NotIn" => LabelOperator::NotIn(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("NotIn")))?),
+        "Exists" => none("Exists").map(|()| LabelOperator::Exists)?,
+        "DoesNotExist" => none("DoesNotExist").map(|()| LabelOperator::DoesNotExist)?,
         other => return Err(at.field("operator").invalid(Problem::Operator(other.to_owned()))),
     };
-    Ok(Requirement { key: expression.key.clone(), test })
+    Ok(Requirement { key: expression.key.clone(), operator: test })
 }
 
 /// The values of an expression, sorted; `None` if there are none.

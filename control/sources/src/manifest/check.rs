@@ -59,7 +59,7 @@ pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origi
 /// being deleted; a host-network pod's are its node's.
 fn owned_addresses(object: &Object) -> &[IpAddr] {
     match object {
-        Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.tenure.leaving => &pod.addresses,
+        Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.lifetime.leaving => &pod.addresses,
         _ => &[],
     }
 }

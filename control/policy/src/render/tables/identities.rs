@@ -10,7 +10,7 @@ use crate::state::{ClassId, Registry};
 
 /// An identity.
 #[derive(Debug)]
-struct Record {
+struct IdentityRecord {
     /// Sorted.
     classes: Box<[ClassId]>,
     /// How many addresses have it.
@@ -20,12 +20,12 @@ struct Record {
 /// An identity for each set of classes that some pod's address is in.
 #[derive(Default, Debug)]
 pub(super) struct Identities {
-    known: Registry<Box<[ClassId]>, Record>,
+    known: Registry<Box<[ClassId]>, IdentityRecord>,
     by_address: FxHashMap<IpAddr, u32>,
     by_class: FxHashMap<ClassId, FxHashSet<u32>>,
     /// The identities that came or went, with the classes of those that went.
     changed: FxHashSet<u32>,
-    left: Vec<(u32, Box<[ClassId]>)>,
+    removed: Vec<(u32, Box<[ClassId]>)>,
 }
 
 /// An identity's number among the tables': they count from 1.
@@ -52,7 +52,7 @@ impl Identities {
             return number;
         }
         let classes: Box<[ClassId]> = classes.into();
-        let number = self.known.insert(classes.clone(), Record { classes: classes.clone(), addresses: 1 });
+        let number = self.known.insert(classes.clone(), IdentityRecord { classes: classes.clone(), addresses: 1 });
         for class in &classes {
             self.by_class.entry(*class).or_default().insert(number);
         }
@@ -76,14 +76,15 @@ impl Identities {
             }
         }
         self.changed.insert(number);
-        self.left.push((number, classes));
+        self.removed.push((number, classes));
     }
 
     /// The identities that came or went since this was last called, each with a class that it has or had.
     pub(super) fn take_changed(&mut self) -> Vec<(u32, ClassId)> {
-        let left = std::mem::take(&mut self.left);
-        let left = left.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
-        let mut changed: Vec<_> = left.collect();
+        let removed = std::mem::take(&mut self.removed);
+        let removed =
+            removed.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
+        let mut changed: Vec<_> = removed.collect();
         for number in std::mem::take(&mut self.changed) {
             changed.extend(self.classes(number).iter().map(|class| (number, *class)));
         }

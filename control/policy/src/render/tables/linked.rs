@@ -6,7 +6,7 @@ use penstock_dataplane::policy::{AddressBlock, PeerSpec, RuleSet, RuleSpec, Rule
 use rustc_hash::FxHashMap;
 
 use crate::compile::{EffectivePeers, EffectiveRule};
-use crate::model::Block;
+use crate::model::IpBlock;
 use crate::state::{ClassId, NAMESPACE_UNKNOWN, State};
 
 use super::identities::{Identities, identity};
@@ -84,7 +84,7 @@ impl LinkedRules {
 }
 
 fn spec(rule: &EffectiveRule) -> RuleSpec {
-    let block = |block: &Block| AddressBlock { cidr: block.cidr, except: block.except.clone() };
+    let block = |block: &IpBlock| AddressBlock { cidr: block.cidr, except: block.except.clone() };
     let peers = match &rule.peers {
         EffectivePeers::Every => PeerSpec::Every,
         EffectivePeers::AnyOf { every_pod, blocks, .. } => {

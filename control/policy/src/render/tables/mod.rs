@@ -16,9 +16,9 @@ use penstock_dataplane::policy::{
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::compile::{self, EffectiveRule, Side};
+use crate::compile::{self, EffectiveRule, TableKey};
 use crate::model::PortProtocol;
-use crate::state::{ClassId, Holder, Outdated, PodId, Registry, State};
+use crate::state::{AddressOwner, ClassId, Outdated, PodId, Registry, State};
 
 pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
@@ -26,7 +26,7 @@ use linked::LinkedRules;
 
 /// Whose sides a set of tables enforces.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Scope {
+pub enum PodScope {
     /// Every pod of the cluster: for questions about policy.
     AllPods,
     /// The pods of one node, by its name: for its workers.
@@ -36,9 +36,9 @@ pub enum Scope {
 /// Tables for the pods in scope.
 #[derive(Debug)]
 pub struct Tables {
-    scope: Scope,
+    scope: PodScope,
     endpoints: Registry<PodId, EndpointRecord>,
-    tables: Registry<Arc<Side>, TableRecord>,
+    tables: Registry<Arc<TableKey>, TableRecord>,
     identities: Identities,
     by_class: FxHashMap<ClassId, FxHashSet<u32>>,
     by_name: FxHashMap<(String, PortProtocol), FxHashSet<u32>>,
@@ -55,7 +55,7 @@ struct EndpointRecord {
 
 #[derive(Debug)]
 struct TableRecord {
-    side: Arc<Side>,
+    key: Arc<TableKey>,
     /// How many sides of endpoints have it.
     endpoints: FxHashSet<u32>,
     /// The port names that it resolves on peers.
@@ -66,22 +66,22 @@ struct TableRecord {
 
 /// What one round has to do.
 #[derive(Default)]
-struct Round {
+struct PendingUpdate {
     /// Endpoints whose tables may be others; a number may be no endpoint's any more.
     endpoints: FxHashSet<u32>,
     /// Tables to make.
-    fresh: FxHashSet<u32>,
+    to_build: FxHashSet<u32>,
     /// Tables that an endpoint left.
-    left: FxHashSet<u32>,
+    released: FxHashSet<u32>,
 }
 
 impl Tables {
     /// No tables yet. Cluster-wide reach needs both sides of every flow: the scope is then all pods, whichever is asked
     /// for.
-    pub fn new(scope: Scope, reach: Reach) -> Self {
+    pub fn new(scope: PodScope, reach: Reach) -> Self {
         let scope = match reach {
             Reach::BothSides => scope,
-            Reach::ClusterWide => Scope::AllPods,
+            Reach::ClusterWide => PodScope::AllPods,
         };
         let mut update = PolicySet::default().update();
         update.set_reach(reach);
@@ -104,46 +104,49 @@ impl Tables {
     /// Brings the tables in step with the state. Whether anything changed.
     pub fn update(&mut self, state: &mut State) -> bool {
         let Outdated { pods, mut addresses, names } = state.take_outdated();
-        let mut round = Round::default();
+        let mut pending = PendingUpdate::default();
         for name in &names {
-            round.fresh.extend(self.by_name.get(name).into_iter().flatten());
+            pending.to_build.extend(self.by_name.get(name).into_iter().flatten());
         }
         for pod in pods {
-            self.place(state, pod, &mut round);
+            self.assign_tables(state, pod, &mut pending);
         }
-        self.link(state, &mut round);
+        self.link(state, &mut pending);
         // Linking acquired and released classes; no pod and no port name is outdated by that.
         addresses.extend(state.take_outdated().addresses);
-        if addresses.is_empty() && round.endpoints.is_empty() && round.fresh.is_empty() {
+        if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
             return false;
         }
         for address in &addresses {
-            let classes = match state.holder(address) {
-                Some(Holder::Pod(pod)) => Some(state.classes_at(pod, address)),
-                Some(Holder::Node(_)) | None => None,
+            let classes = match state.owner(address) {
+                Some(AddressOwner::Pod(pod)) => Some(state.classes_at(pod, address)),
+                Some(AddressOwner::Node(_)) | None => None,
             };
             self.identities.set(*address, classes);
         }
-        self.rebuild(&mut round);
-        self.publish(state, &addresses, &round);
+        self.rebuild(&mut pending);
+        self.publish(state, &addresses, &pending);
         true
     }
 
     /// Finds the sides of a pod and gives it their tables.
-    fn place(&mut self, state: &State, pod: PodId, round: &mut Round) {
+    fn assign_tables(&mut self, state: &State, pod: PodId, pending: &mut PendingUpdate) {
         if !self.is_in_scope(state, pod) {
             let Some(number) = self.endpoints.find(&pod) else { return };
             let record = self.endpoints.remove(&pod).expect("found above");
-            [record.egress, record.ingress].into_iter().flatten().for_each(|table| self.leave(number, table, round));
-            round.endpoints.insert(number);
+            [record.egress, record.ingress]
+                .into_iter()
+                .flatten()
+                .for_each(|table| self.release_table(number, table, pending));
+            pending.endpoints.insert(number);
             return;
         }
         let open = || EndpointRecord { pod, egress: None, ingress: None };
         let number = self.endpoints.find_or_insert(&pod, open);
-        round.endpoints.insert(number);
+        pending.endpoints.insert(number);
         for direction in [Direction::Egress, Direction::Ingress] {
-            let side = compile::side(state, pod, direction);
-            let table = side.map(|side| self.join(state, number, side, round));
+            let key = compile::table_key(state, pod, direction);
+            let table = key.map(|key| self.assign_table(state, number, key, pending));
             let record = &mut self.endpoints[number];
             let slot = match direction {
                 Direction::Egress => &mut record.egress,
@@ -151,35 +154,35 @@ impl Tables {
             };
             let before = std::mem::replace(slot, table);
             if let Some(before) = before.filter(|before| Some(*before) != table) {
-                self.leave(number, before, round);
+                self.release_table(number, before, pending);
             }
         }
     }
 
     fn is_in_scope(&self, state: &State, pod: PodId) -> bool {
         let here = match &self.scope {
-            Scope::AllPods => true,
-            Scope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
+            PodScope::AllPods => true,
+            PodScope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
         };
         here && state.is_present(pod)
     }
 
     /// The table of a side, which the endpoint has from now on.
-    fn join(&mut self, state: &State, endpoint: u32, side: Side, round: &mut Round) -> u32 {
-        let table = match self.tables.find(&side) {
+    fn assign_table(&mut self, state: &State, endpoint: u32, key: TableKey, pending: &mut PendingUpdate) -> u32 {
+        let table = match self.tables.find(&key) {
             Some(table) => table,
             None => {
-                let side = Arc::new(side);
-                let names = compile::names_on_peers(state, &side);
+                let key = Arc::new(key);
+                let names = compile::names_on_peers(state, &key);
                 let nothing = LinkedRules::default();
                 let table = nothing.build(&self.identities);
                 let (endpoints, linked) = (FxHashSet::default(), nothing);
-                let record = TableRecord { side: side.clone(), endpoints, names: names.clone(), linked, table };
-                let number = self.tables.insert(side, record);
+                let record = TableRecord { key: key.clone(), endpoints, names: names.clone(), linked, table };
+                let number = self.tables.insert(key, record);
                 names.into_iter().for_each(|name| {
                     self.by_name.entry(name).or_default().insert(number);
                 });
-                round.fresh.insert(number);
+                pending.to_build.insert(number);
                 number
             }
         };
@@ -187,26 +190,26 @@ impl Tables {
         table
     }
 
-    fn leave(&mut self, endpoint: u32, table: u32, round: &mut Round) {
+    fn release_table(&mut self, endpoint: u32, table: u32, pending: &mut PendingUpdate) {
         self.tables[table].endpoints.remove(&endpoint);
-        round.left.insert(table);
+        pending.released.insert(table);
     }
 
     /// Compiles the tables to make and forgets those that no endpoint has. Acquires before it releases, so that a class
     /// which stays in use stays as it is.
-    fn link(&mut self, state: &mut State, round: &mut Round) {
+    fn link(&mut self, state: &mut State, pending: &mut PendingUpdate) {
         let mut unused = Vec::new();
-        for table in &round.left {
+        for table in &pending.released {
             if self.tables[*table].endpoints.is_empty() {
-                let side = self.tables[*table].side.clone();
-                let record = self.tables.remove(&*side).expect("the table is known by its side");
-                round.fresh.remove(table);
+                let key = self.tables[*table].key.clone();
+                let record = self.tables.remove(&*key).expect("the table is known by its key");
+                pending.to_build.remove(table);
                 self.forget_names(*table, &record.names);
                 unused.push((*table, record.linked));
             }
         }
-        for table in &round.fresh {
-            let rules = compile::rules(state, &self.tables[*table].side);
+        for table in &pending.to_build {
+            let rules = compile::rules(state, &self.tables[*table].key);
             let linked = LinkedRules::new(rules, state);
             unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));
         }
@@ -216,11 +219,11 @@ impl Tables {
             }
             linked.unlink(state);
         }
-        for table in &round.fresh {
+        for table in &pending.to_build {
             for class in self.tables[*table].linked.uses() {
                 self.by_class.entry(class).or_default().insert(*table);
             }
-            round.endpoints.extend(&self.tables[*table].endpoints);
+            pending.endpoints.extend(&self.tables[*table].endpoints);
         }
     }
 
@@ -231,13 +234,15 @@ impl Tables {
     }
 
     /// Makes the fresh tables and patches those that name an identity which came or went.
-    fn rebuild(&mut self, round: &mut Round) {
-        for table in &round.fresh {
+    fn rebuild(&mut self, pending: &mut PendingUpdate) {
+        for table in &pending.to_build {
             self.tables[*table].table = self.tables[*table].linked.build(&self.identities);
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
         for (identity, class) in self.identities.take_changed() {
-            for table in self.by_class.get(&class).into_iter().flatten().filter(|table| !round.fresh.contains(table)) {
+            for table in
+                self.by_class.get(&class).into_iter().flatten().filter(|table| !pending.to_build.contains(table))
+            {
                 patches.entry(*table).or_default().insert(identity);
             }
         }
@@ -248,16 +253,16 @@ impl Tables {
                 (identity(number), if classes.is_empty() { None } else { record.linked.row(classes) })
             });
             record.table = Arc::new(record.table.with_identities(rows));
-            round.endpoints.extend(&record.endpoints);
+            pending.endpoints.extend(&record.endpoints);
         }
     }
 
     /// Hands everything that changed to the next set.
-    fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, round: &Round) {
+    fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, pending: &PendingUpdate) {
         let mut update = self.set.update();
         // The set before is not needed any more: what only it held on to is changed in place.
         self.set = PolicySet::default();
-        for number in &round.endpoints {
+        for number in &pending.endpoints {
             let isolation = |table: Option<u32>| match table {
                 None => Isolation::Open,
                 Some(table) => Isolation::Isolated(self.tables[table].table.clone()),
@@ -269,10 +274,10 @@ impl Tables {
             update.set_endpoint(EndpointId(*number), endpoint);
         }
         for address in addresses {
-            let owner = match state.holder(address) {
+            let owner = match state.owner(address) {
                 None => None,
-                Some(Holder::Node(node)) => Some(Owner::Node(NodeId(node))),
-                Some(Holder::Pod(pod)) => self.identities.at(address).map(|number| Owner::Pod {
+                Some(AddressOwner::Node(node)) => Some(Owner::Node(NodeId(node))),
+                Some(AddressOwner::Pod(pod)) => self.identities.at(address).map(|number| Owner::Pod {
                     identity: identity(number),
                     endpoint: self.endpoints.find(&pod).map(EndpointId),
                     node: state.node_of(pod).map(NodeId),
@@ -288,7 +293,7 @@ impl Tables {
         Some(&self.tables[self.table_of(pod, direction)?].linked.rules)
     }
 
-    /// The effective rule that a judgement of this set names.
+    /// The effective rule that a verdict of this set names.
     pub fn rule(&self, rule: RuleRef) -> Option<&EffectiveRule> {
         let pod = self.endpoints.get(rule.endpoint.0)?.pod;
         self.rules(pod, rule.direction)?.get(rule.rule as usize)
