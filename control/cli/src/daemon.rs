@@ -63,7 +63,7 @@ mod tests {
     use super::short;
 
     #[test]
-    fn numbers_are_short_and_do_not_jump_at_a_unit() {
+    fn numbers_are_short_and_continuous_across_units() {
         for (number, text) in [
             (0.0, "0"),
             (0.25, "0.2"),

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bundle_holds_what_was_told() {
+    fn a_bundle_contains_every_answer() {
         let file = |name: &str, content: &str| DumpFile { name: name.to_owned(), content: content.to_owned() };
         let dump = Dump { files: vec![file("config.toml", "node = \"a\"\n"), file("log.txt", "")] };
         let mut octets = Vec::new();

@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_names_addresses_and_what_lets_it_pass() {
+    fn a_flow_line_has_names_addresses_and_the_rule() {
         let end = |address: &str, port, name: Option<&str>| End {
             address: address.parse().unwrap(),
             port,

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn every_subcommand_says_what_it_does_and_shows_how_it_is_used() {
+    fn every_subcommand_has_a_description_and_examples() {
         for command in super::Cli::command().get_subcommands() {
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             assert!(help.contains("Examples:"), "{} has no examples", command.get_name());

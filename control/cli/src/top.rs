@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_screen_shows_rates_drops_and_how_busy_workers_are() {
+    fn top_shows_rates_drops_and_worker_load() {
         let mut view = View { status: status(10.0, 100), drops: Vec::new(), order: Order::default(), paused: false };
         view.take(status(12.0, 160));
         let shown = screen(&view).join("\n");

@@ -71,7 +71,7 @@ fn assert_expected(name: &str, found: &str) {
 }
 
 #[test]
-fn evaluate_answers_the_shop_s_queries() {
+fn evaluate_answers_the_example_queries() {
     let answers = output(&["evaluate", "--manifests", SHOP, "--queries", "configs/examples/shop-queries.jsonl"]);
     assert_expected("evaluate.jsonl", &answers);
     let queries = fs::read_to_string(root().join("configs/examples/shop-queries.jsonl")).unwrap();
@@ -92,7 +92,7 @@ fn evaluate_answers_the_shop_s_queries() {
 }
 
 #[test]
-fn evaluate_reads_standard_input_for_either() {
+fn evaluate_reads_queries_or_manifests_from_standard_input() {
     let query = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}\n\n";
     let arguments = ["evaluate", "--manifests", SHOP, "--queries", "-"];
     let outcome = penstock_with(&arguments, query, &[]);
@@ -110,30 +110,27 @@ fn evaluate_reads_standard_input_for_either() {
 }
 
 #[test]
-fn a_bad_query_is_told_with_its_line_and_earlier_answers_stay() {
+fn a_bad_query_is_reported_with_its_line_after_earlier_answers() {
     let good = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}";
     for (bad, told) in [
         ("{", "is no query (EOF while parsing"),
         ("{\"from\": \"a/b\"}", "is no query (missing field `to`"),
         ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is no query (unknown field `prt`"),
-        (
-            "{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}",
-            "there is no pod shop/nobody in the manifests: ",
-        ),
+        ("{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}", "pod shop/nobody is unknown: "),
         (
             "{\"from\": \"shop/migrate-x7k\", \"to\": \"shop/api-1\", \"port\": 1}",
             "pod shop/migrate-x7k has finished: ",
         ),
-        ("{\"from\": \"shop\", \"to\": \"shop/api-1\", \"port\": 1}", "\"shop\" is no end of a flow: "),
+        ("{\"from\": \"shop\", \"to\": \"shop/api-1\", \"port\": 1}", "\"shop\" is not an endpoint: "),
         ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\"}", "TCP needs a port: "),
-        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 0}", "\"0\" is no port: "),
+        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 0}", "\"0\" is not a port: "),
         (
             "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": \"sql\"}",
             "shop/api-1 has no port named \"sql\" for TCP: ",
         ),
         (
             "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 1, \"protocol\": \"HTTP\"}",
-            "\"HTTP\" is no protocol: ",
+            "\"HTTP\" is not a protocol: ",
         ),
         (
             "{\"from\": \"2001:db8::1\", \"to\": \"shop/cache-0\", \"port\": 1}",
@@ -152,7 +149,7 @@ fn a_bad_query_is_told_with_its_line_and_earlier_answers_stay() {
 }
 
 #[test]
-fn explain_tells_a_person_why() {
+fn explain_prints_the_reasons() {
     let mut text = String::new();
     for (from, to, port) in [
         ("shop/api-1", "shop/db-0", "sql/TCP"),
@@ -180,7 +177,7 @@ fn matrix_is_a_table() {
 }
 
 #[test]
-fn matrix_is_a_page_that_needs_nothing_else() {
+fn matrix_html_is_self_contained() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("matrix.html");
     let path = file.to_str().unwrap();
@@ -272,7 +269,7 @@ fn lint_finds_the_mistakes_and_nothing_else() {
 }
 
 #[test]
-fn bad_manifests_end_every_command_with_2_and_their_place() {
+fn bad_manifests_exit_with_2_and_name_file_and_line() {
     let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";
     let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: give it podSelector, namespaceSelector or ipBlock";
     for arguments in [
@@ -294,7 +291,7 @@ fn bad_manifests_end_every_command_with_2_and_their_place() {
 }
 
 #[test]
-fn v1beta1_and_cluster_wide_are_settings() {
+fn v1beta1_and_cluster_wide_are_opt_in() {
     let manifests = "
 {apiVersion: v1, kind: Namespace, metadata: {name: a, annotations: {net.beta.kubernetes.io/network-policy: '{\"ingress\": {\"isolation\": \"DefaultDeny\"}}'}}}
 ---
@@ -318,7 +315,7 @@ fn v1beta1_and_cluster_wide_are_settings() {
 }
 
 #[test]
-fn colour_is_for_terminals_that_want_it() {
+fn colour_only_on_terminals_that_support_it() {
     let arguments = ["matrix", "--manifests", SHOP];
     let has_colour = |environment: &[(&str, &str)]| penstock_with(&arguments, "", environment).out.contains('\u{1b}');
     assert!(!has_colour(&[]), "a pipe is no terminal");

@@ -97,7 +97,7 @@ fn text(octets: &[u8]) -> &str {
 }
 
 #[test]
-fn verdicts_captures_and_summary_tell_the_same_story() {
+fn verdicts_captures_and_summary_agree() {
     let place = Place::new();
     let output = place.replay(&[
         "--manifests",
@@ -154,7 +154,7 @@ fn verdicts_captures_and_summary_tell_the_same_story() {
 }
 
 #[test]
-fn verdicts_go_to_standard_output_and_the_summary_then_does_not() {
+fn verdicts_on_standard_output_replace_the_summary() {
     let place = Place::new();
     let output = place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"]);
     assert_eq!(output.status.code(), Some(0));
@@ -163,7 +163,7 @@ fn verdicts_go_to_standard_output_and_the_summary_then_does_not() {
 }
 
 #[test]
-fn a_comparison_ends_with_3_where_a_verdict_changes_and_with_0_where_none_does() {
+fn a_comparison_exits_with_3_if_a_verdict_changes_else_0() {
     let place = Place::new();
     let same = place.replay(&["--manifests", "cluster", "--compare", "cluster", "--pcap", "a.pcap"]);
     assert_eq!(same.status.code(), Some(0));
@@ -188,7 +188,7 @@ fn a_comparison_ends_with_3_where_a_verdict_changes_and_with_0_where_none_does()
 }
 
 #[test]
-fn a_timeline_changes_what_later_packets_meet() {
+fn a_timeline_applies_to_later_packets() {
     let place = Place::new();
     place.write("closed.yaml", POLICY.split("  ingress:").next().unwrap().as_bytes());
     place.write(
@@ -210,7 +210,7 @@ fn a_timeline_changes_what_later_packets_meet() {
 }
 
 #[test]
-fn bad_input_is_told_in_one_line_with_exit_code_2_and_leaves_no_file() {
+fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
     let place = Place::new();
     place.write("text.pcap", b"no capture at all, but a text");
     let mut bluetooth = pcap(&[]);
@@ -259,7 +259,7 @@ fn bad_input_is_told_in_one_line_with_exit_code_2_and_leaves_no_file() {
 }
 
 #[test]
-fn a_capture_that_ends_in_a_packet_is_replayed_to_there_and_that_is_said() {
+fn a_truncated_capture_is_replayed_to_its_end_with_a_warning() {
     let place = Place::new();
     let whole = pcap(&[(0, 1, 53), (1, 1, 53)]);
     place.write("cut.pcap", &whole[..whole.len() - 5]);
@@ -271,7 +271,7 @@ fn a_capture_that_ends_in_a_packet_is_replayed_to_there_and_that_is_said() {
 }
 
 #[test]
-fn a_verdict_file_replaces_the_one_before_only_when_it_is_complete() {
+fn a_verdict_file_is_replaced_only_when_complete() {
     let place = Place::new();
     place.write("v.jsonl", b"before");
     let absent = place.replay(&["--manifests", "cluster", "--pcap", "absent.pcap", "--verdicts", "v.jsonl"]);

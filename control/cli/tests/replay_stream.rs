@@ -85,7 +85,7 @@ fn peak(child: &Child) -> u64 {
 }
 
 #[test]
-fn memory_stays_flat_however_long_the_capture_is() {
+fn memory_does_not_grow_with_the_capture() {
     let place = place();
     let mut child = replay(place.path()).stdout(Stdio::null()).spawn().unwrap();
     let mut pipe = pipe(place.path());
@@ -136,7 +136,7 @@ fn an_interrupted_replay_leaves_no_file() {
 }
 
 #[test]
-fn a_long_replay_shows_its_progress_on_a_terminal_and_nowhere_else() {
+fn a_long_replay_shows_progress_only_on_a_terminal() {
     // `script` of util-linux runs the command on a terminal of its own.
     let on_terminal = |place: &Path| {
         let command = format!("{:?}", replay(place));

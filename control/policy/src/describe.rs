@@ -1,4 +1,4 @@
-//! Parts of a policy in words.
+//! Parts of a policy as text.
 
 use penstock_dataplane::policy::Direction;
 
@@ -16,7 +16,7 @@ pub fn selector(selector: &Selector) -> String {
     selector.requirements.iter().map(requirement).collect::<Vec<_>>().join(",")
 }
 
-/// The pods that a selector finds.
+/// The pods that a selector matches.
 fn pods(found: &Selector) -> String {
     match found.requirements.is_empty() {
         true => "every pod".to_owned(),

@@ -1,4 +1,4 @@
-//! Why a flow is allowed or denied, for a person.
+//! Why a flow is allowed or denied, as text.
 
 use std::fmt::{Display, Write as _};
 
@@ -10,36 +10,36 @@ use crate::flow::{FlowEndpoint, FlowError, ProtocolPort};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
 use crate::{describe, flow};
 
-/// How words stand out where the text is shown: not at all, unless it is said how.
+/// How to highlight words. The default is no highlighting.
 pub trait TextStyle {
-    /// What is allowed.
+    /// Something allowed.
     fn good(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What is denied.
+    /// Something denied.
     fn bad(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What is doubtful.
+    /// Something doubtful.
     fn mixed(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What the rest is about.
+    /// A heading.
     fn strong(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 }
 
-/// Text alone: for whoever reads it elsewhere than on a terminal.
+/// No highlighting: for text that is not shown on a terminal.
 #[derive(Clone, Copy, Debug)]
 pub struct PlainText;
 
 impl TextStyle for PlainText {}
 
-/// Whether a flow is allowed, and why, for a person.
+/// Whether a flow is allowed, and the explanation as text.
 pub fn text(
     engine: &Engine,
     style: &dyn TextStyle,
@@ -82,13 +82,13 @@ fn explain_direction(
         Side::NotLocal if explanation.pod.is_some() => {
             format!("{} here, its own node enforces it", style.good(&"allowed"))
         }
-        Side::NotLocal => format!("{}, it is no pod: no policy is about it", style.good(&"allowed")),
+        Side::NotLocal => format!("{}, not a pod: no policy applies to it", style.good(&"allowed")),
         Side::Open => format!("{}, no policy isolates it", style.good(&"allowed")),
         Side::Exempt => {
             format!("{}, a pod and its node, and a pod and itself, always reach each other", style.good(&"allowed"))
         }
         Side::Allowed(_) => style.good(&"allowed"),
-        Side::AllowedByPeer(_) => format!("{}, by a rule of the other side, cluster-wide", style.good(&"allowed")),
+        Side::AllowedByPeer(_) => format!("{}, by a rule of the other direction, cluster-wide", style.good(&"allowed")),
     };
     line(text, &format!("\n{} of {name}: {verdict}", style.strong(&word)));
     for key in &explanation.policies {
@@ -112,7 +112,7 @@ fn explain_direction(
     match &explanation.nearest {
         Some(rule) => nearest(text, engine, style, rule, peer),
         None if explanation.verdict == Side::Denied => {
-            line(text, "  nearest  none of these has a rule for it: denied by default")
+            line(text, "  nearest  these policies have no rules for it: denied by default")
         }
         None => {}
     }
@@ -142,7 +142,7 @@ fn describe_rule(text: &mut String, engine: &Engine, provenance: &Provenance) {
     line(text, &format!("           {word} {peers}, on {ports}"));
 }
 
-/// The policy's rule that a provenance names.
+/// The policy's rule to which a provenance points.
 fn find_rule<'a>(engine: &'a Engine, provenance: &Provenance) -> Option<&'a Rule> {
     rules_of(find(engine, &provenance.policy)?, provenance.direction)?.get(provenance.rule)
 }

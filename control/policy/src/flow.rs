@@ -1,4 +1,4 @@
-//! From what a person or a query calls two ends and a port to a flow.
+//! Resolves what users write (pods, addresses, port names) to a flow.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -9,19 +9,19 @@ use penstock_dataplane::packet::{Flow, Protocol};
 use crate::model::{ObjectKey, Pod, PortProtocol};
 use crate::state::{AddressOwner, State};
 
-/// The source port of a flow that somebody asks about: policy does not look at it.
+/// The source port of flows that users ask about; policies do not match on it.
 const ANY_SOURCE_PORT: u16 = 49152;
 
 /// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FlowEndpoint {
-    /// A pod by its name.
+    /// A pod by namespace and name.
     Pod(ObjectKey),
-    /// An address; if it is a pod's, it means that pod.
+    /// An address. If a pod has it, the endpoint is that pod.
     Address(IpAddr),
 }
 
-/// What a flow is for: a protocol, and a port where the protocol has ports.
+/// A protocol, with a port where the protocol has ports.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ProtocolPort {
     protocol: Protocol,
@@ -31,9 +31,9 @@ pub struct ProtocolPort {
 /// A port by its number, or by the name that the server pod gives to it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum PortRef {
-    /// From 1 to 65535.
+    /// A number from 1 to 65535.
     Number(u16),
-    /// As the pod spec has it.
+    /// A name from the pod's spec.
     Name(String),
 }
 
@@ -41,45 +41,45 @@ pub enum PortRef {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FlowError {
     /// Neither a pod's name nor an address.
-    #[error("{0:?} is no end of a flow: write NAMESPACE/POD or an address")]
+    #[error("{0:?} is not an endpoint: write NAMESPACE/POD or an address")]
     Endpoint(String),
-    /// An address that no packet has.
+    /// An IPv4-mapped IPv6 address, which no packet carries.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
     Mapped(IpAddr),
     /// No pod has this name.
-    #[error("there is no pod {0} in the manifests: correct its name, or ask for an address")]
+    #[error("pod {0} is unknown: correct its name, or use an address")]
     NoPod(ObjectKey),
-    /// The pod has come to its end.
-    #[error("pod {0} has finished: its address is not its own any more")]
+    /// The pod is Succeeded or Failed.
+    #[error("pod {0} has finished and no longer has its address: use a running pod, or an address")]
     Finished(ObjectKey),
     /// The pod has no address.
-    #[error("pod {0} has no address yet: give it status.podIPs")]
+    #[error("pod {0} has no address yet: set status.podIPs")]
     NoAddress(ObjectKey),
     /// One end has IPv4 addresses only, the other IPv6 addresses only.
-    #[error("{0} and {1} have no address family in common")]
+    #[error("{0} and {1} have no address family in common: use endpoints of one family")]
     Families(String, String),
     /// Neither a port with its protocol nor a protocol.
     #[error(
-        "{0:?} is no port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
+        "{0:?} is not a port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
     )]
     Port(String),
     /// Neither a protocol's name nor its number.
-    #[error("{0:?} is no protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
+    #[error("{0:?} is not a protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
     /// A protocol with ports, without one.
-    #[error("{0} needs a port: give its number, or the name that the destination pod has for it")]
+    #[error("{0} needs a port: add its number, or its name on the destination pod")]
     PortMissing(Protocol),
     /// A protocol without ports, with one.
-    #[error("{0} has no ports: leave the port out")]
+    #[error("{0} has no ports: remove the port")]
     PortGiven(Protocol),
-    /// The receiver has no such port.
-    #[error("{to} has no port named {name:?} for {protocol}: correct its name, or give its number")]
+    /// The destination pod has no port of this name and protocol.
+    #[error("{to} has no port named {name:?} for {protocol}: correct the name, or use the number")]
     PortName {
-        /// The receiver.
+        /// The destination.
         to: String,
         /// The port's name.
         name: String,
-        /// The protocol that it was looked for with.
+        /// The protocol.
         protocol: Protocol,
     },
 }
@@ -115,7 +115,7 @@ impl fmt::Display for FlowEndpoint {
 impl FromStr for PortRef {
     type Err = FlowError;
 
-    /// A number from 1 to 65535, or a name.
+    /// Parses a number from 1 to 65535, or a name.
     fn from_str(text: &str) -> Result<Self, FlowError> {
         let is_number = text.bytes().all(|c| c.is_ascii_digit());
         match text.parse() {
@@ -126,7 +126,7 @@ impl FromStr for PortRef {
     }
 }
 
-/// A protocol by its name, in either case, or by its number.
+/// Parses a protocol's name, in either case, or its number.
 pub fn protocol(text: &str) -> Result<Protocol, FlowError> {
     match text.to_ascii_uppercase().as_str() {
         "TCP" => Ok(Protocol::TCP),
@@ -139,7 +139,7 @@ pub fn protocol(text: &str) -> Result<Protocol, FlowError> {
 }
 
 impl ProtocolPort {
-    /// A protocol, with a port exactly where the protocol has ports.
+    /// A protocol, with a port if and only if the protocol has ports.
     pub fn new(protocol: Protocol, port: Option<PortRef>) -> Result<Self, FlowError> {
         match (protocol.has_ports(), &port) {
             (true, None) => Err(FlowError::PortMissing(protocol)),
@@ -157,7 +157,7 @@ impl ProtocolPort {
 impl FromStr for ProtocolPort {
     type Err = FlowError;
 
-    /// `80/TCP`, `http/TCP`, `80` (TCP), `ICMP`.
+    /// Parses `80/TCP`, `http/TCP`, `80` (TCP), `ICMP`.
     fn from_str(text: &str) -> Result<Self, FlowError> {
         if let Some((port, name)) = text.split_once('/') {
             return Self::new(protocol(name)?, Some(port.parse()?));
@@ -183,8 +183,8 @@ impl fmt::Display for ProtocolPort {
     }
 }
 
-/// The flow from one end to another. Between pods of both families it is that of the source's first address for which
-/// the destination has one of the same family.
+/// The flow between two endpoints. Of several address pairs it takes the source's first address for which the destination
+/// has one of the same family.
 pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &ProtocolPort) -> Result<Flow, FlowError> {
     let (sources, destinations) = (addresses(state, from)?, addresses(state, to)?);
     let pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
@@ -192,7 +192,7 @@ pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &Protoc
         .into_iter()
         .find(|(src, dst)| src.is_ipv4() == dst.is_ipv4())
         .ok_or_else(|| FlowError::Families(from.to_string(), to.to_string()))?;
-    // Whoever asks for ICMP between IPv6 addresses means theirs.
+    // ICMP between IPv6 addresses means ICMPv6.
     let protocol = match port.protocol {
         Protocol::ICMP if dst.is_ipv6() => Protocol::ICMPV6,
         other => other,
@@ -205,7 +205,7 @@ pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &Protoc
     Ok(Flow { src: src.into(), dst: dst.into(), protocol, src_port, dst_port })
 }
 
-/// The addresses of an end.
+/// The addresses of an endpoint.
 pub fn addresses(state: &State, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
     let key = match end {
         FlowEndpoint::Address(address) => return Ok(vec![*address]),
@@ -233,7 +233,7 @@ fn resolve(
     found.map(|port| port.number).ok_or_else(missing)
 }
 
-/// The pod that has an address; `None` for a node's (and so its host-network pods') and for any other address.
+/// The pod that owns an address; `None` for a node's address (its host-network pods included) and an unknown one.
 fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
     match state.owner(&address)? {
         AddressOwner::Pod(pod) => state.pod(pod),
@@ -241,7 +241,7 @@ fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
     }
 }
 
-/// Whose address it is: `shop/web-1`, `node worker-1`, or nobody's that is known.
+/// The owner of an address as text: `shop/web-1`, `node worker-1`; `None` if unknown.
 pub fn name(state: &State, address: IpAddr) -> Option<String> {
     match state.owner(&address)? {
         AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
@@ -249,7 +249,7 @@ pub fn name(state: &State, address: IpAddr) -> Option<String> {
     }
 }
 
-/// An address as a person knows it: `shop/web-1 (10.1.0.1)`.
+/// An address with its owner's name: `shop/web-1 (10.1.0.1)`.
 pub(crate) fn describe(state: &State, address: IpAddr) -> String {
     name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
@@ -259,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_and_protocols_are_read_as_people_write_them() {
+    fn ports_and_protocols_parse() {
         let number = |protocol, number| Ok(ProtocolPort::number(protocol, number));
         let none = |protocol| Ok(ProtocolPort { protocol, port: None });
         for (text, expected) in [
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_pods_or_addresses() {
+    fn endpoints_parse_as_pods_or_addresses() {
         let pod = |namespace: &str, name: &str| {
             FlowEndpoint::Pod(ObjectKey { namespace: namespace.into(), name: name.into() })
         };

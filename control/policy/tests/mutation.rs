@@ -255,7 +255,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 #[test]
-fn every_mutation_is_of_a_line_that_is_there_once() {
+fn every_mutated_line_occurs_exactly_once() {
     let original = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     for mutation in MUTATIONS {
         let text = fs::read_to_string(original.join(mutation.file)).expect("a file of the project");
@@ -272,7 +272,7 @@ fn every_mutation_is_of_a_line_that_is_there_once() {
 
 #[test]
 #[ignore = "builds each broken version: some minutes"]
-fn the_suite_notices_each_broken_clause() {
+fn the_tests_fail_for_each_mutation() {
     let workspace = Workspace::new();
     assert!(workspace.passes("the unbroken code"), "the suite fails on the unbroken code");
     let mut missed = Vec::new();

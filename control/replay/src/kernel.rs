@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_program_passes_is_left_to_the_kernel_and_nothing_else() {
+    fn exactly_what_the_xdp_program_passes_goes_to_the_kernel() {
         use Outcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
         let (pod, host, uplink) = (PortKind::Pod, PortKind::Host, PortKind::Uplink);
         for (name, kind, frame, expected) in [

@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_appears_when_it_is_complete_and_leaves_nothing_when_it_is_not() {
+    fn a_file_appears_only_when_complete_and_leaves_no_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("out");
         let entries = || std::fs::read_dir(directory.path()).unwrap().count();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_cannot_be_is_told() {
+    fn an_impossible_path_is_an_error() {
         let directory = tempfile::tempdir().unwrap();
         for path in [directory.path().to_owned(), directory.path().join("absent/out")] {
             let message = Output::create(&path).err().unwrap().to_string();

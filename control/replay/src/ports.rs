@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mappings_are_read_and_others_refused() {
+    fn valid_port_mappings_parse_and_others_are_rejected() {
         let pod = ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() };
         for (text, port) in [
             ("veth1=shop/web", Some(PortName::Pod(pod))),

@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn moments_are_read_in_both_forms() {
+    fn timeline_times_parse_in_both_forms() {
         assert_eq!(moment("+1.5s"), Ok(Moment::After(1_500_000_000)));
         assert_eq!(moment("+2m"), Ok(Moment::After(120_000_000_000)));
         assert_eq!(moment("1970-01-01T00:00:01.5Z"), Ok(Moment::At(Time(1_500_000_000))));

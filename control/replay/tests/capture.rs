@@ -165,7 +165,7 @@ fn files_are_merged_by_time_and_keep_their_own_order() {
 }
 
 #[test]
-fn a_capture_that_ends_in_a_packet_is_read_to_there() {
+fn a_truncated_capture_is_read_up_to_the_last_complete_packet() {
     let directory = tempfile::tempdir().unwrap();
     let pcap = [LITTLE.pcap(false, 1), LITTLE.record(1, 0, &frame(1), 45), LITTLE.record(2, 0, &frame(2), 45)].concat();
     let ng = [
@@ -190,7 +190,7 @@ fn a_capture_that_ends_in_a_packet_is_read_to_there() {
 }
 
 #[test]
-fn what_is_no_capture_is_told_in_one_line() {
+fn a_file_that_is_not_a_capture_is_a_one_line_error() {
     let directory = tempfile::tempdir().unwrap();
     let ng = |blocks: &[Vec<u8>]| [LITTLE.section(), blocks.concat()].concat();
     for (name, octets, says) in [
@@ -216,7 +216,7 @@ fn what_is_no_capture_is_told_in_one_line() {
 }
 
 #[test]
-fn what_is_written_is_read_again_with_times_names_and_lengths() {
+fn a_written_capture_reads_back_with_times_names_and_lengths() {
     let directory = tempfile::tempdir().unwrap();
     let interfaces = [
         Interface { file: 0, name: None, link: LinkType::Ethernet },

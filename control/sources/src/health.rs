@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_leaves_it_synced_and_shows() {
+    fn an_outage_is_visible_and_keeps_the_source_synced() {
         let health = SourceHealth::default();
         assert_eq!(health.of(Kind::Pod), KindHealth::default());
         health.listed(Kind::Pod);

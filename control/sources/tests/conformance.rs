@@ -223,7 +223,7 @@ impl Tally {
 }
 
 #[test]
-fn all_cases_hold_by_state() {
+fn conformance_cases_hold_for_each_state() {
     let Some(suite) = suite() else { return };
     let mut tally = Tally::default();
     for case in &suite.cases {
@@ -238,7 +238,7 @@ fn all_cases_hold_by_state() {
 }
 
 #[test]
-fn all_cases_hold_by_replaying_their_actions_on_one_running_engine() {
+fn conformance_cases_hold_for_incremental_changes() {
     let Some(suite) = suite() else { return };
     let mut tally = Tally::default();
     let mut engine = Engine::new(EngineSettings::for_all_pods());

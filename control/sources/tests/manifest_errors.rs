@@ -31,7 +31,7 @@ fn assert_error(text: &str, object: &str, rest: &str, options: Options) {
 const POLICY: &str = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\n";
 
 #[test]
-fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
+fn a_policy_that_kubernetes_rejects_is_rejected_with_line_and_field() {
     for (spec, field, problem) in [
         (
             "ingress: [{from: [{ipBlock: {\n cidr: 10.0.0.0/33 # !\n}}]}]",
@@ -213,7 +213,7 @@ fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
 }
 
 #[test]
-fn other_objects_are_refused_with_line_and_field() {
+fn other_invalid_objects_are_rejected_with_line_and_field() {
     for (text, object, rest) in [
         (
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: Shop # !\n",
@@ -310,7 +310,7 @@ fn other_objects_are_refused_with_line_and_field() {
 }
 
 #[test]
-fn v1beta1_is_held_to_its_own_fields() {
+fn v1beta1_rejects_fields_of_v1() {
     let options = Options { settings: Settings { v1beta1: true }, ..Options::default() };
     let policy = "apiVersion: extensions/v1beta1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\nspec:\n";
     let not_in = "is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1";
@@ -336,7 +336,7 @@ fn v1beta1_is_held_to_its_own_fields() {
 }
 
 #[test]
-fn all_errors_of_all_objects_are_told_at_once() {
+fn all_errors_of_all_objects_are_reported_together() {
     let text = format!(
         "{POLICY}spec: {{policyTypes: [x]}}\n---\na: 1\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: X}}\n"
     );
@@ -344,7 +344,7 @@ fn all_errors_of_all_objects_are_told_at_once() {
 }
 
 #[test]
-fn objects_that_contradict_each_other_are_told_with_both_places() {
+fn conflicting_objects_are_reported_with_both_locations() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(directory.path().join(name), text).unwrap();
     write(
@@ -370,7 +370,7 @@ fn objects_that_contradict_each_other_are_told_with_both_places() {
 }
 
 #[test]
-fn addresses_may_repeat_where_policy_does_not_look_at_them() {
+fn addresses_may_repeat_where_policy_ignores_them() {
     let pod = |name: &str, spec: &str, phase: &str| {
         format!(
             "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{{spec}}}\nstatus: {{podIP: 10.0.0.1, phase: {phase}}}\n"
@@ -386,7 +386,7 @@ fn addresses_may_repeat_where_policy_does_not_look_at_them() {
 }
 
 #[test]
-fn paths_that_lead_nowhere_are_told() {
+fn missing_paths_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     let found = read_manifests(&[directory.path()], &Options::default()).unwrap_err().to_string();
     let told = "holds no manifest: name a directory with *.yaml, *.yml or *.json files in it";
@@ -400,7 +400,7 @@ fn paths_that_lead_nowhere_are_told() {
 }
 
 #[test]
-fn unknown_fields_are_noted_where_they_change_no_meaning() {
+fn unknown_fields_without_effect_are_noted() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("a.yaml");
     let pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: a, lables: {}}\nspec:\n  containers:\n  - name: c\n    imagine: x\n";

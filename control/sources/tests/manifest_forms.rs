@@ -81,7 +81,7 @@ fn directories_and_files_are_read_in_order() {
 }
 
 #[test]
-fn kinds_that_are_not_ours_are_passed_over_and_told() {
+fn other_kinds_are_skipped_and_reported() {
     let text = "
 apiVersion: apps/v1
 kind: Deployment
@@ -120,7 +120,7 @@ fn a_namespace_has_its_name_as_a_label() {
 }
 
 #[test]
-fn the_annotation_of_v1beta1_isolates_only_behind_its_setting() {
+fn the_v1beta1_annotation_isolates_only_with_its_setting() {
     let namespace = |annotation: &str| {
         format!(
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: |\n      {annotation}\n"
@@ -149,7 +149,7 @@ fn a_node_has_its_internal_and_external_addresses() {
 }
 
 #[test]
-fn a_pod_is_what_policy_needs_of_it() {
+fn a_pod_keeps_only_what_policy_needs() {
     let text = "
 apiVersion: v1
 kind: Pod
@@ -186,7 +186,7 @@ status: {phase: Running, podIP: 10.1.0.1, podIPs: [{ip: 10.1.0.1}, {ip: 'fd00::1
 }
 
 #[test]
-fn pods_that_policy_does_not_see_are_marked() {
+fn host_network_and_finished_pods_are_marked() {
     for (fields, host_network, finished, addresses) in [
         ("status: {podIP: 10.0.0.1}", false, false, 1),
         ("status: {phase: Pending}", false, false, 0),
@@ -208,7 +208,7 @@ fn pods_that_policy_does_not_see_are_marked() {
 }
 
 #[test]
-fn absent_policy_types_follow_the_rules_that_are_there() {
+fn absent_policy_types_default_by_the_rules_present() {
     let isolation = |spec: &str| {
         let policy = policy(spec);
         (policy.ingress.map(|rules| rules.len()), policy.egress.map(|rules| rules.len()))
@@ -272,7 +272,7 @@ fn selectors_keep_their_meaning() {
 }
 
 #[test]
-fn peers_and_ports_are_told_apart() {
+fn peers_and_ports_keep_their_kind() {
     let found = policy(
         "{ingress: [{from: [
             {podSelector: {}}, {namespaceSelector: {}}, {podSelector: {}, namespaceSelector: {}},

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn excepts_that_leave_nothing_are_told() {
+    fn excepts_that_leave_nothing_are_reported() {
         assert!(is_covered(&block("10.0.0.0/8", &["10.0.0.0/9", "10.128.0.0/9"])));
         assert!(is_covered(&block("10.0.0.0/8", &["10.64.0.0/10", "10.0.0.0/10", "10.128.0.0/10", "10.192.0.0/10"])));
         assert!(!is_covered(&block("10.0.0.0/8", &["10.0.0.0/9", "10.128.0.0/10"])));
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_and_excepts_without_effect_are_told() {
+    fn blocks_and_excepts_without_effect_are_reported() {
         let said = |blocks: &[IpBlock]| -> Vec<(usize, Option<usize>)> {
             let peers: Vec<Peer> = blocks.iter().cloned().map(Peer::IpBlock).collect();
             let of =

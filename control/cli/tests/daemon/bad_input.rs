@@ -32,7 +32,7 @@ fn refused(command: Command, line: &str) {
 }
 
 #[test]
-fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
+fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
     on_a_node(|| {
         let pod = Pod::new(5);
         ip("link add down0 type veth peer name down1");
@@ -89,7 +89,7 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
 }
 
 #[test]
-fn check_tells_each_thing_and_changes_nothing() {
+fn check_reports_every_problem_and_changes_nothing() {
     on_a_node(|| {
         let pod = Pod::new(5);
         let before = node_state();

@@ -1,4 +1,4 @@
-//! One rule against one flow, read directly from the policy: for explanations, where a table says only which rule.
+//! Compares one rule with one flow, read directly from the policy. Explanations use it: a table says only which rule matched.
 
 use std::net::IpAddr;
 
@@ -11,25 +11,25 @@ use crate::state::{AddressOwner, State};
 
 use super::provenance::{PeerKind, Provenance, RuleSource};
 
-/// How a rule met a flow.
+/// The result of comparing a rule with a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleComparison {
-    /// The rule, with the peer and the port that matched; of what did not match, the first that the rule lists.
+    /// The rule, with the peer and the port that matched. Where one did not match: the first that the rule lists.
     pub provenance: Provenance,
-    /// What of it did not match; nothing if the rule allows the flow.
+    /// What did not match; empty if the rule allows the flow.
     pub mismatches: Vec<Mismatch>,
 }
 
-/// What a rule lacked to allow a flow.
+/// Why a rule does not allow a flow.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Mismatch {
-    /// The peer is not among its peers.
+    /// None of the rule's peers matches.
     Peer,
-    /// The peer is in a block of it, but in this except.
+    /// The address is in one of the rule's blocks, but also in this `except`.
     Excepted(IpNet),
-    /// The port is not among its ports, or the protocol is another.
+    /// No port of the rule matches, or only one of another protocol.
     Port,
-    /// It names a port that the server pod does not have by this name and protocol.
+    /// The rule names a port, and the server pod has no port of this name and protocol.
     PortName(String),
 }
 

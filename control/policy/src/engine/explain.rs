@@ -12,44 +12,44 @@ use super::Engine;
 /// A verdict and its reasons.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Explanation {
-    /// What the tables say.
+    /// The verdict by the tables.
     pub verdict: Judgement,
-    /// Why the source may send it, or may not.
+    /// Why the source may or may not send it.
     pub egress: DirectionExplanation,
-    /// Why the destination may receive it, or may not.
+    /// Why the destination may or may not receive it.
     pub ingress: DirectionExplanation,
 }
 
-/// The reasons of one side.
+/// The reasons of one direction.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DirectionExplanation {
-    /// What the tables say.
+    /// The direction's verdict by the tables.
     pub verdict: Side,
-    /// The pod whose side it is; `None` if its address is no pod's.
+    /// The pod whose policies apply; `None` if the address is not a pod's.
     pub pod: Option<ObjectKey>,
-    /// The policies that select the pod and are about this direction, sorted.
+    /// The policies that select the pod and have rules of this direction, sorted.
     pub policies: Vec<ObjectKey>,
-    /// Whether the pod is isolated in this direction, by one of the policies or by its namespace.
+    /// Whether a policy or the namespace's annotation isolates the pod in this direction.
     pub isolated: bool,
     /// Whether the annotation of its namespace isolates it.
     pub default_deny: bool,
-    /// The rule that allowed; the other side's, where [`Side::AllowedByPeer`] says so.
+    /// The rule that allowed the flow. With [`Side::AllowedByPeer`] it is a rule of the other direction.
     pub rule: Option<Provenance>,
-    /// Where it is denied, the rule that came nearest.
+    /// Where denied, the rule that came closest to allowing it.
     pub nearest: Option<NearestRule>,
 }
 
-/// A rule that almost allowed.
+/// The rule that came closest to allowing a denied flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NearestRule {
-    /// The rule; of what did not match, the first that it lists.
+    /// The rule. Where its peer or port did not match, the first that it lists.
     pub rule: Provenance,
-    /// What did not match: one thing, or two if no rule came nearer.
+    /// What did not match: one thing, or two if no rule came closer.
     pub mismatches: Vec<Mismatch>,
 }
 
 impl Engine {
-    /// Judges a flow and says why.
+    /// Evaluates a flow and explains the verdict.
     pub fn explain(&self, flow: &Flow) -> Explanation {
         let verdict = self.evaluate(flow);
         Explanation {
@@ -83,7 +83,7 @@ impl Engine {
         }
     }
 
-    /// The policies of a pod for a direction, and whether each isolates it.
+    /// The policies of a pod for a direction, each with whether it isolates the pod.
     fn policies(&self, pod: PodId, direction: Direction) -> Vec<(ObjectKey, bool)> {
         let policies = self.state.policies_of(pod).filter_map(|(policy, _)| self.state.policy(policy));
         let applying = policies.filter(|policy| rules_of(policy, direction).is_some());
@@ -100,7 +100,7 @@ impl Engine {
             .collect()
     }
 
-    /// The rule that lacks least: a port before a peer, an except before any other peer.
+    /// The rule with the smallest mismatch: a port weighs less than an except, an except less than any other peer.
     fn nearest(&self, sources: &[RuleSource], flow: &Flow) -> Option<NearestRule> {
         let weight = |mismatch: &Mismatch| match mismatch {
             Mismatch::Port | Mismatch::PortName(_) => 1,

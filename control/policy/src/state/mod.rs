@@ -1,9 +1,9 @@
-//! The cluster as policy sees it: objects, indexes, and selectors evaluated as things change.
+//! The cluster's state: objects, indexes, and selectors evaluated on change.
 //!
-//! A [`State`] takes one change after the other and notes what each made outdated, so that the layers after it look at
-//! that alone: pods whose policies may be others now, addresses whose owner or classes may be. It knows no I/O and no
-//! clock, and the order in which objects come does not matter to what it says in the end. Of two pods that claim one
-//! address the one has it that [outranks](Pod::outranks) the other.
+//! A [`State`] applies one change after another and records what each made outdated: pods whose policies may have changed,
+//! addresses whose owner or classes may have. Later stages process only these. No I/O, no clock; the result does not
+//! depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks) the other
+//! owns it.
 
 mod class;
 mod objects;
@@ -26,7 +26,7 @@ pub type PolicyId = u32;
 /// Number of a node's name in a [`State`].
 pub type NodeNumber = u32;
 
-/// Everything that policy needs to know of a cluster.
+/// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
 pub struct State {
     namespaces: Registry<String, NamespaceRecord>,
@@ -40,20 +40,20 @@ pub struct State {
     outdated: Outdated,
 }
 
-/// What changes made outdated since it was last asked for.
+/// What changes made outdated since the last call of [`State::take_outdated`].
 #[derive(Default, Debug)]
 pub struct Outdated {
-    /// Pods whose policies or enforcement may be others; a number may be no pod's any more.
+    /// Pods whose policies or enforcement may have changed; a number may no longer be in use.
     pub pods: FxHashSet<PodId>,
-    /// Addresses whose owner, or the classes of whose owner, may be others.
+    /// Addresses whose owner, or the owner's classes, may have changed.
     pub addresses: FxHashSet<IpAddr>,
-    /// Port names for which pods have other numbers than before.
+    /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
 }
 
 #[derive(Debug)]
 struct NamespaceRecord {
-    /// Its labels, once the Namespace is known.
+    /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
     selections: Vec<u32>,
@@ -65,7 +65,7 @@ struct NamespaceRecord {
 #[derive(Default, Debug)]
 struct NodeRecord {
     name: String,
-    /// Addresses of the Node; `None` while it is not known.
+    /// Addresses of the Node; `None` while it is unknown.
     addresses: Option<Vec<IpAddr>>,
     pods: u32,
 }
@@ -81,7 +81,7 @@ struct PodRecord {
     policies: Vec<PolicyId>,
 }
 
-/// A policy and which pods it selects.
+/// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
     policy: std::sync::Arc<NetworkPolicy>,
@@ -90,14 +90,14 @@ struct PolicyRecord {
     pods: FxHashSet<PodId>,
 }
 
-/// Who says that an address is theirs. A pod has it before a node; the pod that outranks the others, the node that came last.
+/// Who claims an address. A pod takes precedence over a node, a pod over those it outranks, the last node over others.
 #[derive(Default, Debug)]
 struct Claim {
     pods: Vec<PodId>,
     nodes: Vec<NodeNumber>,
 }
 
-/// Who has an address.
+/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AddressOwner {
     /// A pod.
@@ -107,7 +107,7 @@ pub enum AddressOwner {
 }
 
 impl State {
-    /// Takes one change. What it made outdated is added to what [`State::take_outdated`] gives.
+    /// Applies one change and records what it made outdated.
     pub fn apply(&mut self, change: Change) {
         match change {
             Change::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
@@ -121,7 +121,7 @@ impl State {
         }
     }
 
-    /// What changed since this was last called.
+    /// What changed since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
     }
@@ -141,12 +141,12 @@ impl State {
         self.pods.iter().map(|(number, record)| (number, &record.pod))
     }
 
-    /// Whether policy is enforced for the pod and selectors find it: it has an address, its own, and is not finished.
+    /// Whether selectors match the pod and policy is enforced for it: it has addresses of its own and is not finished.
     pub fn is_present(&self, pod: PodId) -> bool {
         self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
     }
 
-    /// The node on which a pod runs.
+    /// The node that runs a pod.
     pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
         self.pods.get(pod)?.node
     }
@@ -182,12 +182,12 @@ impl State {
         self.pods.get(pod).is_some_and(|record| self.namespaces[record.namespace].default_deny_ingress)
     }
 
-    /// The labels of a namespace, if its Namespace is known.
+    /// The labels of a namespace; `None` while its Namespace is unknown.
     pub fn namespace_labels(&self, name: &str) -> Option<&Labels> {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
     }
 
-    /// Who has an address.
+    /// The owner of an address.
     pub fn owner(&self, address: &IpAddr) -> Option<AddressOwner> {
         let claim = self.claims.get(address)?;
         let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
@@ -195,7 +195,7 @@ impl State {
         pod.map(AddressOwner::Pod).or(claim.nodes.last().map(|node| AddressOwner::Node(*node)))
     }
 
-    /// Every address that someone has.
+    /// Every address with an owner.
     pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, AddressOwner)> {
         self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
@@ -211,13 +211,12 @@ impl State {
         classes
     }
 
-    /// Every number that a pod has for this port name and protocol, ascending.
+    /// The numbers that pods have for this port name and protocol, ascending.
     pub fn numbers(&self, name: &str, protocol: PortProtocol) -> Vec<u16> {
         self.index.numbers(name, protocol)
     }
 
-    /// Keeps a class from now on, until it is released as often as it was acquired. Its members' addresses are outdated
-    /// if it is new.
+    /// Adds a reference to a class. If the class is new, its members' addresses become outdated.
     pub fn acquire(&mut self, class: &Class) -> ClassId {
         if let Some(number) = self.classes.registry.find(class) {
             self.classes.registry[number].references += 1;
@@ -242,7 +241,7 @@ impl State {
                 self.outdate_block(block);
                 Vec::new()
             }
-            Class::NamespaceUnknown => unreachable!("the class is always there"),
+            Class::NamespaceUnknown => unreachable!("this class always exists"),
         };
         for pod in &members {
             let record = &mut self.pods[*pod];
@@ -254,7 +253,7 @@ impl State {
         number
     }
 
-    /// Takes back one [`State::acquire`].
+    /// Drops one reference of [`State::acquire`].
     pub fn release(&mut self, number: ClassId) {
         let record = &mut self.classes.registry[number];
         record.references -= 1;
@@ -287,7 +286,7 @@ impl State {
         }
     }
 
-    /// How many objects and classes there are.
+    /// The numbers of objects and classes.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
@@ -298,7 +297,7 @@ impl State {
         }
     }
 
-    /// The number of a namespace, which has an entry from now on.
+    /// The number of a namespace; creates its entry if needed.
     fn namespace(&mut self, name: &str) -> u32 {
         self.namespaces.find_or_insert(name, || NamespaceRecord {
             labels: None,
@@ -355,7 +354,7 @@ impl State {
     }
 }
 
-/// How many objects and classes a [`State`] holds.
+/// The numbers of objects and classes in a [`State`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Statistics {
     /// Namespaces known.
@@ -366,7 +365,7 @@ pub struct Statistics {
     pub pods: usize,
     /// Policies.
     pub policies: usize,
-    /// Classes that rules ask for.
+    /// Classes that rules use.
     pub classes: usize,
 }
 

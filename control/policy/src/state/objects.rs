@@ -36,7 +36,7 @@ impl State {
         self.forget_if_empty(name);
     }
 
-    /// Evaluates the namespace selectors against a namespace, and then the classes of its pods.
+    /// Evaluates the namespace selectors for a namespace, then the classes of its pods.
     fn reselect_namespace(&mut self, number: u32) {
         let labels = self.namespaces[number].labels.as_ref();
         let found = self
@@ -90,7 +90,7 @@ impl State {
         self.forget_if_empty(&key.namespace);
     }
 
-    /// Tells pods that the policy selects them, or no longer does.
+    /// Updates the pods that the policy selects, and those it no longer selects.
     fn reassign(&mut self, number: u32, before: &FxHashSet<PodId>, after: &FxHashSet<PodId>) {
         for pod in before.difference(after) {
             self.pods[*pod].policies.retain(|policy| *policy != number);
@@ -105,7 +105,7 @@ impl State {
         self.outdated.pods.extend(before.iter().chain(after));
     }
 
-    /// The number of a node, which has an entry from now on.
+    /// The number of a node; creates its entry if needed.
     pub(super) fn node(&mut self, name: &str) -> NodeNumber {
         self.nodes.find_or_insert(name, || NodeRecord { name: name.to_owned(), ..NodeRecord::default() })
     }

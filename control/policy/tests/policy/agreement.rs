@@ -73,13 +73,13 @@ fn config(cases: u32) -> Config {
 }
 
 #[test]
-fn tables_six_tuples_and_naive_reading_agree_on_every_query() {
+fn tables_six_tuples_and_naive_evaluator_agree_on_every_query() {
     agree(TestRunner::new(config(150)));
 }
 
 /// On clusters that are the same every time, so that what they reach is, too.
 #[test]
-fn agreement_is_reached_on_every_kind_of_outcome() {
+fn random_clusters_cover_every_kind_of_verdict() {
     let covered = agree(TestRunner::new_with_rng(config(300), TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
     for reached in [
         Covered::NoPod,

@@ -64,17 +64,17 @@ fn run(settings: fn() -> EngineSettings, cases: u32) {
 }
 
 #[test]
-fn an_incremental_history_ends_in_the_same_tables_as_a_fresh_start() {
+fn incremental_updates_and_a_fresh_start_give_equal_tables() {
     run(EngineSettings::for_all_pods, 64);
 }
 
 #[test]
-fn so_it_does_for_the_pods_of_one_node() {
+fn incremental_updates_and_a_fresh_start_give_equal_tables_for_one_node() {
     run(|| EngineSettings::for_node("n1"), 64);
 }
 
 #[test]
-fn a_cluster_that_is_taken_away_leaves_nothing_behind() {
+fn deleting_all_objects_leaves_empty_tables() {
     let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
     let result = runner.run(&history(), |(start, _)| {
         let mut engine = Engine::new(EngineSettings::for_all_pods());
@@ -88,7 +88,7 @@ fn a_cluster_that_is_taken_away_leaves_nothing_behind() {
 }
 
 #[test]
-fn one_pods_new_labels_share_everything_that_they_do_not_touch() {
+fn a_pods_new_labels_rebuild_only_affected_tables() {
     let db = policy("shop/db", "app=db", Some(vec![rule(&["pods app=web"], &["tcp/1"])]), None);
     let mut cluster = Cluster::new([
         namespace("shop", ""),

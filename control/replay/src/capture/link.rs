@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_link_type_becomes_ethernet() {
+    fn every_link_type_is_converted_to_ethernet() {
         let ip = [0x45, 1, 2, 3];
         let cooked = [&[0, 4, 0, 1, 0, 6, 2, 0, 0, 0, 0, 9, 0, 0, 0x08, 0x00][..], &ip].concat();
         let cooked2 = [&[0x08, 0x00, 0, 0, 0, 0, 0, 3, 0, 1, 4, 6, 2, 0, 0, 0, 0, 9, 0, 0][..], &ip].concat();
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_that_claims_the_longest_length_there_is_has_it() {
+    fn the_longest_possible_record_keeps_its_length() {
         for number in [1, 113, 276, 101] {
             let link = LinkType::from_number(number).unwrap();
             let least = u32::MAX - link.header_len() as u32;

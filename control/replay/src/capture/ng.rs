@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stamps_of_every_resolution_become_nanoseconds() {
+    fn timestamps_of_every_resolution_become_nanoseconds() {
         for (units, offset, stamp, expected) in [
             (1_000_000, 0, 1_000_001, 1_000_001_000),
             (1_000_000_000, 0, 5, 5),

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_double_up_to_a_limit_and_are_spread() {
+    fn backoff_doubles_to_a_limit_with_jitter() {
         let mut backoff = Backoff::default();
         let mut step = FIRST;
         for _ in 0..100 {
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_cannot_be_reached_is_tried_every_second() {
+    fn an_unreachable_server_is_retried_every_second() {
         let mut backoff = Backoff::default();
         let waits: Vec<Duration> = (0..20).map(|_| backoff.next_unreachable()).collect();
         let second = Duration::from_secs(1);
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_server_asks_for_is_kept_to_within_reason() {
+    fn retry_after_is_honoured_up_to_a_limit() {
         let asked = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
         assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&asked(7)));
         assert!(asked(1_000_000) <= LONGEST_ASKED.mul_f64(1.25));

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_allows_nothing_and_is_told_with_its_field() {
+    fn an_unsupported_field_allows_nothing_and_is_reported() {
         let web = json!({ "matchLabels": { "app": "web" } });
         let good = json!({ "from": [{ "podSelector": {} }] });
         let cases = [
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_understood_is_read_as_manifests_are() {
+    fn api_objects_convert_like_manifests() {
         let spec = json!({ "podSelector": {}, "ingress": [{ "from": [], "ports": null }], "policyTypes": null });
         let (policy, problem) = read(spec);
         assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_whose_name_is_none_selects_nothing() {
+    fn a_policy_with_an_invalid_name_selects_nothing() {
         let metadata = ObjectMeta { name: Some("Not A Name".to_owned()), ..ObjectMeta::default() };
         assert!(
             matches!(policy(&metadata, None), Content::Nothing { problem } if problem.starts_with("metadata.name: "))

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_is_counted_once_a_kind_and_what_only_someone_can_mend_is_told_when_it_lasts() {
+    fn an_outage_counts_once_per_kind_and_is_logged_when_it_lasts_or_needs_an_operator() {
         let health = Arc::new(SourceHealth::default());
         let outages = Outages::new(Arc::clone(&health));
         let told = || outages.lock().told.len();

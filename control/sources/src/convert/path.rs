@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_reads_as_in_the_messages_of_the_api() {
+    fn a_field_path_displays_as_in_api_messages() {
         let at = At::OBJECT;
         assert_eq!(at.path().to_string(), "");
         let spec = at.field("spec");

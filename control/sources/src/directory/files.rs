@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_that_no_file_defines_is_there_as_long_as_it_is_used() {
+    fn an_undefined_namespace_exists_while_objects_use_it() {
         let mut files = Files::new(Options::default());
         let named = r#"+default {"kubernetes.io/metadata.name": "default"}"#;
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_differs_is_a_change() {
+    fn only_differences_are_reported() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
         assert_eq!(told(&files.settle()), ["+x 10.0.0.1", "+y 10.0.0.2"]);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_file_keeps_its_last_good_objects_and_is_told_once() {
+    fn a_broken_file_keeps_its_last_good_objects_and_is_reported_once() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_never_was_good_adds_nothing_and_its_end_is_no_change() {
+    fn a_file_that_was_never_valid_adds_and_removes_nothing() {
         let mut files = files();
         files.set(Path::new("a.yaml"), Ok("kind: Pod".to_owned()));
         assert_eq!(files.settle().problems.len(), 1);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn falling_back_can_make_another_file_fall_back() {
+    fn a_fallback_can_force_another_file_to_fall_back() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_can_take_the_name_of_another() {
+    fn a_file_can_be_renamed_over_another() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         files.settle();

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_knows_its_line() {
+    fn every_field_has_its_line() {
         let text = "\
 # a comment
 a: 1
@@ -304,7 +304,7 @@ b:
     }
 
     #[test]
-    fn documents_are_told_apart_and_empty_ones_left_out() {
+    fn documents_are_split_and_empty_ones_skipped() {
         let text = "# only a comment\n---\na: 1\n---\n# nothing\n--- \n...\n---\nb: 2\n";
         let trees = parse(text).unwrap();
         assert_eq!(trees.iter().map(Node::to_value).collect::<Vec<_>>(), [json!({"a": 1}), json!({"b": 2})]);
@@ -313,7 +313,7 @@ b:
     }
 
     #[test]
-    fn json_is_read_with_its_lines_escapes_and_tabs() {
+    fn json_parses_with_lines_escapes_and_tabs() {
         let trees = parse("{\n\t\"a\": [1,\n\t\t{\"b\": \"x\\/y \\ud83d\\ude00\"}],\n\"c\": {}\n}").unwrap();
         assert_eq!(trees[0].to_value(), json!({"a": [1, {"b": "x/y \u{1f600}"}], "c": {}}));
         assert_eq!(trees[0].line_of(&path(&["a", "1", "b"])), 3);
@@ -321,7 +321,7 @@ b:
     }
 
     #[test]
-    fn json_documents_may_follow_each_other_without_a_separator() {
+    fn json_documents_need_no_separator() {
         let trees = parse("{\"a\": 1}\n{\n  \"b\": 2\n}{\"c\": 3}\n").unwrap();
         assert_eq!(
             trees.iter().map(Node::to_value).collect::<Vec<_>>(),
@@ -339,14 +339,14 @@ b:
     }
 
     #[test]
-    fn anchors_and_merges_are_followed() {
+    fn anchors_and_merges_are_resolved() {
         let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\n").unwrap();
         assert_eq!(trees[0].to_value(), json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}}));
         assert_eq!(trees[0].line_of(&path(&["c", "k"])), 5);
     }
 
     #[test]
-    fn what_is_not_yaml_names_its_line_in_one_line() {
+    fn invalid_yaml_is_a_one_line_error_with_its_line() {
         let deep = format!("a: {}{}", "[".repeat(100_000), "]".repeat(100_000));
         for (text, line, says) in [
             ("a: 1\nb: 2\na: 3\n", 3, "duplicate"),

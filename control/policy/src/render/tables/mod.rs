@@ -1,8 +1,8 @@
-//! The bitmap tables of the workers, kept in step with the state.
+//! The workers' bitmap tables, kept consistent with the state.
 //!
-//! A round of [`Tables::update`] looks only at what the state says is outdated: it finds the sides of the pods that may
-//! have others, compiles those that are new, gives addresses whose classes changed their identities, patches the tables
-//! that name an identity which came or went, and hands all of it to the next [`PolicySet`] at once.
+//! [`Tables::update`] handles only what the state reports as outdated. It finds the table keys of affected pods, compiles
+//! new ones, gives addresses with changed classes their identities, patches tables that contain an added or removed
+//! identity, and publishes all of it in one new [`PolicySet`].
 
 mod expand;
 mod identities;
@@ -24,12 +24,12 @@ pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
 use linked::LinkedRules;
 
-/// Whose sides a set of tables enforces.
+/// The pods whose policies a set of tables enforces.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PodScope {
-    /// Every pod of the cluster: for questions about policy.
+    /// Every pod of the cluster: for queries.
     AllPods,
-    /// The pods of one node, by its name: for its workers.
+    /// The pods of the named node: for its workers.
     Node(String),
 }
 
@@ -45,7 +45,7 @@ pub struct Tables {
     set: PolicySet,
 }
 
-/// A pod in scope and its tables; `None` where it is open.
+/// A pod in scope and its tables; `None` where it is not isolated.
 #[derive(Debug)]
 struct EndpointRecord {
     pod: PodId,
@@ -56,7 +56,7 @@ struct EndpointRecord {
 #[derive(Debug)]
 struct TableRecord {
     key: Arc<TableKey>,
-    /// How many sides of endpoints have it.
+    /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     /// The port names that it resolves on peers.
     names: Vec<(String, PortProtocol)>,
@@ -64,20 +64,19 @@ struct TableRecord {
     table: Arc<RuleTable>,
 }
 
-/// What one round has to do.
+/// The work of one update.
 #[derive(Default)]
 struct PendingUpdate {
-    /// Endpoints whose tables may be others; a number may be no endpoint's any more.
+    /// Endpoints whose tables may have changed; a number may no longer be in use.
     endpoints: FxHashSet<u32>,
-    /// Tables to make.
+    /// Tables to build.
     to_build: FxHashSet<u32>,
-    /// Tables that an endpoint left.
+    /// Tables that an endpoint released.
     released: FxHashSet<u32>,
 }
 
 impl Tables {
-    /// No tables yet. Cluster-wide reach needs both sides of every flow: the scope is then all pods, whichever is asked
-    /// for.
+    /// No tables yet. Cluster-wide evaluation needs both directions of every flow: it covers all pods, whatever the scope.
     pub fn new(scope: PodScope, reach: Reach) -> Self {
         let scope = match reach {
             Reach::BothSides => scope,
@@ -96,12 +95,12 @@ impl Tables {
         }
     }
 
-    /// The tables as of the last update.
+    /// The tables after the last update.
     pub fn policy_set(&self) -> &PolicySet {
         &self.set
     }
 
-    /// Brings the tables in step with the state. Whether anything changed.
+    /// Updates the tables from the state. Returns whether anything changed.
     pub fn update(&mut self, state: &mut State) -> bool {
         let Outdated { pods, mut addresses, names } = state.take_outdated();
         let mut pending = PendingUpdate::default();
@@ -112,7 +111,7 @@ impl Tables {
             self.assign_tables(state, pod, &mut pending);
         }
         self.link(state, &mut pending);
-        // Linking acquired and released classes; no pod and no port name is outdated by that.
+        // Linking acquires and releases classes; that outdates addresses, but no pod and no port name.
         addresses.extend(state.take_outdated().addresses);
         if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
             return false;
@@ -129,7 +128,7 @@ impl Tables {
         true
     }
 
-    /// Finds the sides of a pod and gives it their tables.
+    /// Finds the table keys of a pod and assigns their tables.
     fn assign_tables(&mut self, state: &State, pod: PodId, pending: &mut PendingUpdate) {
         if !self.is_in_scope(state, pod) {
             let Some(number) = self.endpoints.find(&pod) else { return };
@@ -167,7 +166,7 @@ impl Tables {
         here && state.is_present(pod)
     }
 
-    /// The table of a side, which the endpoint has from now on.
+    /// Assigns the table of a key to an endpoint; creates it if needed.
     fn assign_table(&mut self, state: &State, endpoint: u32, key: TableKey, pending: &mut PendingUpdate) -> u32 {
         let table = match self.tables.find(&key) {
             Some(table) => table,
@@ -195,8 +194,8 @@ impl Tables {
         pending.released.insert(table);
     }
 
-    /// Compiles the tables to make and forgets those that no endpoint has. Acquires before it releases, so that a class
-    /// which stays in use stays as it is.
+    /// Compiles the tables to build and removes those without endpoints. Acquires before it releases, so a class that
+    /// stays in use is not rebuilt.
     fn link(&mut self, state: &mut State, pending: &mut PendingUpdate) {
         let mut unused = Vec::new();
         for table in &pending.released {
@@ -233,7 +232,7 @@ impl Tables {
         }
     }
 
-    /// Makes the fresh tables and patches those that name an identity which came or went.
+    /// Builds new tables and patches those that contain an added or removed identity.
     fn rebuild(&mut self, pending: &mut PendingUpdate) {
         for table in &pending.to_build {
             self.tables[*table].table = self.tables[*table].linked.build(&self.identities);
@@ -257,10 +256,10 @@ impl Tables {
         }
     }
 
-    /// Hands everything that changed to the next set.
+    /// Publishes everything that changed in the next set.
     fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, pending: &PendingUpdate) {
         let mut update = self.set.update();
-        // The set before is not needed any more: what only it held on to is changed in place.
+        // Drops the set before, so that what it alone referenced is changed in place.
         self.set = PolicySet::default();
         for number in &pending.endpoints {
             let isolation = |table: Option<u32>| match table {
@@ -288,7 +287,7 @@ impl Tables {
         self.set = update.finish();
     }
 
-    /// The effective rules of one direction of a pod in scope; `None` if it is open or not in scope.
+    /// The effective rules of one direction of a pod; `None` if it is not isolated or not in scope.
     pub fn rules(&self, pod: PodId, direction: Direction) -> Option<&[EffectiveRule]> {
         Some(&self.tables[self.table_of(pod, direction)?].linked.rules)
     }
@@ -299,7 +298,7 @@ impl Tables {
         self.rules(pod, rule.direction)?.get(rule.rule as usize)
     }
 
-    /// Which table a direction of a pod in scope has, numbered from 0; `None` if it is open or not in scope.
+    /// The table number of one direction of a pod, from 0; `None` if it is not isolated or not in scope.
     pub fn table_of(&self, pod: PodId, direction: Direction) -> Option<u32> {
         let record = &self.endpoints[self.endpoints.find(&pod)?];
         match direction {
@@ -325,14 +324,14 @@ impl Tables {
     }
 }
 
-/// How many of each there are.
+/// Sizes of a set of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Statistics {
     /// Pods in scope.
     pub endpoints: usize,
-    /// Classes of addresses that rules tell apart.
+    /// Groups of addresses that rules distinguish.
     pub identities: usize,
-    /// Different sides of pods in scope.
+    /// Distinct tables of pods in scope.
     pub tables: usize,
     /// Effective rules in them.
     pub rules: usize,
