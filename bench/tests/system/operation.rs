@@ -311,7 +311,7 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
 
     for (arguments, told) in [
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
-        (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
+        (&["flows", "--pod", "test/none"], "penstock: pod test/none is unknown"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
         (&["top"], "standard output is no terminal: use penstock status"),
     ] {

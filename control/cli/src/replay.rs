@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-use penstock_replay::compare::Change;
+use penstock_replay::compare::VerdictChange;
 use penstock_replay::summary::Summary;
 use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
 use penstock_sources::manifest::UnknownFields;
@@ -49,7 +49,7 @@ pub(super) struct Args {
     /// Write a capture of the packets that are dropped
     #[arg(long, value_name = "FILE")]
     denied: Option<PathBuf>,
-    /// Change the manifests at times of the capture, as this TOML file says
+    /// VerdictChange the manifests at times of the capture, as this TOML file says
     #[arg(long, value_name = "FILE", conflicts_with = "compare")]
     timeline: Option<PathBuf>,
     /// Tell which connections' verdicts change under these manifests instead
@@ -72,7 +72,7 @@ struct Json<'a> {
     #[serde(flatten)]
     summary: &'a Summary,
     #[serde(skip_serializing_if = "Option::is_none")]
-    changes: Option<Vec<Change>>,
+    changes: Option<Vec<VerdictChange>>,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {

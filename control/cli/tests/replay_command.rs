@@ -53,9 +53,9 @@ impl Place {
         self.directory.path().join(name)
     }
 
-    fn write(&self, name: &str, octets: &[u8]) {
+    fn write(&self, name: &str, bytes: &[u8]) {
         fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
-        fs::write(self.path(name), octets).unwrap();
+        fs::write(self.path(name), bytes).unwrap();
     }
 
     /// Runs the command in the directory.
@@ -92,8 +92,8 @@ fn pcap(datagrams: &[(u32, u16, u16)]) -> Vec<u8> {
     file
 }
 
-fn text(octets: &[u8]) -> &str {
-    std::str::from_utf8(octets).unwrap()
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
 }
 
 #[test]
@@ -147,10 +147,10 @@ fn verdicts_captures_and_summary_agree() {
     let allowed = place.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
     let summary: serde_json::Value = serde_json::from_slice(&allowed.stdout).unwrap();
     assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 0, "kernel": 0 }));
-    let octets = fs::read(place.path("yes.pcapng")).unwrap();
-    assert_eq!(octets.windows(17).filter(|window| window == b"shop-ingress-db-0").count(), 3);
-    let octets = fs::read(place.path("no.pcapng")).unwrap();
-    assert_eq!(octets.windows(14).filter(|window| window == b"ingress_denied").count(), 1);
+    let bytes = fs::read(place.path("yes.pcapng")).unwrap();
+    assert_eq!(bytes.windows(17).filter(|window| window == b"shop-ingress-db-0").count(), 3);
+    let bytes = fs::read(place.path("no.pcapng")).unwrap();
+    assert_eq!(bytes.windows(14).filter(|window| window == b"ingress_denied").count(), 1);
 }
 
 #[test]
@@ -236,11 +236,14 @@ fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
         ("absent: cannot be read", &["--manifests", "absent", "--pcap", "a.pcap"]),
         ("--node n9", &["--manifests", "cluster", "--pcap", "a.pcap", "--node", "n9"]),
         ("--ports eth0", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0"]),
-        ("no pod of this name", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0=shop/nobody"]),
+        ("has no pod of this name", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0=shop/nobody"]),
         ("step 2", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "order.toml"]),
-        ("there is no Pod shop/nobody", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "nothing.toml"]),
         (
-            "form.toml: is no timeline: line 2",
+            "Pod shop/nobody does not exist",
+            &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "nothing.toml"],
+        ),
+        (
+            "form.toml: is not a timeline: line 2",
             &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "form.toml"],
         ),
         (
@@ -265,7 +268,7 @@ fn a_truncated_capture_is_replayed_to_its_end_with_a_warning() {
     place.write("cut.pcap", &whole[..whole.len() - 5]);
     let output = place.replay(&["--manifests", "cluster", "--pcap", "cut.pcap", "--summary", "json"]);
     assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stderr).contains("cut.pcap: ends in the middle of a packet, at octet 90: read to there"));
+    assert!(text(&output.stderr).contains("cut.pcap: truncated inside a packet at byte 90: replayed up to there"));
     let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(summary["packets"], 1);
 }

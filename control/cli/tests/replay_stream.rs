@@ -32,7 +32,7 @@ fn header() -> Vec<u8> {
 
 /// Some packets with this much payload, of flows that are all different.
 fn packets(first: u32, count: u32, payload: usize) -> Vec<u8> {
-    let mut octets = Vec::new();
+    let mut bytes = Vec::new();
     for number in first..first + count {
         let mut frame = Vec::new();
         etherparse::PacketBuilder::ethernet2([1; 6], [2; 6])
@@ -42,11 +42,11 @@ fn packets(first: u32, count: u32, payload: usize) -> Vec<u8> {
             .unwrap();
         let length = frame.len() as u32;
         for word in [1_700_000_000 + number / 10_000, number % 10_000, length, length] {
-            octets.extend(word.to_le_bytes());
+            bytes.extend(word.to_le_bytes());
         }
-        octets.extend(frame);
+        bytes.extend(frame);
     }
-    octets
+    bytes
 }
 
 fn replay(place: &Path) -> Command {

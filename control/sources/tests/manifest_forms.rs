@@ -4,7 +4,7 @@ use std::fs;
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    Block, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
+    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
     Requirement, Rule, Selector,
 };
 use penstock_sources::convert::Settings;
@@ -252,7 +252,7 @@ fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
 
 #[test]
 fn selectors_keep_their_meaning() {
-    let requirement = |key: &str, test| Requirement { key: key.to_owned(), operator };
+    let requirement = |key: &str, test| Requirement { key: key.to_owned(), operator: test };
     let values = |values: &[&str]| values.iter().map(|value| value.to_string()).collect();
     let found = policy(
         "{podSelector: {matchLabels: {b: '2', a: ''}, matchExpressions: [
