@@ -1,10 +1,9 @@
-//! Policies that are not wholly understood: of a newer API, or with a fault that the server let pass.
+//! Policies that this version does not fully understand: from a newer API, or with a fault that the server accepted.
 //!
-//! Manifests keep what a file said before; here that would make a node's policy depend on when it was started, and a
-//! restart would lose it in silence. So the same text always has the same meaning, the narrowest: the policy isolates
-//! the pods that it selects (all of its namespace's, if its selector is not understood) in the directions it
-//! names (both, if those are not understood), and of its rules those allow that are understood to the last field.
-//! Policies only add, so whatever was left out could only have allowed more.
+//! Manifests fall back to a file's previous content. Here that would make policy depend on when the daemon started, and a
+//! restart would lose it silently. So the same text always has the same, most restrictive meaning: the policy isolates the
+//! pods it selects (all of its namespace, if the selector is not understood) in the directions it names (both, if those are
+//! not understood), and only its fully understood rules allow. Rules only add, so a rule left out never allows more.
 
 use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
@@ -17,31 +16,31 @@ use serde_json::Value;
 use crate::convert::{self, FieldPath, Step};
 use crate::typed;
 
-/// What an object says.
+/// The interpreted content of an object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Content {
-    /// All of it is understood.
+    /// Fully understood.
     Whole(Object),
-    /// A policy that is not wholly understood: what is left of it allows no more than it would.
+    /// A policy that is partly understood; the rest allows nothing.
     Part {
-        /// What holds of it.
+        /// The restricted policy.
         object: Object,
-        /// What is not understood, and what holds instead.
+        /// What is not understood, and the consequence.
         problem: String,
     },
-    /// Nothing holds of it: it is as if it were not there.
+    /// Not usable: treated as absent.
     Nothing {
-        /// What is not understood, and what that means.
+        /// What is not understood, and the consequence.
         problem: String,
     },
 }
 
-/// What is wrong, and where.
+/// A field and its problem.
 type Trouble = (FieldPath, String);
 
 const UNKNOWN: &str = "is not a field that this version knows";
 
-/// Reads a policy from its metadata and its spec.
+/// Interprets a policy from its metadata and spec.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
     let empty = Value::Object(Default::default());
     let spec = spec.unwrap_or(&empty);
@@ -56,23 +55,23 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
     match narrowed(metadata, spec) {
         Ok((policy, kept, left_out)) => {
             let problem = format!(
-                "{field}: {problem}; until it is understood it isolates its pods, and {kept} of its {} rules allow",
+                "{field}: {problem}; until this is fixed it isolates its pods, and {kept} of its {} rules allow",
                 kept + left_out
             );
             Content::Part { object: Object::NetworkPolicy(policy), problem }
         }
-        // Not even its name is one.
+        // Even its name is invalid.
         Err(_) => Content::Nothing { problem: format!("{field}: {problem}; it selects nothing") },
     }
 }
 
-/// The narrowest reading, with the numbers of rules kept and left out.
+/// The most restrictive interpretation, with the numbers of rules kept and left out.
 fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), Trouble> {
     let mut policy = convert(metadata, NetworkPolicySpec::default())?;
     let selector = spec.get("podSelector").map(|selector| pod_selector(metadata, selector));
     policy.pod_selector = selector.and_then(Result::ok).unwrap_or_default();
     let (isolates_ingress, isolates_egress) = directions(metadata, spec);
-    // A field beside the rules may say anything about them.
+    // An unknown field beside the rules may change the meaning of any of them.
     let rules_count = known_fields_only(spec);
     let (mut kept, mut left_out) = (0, 0);
     let mut rules = |name: &str, read: fn(&ObjectMeta, &Value) -> Option<Rule>| -> Vec<Rule> {
@@ -95,11 +94,11 @@ fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, Tro
     convert(metadata, spec).map(|policy| policy.pod_selector)
 }
 
-/// In which directions it isolates: ingress and egress.
+/// The directions it isolates: ingress, egress.
 fn directions(metadata: &ObjectMeta, spec: &Value) -> (bool, bool) {
     let (types, egress) = (spec.get("policyTypes"), spec.get("egress"));
     if types.is_none_or(Value::is_null) {
-        // As without the field: egress if there are egress rules, understood or not.
+        // The default without the field: egress if there are egress rules, understood or not.
         let some = egress.is_some_and(|rules| rules.as_array().is_none_or(|rules| !rules.is_empty()));
         return (true, some && !egress.is_some_and(Value::is_null));
     }
@@ -123,14 +122,14 @@ fn egress_rule(metadata: &ObjectMeta, rule: &Value) -> Option<Rule> {
 }
 
 fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, Trouble> {
-    // Of the metadata the names alone are of interest.
+    // Only the names of the metadata matter.
     let names =
         ObjectMeta { name: metadata.name.clone(), namespace: metadata.namespace.clone(), ..ObjectMeta::default() };
     convert::network_policy(&NetworkPolicy { metadata: names, spec: Some(spec) })
         .map_err(|invalid| (invalid.field.without("spec"), invalid.problem.to_string()))
 }
 
-/// Reads a value as a type of the API; a field that the type does not know is an error.
+/// Deserializes a value as an API type; an unknown field is an error.
 fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
     let (read, unknown) = typed::read(value.clone())?;
     match unknown.into_iter().next() {
@@ -139,7 +138,7 @@ fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
     }
 }
 
-/// Whether the spec has no field that this version does not know.
+/// Fails if the spec has a field that this version does not know.
 fn known_fields_only(spec: &Value) -> bool {
     let known = ["podSelector", "policyTypes", "ingress", "egress"];
     spec.as_object().is_some_and(|fields| fields.keys().all(|name| known.contains(&name.as_str())))

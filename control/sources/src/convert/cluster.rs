@@ -9,12 +9,12 @@ use serde::Deserialize;
 
 use super::{At, Invalid, Problem, Settings, names, port};
 
-/// The label that the API server gives to every namespace, its name.
+/// The label with a namespace's name, which the API server sets.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
-/// The annotation that stood for a namespace's isolation in v1beta1.
+/// The annotation that isolated a namespace in v1beta1.
 pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
-/// Converts a Namespace. The name label is added where it is absent, as the API server does.
+/// Converts a Namespace. Adds the name label if absent, as the API server does.
 pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {
     let name = super::name(&namespace.metadata, names::dns_label)?;
     let mut labels = super::labels(&namespace.metadata)?;
@@ -96,7 +96,7 @@ fn lifetime(pod: &Pod) -> PodLifetime {
     }
 }
 
-/// `status.podIPs`, and `status.podIP` of a pod that has only that.
+/// `status.podIPs`, or else `status.podIP`.
 fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
     let Some(status) = &pod.status else { return Ok(Vec::new()) };
     let at = At::OBJECT;
@@ -113,8 +113,8 @@ fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
     Ok(addresses)
 }
 
-/// The named ports of a pod's containers, sidecars (init containers that keep running) included. The first
-/// of a name and protocol counts, as it does for a Service.
+/// The named ports of a pod's containers and sidecars (init containers that keep running). The first of a name and
+/// protocol counts, as for a Service.
 fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, Invalid> {
     let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
     let at = At::OBJECT;

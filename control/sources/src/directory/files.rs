@@ -1,7 +1,7 @@
-//! The files of a directory, and what of them holds: free of I/O.
+//! The files of a directory and the objects in force. No I/O.
 //!
-//! Each file has its latest contents and its last good objects. What holds is a set without conflicts: of every
-//! file the latest, if that is valid and goes together with the others, else its last good objects.
+//! Each file has its latest contents and its last valid objects. The objects in force have no conflicts: of every file the
+//! latest contents if they are valid and do not conflict with other files, or else its last valid objects.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,19 +11,19 @@ use penstock_policy::model::{Change, Object, ObjectRef};
 
 use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
 
-/// What became of one or several saves.
+/// The result of one or several saves.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Batch {
-    /// What changed against the last good state: deletions first, then namespaces, nodes, pods, policies.
+    /// Changes since the last batch: deletions first, then namespaces, nodes, pods, policies.
     pub changes: Vec<Change>,
-    /// Errors that were not there before. The objects of their files stay as they last were good.
+    /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
-    /// Files that had an error, and have none any more.
+    /// Files whose errors are fixed.
     pub mended: Vec<PathBuf>,
 }
 
 impl Batch {
-    /// Whether there is nothing to tell.
+    /// Whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.problems.is_empty() && self.mended.is_empty()
     }
@@ -33,11 +33,11 @@ type Objects = Arc<[(Object, Origin)]>;
 
 #[derive(Debug)]
 struct File {
-    /// What its contents say now.
+    /// Its latest contents.
     latest: Result<Objects, ManifestErrors>,
-    /// What holds of it.
+    /// Its objects in force.
     good: Objects,
-    /// The errors that were told last.
+    /// The errors reported last.
     told: Vec<ManifestError>,
 }
 
@@ -46,11 +46,11 @@ struct File {
 pub(super) struct Files {
     options: Options,
     files: BTreeMap<PathBuf, File>,
-    /// What held of files that are gone since it was last settled what holds.
+    /// Objects of files deleted since the last [`Files::settle`].
     gone: Vec<Objects>,
-    /// Namespaces that are used and in none of the files.
+    /// Namespaces that objects use and no file defines.
     implied: Vec<Object>,
-    /// Whether a file is other than when it was last settled what holds.
+    /// Whether a file changed since the last [`Files::settle`].
     is_outdated: bool,
 }
 
@@ -59,7 +59,7 @@ impl Files {
         Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new(), is_outdated: false }
     }
 
-    /// A file has these contents now, or cannot be read.
+    /// Sets a file's new contents, or the error of reading it.
     pub(super) fn set(&mut self, path: &Path, contents: Result<String, ManifestErrors>) {
         self.is_outdated = true;
         let name: Arc<Path> = Arc::from(path);
@@ -73,12 +73,12 @@ impl Files {
         }
     }
 
-    /// The files that there are.
+    /// The known files.
     pub(super) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         self.files.keys()
     }
 
-    /// A file is gone, and its objects with it.
+    /// Removes a file and its objects.
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
             self.is_outdated = true;
@@ -86,7 +86,7 @@ impl Files {
         }
     }
 
-    /// Settles what holds now, and tells what changed by that.
+    /// Determines the objects in force and returns what changed.
     pub(super) fn settle(&mut self) -> Batch {
         if !std::mem::take(&mut self.is_outdated) {
             return Batch::default();
@@ -115,7 +115,7 @@ impl Files {
         batch
     }
 
-    /// All objects that hold, implied namespaces included.
+    /// All objects in force, implied namespaces included.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
         self.implied.iter().chain(self.written())
     }
@@ -124,11 +124,12 @@ impl Files {
         self.files.values().flat_map(|file| file.good.iter().map(|(object, _)| object))
     }
 
-    /// What can hold of each file, in their order, and the errors of those whose latest contents cannot.
+    /// The objects of each file that can be in force, in the files' order, and the errors of files whose latest contents
+    /// cannot.
     ///
-    /// It starts with the latest of all files, so that an object can move from one file to another, and two pods
-    /// can change their addresses, whatever the order of the saves. As long as two files contradict each
-    /// other, both fall back on their last good objects; those of all files went together when they were settled.
+    /// Starts with the latest contents of all files, so that an object can move between files and two pods can swap their
+    /// addresses, in any order of saves. While two files conflict, both fall back to their last valid objects, which never
+    /// conflict.
     fn hold(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
         let mut errors: BTreeMap<PathBuf, Vec<ManifestError>> = BTreeMap::new();
         let mut held: Vec<Objects> = Vec::new();
@@ -139,7 +140,7 @@ impl Files {
             }
         }
         loop {
-            // Which file each object of the sequence is in.
+            // The file of each object in the sequence.
             let owners: Vec<usize> =
                 held.iter().enumerate().flat_map(|(i, held)| held.iter().map(move |_| i)).collect();
             let conflicts = manifest::conflicts(held.iter().flat_map(|held| held.iter()).map(|(o, at)| (o, at)));
@@ -176,7 +177,7 @@ fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
     files.iter().flat_map(|file| file.iter().map(|(object, _)| object))
 }
 
-/// The changes that lead from some objects to others.
+/// The changes from one set of objects to another.
 fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
     fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
         objects.map(|object| (object.reference(), object)).collect()

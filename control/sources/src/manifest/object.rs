@@ -1,4 +1,4 @@
-//! From a document to the objects in it.
+//! Converts a document to objects.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::error::{Fault, ManifestError, Origin};
 use super::tree::Node;
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
-/// The kinds that are read.
+/// The supported kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Namespace,
@@ -30,16 +30,16 @@ impl Kind {
     }
 }
 
-/// What a document says that it is.
+/// The declared type of a document.
 enum Declared {
     One(Kind),
-    /// A list; its items are of this kind where they do not say otherwise.
+    /// A list; items without a type of their own have this kind.
     List(Option<Kind>),
-    /// Not ours.
+    /// Another kind.
     Other,
 }
 
-/// Reads the objects of a file's documents into `manifests`, and its errors into `errors`.
+/// Converts the documents of a file into `manifests`, and collects errors in `errors`.
 pub(super) struct Reader<'a> {
     pub(super) file: &'a Arc<Path>,
     pub(super) options: &'a Options,
@@ -60,7 +60,7 @@ impl Reader<'_> {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
                 for item in tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, Fault::NotAList))? {
-                    // An error in one item does not hide those of the next.
+                    // An error in one item does not hide errors in the next.
                     if let Err(error) = self.any(item, kind) {
                         self.errors.push(*error);
                     }
@@ -74,7 +74,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Which kind a tree declares to be.
+    /// The declared type of a tree.
     fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(Node::as_str);
         if !tree.is_mapping() {
@@ -82,7 +82,7 @@ impl Reader<'_> {
         }
         let (version, name) = match (text("apiVersion"), text("kind"), in_list_of) {
             (Some(version), Some(name), _) => (version, name),
-            // The items of a typed list need not repeat their type.
+            // The items of a typed list may omit their type.
             (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
             _ => return Err(self.error(tree, &[], Fault::NotAnObject)),
         };
@@ -101,7 +101,7 @@ impl Reader<'_> {
             ("NetworkPolicy", "extensions/v1beta1") => {
                 return unread("networking.k8s.io/v1, or the v1beta1 setting with its own meaning");
             }
-            // Other groups have kinds of the same names. In these groups the version must be a slip.
+            // Other groups have kinds of the same names. In these groups a wrong version is an error.
             ("Namespace" | "Node" | "Pod" | "", version) if !version.contains('/') => return unread("v1"),
             ("NetworkPolicy", version) if is_policy_group(version) => return unread("networking.k8s.io/v1"),
             _ => return Ok(Declared::Other),
@@ -129,7 +129,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads a tree as a type of the API, and converts that; also tells the fields that the type does not know.
+    /// Deserializes a tree as an API type and converts it; notes the fields that the type does not know.
     fn typed<T: DeserializeOwned>(
         &self,
         tree: &Node,
@@ -138,7 +138,7 @@ impl Reader<'_> {
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
         let mut value = tree.to_value();
         if let Value::Object(fields) = &mut value {
-            // They are judged by now, and the typed reader knows no other version of a type than its own.
+            // These are already checked, and the typed reader accepts only its own version.
             fields.remove("apiVersion");
             fields.remove("kind");
         }
@@ -173,7 +173,7 @@ impl Reader<'_> {
 
 const ITEMS: &[&str] = &["items"];
 
-/// Whether a version is of the groups in which Kubernetes itself keeps or kept NetworkPolicy.
+/// Whether a version is of a group in which Kubernetes has or had NetworkPolicy.
 fn is_policy_group(version: &str) -> bool {
     match version.split_once('/') {
         Some((group, _)) => matches!(group, "networking.k8s.io" | "extensions"),
@@ -181,7 +181,7 @@ fn is_policy_group(version: &str) -> bool {
     }
 }
 
-/// What an object is called, as far as it says: `Pod shop/web-1`.
+/// The name of an object, as far as known: `Pod shop/web-1`.
 fn describe(tree: &Node) -> String {
     let kind = tree.get("kind").and_then(Node::as_str).unwrap_or("object");
     let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(Node::as_str);

@@ -1,8 +1,7 @@
-//! A document as a tree that remembers the line of each of its values and keys.
+//! A document as a tree with the line numbers of its values and keys.
 //!
-//! The typed objects of the API know no lines, and an error must name one. So a document is read into this
-//! tree first, the typed object is built from the tree's value, and a field's path finds its line here. JSON
-//! is read the same way: it is a subset of YAML.
+//! The API's types have no line numbers, and an error must name one. So a document becomes this tree, the typed object is
+//! deserialized from it, and a field's path finds its line here. JSON is a subset of YAML and read the same way.
 
 use std::{fmt, mem};
 
@@ -12,10 +11,10 @@ use serde_saphyr::{Spanned, UserMessageFormatter};
 
 use crate::convert::{FieldPath, Step};
 
-/// A value and where it stands.
+/// A value and its location.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Node {
-    /// Line of the value's first character, from 1; 0 where it is not known.
+    /// Line of the value's first character, from 1; 0 if unknown.
     line: u64,
     kind: Kind,
 }
@@ -38,27 +37,27 @@ struct Entry {
 /// Why a text is not YAML, and where.
 #[derive(Debug)]
 pub(crate) struct Malformed {
-    /// Line, from 1; `None` where the parser does not tell.
+    /// Line, from 1; `None` if the parser does not report it.
     pub(crate) line: Option<u64>,
     /// What is wrong, in one line.
     pub(crate) message: String,
 }
 
-/// Reads all documents of a text; empty ones are left out.
+/// Parses all documents of a text; skips empty ones.
 pub(crate) fn parse(text: &str) -> Result<Vec<Node>, Malformed> {
     let Some(starts) = json_documents(text) else { return parse_yaml(text) };
     let mut nodes = Vec::new();
     for (i, &start) in starts.iter().enumerate() {
         let end = starts.get(i + 1).copied().unwrap_or(text.len());
-        // Empty lines in front keep the line numbers those of the file.
+        // Leading empty lines keep the line numbers of the file.
         let lines_before = text[..start].matches('\n').count();
         nodes.extend(parse_yaml(&format!("{}{}", "\n".repeat(lines_before), &text[start..end]))?);
     }
     Ok(nodes)
 }
 
-/// Where the documents of a text begin that holds several JSON objects with nothing between them, as tools that
-/// print one object after the other write them; YAML would want `---`. `None` for any other text.
+/// The start offsets of several JSON objects without separators, as some tools print them; YAML would need `---`. `None`
+/// for any other text.
 fn json_documents(text: &str) -> Option<Vec<usize>> {
     if !text.trim_start().starts_with('{') {
         return None;
@@ -74,8 +73,8 @@ fn json_documents(text: &str) -> Option<Vec<usize>> {
 }
 
 fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
-    // The limits of the parser's own are for strangers' configuration files. A dump of a whole cluster is
-    // larger; what stays limited is nesting, and what aliases can blow up.
+    // The parser's default limits are for small files. A dump of a whole cluster is larger; nesting and alias expansion
+    // stay limited.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -83,15 +82,15 @@ fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
             max_documents: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
         },
-        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is wanted, as in a name or a label, nothing else
-        // can be meant; where a boolean is wanted, they are refused.
+        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is needed, as in a name or a label, nothing else can be
+        // meant; where a boolean is needed, they are rejected.
         strict_booleans: true,
         with_snippet: false,
     };
     serde_saphyr::from_multiple_with_options::<Node>(text, options).map_err(|error| {
         let line = error.location().map(|location| location.line()).filter(|&line| line > 0);
         let message = error.without_snippet().render_with_formatter(&UserMessageFormatter);
-        // The line is told apart from the message.
+        // The line is reported separately.
         let message = message.split(" at line ").next().unwrap_or_default();
         Malformed { line, message: message.split_whitespace().collect::<Vec<_>>().join(" ") }
     })
@@ -123,7 +122,7 @@ impl Node {
         }
     }
 
-    /// The items of the sequence that a mapping's key holds; null counts as none. Itself where there is no
+    /// The items of the sequence under a mapping's key; null counts as empty. Returns the node itself if there is no
     /// sequence.
     pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
         let Kind::Mapping(entries) = &mut self.kind else { return Err(self) };
@@ -140,8 +139,7 @@ impl Node {
         matches!(self.kind, Kind::Mapping(_))
     }
 
-    /// Line of the field that a path names: that of its key; where the field is absent, that of the deepest
-    /// value on the way to it.
+    /// The line of the field at a path, or of its deepest existing parent.
     pub(crate) fn line_of(&self, path: &FieldPath) -> u64 {
         let (mut node, mut line) = (self, self.line);
         for step in path.steps() {
@@ -158,7 +156,7 @@ impl Node {
         line
     }
 
-    /// The value that a path leads to.
+    /// The value at a path.
     pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
         path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
             (Step::Field(name), Kind::Mapping(_)) => node.get(name),
@@ -167,7 +165,7 @@ impl Node {
         })
     }
 
-    /// The value without its lines.
+    /// The value without line numbers.
     pub(crate) fn to_value(&self) -> Value {
         match &self.kind {
             Kind::Scalar(value) => value.clone(),
