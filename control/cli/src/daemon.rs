@@ -1,4 +1,4 @@
-//! What the commands that ask a running daemon have in common.
+//! Shared by the commands that query a running daemon.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ impl DaemonArgs {
     }
 }
 
-/// Asking in vain as the failure of a command: what the user gave is bad, or it was tried and failed.
+/// Maps a failed query to the command's failure: bad input, or a failed attempt.
 pub(super) fn failure(error: AskError) -> Failure {
     match error {
         AskError::NoDaemon { .. } | AskError::Refused(_) => Failure::bad_input(error),

@@ -57,12 +57,12 @@ struct Answer<'a> {
     #[serde(flatten)]
     query: &'a Query,
     verdict: Verdict,
-    egress: Side,
-    ingress: Side,
+    egress: DirectionAnswer,
+    ingress: DirectionAnswer,
 }
 
 #[derive(Serialize, Debug)]
-struct Side {
+struct DirectionAnswer {
     verdict: Verdict,
     isolated: bool,
     rule: Option<String>,
@@ -84,7 +84,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let engine = args.manifests.engine(PodScope::AllPods)?;
     let stdout = io::stdout().lock();
     if from_standard_input {
-        // Whoever writes one query after the other may be waiting for each answer: standard output ends every line.
+        // A caller may write one query at a time and wait for each answer: flush after every line.
         return answer_all(&engine, "standard input", io::stdin().lock(), stdout);
     }
     let name = args.queries.display().to_string();
@@ -93,7 +93,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     answer_all(&engine, &name, BufReader::new(file), BufWriter::new(stdout))
 }
 
-/// Answers line by line. What was answered before a bad query stays answered.
+/// Answers line by line. Answers before a bad query are still printed.
 fn answer_all(engine: &Engine, name: &str, queries: impl BufRead, mut output: impl Write) -> Result<(), Failure> {
     for (number, line) in (1..).zip(queries.lines()) {
         let answered = match line {
@@ -138,7 +138,7 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     let service = ProtocolPort::new(protocol, port)?;
     let flow = flow::flow(engine.state(), &query.from.parse()?, &query.to.parse()?, &service)?;
     let explanation = engine.explain(&flow);
-    let (egress, ingress) = (Side::from(&explanation.egress), Side::from(&explanation.ingress));
+    let (egress, ingress) = (DirectionAnswer::from(&explanation.egress), DirectionAnswer::from(&explanation.ingress));
     let verdict = match (egress.verdict, ingress.verdict) {
         (Verdict::Allow, Verdict::Allow) => Verdict::Allow,
         _ => Verdict::Deny,
@@ -146,7 +146,7 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     serde_json::to_string(&Answer { query: &query, verdict, egress, ingress }).map_err(BadQuery::Syntax)
 }
 
-impl From<&DirectionExplanation> for Side {
+impl From<&DirectionExplanation> for DirectionAnswer {
     fn from(side: &DirectionExplanation) -> Self {
         Self {
             verdict: if side.verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny },

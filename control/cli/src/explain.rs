@@ -1,16 +1,16 @@
-//! `penstock explain`: why a flow is allowed or denied, for a person.
+//! `penstock explain`: why a flow is allowed or denied.
 
 use std::io::{self, Write as _};
 
 use penstock_admin::types::{ExplainQuery, Explanation};
-use penstock_policy::explain::text;
+use penstock_policy::explain;
 use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
 use penstock_policy::render::tables::PodScope;
 
 use super::Failure;
 use super::cluster::OptionalManifestArgs;
 use super::daemon::DaemonArgs;
-use super::style::Colours;
+use super::style::ColouredText;
 
 /// Say why a flow is allowed or denied
 ///
@@ -46,7 +46,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let text = match args.manifests.given() {
         Some(manifests) => {
             let engine = manifests.engine(PodScope::AllPods)?;
-            explain::text(&engine, &Colours, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
+            explain::text(&engine, &ColouredText, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
         }
         None => {
             let query =

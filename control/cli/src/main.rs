@@ -58,7 +58,7 @@ enum Command {
     Dump(dump::Args),
 }
 
-/// Reads the command line, runs the subcommand, and tells the process's exit code.
+/// Parses the command line, runs the subcommand, returns the process's exit code.
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Evaluate(args) => evaluate::run(args),

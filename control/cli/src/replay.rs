@@ -93,7 +93,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let report = replay(&options).map_err(failure)?;
     report.notes.iter().for_each(|note| eprintln!("penstock: {note}"));
     let text = render(&report, args.summary);
-    // Verdicts on standard output are for a program to read: the summary goes where it does not disturb.
+    // Verdicts on standard output are for a program: print the summary on standard error.
     if options.outputs.verdicts.as_deref() == Some(std::path::Path::new("-")) {
         io::stderr().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     } else {

@@ -12,7 +12,7 @@ use serde_json::Value;
 const SHOP: &str = "configs/examples/shop";
 const MISTAKES: &str = "configs/examples/mistakes.yaml";
 
-struct Outcome {
+struct CommandOutput {
     code: i32,
     out: String,
     error: String,
@@ -22,7 +22,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> Outcome {
+fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> CommandOutput {
     let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
     command.args(arguments).current_dir(root()).env_remove("FORCE_COLOR").env_remove("NO_COLOR");
     command.envs(environment.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -30,14 +30,14 @@ fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) 
     // A command that does not read its input may be gone by now.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     let output = child.wait_with_output().unwrap();
-    Outcome {
+    CommandOutput {
         code: output.status.code().expect("it is not killed"),
         out: String::from_utf8(output.stdout).unwrap(),
         error: String::from_utf8(output.stderr).unwrap(),
     }
 }
 
-fn penstock(arguments: &[&str]) -> Outcome {
+fn penstock(arguments: &[&str]) -> CommandOutput {
     penstock_with(arguments, "", &[])
 }
 
@@ -49,7 +49,7 @@ fn output(arguments: &[&str]) -> String {
 }
 
 /// The one line of a command that refuses its input.
-fn refusal(arguments: &[&str], input: &str) -> String {
+fn error_line(arguments: &[&str], input: &str) -> String {
     let outcome = penstock_with(arguments, input, &[]);
     assert_eq!(outcome.code, 2, "{arguments:?}: {}", outcome.error);
     let lines: Vec<&str> = outcome.error.lines().collect();
@@ -239,9 +239,9 @@ fn render_prints_every_form() {
     let all = output(&["render", "--manifests", SHOP, "--format", "json"]);
     let all: Value = serde_json::from_str(&all).unwrap();
     assert_eq!(all["endpoints"].as_array().unwrap().len(), 6);
-    let told = refusal(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
+    let told = error_line(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
     assert!(told.starts_with("--node node-z: "), "{told}");
-    let told = refusal(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
+    let told = error_line(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
     assert!(told.starts_with("--cluster-wide has no rendering for nftables"), "{told}");
 }
 
@@ -271,7 +271,7 @@ fn lint_finds_the_mistakes_and_nothing_else() {
 #[test]
 fn bad_manifests_exit_with_2_and_name_file_and_line() {
     let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";
-    let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: give it podSelector, namespaceSelector or ipBlock";
+    let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: set podSelector, namespaceSelector or ipBlock";
     for arguments in [
         &["evaluate", "--manifests", "-", "--queries", "/dev/null"][..],
         &["explain", "--manifests", "-", "--from", "10.0.0.1", "--to", "10.0.0.2", "--port", "1"],
@@ -279,13 +279,13 @@ fn bad_manifests_exit_with_2_and_name_file_and_line() {
         &["render", "--manifests", "-", "--format", "json"],
         &["lint", "--manifests", "-"],
     ] {
-        assert_eq!(refusal(arguments, bad), told, "{arguments:?}");
+        assert_eq!(error_line(arguments, bad), told, "{arguments:?}");
     }
-    assert!(refusal(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
-    let both = refusal(&["evaluate", "--manifests", "-", "--queries", "-"], "");
+    assert!(error_line(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
+    let both = error_line(&["evaluate", "--manifests", "-", "--queries", "-"], "");
     assert!(both.starts_with("standard input cannot be manifests and queries"), "{both}");
     assert!(
-        refusal(&["evaluate", "--manifests", SHOP, "--queries", "/nowhere"], "")
+        error_line(&["evaluate", "--manifests", SHOP, "--queries", "/nowhere"], "")
             .starts_with("/nowhere: cannot be read")
     );
 }

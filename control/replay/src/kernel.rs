@@ -92,7 +92,7 @@ mod tests {
 
     fn v6(to: &str, next_header: u8, hop_limit: u8, kind: u8) -> Vec<u8> {
         let to: Ipv6Addr = to.parse().unwrap();
-        let mut ip = [&[0x60, 0, 0, 0, 0, 8, next_header, hop_limit][..], &[0; 16], &to.bytes()].concat();
+        let mut ip = [&[0x60, 0, 0, 0, 0, 8, next_header, hop_limit][..], &[0; 16], &to.octets()].concat();
         ip.extend([kind, 0, 0, 0, 0, 0, 0, 0]);
         frame(IPV6, &ip)
     }

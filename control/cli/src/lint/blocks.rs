@@ -3,7 +3,7 @@
 use ipnet::IpNet;
 use penstock_policy::model::{IpBlock, Peer};
 
-use super::Kind;
+use super::FindingKind;
 
 /// Whether the excepts of a block leave nothing of it.
 pub(super) fn is_covered(block: &IpBlock) -> bool {
@@ -11,13 +11,12 @@ pub(super) fn is_covered(block: &IpBlock) -> bool {
     IpNet::aggregate(&block.except).contains(&block.cidr)
 }
 
-/// What is pointless about the block at a place in a rule's list of peers: the number of the except it is about, if it
-/// is about one, and what to say.
-pub(super) fn pointless(block: &IpBlock, place: usize, peers: &[Peer]) -> Vec<(Option<usize>, Kind, String)> {
+/// Findings about the block at an index of a rule's peers: the index of the except concerned, if any, and the message.
+pub(super) fn pointless(block: &IpBlock, place: usize, peers: &[Peer]) -> Vec<(Option<usize>, FindingKind, String)> {
     if is_covered(block) {
         return vec![(
             None,
-            Kind::NeverMatches,
+            FindingKind::NeverMatches,
             format!("its excepts cover all of {}: no address can match", block.cidr),
         )];
     }
@@ -30,7 +29,7 @@ pub(super) fn pointless(block: &IpBlock, place: usize, peers: &[Peer]) -> Vec<(O
     if let Some((other, _)) =
         others.iter().find(|(other, outer)| is_within(block, outer) && (*other < place || !is_within(outer, block)))
     {
-        found.push((None, Kind::Shadowed, format!("{} is in the block of peer {other} already", block.cidr)));
+        found.push((None, FindingKind::Shadowed, format!("{} is in the block of peer {other} already", block.cidr)));
     }
     for (i, except) in block.except.iter().enumerate() {
         let wider = block
@@ -39,10 +38,10 @@ pub(super) fn pointless(block: &IpBlock, place: usize, peers: &[Peer]) -> Vec<(O
             .enumerate()
             .find(|(j, wider)| *j != i && wider.contains(except) && (*wider != except || *j < i));
         if let Some((_, wider)) = wider {
-            found.push((Some(i), Kind::Shadowed, format!("{except} is in except {wider} already")));
+            found.push((Some(i), FindingKind::Shadowed, format!("{except} is in except {wider} already")));
         } else if let Some((other, _)) = others.iter().find(|(_, outer)| allows_all_of(outer, except)) {
             let message = format!("{except} has no effect: the block of peer {other} of the same rule has it");
-            found.push((Some(i), Kind::Shadowed, message));
+            found.push((Some(i), FindingKind::Shadowed, message));
         }
     }
     found

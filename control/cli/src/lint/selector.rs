@@ -40,7 +40,7 @@ mod tests {
     #[test]
     fn contradictions_are_found_by_key() {
         let values = |values: &str| values.split(',').map(str::to_owned).collect::<Vec<_>>();
-        let selector = |tests: &[Test]| Selector {
+        let selector = |tests: &[LabelOperator]| Selector {
             requirements: tests
                 .iter()
                 .map(|test| Requirement { key: "a".to_owned(), operator: test.clone() })

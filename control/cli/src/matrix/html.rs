@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::Matrix;
 
 const PAGE: &str = include_str!("page.html");
-/// What stands in the page for its data.
+/// Placeholder for the data in the page.
 const PLACE: &str = "\"MATRIX DATA\"";
 
 #[derive(Serialize)]
@@ -97,7 +97,7 @@ fn reason(side: &DirectionExplanation) -> String {
     let policies = side.policies.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     match (&side.verdict, &side.rule, &side.nearest) {
         (Side::Open, ..) => "open: no policy isolates the pod".to_owned(),
-        (Side::NotLocal, ..) => "no pod: no policy is about it".to_owned(),
+        (Side::NotLocal, ..) => "not a pod: no policy applies to it".to_owned(),
         (Side::Exempt, ..) => "always allowed: a pod with itself".to_owned(),
         (Side::Allowed(_), Some(rule), _) => format!("allowed by {rule}"),
         (Side::AllowedByPeer(_), Some(rule), _) => format!("allowed by {rule} of the other side"),

@@ -47,7 +47,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     })
 }
 
-/// What is asked of every pair of pods.
+/// The queries for every pair of pods.
 struct Matrix {
     /// The pods that policy sees, by namespace and name.
     pods: Vec<ObjectKey>,

@@ -6,7 +6,7 @@ use penstock_policy::model::ObjectKey;
 use super::Matrix;
 use crate::style;
 
-/// What a cell says of all ports asked for.
+/// The combined verdict of a cell for all ports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cell {
     Every,

@@ -24,7 +24,7 @@ fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
     unsafe { command.pre_exec(drop) };
 }
 
-fn refused(command: Command, line: &str) {
+fn assert_rejected(command: Command, line: &str) {
     let output = output(command);
     let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(2), "{line}: {told}");
@@ -65,21 +65,21 @@ fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
         ];
         for (keys, manifests, line) in cases {
             let files = Files::new(keys, &[("all.yaml", manifests)]);
-            refused(files.command("run"), line);
+            assert_rejected(files.command("run"), line);
             assert_eq!(node_state(), before, "{line}");
         }
         let files = Files::new("", &[("all.yaml", good())]);
         fs::remove_dir_all(files.path("manifests")).unwrap();
-        refused(files.command("run"), "is not a directory; create it, or correct the path");
+        assert_rejected(files.command("run"), "is not a directory; create it, or correct the path");
 
         let files = Files::new("", &[("all.yaml", good())]);
         for subcommand in ["run", "check"] {
             let mut command = files.command(subcommand);
             without(&mut command, &[12, 13, 21, 39]);
-            refused(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
+            assert_rejected(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
         }
         ip("link set veth5 mtu 9000");
-        refused(
+        assert_rejected(
             files.command("run"),
             "pod shop/web: MTU 9000 of veth5 is more than the 1778 that a frame holds; lower it",
         );
@@ -111,7 +111,7 @@ fn check_reports_every_problem_and_changes_nothing() {
         }
         assert_restored(&before);
 
-        refused(
+        assert_rejected(
             Files::new("uplinks = [\"nowhere0\"]", &[]).command("check"),
             "uplinks: interface nowhere0 does not exist",
         );

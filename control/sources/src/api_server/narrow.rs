@@ -179,7 +179,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good, { "form": [] }] }),
                 ("1 -", false),
-                "spec.ingress[1].form: is not a field that this version knows; until it is understood it isolates its \
+                "spec.ingress[1].form: is not a field that this version knows; until this is fixed it isolates its \
                  pods, and 1 of its 2 rules allow",
             ),
             (
@@ -196,7 +196,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good, { "ports": [{ "protocol": "QUIC" }] }], "egress": [{}] }),
                 ("1 1", false),
-                "spec.ingress[1].ports[0].protocol: \"QUIC\" is no protocol",
+                "spec.ingress[1].ports[0].protocol: \"QUIC\" is not a port protocol",
             ),
             (json!({ "podSelector": web, "ingress": "all" }), ("0 -", false), "spec.ingress: invalid type"),
             // The selector: every pod of the namespace.
@@ -209,7 +209,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "policyTypes": ["Ingress", "Sideways"], "ingress": [good] }),
                 ("1 0", false),
-                "spec.policyTypes[1]: \"Sideways\" is no policy type",
+                "spec.policyTypes[1]: \"Sideways\" is not a policy type",
             ),
             (
                 json!({ "podSelector": web, "policyTypes": ["Egress"], "egress": [good] }),
@@ -221,7 +221,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good], "egress": [{}], "unless": { "weekday": "Sunday" } }),
                 ("0 0", false),
-                "spec.unless: is not a field that this version knows; until it is understood it isolates its pods, and \
+                "spec.unless: is not a field that this version knows; until this is fixed it isolates its pods, and \
                  0 of its 2 rules allow",
             ),
         ];

@@ -297,7 +297,7 @@ mod tests {
         let batch = files.settle();
         assert!(batch.changes.is_empty(), "{batch:?}");
         let problem = batch.problems[0].to_string();
-        assert_eq!(problem, "b.yaml:1: Pod default/x: is there twice, also at a.yaml:1: take one out, or rename it");
+        assert_eq!(problem, "b.yaml:1: Pod default/x: is defined twice, also at a.yaml:1: remove one, or rename it");
         set(&mut files, "a.yaml", &[("y", "10.0.0.2")]);
         let batch = files.settle();
         assert!(batch.changes.is_empty() && batch.problems.is_empty(), "it is the same object: {batch:?}");
