@@ -313,7 +313,7 @@ fn commands_answer_from_the_daemon_and_say_what_is_wrong() {
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": there is none; give one of "),
         (&["flows", "--pod", "test/none"], "penstock: pod test/none is unknown"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
-        (&["top"], "standard output is no terminal: use penstock status"),
+        (&["top"], "standard output is not a terminal: use penstock status"),
     ] {
         let output = open.command(arguments);
         let error = String::from_utf8(output.stderr).unwrap();

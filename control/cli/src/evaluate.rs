@@ -120,7 +120,7 @@ enum BadQuery {
     #[error("cannot be read: {0}")]
     Unreadable(io::Error),
     #[error(
-        "is no query ({0}): write {{\"from\": \"NAMESPACE/POD\", \"to\": \"ADDRESS\", \"port\": 80, \"protocol\": \"TCP\"}}"
+        "is not a query ({0}): write {{\"from\": \"NAMESPACE/POD\", \"to\": \"ADDRESS\", \"port\": 80, \"protocol\": \"TCP\"}}"
     )]
     Syntax(serde_json::Error),
     #[error(transparent)]

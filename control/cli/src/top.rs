@@ -56,7 +56,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     // Before switching screens, so that errors appear on the normal screen.
     let status = ask()?;
     if !io::stdout().is_terminal() {
-        return Err(Failure::bad_input("standard output is no terminal: use penstock status, which prints once"));
+        return Err(Failure::bad_input("standard output is not a terminal: use penstock status, which prints once"));
     }
     let mut view = View { status, drops: Vec::new(), order: SortOrder::default(), paused: false };
     let mut terminal = ratatui::try_init().map_err(|error| Failure::Failed(error.into()))?;

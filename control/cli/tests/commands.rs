@@ -112,10 +112,10 @@ fn evaluate_reads_queries_or_manifests_from_standard_input() {
 #[test]
 fn a_bad_query_is_reported_with_its_line_after_earlier_answers() {
     let good = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}";
-    for (bad, told) in [
-        ("{", "is no query (EOF while parsing"),
-        ("{\"from\": \"a/b\"}", "is no query (missing field `to`"),
-        ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is no query (unknown field `prt`"),
+    for (bad, message) in [
+        ("{", "is not a query (EOF while parsing"),
+        ("{\"from\": \"a/b\"}", "is not a query (missing field `to`"),
+        ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is not a query (unknown field `prt`"),
         ("{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}", "pod shop/nobody is unknown: "),
         (
             "{\"from\": \"shop/migrate-x7k\", \"to\": \"shop/api-1\", \"port\": 1}",
@@ -143,7 +143,7 @@ fn a_bad_query_is_reported_with_its_line_after_earlier_answers() {
             &[],
         );
         assert_eq!((outcome.code, outcome.out.lines().count()), (2, 1), "{bad}");
-        let start = format!("penstock: standard input:2: {told}");
+        let start = format!("penstock: standard input:2: {message}");
         assert!(outcome.error.starts_with(&start) && outcome.error.lines().count() == 1, "{bad}: {}", outcome.error);
     }
 }
@@ -239,10 +239,10 @@ fn render_prints_every_form() {
     let all = output(&["render", "--manifests", SHOP, "--format", "json"]);
     let all: Value = serde_json::from_str(&all).unwrap();
     assert_eq!(all["endpoints"].as_array().unwrap().len(), 6);
-    let told = error_line(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
-    assert!(told.starts_with("--node node-z: "), "{told}");
-    let told = error_line(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
-    assert!(told.starts_with("--cluster-wide has no rendering for nftables"), "{told}");
+    let stderr = error_line(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
+    assert!(stderr.starts_with("--node node-z: "), "{stderr}");
+    let stderr = error_line(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
+    assert!(stderr.starts_with("--cluster-wide has no rendering for nftables"), "{stderr}");
 }
 
 #[test]
@@ -271,7 +271,7 @@ fn lint_finds_the_mistakes_and_nothing_else() {
 #[test]
 fn bad_manifests_exit_with_2_and_name_file_and_line() {
     let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";
-    let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: set podSelector, namespaceSelector or ipBlock";
+    let message = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: set podSelector, namespaceSelector or ipBlock";
     for arguments in [
         &["evaluate", "--manifests", "-", "--queries", "/dev/null"][..],
         &["explain", "--manifests", "-", "--from", "10.0.0.1", "--to", "10.0.0.2", "--port", "1"],
@@ -279,7 +279,7 @@ fn bad_manifests_exit_with_2_and_name_file_and_line() {
         &["render", "--manifests", "-", "--format", "json"],
         &["lint", "--manifests", "-"],
     ] {
-        assert_eq!(error_line(arguments, bad), told, "{arguments:?}");
+        assert_eq!(error_line(arguments, bad), message, "{arguments:?}");
     }
     assert!(error_line(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
     let both = error_line(&["evaluate", "--manifests", "-", "--queries", "-"], "");

@@ -239,7 +239,7 @@ fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
         ("absent.pcap: cannot be read", &["--manifests", "cluster", "--pcap", "absent.pcap"][..]),
         ("text.pcap: is not a capture", &["--manifests", "cluster", "--pcap", "text.pcap"]),
         ("link type 187", &["--manifests", "cluster", "--pcap", "bluetooth.pcap"]),
-        ("octet 90 is 4294967295", &["--manifests", "cluster", "--pcap", "damaged.pcap"]),
+        ("byte 90 claims 4294967295", &["--manifests", "cluster", "--pcap", "damaged.pcap"]),
         ("prots", &["--manifests", "bad", "--pcap", "a.pcap"]),
         ("absent: cannot be read", &["--manifests", "absent", "--pcap", "a.pcap"]),
         ("--node n9", &["--manifests", "cluster", "--pcap", "a.pcap", "--node", "n9"]),

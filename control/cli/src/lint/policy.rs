@@ -29,7 +29,7 @@ pub(super) fn check(document: &Document, world: &LintObjects, findings: &mut Vec
         let message = format!("contradicts itself on {key}: no pod can match");
         findings.push(Finding::new(document, selector_at.path(), FindingKind::NeverMatches, message));
     } else if world.pods_in(namespace, &policy.pod_selector).next().is_none() {
-        let message = format!("selects nothing: there is no pod like this in {namespace}");
+        let message = format!("selects nothing: no pod matches in {namespace}");
         findings.push(Finding::new(document, selector_at.path(), FindingKind::SelectsNothing, message));
     }
     for (direction, rules, peers) in [("ingress", &policy.ingress, "from"), ("egress", &policy.egress, "to")] {
@@ -138,10 +138,8 @@ impl DirectionCheck<'_> {
             return report(&namespaces_at, FindingKind::MatchesNothing, message);
         }
         if self.peers_of(peer).next().is_none() {
-            let message = format!(
-                "matches nothing: there is no pod like this ({})",
-                describe::peer(peer, &self.policy.key.namespace)
-            );
+            let message =
+                format!("matches nothing: no pod matches ({})", describe::peer(peer, &self.policy.key.namespace));
             report(if pods.is_some() { &pods_at } else { &namespaces_at }, FindingKind::MatchesNothing, message);
         }
     }

@@ -1,4 +1,4 @@
-//! Bad input is told in one line, and leaves nothing behind.
+//! Bad input is stderr in one line, and leaves nothing behind.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -26,9 +26,9 @@ fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
 
 fn assert_rejected(command: Command, line: &str) {
     let output = output(command);
-    let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(2), "{line}: {told}");
-    assert!(told.lines().any(|told| told.contains(line)), "not said: {line}\n{told}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(2), "{line}: {stderr}");
+    assert!(stderr.lines().any(|stderr| stderr.contains(line)), "not said: {line}\n{stderr}");
 }
 
 #[test]
@@ -95,8 +95,8 @@ fn check_reports_every_problem_and_changes_nothing() {
         let before = node_state();
         let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
         let output = output(files.command("check"));
-        let told = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(output.status.code(), Some(0), "{told}");
+        let stderr = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{stderr}");
         for line in [
             "ok       capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF",
             "ok       AF_XDP: the kernel has it",
@@ -107,7 +107,7 @@ fn check_reports_every_problem_and_changes_nothing() {
             "ok       RLIMIT_MEMLOCK: ",
             "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
         ] {
-            assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");
+            assert!(stderr.lines().any(|stderr| stderr.starts_with(line)), "not stderr: {line}\n{stderr}");
         }
         assert_restored(&before);
 

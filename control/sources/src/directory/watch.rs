@@ -202,7 +202,7 @@ impl Watch {
         }
         let mut batch = files.settle();
         batch.problems.append(&mut problems);
-        tracing::trace!(had_events, changes = batch.changes.len(), "looked at the manifests");
+        tracing::trace!(had_events, changes = batch.changes.len(), "read the manifests");
         batch
     }
 
