@@ -50,7 +50,7 @@ pub enum FlowError {
     #[error("pod {0} is unknown: correct its name, or use an address")]
     NoPod(ObjectKey),
     /// The pod is Succeeded or Failed.
-    #[error("pod {0} has finished and no longer has its address: use a running pod, or an address")]
+    #[error("pod {0} has finished: use a running pod, or an address")]
     Finished(ObjectKey),
     /// The pod has no address.
     #[error("pod {0} has no address yet: set status.podIPs")]

@@ -218,7 +218,7 @@ fn a_broken_save_keeps_the_last_good_state_and_is_reported_once() {
     watched.assert_quiet();
     watched.write("a.yaml", &pod("x", "10.0.0.9"));
     let batch = watched.next();
-    assert_eq!((told(&batch), &batch.mended), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
+    assert_eq!((told(&batch), &batch.fixed), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
 }
 
 #[test]

@@ -5,9 +5,9 @@
 
 mod access;
 mod backoff;
+mod fail_closed;
 mod failure;
 mod follow;
-mod narrow;
 mod outages;
 mod read;
 mod store;

@@ -5,7 +5,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
 
-use super::narrow::{self, Content};
+use super::fail_closed::{self, Content};
 use crate::Kind;
 use crate::convert::{self, Settings};
 
@@ -42,7 +42,7 @@ pub(super) fn pod(object: core::Pod) -> Read {
 /// Policies are read from JSON, not the client's type: that type would silently drop an unknown field, and with it a
 /// restriction.
 pub(super) fn network_policy(object: DynamicObject) -> Read {
-    let content = narrow::policy(&object.metadata, object.data.get("spec"));
+    let content = fail_closed::policy(&object.metadata, object.data.get("spec"));
     Read { reference: ObjectRef::NetworkPolicy(key(&object.metadata)), version: version(&object.metadata), content }
 }
 

@@ -11,7 +11,7 @@ use std::hash::{BuildHasher, RandomState};
 use penstock_policy::model::{Change, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::narrow::Content;
+use super::fail_closed::Content;
 use super::read::Read;
 use crate::Kind;
 

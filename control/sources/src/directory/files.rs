@@ -19,13 +19,13 @@ pub struct Batch {
     /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
     /// Files whose errors are fixed.
-    pub mended: Vec<PathBuf>,
+    pub fixed: Vec<PathBuf>,
 }
 
 impl Batch {
     /// Whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
-        self.changes.is_empty() && self.problems.is_empty() && self.mended.is_empty()
+        self.changes.is_empty() && self.problems.is_empty() && self.fixed.is_empty()
     }
 }
 
@@ -98,7 +98,7 @@ impl Files {
         for ((path, file), held) in self.files.iter_mut().zip(held) {
             let of_file = errors.remove(path).unwrap_or_default();
             if of_file.is_empty() && !file.told.is_empty() {
-                batch.mended.push(path.clone());
+                batch.fixed.push(path.clone());
             }
             batch.problems.extend(of_file.iter().filter(|error| !file.told.contains(error)).cloned());
             file.told = of_file;
@@ -276,7 +276,7 @@ mod tests {
         assert!(matches!(&batch.problems[..], [error] if error.to_string().contains("YAML")), "{batch:?}");
         set(&mut files, "a.yaml", &[("x", "10.0.0.9")]);
         let batch = files.settle();
-        assert_eq!((told(&batch), batch.mended), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
+        assert_eq!((told(&batch), batch.fixed), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
     }
 
     #[test]
@@ -301,7 +301,7 @@ mod tests {
         set(&mut files, "a.yaml", &[("y", "10.0.0.2")]);
         let batch = files.settle();
         assert!(batch.changes.is_empty() && batch.problems.is_empty(), "it is the same object: {batch:?}");
-        assert_eq!(batch.mended, [PathBuf::from("b.yaml")]);
+        assert_eq!(batch.fixed, [PathBuf::from("b.yaml")]);
         set(&mut files, "b.yaml", &[]);
         assert_eq!(told(&files.settle()), ["-x"]);
     }

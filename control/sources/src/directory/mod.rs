@@ -120,7 +120,7 @@ fn log(batch: &Batch) {
             "manifest not applied, its last valid objects stay: {}", error.fault
         );
     }
-    for file in &batch.mended {
+    for file in &batch.fixed {
         tracing::info!(file = %file.display(), "manifest is good again");
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct Conflict {
 
 /// An object in the checked sequence.
 #[derive(Clone, Copy)]
-struct Entry<'a> {
+struct CheckedObject<'a> {
     place: usize,
     object: &'a Object,
     origin: &'a Origin,
@@ -33,11 +33,11 @@ struct Entry<'a> {
 
 /// Finds objects that repeat an earlier one's name, and pods that repeat an earlier one's address.
 pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origin)>) -> Vec<Conflict> {
-    let mut names: FxHashMap<ObjectRef, Entry<'_>> = FxHashMap::default();
-    let mut owners: FxHashMap<IpAddr, Entry<'_>> = FxHashMap::default();
+    let mut names: FxHashMap<ObjectRef, CheckedObject<'_>> = FxHashMap::default();
+    let mut owners: FxHashMap<IpAddr, CheckedObject<'_>> = FxHashMap::default();
     let mut conflicts = Vec::new();
     for (place, (object, origin)) in objects.enumerate() {
-        let entry = Entry { place, object, origin };
+        let entry = CheckedObject { place, object, origin };
         if let Some(&first) = names.get(&object.reference()) {
             conflicts.push(conflict(first, entry, None));
             continue;
@@ -64,8 +64,8 @@ fn owned_addresses(object: &Object) -> &[IpAddr] {
     }
 }
 
-fn conflict(first: Entry<'_>, second: Entry<'_>, address: Option<IpAddr>) -> Conflict {
-    let error_at = |entry: Entry<'_>, other: Entry<'_>| {
+fn conflict(first: CheckedObject<'_>, second: CheckedObject<'_>, address: Option<IpAddr>) -> Conflict {
+    let error_at = |entry: CheckedObject<'_>, other: CheckedObject<'_>| {
         let fault = match address {
             Some(address) => {
                 Fault::SharedAddress { address, other: other.object.reference(), other_origin: other.origin.clone() }

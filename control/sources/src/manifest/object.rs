@@ -16,7 +16,7 @@ use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
 /// The supported kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+enum ManifestKind {
     Namespace,
     Node,
     Pod,
@@ -24,7 +24,7 @@ enum Kind {
     NetworkPolicyV1Beta1,
 }
 
-impl Kind {
+impl ManifestKind {
     fn is_policy(self) -> bool {
         matches!(self, Self::NetworkPolicy | Self::NetworkPolicyV1Beta1)
     }
@@ -32,9 +32,9 @@ impl Kind {
 
 /// The declared type of a document.
 enum Declared {
-    One(Kind),
+    One(ManifestKind),
     /// A list; items without a type of their own have this kind.
-    List(Option<Kind>),
+    List(Option<ManifestKind>),
     /// Another kind.
     Other,
 }
@@ -55,7 +55,7 @@ impl Reader<'_> {
         }
     }
 
-    fn any(&mut self, tree: Node, in_list_of: Option<Kind>) -> Result<(), Box<ManifestError>> {
+    fn any(&mut self, tree: Node, in_list_of: Option<ManifestKind>) -> Result<(), Box<ManifestError>> {
         match self.declared(&tree, in_list_of)? {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
@@ -75,7 +75,7 @@ impl Reader<'_> {
     }
 
     /// The declared type of a tree.
-    fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, Box<ManifestError>> {
+    fn declared(&self, tree: &Node, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(Node::as_str);
         if !tree.is_mapping() {
             return Err(self.error(tree, &[], Fault::NotAnObject));
@@ -93,11 +93,13 @@ impl Reader<'_> {
         };
         let kind = match (single, version) {
             ("", "v1") if is_list => return Ok(Declared::List(None)),
-            ("Namespace", "v1") => Kind::Namespace,
-            ("Node", "v1") => Kind::Node,
-            ("Pod", "v1") => Kind::Pod,
-            ("NetworkPolicy", "networking.k8s.io/v1") => Kind::NetworkPolicy,
-            ("NetworkPolicy", "extensions/v1beta1") if self.options.settings.v1beta1 => Kind::NetworkPolicyV1Beta1,
+            ("Namespace", "v1") => ManifestKind::Namespace,
+            ("Node", "v1") => ManifestKind::Node,
+            ("Pod", "v1") => ManifestKind::Pod,
+            ("NetworkPolicy", "networking.k8s.io/v1") => ManifestKind::NetworkPolicy,
+            ("NetworkPolicy", "extensions/v1beta1") if self.options.settings.v1beta1 => {
+                ManifestKind::NetworkPolicyV1Beta1
+            }
             ("NetworkPolicy", "extensions/v1beta1") => {
                 return unread("networking.k8s.io/v1, or the v1beta1 setting with its own meaning");
             }
@@ -109,18 +111,18 @@ impl Reader<'_> {
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
 
-    fn object(&mut self, tree: Node, kind: Kind) -> Result<(), Box<ManifestError>> {
+    fn object(&mut self, tree: Node, kind: ManifestKind) -> Result<(), Box<ManifestError>> {
         let settings = self.options.settings;
         let (object, unknown) = match kind {
-            Kind::Namespace => {
+            ManifestKind::Namespace => {
                 self.typed(&tree, kind, |o: &core::Namespace| convert::namespace(o, settings).map(Object::Namespace))
             }
-            Kind::Node => self.typed(&tree, kind, |o: &core::Node| convert::node(o).map(Object::Node)),
-            Kind::Pod => self.typed(&tree, kind, |o: &core::Pod| convert::pod(o).map(Object::Pod)),
-            Kind::NetworkPolicy => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+            ManifestKind::Node => self.typed(&tree, kind, |o: &core::Node| convert::node(o).map(Object::Node)),
+            ManifestKind::Pod => self.typed(&tree, kind, |o: &core::Pod| convert::pod(o).map(Object::Pod)),
+            ManifestKind::NetworkPolicy => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
                 convert::network_policy(o).map(Object::NetworkPolicy)
             }),
-            Kind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+            ManifestKind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
                 convert::v1beta1_network_policy(o).map(Object::NetworkPolicy)
             }),
         }?;
@@ -133,7 +135,7 @@ impl Reader<'_> {
     fn typed<T: DeserializeOwned>(
         &self,
         tree: &Node,
-        kind: Kind,
+        kind: ManifestKind,
         convert: impl FnOnce(&T) -> Result<Object, Invalid>,
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
         let mut value = tree.to_value();

@@ -16,18 +16,18 @@ use crate::convert::{FieldPath, Step};
 pub(crate) struct Node {
     /// Line of the value's first character, from 1; 0 if unknown.
     line: u64,
-    kind: Kind,
+    kind: NodeValue,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Kind {
+enum NodeValue {
     Scalar(Value),
     Sequence(Vec<Node>),
-    Mapping(Vec<Entry>),
+    Mapping(Vec<MappingEntry>),
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Entry {
+struct MappingEntry {
     key: String,
     /// Line of the key.
     line: u64,
@@ -107,9 +107,9 @@ impl Node {
         self.entry(key).map(|entry| &entry.value)
     }
 
-    fn entry(&self, key: &str) -> Option<&Entry> {
+    fn entry(&self, key: &str) -> Option<&MappingEntry> {
         match &self.kind {
-            Kind::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
+            NodeValue::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
             _ => None,
         }
     }
@@ -117,7 +117,7 @@ impl Node {
     /// The text of a string.
     pub(crate) fn as_str(&self) -> Option<&str> {
         match &self.kind {
-            Kind::Scalar(Value::String(text)) => Some(text),
+            NodeValue::Scalar(Value::String(text)) => Some(text),
             _ => None,
         }
     }
@@ -125,18 +125,18 @@ impl Node {
     /// The items of the sequence under a mapping's key; null counts as empty. Returns the node itself if there is no
     /// sequence.
     pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
-        let Kind::Mapping(entries) = &mut self.kind else { return Err(self) };
+        let NodeValue::Mapping(entries) = &mut self.kind else { return Err(self) };
         let found = entries.iter_mut().find(|entry| entry.key == key);
         match found.map(|entry| &mut entry.value.kind) {
-            Some(Kind::Sequence(items)) => Ok(mem::take(items)),
-            Some(Kind::Scalar(Value::Null)) => Ok(Vec::new()),
+            Some(NodeValue::Sequence(items)) => Ok(mem::take(items)),
+            Some(NodeValue::Scalar(Value::Null)) => Ok(Vec::new()),
             _ => Err(self),
         }
     }
 
     /// Whether this is a mapping.
     pub(crate) fn is_mapping(&self) -> bool {
-        matches!(self.kind, Kind::Mapping(_))
+        matches!(self.kind, NodeValue::Mapping(_))
     }
 
     /// The line of the field at a path, or of its deepest existing parent.
@@ -144,8 +144,8 @@ impl Node {
         let (mut node, mut line) = (self, self.line);
         for step in path.steps() {
             let found = match (step, &node.kind) {
-                (Step::Field(name), Kind::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
-                (Step::Index(index), Kind::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
+                (Step::Field(name), NodeValue::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
+                (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
                 _ => None,
             };
             match found {
@@ -159,8 +159,8 @@ impl Node {
     /// The value at a path.
     pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
         path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
-            (Step::Field(name), Kind::Mapping(_)) => node.get(name),
-            (Step::Index(index), Kind::Sequence(items)) => items.get(*index),
+            (Step::Field(name), NodeValue::Mapping(_)) => node.get(name),
+            (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index),
             _ => None,
         })
     }
@@ -168,9 +168,9 @@ impl Node {
     /// The value without line numbers.
     pub(crate) fn to_value(&self) -> Value {
         match &self.kind {
-            Kind::Scalar(value) => value.clone(),
-            Kind::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
-            Kind::Mapping(entries) => {
+            NodeValue::Scalar(value) => value.clone(),
+            NodeValue::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
+            NodeValue::Mapping(entries) => {
                 let entries = entries.iter().map(|entry| (entry.key.clone(), entry.value.to_value()));
                 Value::Object(entries.collect::<Map<_, _>>())
             }
@@ -180,78 +180,78 @@ impl Node {
 
 impl<'de> Deserialize<'de> for Node {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let spanned = Spanned::<Kind>::deserialize(deserializer)?;
+        let spanned = Spanned::<NodeValue>::deserialize(deserializer)?;
         Ok(Self { line: spanned.referenced.line(), kind: spanned.value })
     }
 }
 
-impl<'de> Deserialize<'de> for Kind {
+impl<'de> Deserialize<'de> for NodeValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(KindVisitor)
+        deserializer.deserialize_any(NodeVisitor)
     }
 }
 
-struct KindVisitor;
+struct NodeVisitor;
 
-impl<'de> Visitor<'de> for KindVisitor {
-    type Value = Kind;
+impl<'de> Visitor<'de> for NodeVisitor {
+    type Value = NodeValue;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a YAML or JSON value")
     }
 
-    fn visit_unit<E>(self) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Null))
+    fn visit_unit<E>(self) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Null))
     }
 
-    fn visit_none<E>(self) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Null))
+    fn visit_none<E>(self) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Null))
     }
 
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Kind, D::Error> {
-        Kind::deserialize(deserializer)
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<NodeValue, D::Error> {
+        NodeValue::deserialize(deserializer)
     }
 
-    fn visit_bool<E>(self, value: bool) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Bool(value)))
+    fn visit_bool<E>(self, value: bool) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Bool(value)))
     }
 
-    fn visit_i64<E>(self, value: i64) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Number(value.into())))
+    fn visit_i64<E>(self, value: i64) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Number(value.into())))
     }
 
-    fn visit_u64<E>(self, value: u64) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Number(value.into())))
+    fn visit_u64<E>(self, value: u64) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Number(value.into())))
     }
 
-    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Kind, E> {
+    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<NodeValue, E> {
         let number =
             Number::from_f64(value).ok_or_else(|| E::custom(format_args!("{value} is not a finite number")))?;
-        Ok(Kind::Scalar(Value::Number(number)))
+        Ok(NodeValue::Scalar(Value::Number(number)))
     }
 
-    fn visit_str<E>(self, value: &str) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::String(value.to_owned())))
+    fn visit_str<E>(self, value: &str) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::String(value.to_owned())))
     }
 
-    fn visit_string<E>(self, value: String) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::String(value)))
+    fn visit_string<E>(self, value: String) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::String(value)))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Kind, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<NodeValue, A::Error> {
         let mut nodes = Vec::new();
         while let Some(node) = items.next_element()? {
             nodes.push(node);
         }
-        Ok(Kind::Sequence(nodes))
+        Ok(NodeValue::Sequence(nodes))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Kind, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<NodeValue, A::Error> {
         let mut entries = Vec::new();
         while let Some(key) = map.next_key::<Spanned<String>>()? {
-            entries.push(Entry { key: key.value, line: key.referenced.line(), value: map.next_value()? });
+            entries.push(MappingEntry { key: key.value, line: key.referenced.line(), value: map.next_value()? });
         }
-        Ok(Kind::Mapping(entries))
+        Ok(NodeValue::Mapping(entries))
     }
 }
 

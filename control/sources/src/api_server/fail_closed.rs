@@ -36,7 +36,7 @@ pub(super) enum Content {
 }
 
 /// A field and its problem.
-type Trouble = (FieldPath, String);
+type UnsupportedField = (FieldPath, String);
 
 const UNKNOWN: &str = "is not a field that this version knows";
 
@@ -52,7 +52,7 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
     if field.steps().first() != Some(&Step::Field("metadata".to_owned())) {
         field = field.inside("spec");
     }
-    match narrowed(metadata, spec) {
+    match restricted(metadata, spec) {
         Ok((policy, kept, left_out)) => {
             let problem = format!(
                 "{field}: {problem}; until this is fixed it isolates its pods, and {kept} of its {} rules allow",
@@ -66,7 +66,7 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
 }
 
 /// The most restrictive interpretation, with the numbers of rules kept and left out.
-fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), Trouble> {
+fn restricted(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), UnsupportedField> {
     let mut policy = convert(metadata, NetworkPolicySpec::default())?;
     let selector = spec.get("podSelector").map(|selector| pod_selector(metadata, selector));
     policy.pod_selector = selector.and_then(Result::ok).unwrap_or_default();
@@ -88,7 +88,7 @@ fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy
     Ok((policy, kept, left_out))
 }
 
-fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, Trouble> {
+fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, UnsupportedField> {
     let selector = strict::<LabelSelector>(selector)?;
     let spec = NetworkPolicySpec { pod_selector: Some(selector), ..NetworkPolicySpec::default() };
     convert(metadata, spec).map(|policy| policy.pod_selector)
@@ -121,7 +121,7 @@ fn egress_rule(metadata: &ObjectMeta, rule: &Value) -> Option<Rule> {
     convert(metadata, spec).ok()?.egress?.pop()
 }
 
-fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, Trouble> {
+fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, UnsupportedField> {
     // Only the names of the metadata matter.
     let names =
         ObjectMeta { name: metadata.name.clone(), namespace: metadata.namespace.clone(), ..ObjectMeta::default() };
@@ -130,7 +130,7 @@ fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::Netw
 }
 
 /// Deserializes a value as an API type; an unknown field is an error.
-fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
+fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, UnsupportedField> {
     let (read, unknown) = typed::read(value.clone())?;
     match unknown.into_iter().next() {
         Some(field) => Err((field, UNKNOWN.to_owned())),
