@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use penstock_dataplane::packet::{Flow, Protocol as IpProtocol};
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
-use penstock_policy::engine::{Engine, Settings, SideExplanation};
+use penstock_policy::engine::{DirectionExplanation, Engine, EngineSettings};
 use penstock_policy::model::{Change, Object};
 
 use crate::probe::{Probe, Protocol};
@@ -42,7 +42,7 @@ pub struct PolicyOracle {
 impl PolicyOracle {
     /// Loads all objects at once.
     pub fn new(objects: &[Object]) -> Self {
-        let mut engine = Engine::new(Settings::for_all_pods());
+        let mut engine = Engine::new(EngineSettings::for_all_pods());
         engine.apply(objects.iter().cloned().map(Change::Set));
         Self { engine }
     }
@@ -58,14 +58,14 @@ impl PolicyOracle {
         let (src, dst) = (source.into(), probe.destination.into());
         let explanation = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
         let sides = [(Direction::Egress, &explanation.egress), (Direction::Ingress, &explanation.ingress)];
-        match sides.into_iter().find(|(_, side)| side.side == DirectionVerdict::Denied) {
+        match sides.into_iter().find(|(_, side)| side.verdict == DirectionVerdict::Denied) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },
             None => Expectation::Allowed,
         }
     }
 }
 
-fn reason(direction: Direction, side: &SideExplanation) -> String {
+fn reason(direction: Direction, side: &DirectionExplanation) -> String {
     let direction = match direction {
         Direction::Egress => "egress",
         Direction::Ingress => "ingress",

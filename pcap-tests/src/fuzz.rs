@@ -12,7 +12,7 @@ use penstock_policy::model::{Change, Object};
 use penstock_replay::batch::Batch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
 use penstock_replay::cluster::{Cluster, HOST, UPLINK};
-use penstock_replay::player::{Decision, Place, Player, fill_up};
+use penstock_replay::player::{Decision, EntryPoint, Player, fill_up};
 use penstock_sources::manifest::{self, read_manifests};
 
 use crate::case::root;
@@ -57,12 +57,12 @@ impl Default for FuzzNode {
 impl FuzzNode {
     /// Frames passed and frames evaluated so far.
     pub fn passed(&self) -> (u64, u64) {
-        (self.player.tally().allowed, self.frames)
+        (self.player.counters().allowed, self.frames)
     }
 
     /// Adds a frame to the next batch, and evaluates the batch when it is full.
     pub fn give(&mut self, frame: &[u8]) {
-        let start = self.batch.octets().len();
+        let start = self.batch.bytes().len();
         self.batch.space().extend_from_slice(frame);
         let length = frame.len() as u32;
         let record = Record { time: self.time, interface: InterfaceId(0), captured: length, original: length };
@@ -83,22 +83,22 @@ impl FuzzNode {
             pod => PortId(pod),
         };
         self.before.copy_from(&self.batch);
-        let tally = |player: &Player| player.tally().allowed + player.tally().denied.iter().sum::<u64>();
+        let tally = |player: &Player| player.counters().allowed + player.counters().denied.iter().sum::<u64>();
         let evaluated = tally(&self.player);
-        self.player.play(Place::Port(port), self.time, &mut self.batch);
-        let count = self.batch.members().len() as u64;
+        self.player.play(EntryPoint::Port(port), self.time, &mut self.batch);
+        let count = self.batch.packets().len() as u64;
         assert_eq!(tally(&self.player) - evaluated, count, "every frame has one verdict");
-        for (index, (after, before)) in self.batch.members().iter().zip(self.before.members()).enumerate() {
+        for (index, (after, before)) in self.batch.packets().iter().zip(self.before.packets()).enumerate() {
             let (after, before) = (self.batch.frame(after), self.before.frame(before));
-            match self.player.decision(Place::Port(port), index) {
+            match self.player.decision(EntryPoint::Port(port), index) {
                 Decision::Allow => check_forwarded(before, after),
                 Decision::Deny(_) => assert_eq!(before, after, "what is dropped is left as it was"),
                 Decision::Kernel(outcome) => panic!("a worker's frame was left to the kernel: {outcome}"),
             }
             if let Ok(packet) = parse(after) {
-                self.player.standing(Place::Port(port), index, &packet, after);
+                self.player.connection_state(EntryPoint::Port(port), index, &packet, after);
             }
-            self.player.place(None, before);
+            self.player.entry_point(None, before);
         }
         self.frames += count;
         self.batch.clear();

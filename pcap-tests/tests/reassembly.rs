@@ -156,7 +156,7 @@ fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
     batch.space().extend_from_slice(frame);
     let length = frame.len() as u32;
     batch.push(0, Record { time, interface: InterfaceId(0), captured: length, original: length }, 0);
-    let place = player.place(None, frame);
+    let place = player.entry_point(None, frame);
     player.play(place, time, &mut batch);
     player.decision(place, 0) == Decision::Allow
 }

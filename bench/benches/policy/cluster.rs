@@ -50,13 +50,15 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
             protocol: PortProtocol::Tcp,
             number: 8080 + (app % 3) as u16,
         }],
-        tenure: Default::default(),
+        lifetime: Default::default(),
     }
 }
 
 pub(crate) fn selector(pairs: &[(&str, String)]) -> Selector {
-    let requirement =
-        |(key, value): &(&str, String)| Requirement { key: (*key).to_owned(), test: Test::In(vec![value.clone()]) };
+    let requirement = |(key, value): &(&str, String)| Requirement {
+        key: (*key).to_owned(),
+        operator: LabelOperator::In(vec![value.clone()]),
+    };
     Selector { requirements: pairs.iter().map(requirement).collect() }
 }
 
@@ -66,7 +68,7 @@ pub(crate) fn tcp(first: u16, last: u16) -> Port {
 
 pub(crate) fn block(cidr: &str, except: &[&str]) -> Peer {
     let parse = |text: &str| text.parse().expect("a prefix");
-    Peer::Block(Block { cidr: parse(cidr), except: except.iter().map(|text| parse(text)).collect() })
+    Peer::IpBlock(IpBlock { cidr: parse(cidr), except: except.iter().map(|text| parse(text)).collect() })
 }
 
 pub(crate) fn policy(

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{PolicySet, PortProtocol};
-use penstock_policy::engine::{Engine, Settings};
-use penstock_policy::model::{Change, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector, Test};
+use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::model::{Change, LabelOperator, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector};
 
 use super::alternatives::{LinearList, MizarTables};
 use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typical_policy};
@@ -49,7 +49,7 @@ fn numbers() -> impl Iterator<Item = usize> {
 }
 
 fn set(objects: impl IntoIterator<Item = Object>) -> PolicySet {
-    let mut engine = Engine::new(Settings::for_all_pods());
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
     engine.apply(objects.into_iter().map(Change::Set));
     engine.policy_set().clone()
 }
@@ -128,7 +128,7 @@ fn rules(rounds: usize) -> Vec<bool> {
     };
     let any = Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(Selector {
-            requirements: vec![Requirement { key: "client".to_owned(), test: Test::Exists }],
+            requirements: vec![Requirement { key: "client".to_owned(), operator: LabelOperator::Exists }],
         })]),
         ports: Ports::AnyOf(vec![tcp(1, 1_024)]),
     };
@@ -175,7 +175,7 @@ fn linear(rounds: usize) -> bool {
         ]),
         ports: Ports::AnyOf(vec![tcp(1_000 + n as u16, 1_000 + n as u16)]),
     });
-    let mut engine = Engine::new(Settings::for_all_pods());
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
     let policy = policy(0, "p".to_owned(), Selector::default(), Some(rules.collect()), None);
     engine.apply([namespace(0), Object::Pod(pod(0, 0, 0, 0)), policy].map(Change::Set));
     let lists = penstock_policy::render::acl::render(engine.state(), engine.tables());

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::policy::PolicySet;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::*;
 
 use super::cluster::{address, key, labels, namespace, node, pod, typical_policy};
@@ -48,7 +48,7 @@ impl ClusterScale {
 }
 
 pub(crate) fn run(size: ClusterScale) -> Vec<bool> {
-    let mut engine = Engine::new(Settings::for_node("node-0"));
+    let mut engine = Engine::new(EngineSettings::for_node("node-0"));
     let start = Instant::now();
     engine.apply(size.objects());
     let mut published = engine.policy_set().clone();

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::net::Ipv4Addr;
 
 use anyhow::Result;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::Change;
 use penstock_sources::manifest::{Options, read_manifests};
 
@@ -107,7 +107,7 @@ pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path
 /// The engine that `penstock render` uses.
 pub(super) fn engine(directory: &std::path::Path) -> Result<Engine> {
     let documents = read_manifests(&[directory], &Options::default())?.documents;
-    let mut engine = Engine::new(Settings::for_node(NODE));
+    let mut engine = Engine::new(EngineSettings::for_node(NODE));
     engine.apply(documents.into_iter().map(|document| Change::Set(document.object)));
     Ok(engine)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Object, ObjectRef};
 use penstock_sources::api_server::{Access, ApiServer as Source, Timing};
 use penstock_sources::{Kind, KindHealth, SourceHealth, convert};
@@ -47,7 +47,7 @@ impl Follower {
         });
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
         assert!(health.is_synced(), "nothing is reported from a partial list");
-        let mut engine = Engine::new(Settings::for_node("here"));
+        let mut engine = Engine::new(EngineSettings::for_node("here"));
         engine.apply(objects.iter().cloned().map(Change::Set));
         let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();
         Self { runtime, source, health, objects, engine, batches: 0 }

@@ -310,9 +310,9 @@ fn commands_query_the_daemon_and_report_errors() {
 
     for (arguments, logged) in [
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": unknown; use one of "),
-        (&["flows", "--pod", "test/none"], "penstock: there is no pod test/none"),
+        (&["flows", "--pod", "test/none"], "penstock: pod test/none is unknown"),
         (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
-        (&["top"], "standard output is no terminal: use penstock status"),
+        (&["top"], "standard output is not a terminal: use penstock status"),
     ] {
         let output = open.command(arguments);
         let error = String::from_utf8(output.stderr).unwrap();

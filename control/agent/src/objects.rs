@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use penstock_dataplane::policy::PolicySet;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
-use penstock_policy::state::Holder;
+use penstock_policy::state::AddressOwner;
 
 use crate::discovery::PodProblem;
 
@@ -38,7 +38,7 @@ pub(super) struct ChangeEffect {
 impl Objects {
     pub(super) fn new(node: &str, configured: &[IpAddr]) -> Self {
         Self {
-            engine: Engine::new(Settings::for_node(node)),
+            engine: Engine::new(EngineSettings::for_node(node)),
             node: node.to_owned(),
             node_object: None,
             configured: configured.to_vec(),
@@ -121,7 +121,7 @@ impl Objects {
             let mut pod = pod.clone();
             if !pod.host_network && !pod.finished {
                 let second = pod.key.clone();
-                pod.addresses.retain(|&address| match self.holder(address) {
+                pod.addresses.retain(|&address| match self.owner(address) {
                     Some(first) if *first != second => {
                         problems.insert(PodProblem::AddressTaken {
                             first: first.clone(),
@@ -139,16 +139,16 @@ impl Objects {
     }
 
     /// The pod that owns this address under the policy.
-    fn holder(&self, address: IpAddr) -> Option<&ObjectKey> {
-        match self.engine.state().holder(&address)? {
-            Holder::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
-            Holder::Node(_) => None,
+    fn owner(&self, address: IpAddr) -> Option<&ObjectKey> {
+        match self.engine.state().owner(&address)? {
+            AddressOwner::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
+            AddressOwner::Node(_) => None,
         }
     }
 
     /// Whether this pod owns `address` under the policy.
     pub(super) fn has(&self, pod: &ObjectKey, address: IpAddr) -> bool {
-        self.holder(address) == Some(pod)
+        self.owner(address) == Some(pod)
     }
 
     /// NetworkPolicies in the cluster.
@@ -195,7 +195,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use penstock_policy::model::{NetworkPolicy, Selector, Tenure};
+    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -212,7 +212,7 @@ mod tests {
             host_network: false,
             finished: false,
             ports: Vec::new(),
-            tenure: Default::default(),
+            lifetime: Default::default(),
         }))
     }
 
@@ -260,30 +260,30 @@ mod tests {
 
     #[test]
     fn of_two_pods_with_one_address_the_running_one_owns_it_and_the_other_is_reported() {
-        let tenure = |leaving, started, created| Tenure { leaving, started, created };
-        let plain = tenure(false, Some(10), Some(10));
+        let lifetime = |leaving, started, created| PodLifetime { leaving, started, created };
+        let plain = lifetime(false, Some(10), Some(10));
         let finished = |pod: &mut Pod| pod.finished = true;
         let nothing = |_: &mut Pod| {};
         type Edit = fn(&mut Pod);
         // What differs between `old` and `new`, which of them owns the address, and whether the other is reported.
-        let cases: [(&str, Tenure, Tenure, Edit, &str, bool); 8] = [
+        let cases: [(&str, PodLifetime, PodLifetime, Edit, &str, bool); 8] = [
             ("old finished", plain, plain, finished, "new", false),
-            ("old finished, though it started later", tenure(false, Some(20), None), plain, finished, "new", false),
-            ("old is being deleted", tenure(true, Some(10), Some(10)), plain, nothing, "new", true),
-            ("old is being deleted and started later", tenure(true, Some(20), Some(20)), plain, nothing, "new", true),
-            ("new started later", plain, tenure(false, Some(11), Some(1)), nothing, "new", true),
-            ("old is known to have started, new is not", plain, tenure(false, None, Some(99)), nothing, "old", true),
-            ("new was created later", plain, tenure(false, Some(10), Some(11)), nothing, "new", true),
+            ("old finished, though it started later", lifetime(false, Some(20), None), plain, finished, "new", false),
+            ("old is being deleted", lifetime(true, Some(10), Some(10)), plain, nothing, "new", true),
+            ("old is being deleted and started later", lifetime(true, Some(20), Some(20)), plain, nothing, "new", true),
+            ("new started later", plain, lifetime(false, Some(11), Some(1)), nothing, "new", true),
+            ("old is known to have started, new is not", plain, lifetime(false, None, Some(99)), nothing, "old", true),
+            ("new was created later", plain, lifetime(false, Some(10), Some(11)), nothing, "new", true),
             ("no difference: by name", plain, plain, nothing, "new", true),
         ];
         for (what, of_old, of_new, more, holder, reported) in cases {
             for in_order in [true, false] {
                 for far in [None, Some("old"), Some("new")] {
                     let mut objects = Objects::new("here", &[]);
-                    let made = |name: &str, tenure, more: Edit| {
+                    let made = |name: &str, lifetime, more: Edit| {
                         let node = if far == Some(name) { "elsewhere" } else { "here" };
                         let Change::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
-                        made.tenure = tenure;
+                        made.lifetime = lifetime;
                         more(&mut made);
                         Change::Set(Object::Pod(made))
                     };
@@ -318,7 +318,7 @@ mod tests {
         let mut objects = Objects::new("here", &[]);
         let made = |name: &str, started, leaving| {
             let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
-            made.tenure = Tenure { leaving, started: Some(started), created: None };
+            made.lifetime = PodLifetime { leaving, started: Some(started), created: None };
             Change::Set(Object::Pod(made))
         };
         let key = |name: &str| ObjectKey { namespace: "shop".into(), name: name.into() };

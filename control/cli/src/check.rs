@@ -30,7 +30,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)?;
     match findings.iter().filter(|finding| finding.level == Level::Error).count() {
         0 => Ok(()),
-        1 => Err(Failure::bad_input("1 error; mend it and check again")),
-        errors => Err(Failure::bad_input(format!("{errors} errors; mend them and check again"))),
+        1 => Err(Failure::bad_input("1 error: fix it and check again")),
+        errors => Err(Failure::bad_input(format!("{errors} errors: fix them and check again"))),
     }
 }

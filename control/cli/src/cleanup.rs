@@ -1,4 +1,4 @@
-//! `penstock cleanup`: takes away what a daemon left behind.
+//! `penstock cleanup`: removes what a daemon left behind.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use penstock_agent::{self as agent, CleanedUp, RunError};
 
 use super::Failure;
 
-/// Take away what a daemon left that was killed or told to keep the node closed
+/// Remove what a daemon left that was killed or keeps the node closed
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 XDP programs of pods' interfaces, the host port's veth pair, its routes and rules: after this the kernel forwards

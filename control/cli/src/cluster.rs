@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::RuleScope;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::Change;
-use penstock_policy::render::tables::Scope;
+use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert;
 use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
 
@@ -65,13 +65,13 @@ impl ManifestArgs {
     }
 
     /// The policy of the manifests, for the pods in scope.
-    pub(super) fn engine(&self, scope: Scope) -> Result<Engine, Failure> {
+    pub(super) fn engine(&self, scope: PodScope) -> Result<Engine, Failure> {
         Ok(self.engine_of(&self.read(UnknownFields::Refuse)?, scope))
     }
 
     /// The policy of manifests that are read already.
-    pub(super) fn engine_of(&self, manifests: &Manifests, scope: Scope) -> Engine {
-        let mut engine = Engine::new(Settings { scope, reach: self.reach() });
+    pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
+        let mut engine = Engine::new(EngineSettings { scope, reach: self.reach() });
         engine.apply(manifests.objects().map(Change::Set));
         engine
     }

@@ -1,4 +1,4 @@
-//! What the commands that ask a running daemon have in common.
+//! Shared by the commands that query a running daemon.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ impl DaemonArgs {
     }
 }
 
-/// Asking in vain as the failure of a command: what the user gave is bad, or it was tried and failed.
+/// Maps a failed query to the command's failure: bad input, or a failed attempt.
 pub(super) fn failure(error: ClientError) -> Failure {
     match error {
         ClientError::NoDaemon { .. } | ClientError::Rejected(_) => Failure::bad_input(error),
@@ -63,7 +63,7 @@ mod tests {
     use super::short;
 
     #[test]
-    fn numbers_are_short_and_do_not_jump_at_a_unit() {
+    fn numbers_are_short_and_continuous_across_units() {
         for (number, text) in [
             (0.0, "0"),
             (0.25, "0.2"),

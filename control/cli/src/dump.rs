@@ -69,12 +69,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bundle_holds_what_was_told() {
+    fn a_bundle_contains_every_answer() {
         let file = |name: &str, content: &str| DumpFile { name: name.to_owned(), content: content.to_owned() };
         let dump = Dump { files: vec![file("config.toml", "node = \"a\"\n"), file("log.txt", "")] };
-        let mut octets = Vec::new();
-        write(&dump, &mut octets).unwrap();
-        let mut archive = tar::Archive::new(GzDecoder::new(octets.as_slice()));
+        let mut bytes = Vec::new();
+        write(&dump, &mut bytes).unwrap();
+        let mut archive = tar::Archive::new(GzDecoder::new(bytes.as_slice()));
         let mut found = Vec::new();
         for entry in archive.entries().unwrap() {
             let mut entry = entry.unwrap();

@@ -5,9 +5,9 @@ use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::packet::Protocol;
-use penstock_policy::engine::{Engine, SideExplanation};
-use penstock_policy::flow::{self, NoFlow, Service};
-use penstock_policy::render::tables::Scope;
+use penstock_policy::engine::{DirectionExplanation, Engine};
+use penstock_policy::flow::{self, FlowError, ProtocolPort};
+use penstock_policy::render::tables::PodScope;
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
@@ -57,12 +57,12 @@ struct Answer<'a> {
     #[serde(flatten)]
     query: &'a Query,
     verdict: Verdict,
-    egress: Side,
-    ingress: Side,
+    egress: DirectionAnswer,
+    ingress: DirectionAnswer,
 }
 
 #[derive(Serialize, Debug)]
-struct Side {
+struct DirectionAnswer {
     verdict: Verdict,
     isolated: bool,
     rule: Option<String>,
@@ -81,10 +81,10 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if from_standard_input && args.manifests.use_standard_input() {
         return Err(Failure::bad_input("standard input cannot be manifests and queries: give one of them as a file"));
     }
-    let engine = args.manifests.engine(Scope::AllPods)?;
+    let engine = args.manifests.engine(PodScope::AllPods)?;
     let stdout = io::stdout().lock();
     if from_standard_input {
-        // Whoever writes one query after the other may be waiting for each answer: standard output ends every line.
+        // A caller may write one query at a time and wait for each answer: flush after every line.
         return answer_all(&engine, "standard input", io::stdin().lock(), stdout);
     }
     let name = args.queries.display().to_string();
@@ -93,7 +93,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     answer_all(&engine, &name, BufReader::new(file), BufWriter::new(stdout))
 }
 
-/// Answers line by line. What was answered before a bad query stays answered.
+/// Answers line by line. Answers before a bad query are still printed.
 fn answer_all(engine: &Engine, name: &str, queries: impl BufRead, mut output: impl Write) -> Result<(), Failure> {
     for (number, line) in (1..).zip(queries.lines()) {
         let answered = match line {
@@ -120,11 +120,11 @@ enum BadQuery {
     #[error("cannot be read: {0}")]
     Unreadable(io::Error),
     #[error(
-        "is no query ({0}): write {{\"from\": \"NAMESPACE/POD\", \"to\": \"ADDRESS\", \"port\": 80, \"protocol\": \"TCP\"}}"
+        "is not a query ({0}): write {{\"from\": \"NAMESPACE/POD\", \"to\": \"ADDRESS\", \"port\": 80, \"protocol\": \"TCP\"}}"
     )]
     Syntax(serde_json::Error),
     #[error(transparent)]
-    NoFlow(#[from] NoFlow),
+    FlowError(#[from] FlowError),
 }
 
 fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
@@ -135,10 +135,10 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
         Some(Port::Number(number)) => Some(number.to_string().parse()?),
         Some(Port::Text(text)) => Some(text.parse()?),
     };
-    let service = Service::new(protocol, port)?;
+    let service = ProtocolPort::new(protocol, port)?;
     let flow = flow::flow(engine.state(), &query.from.parse()?, &query.to.parse()?, &service)?;
     let explanation = engine.explain(&flow);
-    let (egress, ingress) = (Side::from(&explanation.egress), Side::from(&explanation.ingress));
+    let (egress, ingress) = (DirectionAnswer::from(&explanation.egress), DirectionAnswer::from(&explanation.ingress));
     let verdict = match (egress.verdict, ingress.verdict) {
         (Verdict::Allow, Verdict::Allow) => Verdict::Allow,
         _ => Verdict::Deny,
@@ -146,10 +146,10 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     serde_json::to_string(&Answer { query: &query, verdict, egress, ingress }).map_err(BadQuery::Syntax)
 }
 
-impl From<&SideExplanation> for Side {
-    fn from(side: &SideExplanation) -> Self {
+impl From<&DirectionExplanation> for DirectionAnswer {
+    fn from(side: &DirectionExplanation) -> Self {
         Self {
-            verdict: if side.side.is_allowed() { Verdict::Allow } else { Verdict::Deny },
+            verdict: if side.verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny },
             isolated: side.isolated,
             rule: side.rule.as_ref().map(ToString::to_string),
             policies: side.policies.iter().map(ToString::to_string).collect(),

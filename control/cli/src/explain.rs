@@ -1,16 +1,16 @@
-//! `penstock explain`: why a flow is allowed or denied, for a person.
+//! `penstock explain`: why a flow is allowed or denied.
 
 use std::io::{self, Write as _};
 
 use penstock_admin::types::{ExplainQuery, Explanation};
-use penstock_policy::explain::answer;
-use penstock_policy::flow::{End, Service};
-use penstock_policy::render::tables::Scope;
+use penstock_policy::explain;
+use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
+use penstock_policy::render::tables::PodScope;
 
 use super::Failure;
 use super::cluster::OptionalManifestArgs;
 use super::daemon::DaemonArgs;
-use super::style::Colours;
+use super::style::ColouredText;
 
 /// Say why a flow is allowed or denied
 ///
@@ -33,20 +33,20 @@ pub(super) struct Args {
     daemon: DaemonArgs,
     /// Who sends: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
-    from: End,
+    from: FlowEndpoint,
     /// Who receives: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
-    to: End,
+    to: FlowEndpoint,
     /// PORT/PROTOCOL, the port by its number or its name; or a protocol without ports
     #[arg(long, value_name = "PORT/PROTOCOL")]
-    port: Service,
+    port: ProtocolPort,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let text = match args.manifests.given() {
         Some(manifests) => {
-            let engine = manifests.engine(Scope::AllPods)?;
-            answer(&engine, &Colours, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
+            let engine = manifests.engine(PodScope::AllPods)?;
+            explain::text(&engine, &ColouredText, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
         }
         None => {
             let query =

@@ -13,13 +13,13 @@ pub(super) enum Failure {
     /// The input was good, but doing it failed. Exit code 1.
     #[error("{0:#}")]
     Failed(#[from] anyhow::Error),
-    /// All was done, and what was compared differs; the answer says how. Exit code 3.
+    /// Succeeded, and the comparison found differences; the answer lists them. Exit code 3.
     #[error("")]
     Differs,
 }
 
 impl Failure {
-    /// Bad input that one line tells.
+    /// Bad input, as a one-line message.
     pub(super) fn bad_input(problem: impl Display) -> Self {
         Self::BadInput(vec![problem.to_string()])
     }

@@ -13,7 +13,7 @@ use super::daemon::{DaemonArgs, failure, json};
 /// List the live connections of a running daemon
 ///
 /// Each with its ends, its state, what lets it pass by the policy of now, how long ago its last packet was, and when it is
-/// forgotten. There are no counters of packets or octets: an entry of the connection table is one cache line, all of
+/// forgotten. There are no counters of packets or bytes: an entry of the connection table is one cache line, all of
 /// which is in use, and a second one would double what a packet costs there; `penstock status` and the metrics count by pod.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_names_addresses_and_what_lets_it_pass() {
+    fn a_flow_line_has_names_addresses_and_the_rule() {
         let end = |address: &str, port, name: Option<&str>| FlowEnd {
             address: address.parse().unwrap(),
             port,

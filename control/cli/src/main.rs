@@ -58,7 +58,7 @@ enum Command {
     Dump(dump::Args),
 }
 
-/// Reads the command line, runs the subcommand, and tells the process's exit code.
+/// Parses the command line, runs the subcommand, returns the process's exit code.
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Evaluate(args) => evaluate::run(args),
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn every_subcommand_says_what_it_does_and_shows_how_it_is_used() {
+    fn every_subcommand_has_a_description_and_examples() {
         for command in super::Cli::command().get_subcommands() {
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             assert!(help.contains("Examples:"), "{} has no examples", command.get_name());

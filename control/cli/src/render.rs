@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use penstock_policy::describe;
 use penstock_policy::engine::Engine;
 use penstock_policy::listing;
-use penstock_policy::render::tables::Scope;
+use penstock_policy::render::tables::PodScope;
 use penstock_policy::render::{acl, nft};
 
 use super::Failure;
@@ -48,7 +48,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             "--cluster-wide has no rendering for nftables: use --format acl, table or json",
         ));
     }
-    let scope = args.node.clone().map_or(Scope::AllPods, Scope::Node);
+    let scope = args.node.clone().map_or(PodScope::AllPods, PodScope::Node);
     let engine = args.manifests.engine(scope)?;
     if let Some(node) = &args.node
         && engine.state().find_node(node).is_none()

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-use penstock_replay::compare::Change;
+use penstock_replay::compare::VerdictChange;
 use penstock_replay::summary::Summary;
 use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
 use penstock_sources::manifest::UnknownFields;
@@ -49,7 +49,7 @@ pub(super) struct Args {
     /// Write a capture of the packets that are dropped
     #[arg(long, value_name = "FILE")]
     denied: Option<PathBuf>,
-    /// Change the manifests at times of the capture, as this TOML file says
+    /// VerdictChange the manifests at times of the capture, as this TOML file says
     #[arg(long, value_name = "FILE", conflicts_with = "compare")]
     timeline: Option<PathBuf>,
     /// Tell which connections' verdicts change under these manifests instead
@@ -72,7 +72,7 @@ struct Json<'a> {
     #[serde(flatten)]
     summary: &'a Summary,
     #[serde(skip_serializing_if = "Option::is_none")]
-    changes: Option<Vec<Change>>,
+    changes: Option<Vec<VerdictChange>>,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
@@ -93,7 +93,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let report = replay(&options).map_err(failure)?;
     report.notes.iter().for_each(|note| eprintln!("penstock: {note}"));
     let text = render(&report, args.summary);
-    // Verdicts on standard output are for a program to read: the summary goes where it does not disturb.
+    // Verdicts on standard output are for a program: print the summary on standard error.
     if options.outputs.verdicts.as_deref() == Some(std::path::Path::new("-")) {
         io::stderr().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     } else {

@@ -3,41 +3,41 @@
 use std::fmt::Display;
 
 use owo_colors::{OwoColorize, Stream, Style};
-use penstock_policy::explain::Paint;
+use penstock_policy::explain::TextStyle;
 
 fn styled(text: impl Display, style: Style) -> String {
     text.if_supports_color(Stream::Stdout, |text| text.style(style)).to_string()
 }
 
-/// What is allowed.
+/// Something allowed.
 pub(super) fn good(text: impl Display) -> String {
     styled(text, Style::new().green())
 }
 
-/// What is denied or wrong.
+/// Something denied or wrong.
 pub(super) fn bad(text: impl Display) -> String {
     styled(text, Style::new().red().bold())
 }
 
-/// What is one thing here and another there, or doubtful.
+/// Something mixed or doubtful.
 pub(super) fn mixed(text: impl Display) -> String {
     styled(text, Style::new().yellow())
 }
 
-/// What is only there for orientation.
+/// Secondary text.
 pub(super) fn faint(text: impl Display) -> String {
     styled(text, Style::new().dimmed())
 }
 
-/// What the rest is about.
+/// A heading.
 pub(super) fn strong(text: impl Display) -> String {
     styled(text, Style::new().bold())
 }
 
-/// The same for what [`penstock_policy`] puts into words.
-pub(super) struct Colours;
+/// The same styles for texts of [`penstock_policy`].
+pub(super) struct ColouredText;
 
-impl Paint for Colours {
+impl TextStyle for ColouredText {
     fn good(&self, text: &dyn Display) -> String {
         good(text)
     }

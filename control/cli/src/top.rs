@@ -31,9 +31,9 @@ pub(super) struct Args {
     interval: u64,
 }
 
-/// What ports are sorted by.
+/// Sort order of ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-enum Order {
+enum SortOrder {
     #[default]
     Received,
     Sent,
@@ -41,24 +41,24 @@ enum Order {
     Name,
 }
 
-/// What is on the screen.
+/// The state of the screen.
 struct View {
     status: Status,
     /// Drops a second by cause, since the look before.
     drops: Vec<(String, f64)>,
-    order: Order,
+    order: SortOrder,
     paused: bool,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let client = args.daemon.client()?;
     let ask = || client.get::<Status>("/v1/status", &()).map_err(failure);
-    // Before the screen is taken, so that what is wrong is told on it as it was.
+    // Before switching screens, so that errors appear on the normal screen.
     let status = ask()?;
     if !io::stdout().is_terminal() {
-        return Err(Failure::bad_input("standard output is no terminal: use penstock status, which prints once"));
+        return Err(Failure::bad_input("standard output is not a terminal: use penstock status, which prints once"));
     }
-    let mut view = View { status, drops: Vec::new(), order: Order::default(), paused: false };
+    let mut view = View { status, drops: Vec::new(), order: SortOrder::default(), paused: false };
     let mut terminal = ratatui::try_init().map_err(|error| Failure::Failed(error.into()))?;
     let outcome = (|| {
         let interval = Duration::from_secs(args.interval);
@@ -71,7 +71,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
                     Event::Key(key) if key.kind == KeyEventKind::Press => {
                         let interrupted =
                             key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c');
-                        if interrupted || !view.obey(key.code) {
+                        if interrupted || !view.handle_key(key.code) {
                             return Ok(());
                         }
                     }
@@ -81,7 +81,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             if Instant::now() >= due {
                 due = Instant::now() + interval;
                 if !view.paused {
-                    view.take(ask()?);
+                    view.update(ask()?);
                 }
             }
         }
@@ -91,21 +91,21 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 }
 
 impl View {
-    /// Does what a key says. `false`: it is to end.
-    fn obey(&mut self, key: KeyCode) -> bool {
+    /// Handles a key. Returns `false` to quit.
+    fn handle_key(&mut self, key: KeyCode) -> bool {
         match key {
             KeyCode::Char('q') | KeyCode::Esc => return false,
-            KeyCode::Char('r') => self.order = Order::Received,
-            KeyCode::Char('t') => self.order = Order::Sent,
-            KeyCode::Char('d') => self.order = Order::Dropped,
-            KeyCode::Char('n') => self.order = Order::Name,
+            KeyCode::Char('r') => self.order = SortOrder::Received,
+            KeyCode::Char('t') => self.order = SortOrder::Sent,
+            KeyCode::Char('d') => self.order = SortOrder::Dropped,
+            KeyCode::Char('n') => self.order = SortOrder::Name,
             KeyCode::Char('p') => self.paused = !self.paused,
             _ => {}
         }
         true
     }
 
-    fn take(&mut self, status: Status) {
+    fn update(&mut self, status: Status) {
         let seconds = (status.uptime_seconds - self.status.uptime_seconds).max(1e-3);
         self.drops = drop_rates(&self.status.drops, &status.drops, seconds);
         self.status = status;
@@ -163,10 +163,10 @@ impl View {
     fn sorted(&self) -> Vec<&PortStatus> {
         let mut ports: Vec<&PortStatus> = self.status.ports.iter().collect();
         let key: fn(&PortStatus) -> f64 = match self.order {
-            Order::Received => |port| port.rate.rx_packets,
-            Order::Sent => |port| port.rate.tx_packets,
-            Order::Dropped => |port| port.rate.dropped_packets,
-            Order::Name => |_| 0.0,
+            SortOrder::Received => |port| port.rate.rx_packets,
+            SortOrder::Sent => |port| port.rate.tx_packets,
+            SortOrder::Dropped => |port| port.rate.dropped_packets,
+            SortOrder::Name => |_| 0.0,
         };
         ports.sort_by(|one, other| key(other).total_cmp(&key(one)).then_with(|| name(one).cmp(&name(other))));
         ports
@@ -300,9 +300,10 @@ mod tests {
     }
 
     #[test]
-    fn the_screen_shows_rates_drops_and_how_busy_workers_are() {
-        let mut view = View { status: status(10.0, 100), drops: Vec::new(), order: Order::default(), paused: false };
-        view.take(status(12.0, 160));
+    fn top_shows_rates_drops_and_worker_load() {
+        let mut view =
+            View { status: status(10.0, 100), drops: Vec::new(), order: SortOrder::default(), paused: false };
+        view.update(status(12.0, 160));
         let shown = screen(&view).join("\n");
         for part in [
             "penstock 1 on worker-1   snapshot 7 in force",
@@ -319,12 +320,12 @@ mod tests {
         );
         let place = |shown: &str, pod: &str| shown.lines().position(|line| line.contains(pod)).expect(pod);
         assert!(place(&shown, "shop/loud") < place(&shown, "shop/lossy"), "{shown}");
-        assert!(view.obey(KeyCode::Char('d')));
+        assert!(view.handle_key(KeyCode::Char('d')));
         let shown = screen(&view).join("\n");
         assert!(place(&shown, "shop/lossy") < place(&shown, "shop/loud"), "{shown}");
-        assert!(view.obey(KeyCode::Char('n')));
+        assert!(view.handle_key(KeyCode::Char('n')));
         let shown = screen(&view).join("\n");
         assert!(place(&shown, "shop/loud") < place(&shown, "shop/quiet"), "{shown}");
-        assert!(!view.obey(KeyCode::Char('q')));
+        assert!(!view.handle_key(KeyCode::Char('q')));
     }
 }

@@ -12,7 +12,7 @@ use serde_json::Value;
 const SHOP: &str = "configs/examples/shop";
 const MISTAKES: &str = "configs/examples/mistakes.yaml";
 
-struct Outcome {
+struct CommandOutput {
     code: i32,
     out: String,
     error: String,
@@ -22,7 +22,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> Outcome {
+fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) -> CommandOutput {
     let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
     command.args(arguments).current_dir(root()).env_remove("FORCE_COLOR").env_remove("NO_COLOR");
     command.envs(environment.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -30,14 +30,14 @@ fn penstock_with(arguments: &[&str], input: &str, environment: &[(&str, &str)]) 
     // A command that does not read its input may be gone by now.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     let output = child.wait_with_output().unwrap();
-    Outcome {
+    CommandOutput {
         code: output.status.code().expect("it is not killed"),
         out: String::from_utf8(output.stdout).unwrap(),
         error: String::from_utf8(output.stderr).unwrap(),
     }
 }
 
-fn penstock(arguments: &[&str]) -> Outcome {
+fn penstock(arguments: &[&str]) -> CommandOutput {
     penstock_with(arguments, "", &[])
 }
 
@@ -49,7 +49,7 @@ fn output(arguments: &[&str]) -> String {
 }
 
 /// The one line of a command that refuses its input.
-fn refusal(arguments: &[&str], input: &str) -> String {
+fn error_line(arguments: &[&str], input: &str) -> String {
     let outcome = penstock_with(arguments, input, &[]);
     assert_eq!(outcome.code, 2, "{arguments:?}: {}", outcome.error);
     let lines: Vec<&str> = outcome.error.lines().collect();
@@ -71,7 +71,7 @@ fn assert_expected(name: &str, found: &str) {
 }
 
 #[test]
-fn evaluate_answers_the_shop_s_queries() {
+fn evaluate_answers_the_example_queries() {
     let answers = output(&["evaluate", "--manifests", SHOP, "--queries", "configs/examples/shop-queries.jsonl"]);
     assert_expected("evaluate.jsonl", &answers);
     let queries = fs::read_to_string(root().join("configs/examples/shop-queries.jsonl")).unwrap();
@@ -92,7 +92,7 @@ fn evaluate_answers_the_shop_s_queries() {
 }
 
 #[test]
-fn evaluate_reads_standard_input_for_either() {
+fn evaluate_reads_queries_or_manifests_from_standard_input() {
     let query = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}\n\n";
     let arguments = ["evaluate", "--manifests", SHOP, "--queries", "-"];
     let outcome = penstock_with(&arguments, query, &[]);
@@ -110,30 +110,27 @@ fn evaluate_reads_standard_input_for_either() {
 }
 
 #[test]
-fn a_bad_query_is_told_with_its_line_and_earlier_answers_stay() {
+fn a_bad_query_is_reported_with_its_line_after_earlier_answers() {
     let good = "{\"from\": \"web/frontend-1\", \"to\": \"shop/api-1\", \"port\": 8000}";
-    for (bad, told) in [
-        ("{", "is no query (EOF while parsing"),
-        ("{\"from\": \"a/b\"}", "is no query (missing field `to`"),
-        ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is no query (unknown field `prt`"),
-        (
-            "{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}",
-            "there is no pod shop/nobody in the manifests: ",
-        ),
+    for (bad, message) in [
+        ("{", "is not a query (EOF while parsing"),
+        ("{\"from\": \"a/b\"}", "is not a query (missing field `to`"),
+        ("{\"from\": \"a/b\", \"to\": \"a/b\", \"prt\": 1}", "is not a query (unknown field `prt`"),
+        ("{\"from\": \"shop/nobody\", \"to\": \"shop/api-1\", \"port\": 1}", "pod shop/nobody is unknown: "),
         (
             "{\"from\": \"shop/migrate-x7k\", \"to\": \"shop/api-1\", \"port\": 1}",
             "pod shop/migrate-x7k has finished: ",
         ),
-        ("{\"from\": \"shop\", \"to\": \"shop/api-1\", \"port\": 1}", "\"shop\" is no end of a flow: "),
+        ("{\"from\": \"shop\", \"to\": \"shop/api-1\", \"port\": 1}", "\"shop\" is not an endpoint: "),
         ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\"}", "TCP needs a port: "),
-        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 0}", "\"0\" is no port: "),
+        ("{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 0}", "\"0\" is not a port: "),
         (
             "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": \"sql\"}",
             "shop/api-1 has no port named \"sql\" for TCP: ",
         ),
         (
             "{\"from\": \"10.0.0.1\", \"to\": \"shop/api-1\", \"port\": 1, \"protocol\": \"HTTP\"}",
-            "\"HTTP\" is no protocol: ",
+            "\"HTTP\" is not a protocol: ",
         ),
         (
             "{\"from\": \"2001:db8::1\", \"to\": \"shop/cache-0\", \"port\": 1}",
@@ -146,13 +143,13 @@ fn a_bad_query_is_told_with_its_line_and_earlier_answers_stay() {
             &[],
         );
         assert_eq!((outcome.code, outcome.out.lines().count()), (2, 1), "{bad}");
-        let start = format!("penstock: standard input:2: {told}");
+        let start = format!("penstock: standard input:2: {message}");
         assert!(outcome.error.starts_with(&start) && outcome.error.lines().count() == 1, "{bad}: {}", outcome.error);
     }
 }
 
 #[test]
-fn explain_tells_a_person_why() {
+fn explain_prints_the_reasons() {
     let mut text = String::new();
     for (from, to, port) in [
         ("shop/api-1", "shop/db-0", "sql/TCP"),
@@ -180,7 +177,7 @@ fn matrix_is_a_table() {
 }
 
 #[test]
-fn matrix_is_a_page_that_needs_nothing_else() {
+fn matrix_html_is_self_contained() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("matrix.html");
     let path = file.to_str().unwrap();
@@ -242,10 +239,10 @@ fn render_prints_every_form() {
     let all = output(&["render", "--manifests", SHOP, "--format", "json"]);
     let all: Value = serde_json::from_str(&all).unwrap();
     assert_eq!(all["endpoints"].as_array().unwrap().len(), 6);
-    let told = refusal(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
-    assert!(told.starts_with("--node node-z: "), "{told}");
-    let told = refusal(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
-    assert!(told.starts_with("--cluster-wide has no rendering for nftables"), "{told}");
+    let stderr = error_line(&["render", "--manifests", SHOP, "--node", "node-z", "--format", "acl"], "");
+    assert!(stderr.starts_with("--node node-z: "), "{stderr}");
+    let stderr = error_line(&["render", "--manifests", SHOP, "--cluster-wide", "--format", "nft"], "");
+    assert!(stderr.starts_with("--cluster-wide has no rendering for nftables"), "{stderr}");
 }
 
 #[test]
@@ -272,9 +269,9 @@ fn lint_finds_the_mistakes_and_nothing_else() {
 }
 
 #[test]
-fn bad_manifests_end_every_command_with_2_and_their_place() {
+fn bad_manifests_exit_with_2_and_name_file_and_line() {
     let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";
-    let told = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: give it podSelector, namespaceSelector or ipBlock";
+    let message = "standard input:7: NetworkPolicy default/p: spec.ingress[0].from[0]: is an empty peer: set podSelector, namespaceSelector or ipBlock";
     for arguments in [
         &["evaluate", "--manifests", "-", "--queries", "/dev/null"][..],
         &["explain", "--manifests", "-", "--from", "10.0.0.1", "--to", "10.0.0.2", "--port", "1"],
@@ -282,19 +279,19 @@ fn bad_manifests_end_every_command_with_2_and_their_place() {
         &["render", "--manifests", "-", "--format", "json"],
         &["lint", "--manifests", "-"],
     ] {
-        assert_eq!(refusal(arguments, bad), told, "{arguments:?}");
+        assert_eq!(error_line(arguments, bad), message, "{arguments:?}");
     }
-    assert!(refusal(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
-    let both = refusal(&["evaluate", "--manifests", "-", "--queries", "-"], "");
+    assert!(error_line(&["evaluate", "--manifests", MISTAKES, "--queries", "/dev/null"], "").contains("porst"));
+    let both = error_line(&["evaluate", "--manifests", "-", "--queries", "-"], "");
     assert!(both.starts_with("standard input cannot be manifests and queries"), "{both}");
     assert!(
-        refusal(&["evaluate", "--manifests", SHOP, "--queries", "/nowhere"], "")
+        error_line(&["evaluate", "--manifests", SHOP, "--queries", "/nowhere"], "")
             .starts_with("/nowhere: cannot be read")
     );
 }
 
 #[test]
-fn v1beta1_and_cluster_wide_are_settings() {
+fn v1beta1_and_cluster_wide_are_opt_in() {
     let manifests = "
 {apiVersion: v1, kind: Namespace, metadata: {name: a, annotations: {net.beta.kubernetes.io/network-policy: '{\"ingress\": {\"isolation\": \"DefaultDeny\"}}'}}}
 ---
@@ -318,7 +315,7 @@ fn v1beta1_and_cluster_wide_are_settings() {
 }
 
 #[test]
-fn colour_is_for_terminals_that_want_it() {
+fn colour_only_on_terminals_that_support_it() {
     let arguments = ["matrix", "--manifests", SHOP];
     let has_colour = |environment: &[(&str, &str)]| penstock_with(&arguments, "", environment).out.contains('\u{1b}');
     assert!(!has_colour(&[]), "a pipe is no terminal");

@@ -103,7 +103,7 @@ impl Links {
 }
 
 #[test]
-fn the_crates_depend_on_each_other_as_drawn() {
+fn crate_dependencies_match_the_architecture() {
     let links = Links::read();
     for (package, drawn) in DRAWN {
         assert_eq!(links.of(package, true), drawn.iter().copied().collect(), "{package}");
@@ -111,12 +111,12 @@ fn the_crates_depend_on_each_other_as_drawn() {
 }
 
 #[test]
-fn policy_has_no_library_for_input_output_or_kubernetes() {
+fn policy_links_no_io_or_kubernetes_library() {
     assert_eq!(Links::read().of("penstock-policy", false), OF_POLICY.into());
 }
 
 #[test]
-fn what_runs_with_privileges_links_no_terminal_library() {
+fn privileged_crates_link_no_terminal_library() {
     let links = Links::read();
     for package in ["penstock-agent", "penstock-dataplane", "penstock-xdp-redirect"] {
         let linked = links.closure(package);

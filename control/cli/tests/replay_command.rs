@@ -34,28 +34,28 @@ spec:
     - from: [{ podSelector: { matchLabels: { app: cron } } }]
 "#;
 
-struct Place {
+struct ReplayDirectory {
     directory: tempfile::TempDir,
 }
 
-impl Place {
+impl ReplayDirectory {
     fn new() -> Self {
-        let place = Self { directory: tempfile::tempdir().unwrap() };
-        place.write("cluster/pods.yaml", CLUSTER.as_bytes());
-        place.write("cluster/policy.yaml", POLICY.as_bytes());
-        place.write("other/pods.yaml", CLUSTER.as_bytes());
-        place.write("other/policy.yaml", POLICY.replace("port: 53", "port: 54").as_bytes());
-        place.write("a.pcap", &pcap(&[(0, 40000, 53), (1, 40000, 53), (2, 40001, 54), (70, 40002, 53)]));
-        place
+        let directory = Self { directory: tempfile::tempdir().unwrap() };
+        directory.write("cluster/pods.yaml", CLUSTER.as_bytes());
+        directory.write("cluster/policy.yaml", POLICY.as_bytes());
+        directory.write("other/pods.yaml", CLUSTER.as_bytes());
+        directory.write("other/policy.yaml", POLICY.replace("port: 53", "port: 54").as_bytes());
+        directory.write("a.pcap", &pcap(&[(0, 40000, 53), (1, 40000, 53), (2, 40001, 54), (70, 40002, 53)]));
+        directory
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    fn write(&self, name: &str, octets: &[u8]) {
+    fn write(&self, name: &str, bytes: &[u8]) {
         fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
-        fs::write(self.path(name), octets).unwrap();
+        fs::write(self.path(name), bytes).unwrap();
     }
 
     /// Runs the command in the directory.
@@ -92,14 +92,14 @@ fn pcap(datagrams: &[(u32, u16, u16)]) -> Vec<u8> {
     file
 }
 
-fn text(octets: &[u8]) -> &str {
-    std::str::from_utf8(octets).unwrap()
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
 }
 
 #[test]
-fn verdicts_captures_and_summary_tell_the_same_story() {
-    let place = Place::new();
-    let output = place.replay(&[
+fn verdicts_captures_and_summary_agree() {
+    let directory = ReplayDirectory::new();
+    let output = directory.replay(&[
         "--manifests",
         "cluster",
         "--pcap",
@@ -116,7 +116,7 @@ fn verdicts_captures_and_summary_tell_the_same_story() {
         "json",
     ]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    let verdicts = fs::read_to_string(place.path("v.jsonl")).unwrap();
+    let verdicts = fs::read_to_string(directory.path("v.jsonl")).unwrap();
     assert_eq!(
         verdicts.lines().next().unwrap(),
         r#"{"n":1,"time":"2023-11-14T22:13:20.000250000Z","src":"shop/web","dst":"shop/db","protocol":"UDP","sport":40000,"dport":53,"verdict":"allow","reason":null,"rule":"shop-ingress-db-0","conn":"new"}"#
@@ -144,32 +144,32 @@ fn verdicts_captures_and_summary_tell_the_same_story() {
     assert_eq!(summary["rules"], serde_json::json!([{ "rule": "shop-ingress-db-0", "connections": 2 }]));
     assert_eq!(summary["never_hit"], serde_json::json!(["shop-ingress-db-1"]));
     // What passed is, replayed, what passes; and the comment names the rule.
-    let allowed = place.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
+    let allowed = directory.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
     let summary: serde_json::Value = serde_json::from_slice(&allowed.stdout).unwrap();
     assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 0, "kernel": 0 }));
-    let octets = fs::read(place.path("yes.pcapng")).unwrap();
-    assert_eq!(octets.windows(17).filter(|window| window == b"shop-ingress-db-0").count(), 3);
-    let octets = fs::read(place.path("no.pcapng")).unwrap();
-    assert_eq!(octets.windows(14).filter(|window| window == b"ingress_denied").count(), 1);
+    let bytes = fs::read(directory.path("yes.pcapng")).unwrap();
+    assert_eq!(bytes.windows(17).filter(|window| window == b"shop-ingress-db-0").count(), 3);
+    let bytes = fs::read(directory.path("no.pcapng")).unwrap();
+    assert_eq!(bytes.windows(14).filter(|window| window == b"ingress_denied").count(), 1);
 }
 
 #[test]
-fn verdicts_go_to_standard_output_and_the_summary_then_does_not() {
-    let place = Place::new();
-    let output = place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"]);
+fn verdicts_on_standard_output_replace_the_summary() {
+    let directory = ReplayDirectory::new();
+    let output = directory.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"]);
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(text(&output.stdout).lines().filter(|line| line.starts_with("{\"n\":")).count(), 4);
     assert!(text(&output.stderr).contains("rules never hit"), "{}", text(&output.stderr));
 }
 
 #[test]
-fn a_comparison_ends_with_3_where_a_verdict_changes_and_with_0_where_none_does() {
-    let place = Place::new();
-    let same = place.replay(&["--manifests", "cluster", "--compare", "cluster", "--pcap", "a.pcap"]);
+fn a_comparison_exits_with_3_if_a_verdict_changes_else_0() {
+    let directory = ReplayDirectory::new();
+    let same = directory.replay(&["--manifests", "cluster", "--compare", "cluster", "--pcap", "a.pcap"]);
     assert_eq!(same.status.code(), Some(0));
     assert!(text(&same.stdout).contains("no connection's verdict changes"));
     let differs =
-        place.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap", "--summary", "json"]);
+        directory.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap", "--summary", "json"]);
     assert_eq!((differs.status.code(), text(&differs.stderr)), (Some(3), ""));
     let summary: serde_json::Value = serde_json::from_slice(&differs.stdout).unwrap();
     let changes = summary["changes"].as_array().unwrap();
@@ -181,22 +181,30 @@ fn a_comparison_ends_with_3_where_a_verdict_changes_and_with_0_where_none_does()
     let rows: Vec<_> = changes.iter().map(row).collect();
     let (allow, deny) = ("allow".to_owned(), "deny".to_owned());
     assert_eq!(rows, [(53, allow.clone(), deny.clone(), (2, 3), 3 * 50), (54, deny, allow, (1, 1), 50)]);
-    let table = place.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap"]);
+    let table = directory.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap"]);
     assert!(
         text(&table.stdout).contains("shop/web  shop/db      UDP/53  allow shop-ingress-db-0  deny ingress_denied")
     );
 }
 
 #[test]
-fn a_timeline_changes_what_later_packets_meet() {
-    let place = Place::new();
-    place.write("closed.yaml", POLICY.split("  ingress:").next().unwrap().as_bytes());
-    place.write(
+fn a_timeline_applies_to_later_packets() {
+    let directory = ReplayDirectory::new();
+    directory.write("closed.yaml", POLICY.split("  ingress:").next().unwrap().as_bytes());
+    directory.write(
         "timeline.toml",
         b"[[step]]\nat = \"+500ms\"\napply = [\"closed.yaml\"]\n[[step]]\nat = \"2023-11-14T22:14:00Z\"\ndelete = [\"NetworkPolicy shop/db\"]\n",
     );
-    let output =
-        place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "timeline.toml", "--verdicts", "-"]);
+    let output = directory.replay(&[
+        "--manifests",
+        "cluster",
+        "--pcap",
+        "a.pcap",
+        "--timeline",
+        "timeline.toml",
+        "--verdicts",
+        "-",
+    ]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let reasons: Vec<_> = text(&output.stdout)
         .lines()
@@ -210,37 +218,40 @@ fn a_timeline_changes_what_later_packets_meet() {
 }
 
 #[test]
-fn bad_input_is_told_in_one_line_with_exit_code_2_and_leaves_no_file() {
-    let place = Place::new();
-    place.write("text.pcap", b"no capture at all, but a text");
+fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
+    let directory = ReplayDirectory::new();
+    directory.write("text.pcap", b"no capture at all, but a text");
     let mut bluetooth = pcap(&[]);
     bluetooth[20] = 187;
-    place.write("bluetooth.pcap", &bluetooth);
+    directory.write("bluetooth.pcap", &bluetooth);
     let mut damaged = pcap(&[(0, 1, 53), (1, 1, 53)]);
     damaged[24 + 16 + 50 + 8..24 + 16 + 50 + 12].fill(0xff);
-    place.write("damaged.pcap", &damaged);
-    place.write("bad/policy.yaml", POLICY.replace("ports:", "prots:").as_bytes());
-    place.write(
+    directory.write("damaged.pcap", &damaged);
+    directory.write("bad/policy.yaml", POLICY.replace("ports:", "prots:").as_bytes());
+    directory.write(
         "order.toml",
         b"[[step]]\nat = \"+2s\"\ndelete = [\"Pod shop/web\"]\n[[step]]\nat = \"+1s\"\ndelete = [\"Pod shop/db\"]\n",
     );
-    place.write("nothing.toml", b"[[step]]\nat = \"+2s\"\ndelete = [\"Pod shop/nobody\"]\n");
-    place.write("form.toml", b"[[step]]\nwhen = \"+2s\"\n");
-    let before = place.names();
+    directory.write("nothing.toml", b"[[step]]\nat = \"+2s\"\ndelete = [\"Pod shop/nobody\"]\n");
+    directory.write("form.toml", b"[[step]]\nwhen = \"+2s\"\n");
+    let before = directory.names();
     for (says, arguments) in [
         ("absent.pcap: cannot be read", &["--manifests", "cluster", "--pcap", "absent.pcap"][..]),
         ("text.pcap: is not a capture", &["--manifests", "cluster", "--pcap", "text.pcap"]),
         ("link type 187", &["--manifests", "cluster", "--pcap", "bluetooth.pcap"]),
-        ("octet 90 is 4294967295", &["--manifests", "cluster", "--pcap", "damaged.pcap"]),
+        ("byte 90 claims 4294967295", &["--manifests", "cluster", "--pcap", "damaged.pcap"]),
         ("prots", &["--manifests", "bad", "--pcap", "a.pcap"]),
         ("absent: cannot be read", &["--manifests", "absent", "--pcap", "a.pcap"]),
         ("--node n9", &["--manifests", "cluster", "--pcap", "a.pcap", "--node", "n9"]),
         ("--ports eth0", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0"]),
-        ("no pod of this name", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0=shop/nobody"]),
+        ("has no pod of this name", &["--manifests", "cluster", "--pcap", "a.pcap", "--ports", "eth0=shop/nobody"]),
         ("step 2", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "order.toml"]),
-        ("there is no Pod shop/nobody", &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "nothing.toml"]),
         (
-            "form.toml: is no timeline: line 2",
+            "Pod shop/nobody does not exist",
+            &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "nothing.toml"],
+        ),
+        (
+            "form.toml: is not a timeline: line 2",
             &["--manifests", "cluster", "--pcap", "a.pcap", "--timeline", "form.toml"],
         ),
         (
@@ -250,34 +261,36 @@ fn bad_input_is_told_in_one_line_with_exit_code_2_and_leaves_no_file() {
     ] {
         let outputs: &[&str] =
             if says.contains("written") { &[] } else { &["--verdicts", "v.jsonl", "--denied", "no.pcapng"] };
-        let output = place.replay(&[arguments, outputs].concat());
+        let output = directory.replay(&[arguments, outputs].concat());
         let stderr = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
         assert!(stderr.contains(says) && stderr.lines().count() == 1, "{arguments:?}: {stderr}");
-        assert_eq!(place.names(), before, "{arguments:?} left a file");
+        assert_eq!(directory.names(), before, "{arguments:?} left a file");
     }
 }
 
 #[test]
-fn a_capture_that_ends_in_a_packet_is_replayed_to_there_and_that_is_said() {
-    let place = Place::new();
+fn a_truncated_capture_is_replayed_to_its_end_with_a_warning() {
+    let directory = ReplayDirectory::new();
     let whole = pcap(&[(0, 1, 53), (1, 1, 53)]);
-    place.write("cut.pcap", &whole[..whole.len() - 5]);
-    let output = place.replay(&["--manifests", "cluster", "--pcap", "cut.pcap", "--summary", "json"]);
+    directory.write("cut.pcap", &whole[..whole.len() - 5]);
+    let output = directory.replay(&["--manifests", "cluster", "--pcap", "cut.pcap", "--summary", "json"]);
     assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stderr).contains("cut.pcap: ends in the middle of a packet, at octet 90: read to there"));
+    assert!(text(&output.stderr).contains("cut.pcap: truncated inside a packet at byte 90: replayed up to there"));
     let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(summary["packets"], 1);
 }
 
 #[test]
-fn a_verdict_file_replaces_the_one_before_only_when_it_is_complete() {
-    let place = Place::new();
-    place.write("v.jsonl", b"before");
-    let absent = place.replay(&["--manifests", "cluster", "--pcap", "absent.pcap", "--verdicts", "v.jsonl"]);
+fn a_verdict_file_is_replaced_only_when_complete() {
+    let directory = ReplayDirectory::new();
+    directory.write("v.jsonl", b"before");
+    let absent = directory.replay(&["--manifests", "cluster", "--pcap", "absent.pcap", "--verdicts", "v.jsonl"]);
     assert_eq!(absent.status.code(), Some(2));
-    assert_eq!(fs::read(place.path("v.jsonl")).unwrap(), b"before");
-    assert!(place.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "v.jsonl"]).status.success());
-    assert!(fs::read(place.path("v.jsonl")).unwrap().starts_with(b"{\"n\":1,"));
-    assert!(Path::new(&place.path("v.jsonl")).metadata().unwrap().len() > 100);
+    assert_eq!(fs::read(directory.path("v.jsonl")).unwrap(), b"before");
+    assert!(
+        directory.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "v.jsonl"]).status.success()
+    );
+    assert!(fs::read(directory.path("v.jsonl")).unwrap().starts_with(b"{\"n\":1,"));
+    assert!(Path::new(&directory.path("v.jsonl")).metadata().unwrap().len() > 100);
 }

@@ -16,14 +16,14 @@ use nix::unistd::{Pid, mkfifo};
 
 const MANIFESTS: &str = "apiVersion: v1\nkind: Namespace\nmetadata: { name: shop }\n";
 /// No test waits longer for anything.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A directory with manifests and a pipe that is to be a capture.
-fn place() -> tempfile::TempDir {
-    let place = tempfile::tempdir().unwrap();
-    fs::write(place.path().join("cluster.yaml"), MANIFESTS).unwrap();
-    mkfifo(&place.path().join("pipe.pcap"), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
-    place
+fn directory() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("cluster.yaml"), MANIFESTS).unwrap();
+    mkfifo(&directory.path().join("pipe.pcap"), Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+    directory
 }
 
 fn header() -> Vec<u8> {
@@ -32,7 +32,7 @@ fn header() -> Vec<u8> {
 
 /// Some packets with this much payload, of flows that are all different.
 fn packets(first: u32, count: u32, payload: usize) -> Vec<u8> {
-    let mut octets = Vec::new();
+    let mut bytes = Vec::new();
     for number in first..first + count {
         let mut frame = Vec::new();
         etherparse::PacketBuilder::ethernet2([1; 6], [2; 6])
@@ -42,34 +42,34 @@ fn packets(first: u32, count: u32, payload: usize) -> Vec<u8> {
             .unwrap();
         let length = frame.len() as u32;
         for word in [1_700_000_000 + number / 10_000, number % 10_000, length, length] {
-            octets.extend(word.to_le_bytes());
+            bytes.extend(word.to_le_bytes());
         }
-        octets.extend(frame);
+        bytes.extend(frame);
     }
-    octets
+    bytes
 }
 
-fn replay(place: &Path) -> Command {
+fn replay(directory: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
-    command.args(["replay", "--manifests", "cluster.yaml", "--pcap", "pipe.pcap"]).current_dir(place);
+    command.args(["replay", "--manifests", "cluster.yaml", "--pcap", "pipe.pcap"]).current_dir(directory);
     command
 }
 
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is_so() {
-        assert!(started.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        assert!(started.elapsed() < TIMEOUT, "{what}: not within {TIMEOUT:?}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
 /// The pipe's other end, once the command has opened its own.
-fn pipe(place: &Path) -> fs::File {
+fn pipe(directory: &Path) -> fs::File {
     let mut open = fs::OpenOptions::new();
     open.write(true).custom_flags(OFlag::O_NONBLOCK.bits());
     let mut pipe = None;
     until("the capture is opened", || {
-        pipe = open.open(place.join("pipe.pcap")).ok();
+        pipe = open.open(directory.join("pipe.pcap")).ok();
         pipe.is_some()
     });
     let pipe = pipe.unwrap();
@@ -85,10 +85,10 @@ fn peak(child: &Child) -> u64 {
 }
 
 #[test]
-fn memory_stays_flat_however_long_the_capture_is() {
-    let place = place();
-    let mut child = replay(place.path()).stdout(Stdio::null()).spawn().unwrap();
-    let mut pipe = pipe(place.path());
+fn memory_does_not_grow_with_the_capture() {
+    let directory = directory();
+    let mut child = replay(directory.path()).stdout(Stdio::null()).spawn().unwrap();
+    let mut pipe = pipe(directory.path());
     pipe.write_all(&header()).unwrap();
     let part = packets(0, 10_000, 1400);
     pipe.write_all(&part).unwrap();
@@ -106,8 +106,8 @@ fn memory_stays_flat_however_long_the_capture_is() {
 #[test]
 fn an_interrupted_replay_leaves_no_file() {
     for ending in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGKILL] {
-        let place = place();
-        let mut command = replay(place.path());
+        let directory = directory();
+        let mut command = replay(directory.path());
         command.args(["--verdicts", "v.jsonl", "--allowed", "a.pcapng", "--denied", "d.pcapng"]);
         // Whoever runs the tests in the background may ignore SIGINT, and children inherit that.
         let heed = || {
@@ -117,7 +117,7 @@ fn an_interrupted_replay_leaves_no_file() {
         // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
         unsafe { command.pre_exec(heed) };
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-        let mut pipe = pipe(place.path());
+        let mut pipe = pipe(directory.path());
         pipe.write_all(&header()).unwrap();
         pipe.write_all(&packets(0, 20_000, 100)).unwrap();
         until("files being written", || {
@@ -126,7 +126,7 @@ fn an_interrupted_replay_leaves_no_file() {
         });
         kill(Pid::from_raw(child.id() as i32), ending).unwrap();
         until("ended", || child.try_wait().unwrap().is_some_and(|status| !status.success()));
-        let mut names: Vec<_> = fs::read_dir(place.path())
+        let mut names: Vec<_> = fs::read_dir(directory.path())
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
@@ -136,20 +136,20 @@ fn an_interrupted_replay_leaves_no_file() {
 }
 
 #[test]
-fn a_long_replay_shows_its_progress_on_a_terminal_and_nowhere_else() {
+fn a_long_replay_shows_progress_only_on_a_terminal() {
     // `script` of util-linux runs the command on a terminal of its own.
-    let on_terminal = |place: &Path| {
-        let command = format!("{:?}", replay(place));
+    let on_terminal = |directory: &Path| {
+        let command = format!("{:?}", replay(directory));
         let mut script = Command::new("script");
         // Not every terminal has a bar: not the one that tests may be told that they run on.
-        script.args(["-qec", &command, "/dev/null"]).current_dir(place).env("TERM", "xterm");
+        script.args(["-qec", &command, "/dev/null"]).current_dir(directory).env("TERM", "xterm");
         script
     };
     for (is_terminal, expected) in [(true, true), (false, false)] {
-        let place = place();
-        let mut command = if is_terminal { on_terminal(place.path()) } else { replay(place.path()) };
+        let directory = directory();
+        let mut command = if is_terminal { on_terminal(directory.path()) } else { replay(directory.path()) };
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut pipe = pipe(place.path());
+        let mut pipe = pipe(directory.path());
         pipe.write_all(&header()).unwrap();
         pipe.write_all(&packets(0, 70_000, 0)).unwrap();
         // A bar is worth it once the replay has taken a second.

@@ -1,22 +1,22 @@
-//! Parts of a policy in words.
+//! Parts of a policy as text.
 
 use penstock_dataplane::policy::Direction;
 
-use crate::model::{Block, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Selector, Test};
+use crate::model::{IpBlock, LabelOperator, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Selector};
 
 /// A selector as kubectl writes it: `app=web,tier in (a,b),!old`.
 pub fn selector(selector: &Selector) -> String {
-    let requirement = |r: &crate::model::Requirement| match &r.test {
-        Test::In(values) if values.len() == 1 => format!("{}={}", r.key, values[0]),
-        Test::In(values) => format!("{} in ({})", r.key, values.join(",")),
-        Test::NotIn(values) => format!("{} notin ({})", r.key, values.join(",")),
-        Test::Exists => r.key.clone(),
-        Test::DoesNotExist => format!("!{}", r.key),
+    let requirement = |r: &crate::model::Requirement| match &r.operator {
+        LabelOperator::In(values) if values.len() == 1 => format!("{}={}", r.key, values[0]),
+        LabelOperator::In(values) => format!("{} in ({})", r.key, values.join(",")),
+        LabelOperator::NotIn(values) => format!("{} notin ({})", r.key, values.join(",")),
+        LabelOperator::Exists => r.key.clone(),
+        LabelOperator::DoesNotExist => format!("!{}", r.key),
     };
     selector.requirements.iter().map(requirement).collect::<Vec<_>>().join(",")
 }
 
-/// The pods that a selector finds.
+/// The pods that a selector matches.
 fn pods(found: &Selector) -> String {
     match found.requirements.is_empty() {
         true => "every pod".to_owned(),
@@ -39,12 +39,12 @@ pub fn peer(peer: &Peer, namespace: &str) -> String {
         Peer::PodsInNamespaces { namespaces: found, pods: inside } => {
             format!("{} of {}", pods(inside), namespaces(found))
         }
-        Peer::Block(found) => block(found),
+        Peer::IpBlock(found) => block(found),
     }
 }
 
 /// A block: `10.0.0.0/8 except 10.1.0.0/16`.
-fn block(block: &Block) -> String {
+fn block(block: &IpBlock) -> String {
     let except = block.except.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     match except.is_empty() {
         true => block.cidr.to_string(),

@@ -1,99 +1,99 @@
-//! Why a flow is allowed or denied, for a person.
+//! Why a flow is allowed or denied, as text.
 
 use std::fmt::{Display, Write as _};
 
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
 
-use crate::compile::{Lack, Provenance, rules_of};
-use crate::engine::{Engine, Near, SideExplanation};
-use crate::flow::{End, NoFlow, Service};
+use crate::compile::{Mismatch, Provenance, rules_of};
+use crate::engine::{DirectionExplanation, Engine, NearestRule};
+use crate::flow::{FlowEndpoint, FlowError, ProtocolPort};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
 use crate::{describe, flow};
 
-/// How words stand out where the text is shown: not at all, unless it is said how.
-pub trait Paint {
-    /// What is allowed.
+/// How to highlight words. The default is no highlighting.
+pub trait TextStyle {
+    /// Something allowed.
     fn good(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What is denied.
+    /// Something denied.
     fn bad(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What is doubtful.
+    /// Something doubtful.
     fn mixed(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 
-    /// What the rest is about.
+    /// A heading.
     fn strong(&self, text: &dyn Display) -> String {
         text.to_string()
     }
 }
 
-/// Text alone: for whoever reads it elsewhere than on a terminal.
+/// No highlighting: for text that is not shown on a terminal.
 #[derive(Clone, Copy, Debug)]
-pub struct Plain;
+pub struct PlainText;
 
-impl Paint for Plain {}
+impl TextStyle for PlainText {}
 
-/// Whether a flow is allowed, and why, for a person.
-pub fn answer(
+/// Whether a flow is allowed, and the explanation as text.
+pub fn text(
     engine: &Engine,
-    paint: &dyn Paint,
-    from: &End,
-    to: &End,
-    port: &Service,
-) -> Result<(bool, String), NoFlow> {
+    style: &dyn TextStyle,
+    from: &FlowEndpoint,
+    to: &FlowEndpoint,
+    port: &ProtocolPort,
+) -> Result<(bool, String), FlowError> {
     let state = engine.state();
     let flow = flow::flow(state, from, to, port)?;
     let (src, dst) = (flow::describe(state, flow.src.into()), flow::describe(state, flow.dst.into()));
     let explanation = engine.explain(&flow);
-    let is_allowed = explanation.egress.side.is_allowed() && explanation.ingress.side.is_allowed();
-    let verdict = if is_allowed { paint.good(&"allowed") } else { paint.bad(&"denied") };
+    let is_allowed = explanation.egress.verdict.is_allowed() && explanation.ingress.verdict.is_allowed();
+    let verdict = if is_allowed { style.good(&"allowed") } else { style.bad(&"denied") };
     let port = match flow.protocol.has_ports() {
         true => format!("{}/{}", flow.dst_port, flow.protocol),
         false => flow.protocol.to_string(),
     };
-    let mut text = format!("{}: {src} -> {dst}, {port}\n", paint.strong(&verdict));
+    let mut text = format!("{}: {src} -> {dst}, {port}\n", style.strong(&verdict));
     let ends = (src.as_str(), dst.as_str());
-    side(&mut text, engine, paint, Direction::Egress, ends, &explanation.egress);
-    side(&mut text, engine, paint, Direction::Ingress, ends, &explanation.ingress);
+    explain_direction(&mut text, engine, style, Direction::Egress, ends, &explanation.egress);
+    explain_direction(&mut text, engine, style, Direction::Ingress, ends, &explanation.ingress);
     Ok((is_allowed, text))
 }
 
-fn side(
+fn explain_direction(
     text: &mut String,
     engine: &Engine,
-    paint: &dyn Paint,
+    style: &dyn TextStyle,
     direction: Direction,
     ends: (&str, &str),
-    side: &SideExplanation,
+    explanation: &DirectionExplanation,
 ) {
     let (word, own, peer) = match direction {
         Direction::Egress => ("egress", ends.0, ends.1),
         Direction::Ingress => ("ingress", ends.1, ends.0),
     };
-    let name = side.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
-    let verdict = match side.side {
-        DirectionVerdict::Denied => paint.bad(&"denied"),
-        DirectionVerdict::NotLocal if side.pod.is_some() => {
-            format!("{} here, its own node enforces it", paint.good(&"allowed"))
+    let name = explanation.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
+    let verdict = match explanation.verdict {
+        DirectionVerdict::Denied => style.bad(&"denied"),
+        DirectionVerdict::NotLocal if explanation.pod.is_some() => {
+            format!("{} here, its own node enforces it", style.good(&"allowed"))
         }
-        DirectionVerdict::NotLocal => format!("{}, it is no pod: no policy is about it", paint.good(&"allowed")),
-        DirectionVerdict::Open => format!("{}, no policy isolates it", paint.good(&"allowed")),
+        DirectionVerdict::NotLocal => format!("{}, not a pod: no policy applies to it", style.good(&"allowed")),
+        DirectionVerdict::Open => format!("{}, no policy isolates it", style.good(&"allowed")),
         DirectionVerdict::Exempt => {
-            format!("{}, a pod and its node, and a pod and itself, always reach each other", paint.good(&"allowed"))
+            format!("{}, a pod and its node, and a pod and itself, always reach each other", style.good(&"allowed"))
         }
-        DirectionVerdict::Allowed(_) => paint.good(&"allowed"),
+        DirectionVerdict::Allowed(_) => style.good(&"allowed"),
         DirectionVerdict::AllowedByPeer(_) => {
-            format!("{}, by a rule of the other side, cluster-wide", paint.good(&"allowed"))
+            format!("{}, by a rule of the other direction, cluster-wide", style.good(&"allowed"))
         }
     };
-    line(text, &format!("\n{} of {name}: {verdict}", paint.strong(&word)));
-    for key in &side.policies {
+    line(text, &format!("\n{} of {name}: {verdict}", style.strong(&word)));
+    for key in &explanation.policies {
         let Some(policy) = find(engine, key) else { continue };
         let rules = rules_of(policy, direction).unwrap_or_default().len();
         let isolates = if policy.isolates { "isolates it" } else { "selects it" };
@@ -104,33 +104,33 @@ fn side(
         };
         line(text, &format!("  policy   {key} ({rules})"));
     }
-    if side.default_deny {
+    if explanation.default_deny {
         line(text, "  policy   the DefaultDeny annotation of its namespace (isolates it)");
     }
-    if let Some(provenance) = &side.rule {
-        line(text, &format!("  rule     {}", paint.good(provenance)));
+    if let Some(provenance) = &explanation.rule {
+        line(text, &format!("  rule     {}", style.good(provenance)));
         describe_rule(text, engine, provenance);
     }
-    match &side.nearest {
-        Some(near) => nearest(text, engine, paint, near, peer),
-        None if side.side == DirectionVerdict::Denied => {
-            line(text, "  nearest  none of these has a rule for it: denied by default")
+    match &explanation.nearest {
+        Some(rule) => nearest(text, engine, style, rule, peer),
+        None if explanation.verdict == DirectionVerdict::Denied => {
+            line(text, "  nearest  these policies have no rules for it: denied by default")
         }
         None => {}
     }
 }
 
-fn nearest(text: &mut String, engine: &Engine, paint: &dyn Paint, near: &Near, peer: &str) {
-    line(text, &format!("  nearest  {}", paint.mixed(&near.rule)));
-    describe_rule(text, engine, &near.rule);
-    for lack in &near.lacks {
-        let lack = match lack {
-            Lack::Peer => format!("{peer} is not among its peers"),
-            Lack::Excepted(except) => format!("{peer} is in its except {except}"),
-            Lack::Port => "the port is not among its ports".to_owned(),
-            Lack::PortName(name) => format!("the receiving pod has no port named {name} with this protocol"),
+fn nearest(text: &mut String, engine: &Engine, style: &dyn TextStyle, rule: &NearestRule, peer: &str) {
+    line(text, &format!("  nearest  {}", style.mixed(&rule.rule)));
+    describe_rule(text, engine, &rule.rule);
+    for mismatch in &rule.mismatches {
+        let mismatch = match mismatch {
+            Mismatch::Peer => format!("{peer} is not among its peers"),
+            Mismatch::Excepted(except) => format!("{peer} is in its except {except}"),
+            Mismatch::Port => "the port is not among its ports".to_owned(),
+            Mismatch::PortName(name) => format!("the receiving pod has no port named {name} with this protocol"),
         };
-        line(text, &format!("           lacks: {lack}"));
+        line(text, &format!("           lacks: {mismatch}"));
     }
 }
 
@@ -144,7 +144,7 @@ fn describe_rule(text: &mut String, engine: &Engine, provenance: &Provenance) {
     line(text, &format!("           {word} {peers}, on {ports}"));
 }
 
-/// The policy's rule that a provenance names.
+/// The policy's rule to which a provenance points.
 fn find_rule<'a>(engine: &'a Engine, provenance: &Provenance) -> Option<&'a Rule> {
     rules_of(find(engine, &provenance.policy)?, provenance.direction)?.get(provenance.rule)
 }

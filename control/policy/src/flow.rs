@@ -1,4 +1,4 @@
-//! From what a person or a query calls two ends and a port to a flow.
+//! Resolves what users write (pods, addresses, port names) to a flow.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,23 +7,23 @@ use std::str::FromStr;
 use penstock_dataplane::packet::{Flow, Protocol};
 
 use crate::model::{ObjectKey, Pod, PortProtocol};
-use crate::state::{Holder, State};
+use crate::state::{AddressOwner, State};
 
-/// The source port of a flow that somebody asks about: policy does not look at it.
+/// The source port of flows that users ask about; policies do not match on it.
 const ANY_SOURCE_PORT: u16 = 49152;
 
 /// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum End {
-    /// A pod by its name.
+pub enum FlowEndpoint {
+    /// A pod by namespace and name.
     Pod(ObjectKey),
-    /// An address; if it is a pod's, it means that pod.
+    /// An address. If a pod has it, the endpoint is that pod.
     Address(IpAddr),
 }
 
-/// What a flow is for: a protocol, and a port where the protocol has ports.
+/// A protocol, with a port where the protocol has ports.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Service {
+pub struct ProtocolPort {
     protocol: Protocol,
     port: Option<PortRef>,
 }
@@ -31,66 +31,66 @@ pub struct Service {
 /// A port by its number, or by the name that the server pod gives to it.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum PortRef {
-    /// From 1 to 65535.
+    /// A number from 1 to 65535.
     Number(u16),
-    /// As the pod spec has it.
+    /// A name from the pod's spec.
     Name(String),
 }
 
 /// Why there is no such flow.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum NoFlow {
+pub enum FlowError {
     /// Neither a pod's name nor an address.
-    #[error("{0:?} is no end of a flow: write NAMESPACE/POD or an address")]
-    End(String),
-    /// An address that no packet has.
+    #[error("{0:?} is not an endpoint: write NAMESPACE/POD or an address")]
+    Endpoint(String),
+    /// An IPv4-mapped IPv6 address, which no packet carries.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
     Mapped(IpAddr),
     /// No pod has this name.
-    #[error("there is no pod {0} in the manifests: correct its name, or ask for an address")]
+    #[error("pod {0} is unknown: correct its name, or use an address")]
     NoPod(ObjectKey),
-    /// The pod has come to its end.
-    #[error("pod {0} has finished: its address is not its own any more")]
+    /// The pod is Succeeded or Failed.
+    #[error("pod {0} has finished: use a running pod, or an address")]
     Finished(ObjectKey),
     /// The pod has no address.
-    #[error("pod {0} has no address yet: give it status.podIPs")]
+    #[error("pod {0} has no address yet: set status.podIPs")]
     NoAddress(ObjectKey),
     /// One end has IPv4 addresses only, the other IPv6 addresses only.
-    #[error("{0} and {1} have no address family in common")]
+    #[error("{0} and {1} have no address family in common: use endpoints of one family")]
     Families(String, String),
     /// Neither a port with its protocol nor a protocol.
     #[error(
-        "{0:?} is no port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
+        "{0:?} is not a port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
     )]
-    Service(String),
+    Port(String),
     /// Neither a protocol's name nor its number.
-    #[error("{0:?} is no protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
+    #[error("{0:?} is not a protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
     /// A protocol with ports, without one.
-    #[error("{0} needs a port: give its number, or the name that the destination pod has for it")]
+    #[error("{0} needs a port: add its number, or its name on the destination pod")]
     PortMissing(Protocol),
     /// A protocol without ports, with one.
-    #[error("{0} has no ports: leave the port out")]
+    #[error("{0} has no ports: remove the port")]
     PortGiven(Protocol),
-    /// The receiver has no such port.
-    #[error("{to} has no port named {name:?} for {protocol}: correct its name, or give its number")]
+    /// The destination pod has no port of this name and protocol.
+    #[error("{to} has no port named {name:?} for {protocol}: correct the name, or use the number")]
     PortName {
-        /// The receiver.
+        /// The destination.
         to: String,
         /// The port's name.
         name: String,
-        /// The protocol that it was looked for with.
+        /// The protocol.
         protocol: Protocol,
     },
 }
 
-impl FromStr for End {
-    type Err = NoFlow;
+impl FromStr for FlowEndpoint {
+    type Err = FlowError;
 
-    fn from_str(text: &str) -> Result<Self, NoFlow> {
+    fn from_str(text: &str) -> Result<Self, FlowError> {
         if let Ok(address) = text.parse::<IpAddr>() {
             return match address {
-                IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some() => Err(NoFlow::Mapped(address)),
+                IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some() => Err(FlowError::Mapped(address)),
                 _ => Ok(Self::Address(address)),
             };
         }
@@ -98,12 +98,12 @@ impl FromStr for End {
             Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
                 Ok(Self::Pod(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }))
             }
-            _ => Err(NoFlow::End(text.to_owned())),
+            _ => Err(FlowError::Endpoint(text.to_owned())),
         }
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for FlowEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Pod(key) => key.fmt(f),
@@ -113,37 +113,37 @@ impl fmt::Display for End {
 }
 
 impl FromStr for PortRef {
-    type Err = NoFlow;
+    type Err = FlowError;
 
-    /// A number from 1 to 65535, or a name.
-    fn from_str(text: &str) -> Result<Self, NoFlow> {
+    /// Parses a number from 1 to 65535, or a name.
+    fn from_str(text: &str) -> Result<Self, FlowError> {
         let is_number = text.bytes().all(|c| c.is_ascii_digit());
         match text.parse() {
             Ok(number) if number > 0 => Ok(Self::Number(number)),
             Err(_) if !is_number => Ok(Self::Name(text.to_owned())),
-            _ => Err(NoFlow::Service(text.to_owned())),
+            _ => Err(FlowError::Port(text.to_owned())),
         }
     }
 }
 
-/// A protocol by its name, in either case, or by its number.
-pub fn protocol(text: &str) -> Result<Protocol, NoFlow> {
+/// Parses a protocol's name, in either case, or its number.
+pub fn protocol(text: &str) -> Result<Protocol, FlowError> {
     match text.to_ascii_uppercase().as_str() {
         "TCP" => Ok(Protocol::TCP),
         "UDP" => Ok(Protocol::UDP),
         "SCTP" => Ok(Protocol::SCTP),
         "ICMP" => Ok(Protocol::ICMP),
         "ICMPV6" => Ok(Protocol::ICMPV6),
-        _ => text.parse().map(Protocol).map_err(|_| NoFlow::Protocol(text.to_owned())),
+        _ => text.parse().map(Protocol).map_err(|_| FlowError::Protocol(text.to_owned())),
     }
 }
 
-impl Service {
-    /// A protocol, with a port exactly where the protocol has ports.
-    pub fn new(protocol: Protocol, port: Option<PortRef>) -> Result<Self, NoFlow> {
+impl ProtocolPort {
+    /// A protocol, with a port if and only if the protocol has ports.
+    pub fn new(protocol: Protocol, port: Option<PortRef>) -> Result<Self, FlowError> {
         match (protocol.has_ports(), &port) {
-            (true, None) => Err(NoFlow::PortMissing(protocol)),
-            (false, Some(_)) => Err(NoFlow::PortGiven(protocol)),
+            (true, None) => Err(FlowError::PortMissing(protocol)),
+            (false, Some(_)) => Err(FlowError::PortGiven(protocol)),
             _ => Ok(Self { protocol, port }),
         }
     }
@@ -154,11 +154,11 @@ impl Service {
     }
 }
 
-impl FromStr for Service {
-    type Err = NoFlow;
+impl FromStr for ProtocolPort {
+    type Err = FlowError;
 
-    /// `80/TCP`, `http/TCP`, `80` (TCP), `ICMP`.
-    fn from_str(text: &str) -> Result<Self, NoFlow> {
+    /// Parses `80/TCP`, `http/TCP`, `80` (TCP), `ICMP`.
+    fn from_str(text: &str) -> Result<Self, FlowError> {
         if let Some((port, name)) = text.split_once('/') {
             return Self::new(protocol(name)?, Some(port.parse()?));
         }
@@ -166,14 +166,14 @@ impl FromStr for Service {
             Ok(port @ PortRef::Number(_)) => Self::new(Protocol::TCP, Some(port)),
             Ok(PortRef::Name(name)) => match protocol(&name) {
                 Ok(protocol) => Self::new(protocol, None),
-                Err(_) => Err(NoFlow::Service(text.to_owned())),
+                Err(_) => Err(FlowError::Port(text.to_owned())),
             },
             Err(error) => Err(error),
         }
     }
 }
 
-impl fmt::Display for Service {
+impl fmt::Display for ProtocolPort {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.port {
             None => self.protocol.fmt(f),
@@ -183,21 +183,21 @@ impl fmt::Display for Service {
     }
 }
 
-/// The flow from one end to another. Between pods of both families it is that of the source's first address for which
-/// the destination has one of the same family.
-pub fn flow(state: &State, from: &End, to: &End, service: &Service) -> Result<Flow, NoFlow> {
+/// The flow between two endpoints. Of several address pairs it takes the source's first address for which the destination
+/// has one of the same family.
+pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &ProtocolPort) -> Result<Flow, FlowError> {
     let (sources, destinations) = (addresses(state, from)?, addresses(state, to)?);
     let pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
     let (src, dst) = pairs
         .into_iter()
         .find(|(src, dst)| src.is_ipv4() == dst.is_ipv4())
-        .ok_or_else(|| NoFlow::Families(from.to_string(), to.to_string()))?;
-    // Whoever asks for ICMP between IPv6 addresses means theirs.
-    let protocol = match service.protocol {
+        .ok_or_else(|| FlowError::Families(from.to_string(), to.to_string()))?;
+    // ICMP between IPv6 addresses means ICMPv6.
+    let protocol = match port.protocol {
         Protocol::ICMP if dst.is_ipv6() => Protocol::ICMPV6,
         other => other,
     };
-    let (src_port, dst_port) = match &service.port {
+    let (src_port, dst_port) = match &port.port {
         None => (0, 0),
         Some(PortRef::Number(number)) => (ANY_SOURCE_PORT, *number),
         Some(PortRef::Name(name)) => (ANY_SOURCE_PORT, resolve(state, to, dst, name, protocol)?),
@@ -205,45 +205,51 @@ pub fn flow(state: &State, from: &End, to: &End, service: &Service) -> Result<Fl
     Ok(Flow { src: src.into(), dst: dst.into(), protocol, src_port, dst_port })
 }
 
-/// The addresses of an end.
-pub fn addresses(state: &State, end: &End) -> Result<Vec<IpAddr>, NoFlow> {
+/// The addresses of an endpoint.
+pub fn addresses(state: &State, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
     let key = match end {
-        End::Address(address) => return Ok(vec![*address]),
-        End::Pod(key) => key,
+        FlowEndpoint::Address(address) => return Ok(vec![*address]),
+        FlowEndpoint::Pod(key) => key,
     };
-    let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| NoFlow::NoPod(key.clone()))?;
+    let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| FlowError::NoPod(key.clone()))?;
     match pod {
-        Pod { finished: true, .. } => Err(NoFlow::Finished(key.clone())),
-        Pod { addresses, .. } if addresses.is_empty() => Err(NoFlow::NoAddress(key.clone())),
+        Pod { finished: true, .. } => Err(FlowError::Finished(key.clone())),
+        Pod { addresses, .. } if addresses.is_empty() => Err(FlowError::NoAddress(key.clone())),
         Pod { addresses, .. } => Ok(addresses.clone()),
     }
 }
 
-fn resolve(state: &State, to: &End, address: IpAddr, name: &str, protocol: Protocol) -> Result<u16, NoFlow> {
+fn resolve(
+    state: &State,
+    to: &FlowEndpoint,
+    address: IpAddr,
+    name: &str,
+    protocol: Protocol,
+) -> Result<u16, FlowError> {
     let server = pod_at(state, address);
     let is_it = |own: PortProtocol| penstock_dataplane::policy::PortProtocol::from(own).number() == protocol;
     let found = server.into_iter().flat_map(|pod| &pod.ports).find(|port| port.name == name && is_it(port.protocol));
-    let missing = || NoFlow::PortName { to: to.to_string(), name: name.to_owned(), protocol };
+    let missing = || FlowError::PortName { to: to.to_string(), name: name.to_owned(), protocol };
     found.map(|port| port.number).ok_or_else(missing)
 }
 
-/// The pod that has an address; `None` for a node's (and so its host-network pods') and for any other address.
+/// The pod that owns an address; `None` for a node's address (its host-network pods included) and an unknown one.
 fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
-    match state.holder(&address)? {
-        Holder::Pod(pod) => state.pod(pod),
-        Holder::Node(_) => None,
+    match state.owner(&address)? {
+        AddressOwner::Pod(pod) => state.pod(pod),
+        AddressOwner::Node(_) => None,
     }
 }
 
-/// Whose address it is: `shop/web-1`, `node worker-1`, or nobody's that is known.
+/// The owner of an address as text: `shop/web-1`, `node worker-1`; `None` if unknown.
 pub fn name(state: &State, address: IpAddr) -> Option<String> {
-    match state.holder(&address)? {
-        Holder::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
-        Holder::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
+    match state.owner(&address)? {
+        AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        AddressOwner::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
     }
 }
 
-/// An address as a person knows it: `shop/web-1 (10.1.0.1)`.
+/// An address with its owner's name: `shop/web-1 (10.1.0.1)`.
 pub(crate) fn describe(state: &State, address: IpAddr) -> String {
     name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
@@ -253,9 +259,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_and_protocols_are_read_as_people_write_them() {
-        let number = |protocol, number| Ok(Service::number(protocol, number));
-        let none = |protocol| Ok(Service { protocol, port: None });
+    fn ports_and_protocols_parse() {
+        let number = |protocol, number| Ok(ProtocolPort::number(protocol, number));
+        let none = |protocol| Ok(ProtocolPort { protocol, port: None });
         for (text, expected) in [
             ("80", number(Protocol::TCP, 80)),
             ("80/TCP", number(Protocol::TCP, 80)),
@@ -263,26 +269,28 @@ mod tests {
             ("65535/SCTP", number(Protocol::SCTP, 65535)),
             ("ICMP", none(Protocol::ICMP)),
             ("icmpv6", none(Protocol::ICMPV6)),
-            ("http/TCP", Ok(Service { protocol: Protocol::TCP, port: Some(PortRef::Name("http".to_owned())) })),
-            ("http", Err(NoFlow::Service("http".to_owned()))),
-            ("TCP", Err(NoFlow::PortMissing(Protocol::TCP))),
-            ("7/ICMP", Err(NoFlow::PortGiven(Protocol::ICMP))),
-            ("0/TCP", Err(NoFlow::Service("0".to_owned()))),
-            ("65536/TCP", Err(NoFlow::Service("65536".to_owned()))),
-            ("80/HTTP", Err(NoFlow::Protocol("HTTP".to_owned()))),
+            ("http/TCP", Ok(ProtocolPort { protocol: Protocol::TCP, port: Some(PortRef::Name("http".to_owned())) })),
+            ("http", Err(FlowError::Port("http".to_owned()))),
+            ("TCP", Err(FlowError::PortMissing(Protocol::TCP))),
+            ("7/ICMP", Err(FlowError::PortGiven(Protocol::ICMP))),
+            ("0/TCP", Err(FlowError::Port("0".to_owned()))),
+            ("65536/TCP", Err(FlowError::Port("65536".to_owned()))),
+            ("80/HTTP", Err(FlowError::Protocol("HTTP".to_owned()))),
         ] {
-            assert_eq!(text.parse::<Service>(), expected, "{text}");
+            assert_eq!(text.parse::<ProtocolPort>(), expected, "{text}");
         }
     }
 
     #[test]
-    fn ends_are_pods_or_addresses() {
-        let pod = |namespace: &str, name: &str| End::Pod(ObjectKey { namespace: namespace.into(), name: name.into() });
+    fn endpoints_parse_as_pods_or_addresses() {
+        let pod = |namespace: &str, name: &str| {
+            FlowEndpoint::Pod(ObjectKey { namespace: namespace.into(), name: name.into() })
+        };
         assert_eq!("shop/web-1".parse(), Ok(pod("shop", "web-1")));
-        assert_eq!("10.0.0.1".parse(), Ok(End::Address([10, 0, 0, 1].into())));
+        assert_eq!("10.0.0.1".parse(), Ok(FlowEndpoint::Address([10, 0, 0, 1].into())));
         for text in ["", "web-1", "/web", "shop/", "a/b/c", "10.0.0.0/8x/y", "10.0.0.256"] {
-            assert!(text.parse::<End>().is_err(), "{text}");
+            assert!(text.parse::<FlowEndpoint>().is_err(), "{text}");
         }
-        assert!(matches!("::ffff:10.0.0.1".parse::<End>(), Err(NoFlow::Mapped(_))));
+        assert!(matches!("::ffff:10.0.0.1".parse::<FlowEndpoint>(), Err(FlowError::Mapped(_))));
     }
 }

@@ -1,13 +1,13 @@
-//! What NetworkPolicies mean: from the objects of a cluster to the rule tables of a node.
+//! NetworkPolicy semantics: from the objects of a cluster to the rule tables of a node.
 //!
-//! The way of a change: `state` (indexes) → `compile` (effective rules with provenance) → `render` (tables for the workers);
-//! [`engine`] is the three in one. [`flow`] reads what a person calls the ends of a flow, [`describe`], [`explain`]
-//! and [`listing`] put policies, verdicts and tables into words.
+//! A change passes through `state` (indexes), `compile` (effective rules with provenance) and `render` (tables for the
+//! workers); [`engine`] combines the three. [`flow`] resolves what users write to flows; [`describe`], [`explain`] and
+//! [`listing`] print policies, verdicts and tables.
 //!
-//! Here is no input or output, no clock, no thread, no async runtime and no Kubernetes client: objects come in as
-//! [`model`] has them, and out come values. Of the data plane only the tables' types, addresses and flows are used. Who
-//! reads objects (`penstock-sources`), serves them (`penstock-agent`), replays packets against them (`penstock-replay`) or
-//! answers questions about them (the `penstock` command) depends on this crate, never the other way round.
+//! No I/O, clock, thread, async runtime or Kubernetes client: objects come in as [`model`] types, values come out. Of the
+//! data plane it uses only table types, addresses and flows. The crates that read objects (`penstock-sources`), run the
+//! daemon (`penstock-agent`), replay packets (`penstock-replay`) or answer questions (the `penstock` command) depend on
+//! this one, never the reverse.
 
 pub mod compile;
 pub mod describe;

@@ -1,4 +1,4 @@
-//! The rule tables of the workers, to be read: each once, under numbers that count up, and who has it.
+//! The workers' rule tables in readable form: each table once, numbered from 0, with the pods that use it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,12 +15,12 @@ pub fn json(engine: &Engine) -> String {
     serde_json::to_string_pretty(&listing(engine)).expect("strings and numbers are JSON") + "\n"
 }
 
-/// The rule tables of the workers for a person.
+/// The rule tables of the workers as text.
 pub fn text(engine: &Engine) -> String {
     listing(engine).to_text()
 }
 
-/// The tables, each once, and who has them.
+/// The tables, each once, and the pods that use them.
 #[derive(Serialize)]
 struct Listing {
     endpoints: Vec<Endpoint>,
@@ -32,7 +32,7 @@ struct Endpoint {
     pod: String,
     node: Option<String>,
     addresses: Vec<String>,
-    /// Number of its table, `null` where it is open.
+    /// Its table's number, `null` where it is not isolated.
     egress: Option<u32>,
     ingress: Option<u32>,
 }
@@ -62,7 +62,7 @@ fn pods(engine: &Engine) -> Vec<PodId> {
 }
 
 fn listing(engine: &Engine) -> Listing {
-    // The engine's own numbers are free again once used: here they count up in the order in which they are met.
+    // The engine reuses its numbers; these count up in order of first use.
     let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
     let (mut endpoints, mut tables) = (Vec::new(), Vec::new());
     let expansion = engine.tables().expand();
@@ -111,7 +111,7 @@ fn ports(ports: &PortSpec) -> Option<Vec<String>> {
 }
 
 impl Listing {
-    /// For a person.
+    /// The listing as text.
     fn to_text(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.

@@ -93,8 +93,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "4: DoesNotExist is Exists",
         MODEL,
-        "Test::DoesNotExist => value.is_none()",
-        "Test::DoesNotExist => value.is_some()",
+        "LabelOperator::DoesNotExist => value.is_none()",
+        "LabelOperator::DoesNotExist => value.is_some()",
     ),
     mutation(
         "5: endPort is not included",
@@ -177,7 +177,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "incremental: tables do not follow port names",
         TABLES,
-        "round.fresh.extend(self.by_name.get(name).into_iter().flatten());",
+        "pending.to_build.extend(self.by_name.get(name).into_iter().flatten());",
         "let _ = name;",
     ),
     mutation(
@@ -189,7 +189,7 @@ const MUTATIONS: &[Mutation] = &[
 ];
 
 /// A copy of the parts under test as a workspace of its own.
-struct Bench {
+struct Workspace {
     root: PathBuf,
 }
 
@@ -200,19 +200,19 @@ const DATAPLANE: &str = "[package]\nname = \"penstock-dataplane\"\nversion = \"0
     [dependencies]\nipnet.workspace = true\nrustc-hash.workspace = true\n\
     [dev-dependencies]\nproptest.workspace = true\n";
 
-impl Bench {
+impl Workspace {
     fn new() -> Self {
         let original = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutation");
-        let bench = Self { root };
+        let workspace = Self { root };
         for part in
             ["dataplane/src/packet", "dataplane/src/policy", "control/policy/src", "control/policy/tests/policy"]
         {
-            let _ = fs::remove_dir_all(bench.root.join(part));
-            copy(&original.join(part), &bench.root.join(part));
+            let _ = fs::remove_dir_all(workspace.root.join(part));
+            copy(&original.join(part), &workspace.root.join(part));
         }
         let write =
-            |file: &str, text: &str| fs::write(bench.root.join(file), text).expect("below the target directory");
+            |file: &str, text: &str| fs::write(workspace.root.join(file), text).expect("below the target directory");
         let read = |file: &str| fs::read_to_string(original.join(file)).expect("a file of the project");
         write("dataplane/src/drop_reason.rs", &read("dataplane/src/drop_reason.rs"));
         write("dataplane/src/packet/mod.rs", PACKET);
@@ -226,7 +226,7 @@ impl Bench {
         let manifest = read("Cargo.toml");
         let members = manifest.lines().find(|line| line.starts_with("members")).expect("a workspace");
         write("Cargo.toml", &manifest.replace(members, "members = [\"dataplane\", \"control/policy\"]"));
-        bench
+        workspace
     }
 
     fn cargo(&self, arguments: &[&str]) -> Output {
@@ -258,7 +258,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 #[test]
-fn every_mutation_is_of_a_line_that_is_there_once() {
+fn every_mutated_line_occurs_exactly_once() {
     let original = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     for mutation in MUTATIONS {
         let text = fs::read_to_string(original.join(mutation.file)).expect("a file of the project");
@@ -275,15 +275,15 @@ fn every_mutation_is_of_a_line_that_is_there_once() {
 
 #[test]
 #[ignore = "builds each broken version: some minutes"]
-fn the_suite_notices_each_broken_clause() {
-    let bench = Bench::new();
-    assert!(bench.passes("the unbroken code"), "the suite fails on the unbroken code");
+fn the_tests_fail_for_each_mutation() {
+    let workspace = Workspace::new();
+    assert!(workspace.passes("the unbroken code"), "the suite fails on the unbroken code");
     let mut missed = Vec::new();
     for mutation in MUTATIONS {
-        let file = bench.root.join(mutation.file);
+        let file = workspace.root.join(mutation.file);
         let text = fs::read_to_string(&file).expect("copied above");
         fs::write(&file, text.replacen(mutation.from, mutation.to, 1)).expect("below the target directory");
-        let noticed = !bench.passes(mutation.breaks);
+        let noticed = !workspace.passes(mutation.breaks);
         fs::write(&file, text).expect("below the target directory");
         println!("{} {}", if noticed { "noticed" } else { "MISSED " }, mutation.breaks);
         if !noticed {

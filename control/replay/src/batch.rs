@@ -1,4 +1,4 @@
-//! Packets of one port and one moment, judged together.
+//! Packets that one port receives at one time, processed together.
 
 use std::ops::Range;
 
@@ -8,93 +8,93 @@ use super::capture::Record;
 
 /// A packet of a batch.
 #[derive(Clone, Debug)]
-pub struct Member {
+pub struct BatchedPacket {
     /// Its number in the capture, from 1.
     pub number: u64,
-    /// What the capture says of it.
+    /// Its record in the capture.
     pub record: Record,
-    /// Where its frame lies in [`Batch::octets`]; longer than what was captured where that was padded.
+    /// Its frame's range in the batch's bytes; longer than what was captured if the frame was padded.
     pub range: Range<usize>,
 }
 
-/// Frames one after the other in one stretch of memory that is used again for every batch.
+/// Frames stored back to back in a buffer that every batch reuses.
 #[derive(Debug, Default)]
 pub struct Batch {
-    octets: Vec<u8>,
-    members: Vec<Member>,
+    bytes: Vec<u8>,
+    packets: Vec<BatchedPacket>,
 }
 
 impl Batch {
-    /// Where the next frame is to be appended.
+    /// The buffer to which the next frame is appended.
     #[inline]
     pub fn space(&mut self) -> &mut Vec<u8> {
-        &mut self.octets
+        &mut self.bytes
     }
 
-    /// Whether no other packet fits.
+    /// Whether it has no room for another packet.
     #[inline]
     pub fn is_full(&self) -> bool {
-        self.members.len() == BATCH
+        self.packets.len() == BATCH
     }
 
     /// Whether it has no packets.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.members.is_empty()
+        self.packets.is_empty()
     }
 
-    /// Makes what was appended to [`Batch::space`] from `start` on the next packet.
+    /// Adds what was appended to [`Batch::space`] from `start` on as the next packet.
     #[inline]
     pub fn push(&mut self, number: u64, record: Record, start: usize) {
-        let range = start..self.octets.len();
-        self.members.push(Member { number, record, range });
+        let range = start..self.bytes.len();
+        self.packets.push(BatchedPacket { number, record, range });
     }
 
     /// Its packets.
     #[inline]
-    pub fn members(&self) -> &[Member] {
-        &self.members
+    pub fn packets(&self) -> &[BatchedPacket] {
+        &self.packets
     }
 
-    /// A frame's octets.
+    /// A frame's bytes.
     #[inline]
-    pub fn frame(&self, member: &Member) -> &[u8] {
-        &self.octets[member.range.clone()]
+    pub fn frame(&self, packet: &BatchedPacket) -> &[u8] {
+        &self.bytes[packet.range.clone()]
     }
 
-    /// All frames' octets.
+    /// The bytes of all frames.
     #[inline]
-    pub fn octets(&self) -> &[u8] {
-        &self.octets
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
     }
 
-    /// Takes over frames as they were before they were judged.
+    /// Copies the frames of another batch, to keep them as they were before processing.
     pub fn copy_from(&mut self, other: &Self) {
-        self.octets.clear();
-        self.octets.extend_from_slice(&other.octets);
-        self.members.clear();
-        self.members.extend_from_slice(&other.members);
+        self.bytes.clear();
+        self.bytes.extend_from_slice(&other.bytes);
+        self.packets.clear();
+        self.packets.extend_from_slice(&other.packets);
     }
 
-    /// Forgets its packets, but keeps what was appended behind them. Gives where that begins now.
+    /// Removes its packets but keeps what was appended behind them. Returns where that starts now.
     #[inline]
     pub fn clear(&mut self) {
-        let end = self.members.last().map_or(0, |member| member.range.end);
-        let rest = self.octets.len() - end;
-        self.octets.copy_within(end.., 0);
-        self.octets.truncate(rest);
-        self.members.clear();
+        let end = self.packets.last().map_or(0, |packet| packet.range.end);
+        let rest = self.bytes.len() - end;
+        self.bytes.copy_within(end.., 0);
+        self.bytes.truncate(rest);
+        self.packets.clear();
     }
 }
 
 impl Frames for Batch {
     #[inline]
     fn len(&self) -> usize {
-        self.members.len()
+        self.packets.len()
     }
 
     #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
-        &mut self.octets[self.members[index].range.clone()]
+        &mut self.bytes[self.packets[index].range.clone()]
     }
 }

@@ -1,4 +1,4 @@
-//! From a cluster's objects to what a replay needs of them: tables, ports made up for the pods, and names.
+//! What a replay needs from a cluster's objects: tables, a port for each pod, names.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -7,48 +7,48 @@ use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::RuleScope;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Object, ObjectKey};
-use penstock_policy::render::tables::Scope;
-use penstock_policy::state::{Holder, PodId, State};
+use penstock_policy::render::tables::PodScope;
+use penstock_policy::state::{AddressOwner, PodId, State};
 use rustc_hash::FxHashMap;
 
-use super::rules::RuleBook;
+use super::rules::RuleNames;
 
-/// The port into the node's own stack.
+/// The host port: into the node's own stack.
 pub const HOST: PortId = PortId(0);
-/// The one port from which everything else comes.
+/// The uplink: the port from which everything external comes.
 pub const UPLINK: PortId = PortId(1);
 const FIRST_POD: usize = 2;
 
-/// Objects that no replay can be made of.
+/// Why objects cannot be replayed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// The node asked for is nowhere in the manifests.
-    #[error("--node {name}: no Node has this name and no Pod is on it; the manifests have {known}")]
+    /// The node is not in the manifests.
+    #[error("--node {name}: the manifests have no Node of this name and no Pod on it; they have {known}")]
     UnknownNode {
-        /// The name given.
+        /// The name from `--node`.
         name: String,
-        /// The names there are.
+        /// The names in the manifests.
         known: String,
     },
-    /// More pods than ports.
-    #[error("{0} pods are more than a replay has ports for (65,534): choose one node's by --node")]
+    /// More pods than port numbers.
+    #[error("{0} pods exceed the replay's 65,534 ports: select the pods of one node with --node")]
     TooManyPods(usize),
 }
 
-/// A cluster at one moment of a replay.
+/// The cluster at one time of a replay.
 pub struct Cluster {
     engine: Engine,
-    scope: Scope,
+    scope: PodScope,
     snapshot: Snapshot,
     names: FxHashMap<Address, Box<str>>,
     ports: FxHashMap<ObjectKey, PortId>,
-    rules: RuleBook,
+    rules: RuleNames,
 }
 
 impl Cluster {
-    /// Of these objects. `node` is whose pods are local; all pods are, where it is not given.
+    /// A cluster of these objects. `node` selects the local pods; all pods are local without it.
     ///
     /// # Errors
     /// The node is unknown, or there are too many pods.
@@ -57,8 +57,8 @@ impl Cluster {
         node: Option<&str>,
         reach: RuleScope,
     ) -> Result<Self, ClusterError> {
-        let scope = node.map_or(Scope::AllPods, |node| Scope::Node(node.to_owned()));
-        let settings = Settings { scope: scope.clone(), reach };
+        let scope = node.map_or(PodScope::AllPods, |node| PodScope::Node(node.to_owned()));
+        let settings = EngineSettings { scope: scope.clone(), reach };
         let mut engine = Engine::new(settings);
         engine.apply(objects.into_iter().map(Change::Set));
         if let Some(name) = node {
@@ -70,64 +70,64 @@ impl Cluster {
             snapshot: Snapshot::default(),
             names: FxHashMap::default(),
             ports: FxHashMap::default(),
-            rules: RuleBook::default(),
+            rules: RuleNames::default(),
         };
-        cluster.enact()?;
+        cluster.update_rules()?;
         Ok(cluster)
     }
 
-    /// Takes changes as one. Gives the addresses that have another holder now: connections of the one before are
-    /// none of the next one's.
+    /// Applies changes atomically. Returns the addresses whose owner changed: connections of the previous owner must not
+    /// pass to the next one.
     ///
     /// # Errors
     /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Result<Vec<Address>, ClusterError> {
         self.engine.apply(changes);
         let before = std::mem::take(&mut self.names);
-        self.enact()?;
+        self.update_rules()?;
         let moved = before.iter().filter(|(address, name)| self.names.get(address) != Some(name));
         let mut moved: Vec<Address> = moved.map(|(address, _)| *address).collect();
         moved.sort_unstable();
         Ok(moved)
     }
 
-    /// Makes a new snapshot of the engine's state.
-    fn enact(&mut self) -> Result<(), ClusterError> {
+    /// Makes a new snapshot from the engine's state.
+    fn update_rules(&mut self) -> Result<(), ClusterError> {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.snapshot = Snapshot { epoch, policy: self.engine.policy_set().clone(), forwarding };
         self.names = names(self.engine.state());
-        self.rules.enact(&self.engine);
+        self.rules.update_rules(&self.engine);
         Ok(())
     }
 
     fn forwarding(&mut self) -> Result<Forwarding, ClusterError> {
         let state = self.engine.state();
         let is_local = |name: Option<&str>| match &self.scope {
-            Scope::AllPods => true,
-            Scope::Node(node) => name == Some(node),
+            PodScope::AllPods => true,
+            PodScope::Node(node) => name == Some(node),
         };
         let node = state.addresses().filter_map(|(address, holder)| match holder {
-            Holder::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
+            AddressOwner::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
             _ => None,
         });
         let nodes = state.addresses().filter_map(|(address, holder)| match holder {
-            Holder::Node(_) => Some(Address::from(address)),
-            Holder::Pod(_) => None,
+            AddressOwner::Node(_) => Some(Address::from(address)),
+            AddressOwner::Pod(_) => None,
         });
-        // A node's own tunnels are not known here.
+        // The objects do not describe the node's own tunnels.
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
         let mut forwarding = Forwarding::new(node).with_encapsulation(Arc::new(encapsulation));
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
-            // Captured packets may be longer than a link's MTU: the kernel had not segmented them yet.
+            // Captured packets may exceed a link's MTU: the kernel had not segmented them yet.
             let port = Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu: u16::MAX, addresses };
-            forwarding.insert(id, port).expect("the state has one holder an address");
+            forwarding.insert(id, port).expect("the state has one owner for each address");
         };
         insert(HOST, PortKind::Host, Vec::new());
         insert(UPLINK, PortKind::Uplink, Vec::new());
         let local = self.engine.tables().pods().filter_map(|pod| Some((state.pod(pod)?, pod)));
-        // With cluster-wide reach the tables have the sides of all pods.
+        // Cluster-wide evaluation has tables for all pods.
         let mut keys: Vec<(_, PodId)> = local.filter(|(pod, _)| is_local(pod.node.as_deref())).collect();
         keys.sort_unstable_by(|(a, _), (b, _)| a.key.cmp(&b.key));
         if keys.len() > usize::from(u16::MAX) - FIRST_POD {
@@ -136,31 +136,31 @@ impl Cluster {
         self.ports.clear();
         for (place, (pod, number)) in keys.into_iter().enumerate() {
             let id = PortId((place + FIRST_POD) as u16);
-            let own = |address: &&IpAddr| state.holder(address) == Some(Holder::Pod(number));
+            let own = |address: &&IpAddr| state.owner(address) == Some(AddressOwner::Pod(number));
             insert(id, PortKind::Pod, pod.addresses.iter().filter(own).copied().map(Address::from).collect());
             self.ports.insert(pod.key.clone(), id);
         }
         Ok(forwarding)
     }
 
-    /// What the pipeline needs.
+    /// The tables for the pipeline.
     #[inline]
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
     }
 
-    /// What the pipeline needs, and the rules met so far.
+    /// The tables for the pipeline, and the rules known so far.
     #[inline]
-    pub(super) fn parts(&mut self) -> (&Snapshot, &mut RuleBook) {
+    pub(super) fn parts(&mut self) -> (&Snapshot, &mut RuleNames) {
         (&self.snapshot, &mut self.rules)
     }
 
-    /// The rules that were in force so far.
-    pub fn rules(&self) -> &RuleBook {
+    /// The rules in force so far.
+    pub fn rules(&self) -> &RuleNames {
         &self.rules
     }
 
-    /// Whose address it is: `namespace/name` of a pod, `node:name` of a node.
+    /// The owner of an address: `namespace/name` of a pod, `node:name` of a node.
     #[inline]
     pub fn name(&self, address: Address) -> Option<&str> {
         self.names.get(&address).map(|name| &**name)
@@ -179,8 +179,8 @@ impl Cluster {
 
 fn names(state: &State) -> FxHashMap<Address, Box<str>> {
     let name = |holder| match holder {
-        Holder::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
-        Holder::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
+        AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        AddressOwner::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
     };
     state
         .addresses()
@@ -191,8 +191,8 @@ fn names(state: &State) -> FxHashMap<Address, Box<str>> {
 fn check_node(state: &State, name: &str) -> Result<(), ClusterError> {
     let of_pods = state.pods().filter_map(|(_, pod)| pod.node.clone());
     let of_nodes = state.addresses().filter_map(|(_, holder)| match holder {
-        Holder::Node(node) => state.node_name(node).map(str::to_owned),
-        Holder::Pod(_) => None,
+        AddressOwner::Node(node) => state.node_name(node).map(str::to_owned),
+        AddressOwner::Pod(_) => None,
     });
     let known: std::collections::BTreeSet<String> = of_pods.chain(of_nodes).collect();
     if known.contains(name) {

@@ -1,4 +1,4 @@
-//! Two sets of objects over one capture: the connections whose verdict changes.
+//! Compares two sets of objects on one capture: the connections whose verdict changes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,47 +13,46 @@ use super::player::Decision;
 use super::rules::Rules;
 use super::summary::grouped;
 
-/// Connections that change alike: same ends, same port, same rules, same change.
+/// Connections with the same change: same endpoints, port, rules and verdicts.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
 pub struct Group {
-    /// The opening end: a pod, a node or an address.
+    /// The client: a pod, a node or an address.
     pub src: String,
-    /// The other end.
+    /// The server.
     pub dst: String,
     /// Its protocol.
     pub protocol: String,
     /// Its destination port, where the protocol has ports.
     pub dport: Option<u16>,
-    /// What becomes of it under the first set.
-    pub before: Fate,
-    /// What becomes of it under the second set.
-    pub after: Fate,
+    /// The verdict under the first set.
+    pub before: PacketVerdict,
+    /// The verdict under the second set.
+    pub after: PacketVerdict,
 }
 
-/// What becomes of a packet, and by which rule.
+/// The verdict on a packet, and the rule.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
-pub struct Fate {
+pub struct PacketVerdict {
     /// `allow`, `deny` or `kernel`.
     pub verdict: &'static str,
-    /// Why not `allow`.
+    /// The reason, unless `allow`.
     pub reason: Option<&'static str>,
-    /// The rules that allow it, by name, with a space between two.
+    /// The names of the rules that allow it, separated by a space.
     pub rule: Option<String>,
 }
 
-/// How much changes in a group.
+/// The counts of a group.
 #[derive(Clone, Debug, Default)]
-struct Extent {
+struct ChangeCount {
     connections: FxHashSet<u64>,
     packets: u64,
-    octets: u64,
+    bytes: u64,
 }
 
-/// The differences found so far. It grows with the connections that change, by eight octets each, and not with the
-/// capture.
+/// The differences found so far. Memory grows by eight bytes for each changed connection, not with the capture.
 #[derive(Debug, Default)]
 pub struct Comparison {
-    groups: BTreeMap<Group, Extent>,
+    groups: BTreeMap<Group, ChangeCount>,
 }
 
 /// One packet under one set of objects.
@@ -64,7 +63,7 @@ pub(super) struct View<'a> {
 }
 
 impl View<'_> {
-    fn fate(&self) -> Fate {
+    fn packet_verdict(&self) -> PacketVerdict {
         let (verdict, reason) = match self.decision {
             Decision::Allow => ("allow", None),
             Decision::Deny(cause) => ("deny", Some(cause.name())),
@@ -73,18 +72,17 @@ impl View<'_> {
         let mut names = Vec::new();
         self.cluster.rules().write_names(self.rules, &mut names);
         let rule = String::from_utf8_lossy(&names).into_owned();
-        Fate { verdict, reason, rule: (!rule.is_empty() && self.decision == Decision::Allow).then_some(rule) }
+        PacketVerdict { verdict, reason, rule: (!rule.is_empty() && self.decision == Decision::Allow).then_some(rule) }
     }
 }
 
 impl Comparison {
-    /// Notes a packet whose verdict is another under the second set. `flow` is that of its connection, as it was
-    /// opened.
+    /// Records a packet whose verdict differs under the second set. `flow` is its connection's, in opening direction.
     pub(super) fn note(
         &mut self,
         flow: Option<Flow>,
         packet: Option<&Packet>,
-        octets: u32,
+        bytes: u32,
         before: &View<'_>,
         after: &View<'_>,
     ) {
@@ -96,49 +94,49 @@ impl Comparison {
             dst: name(flow.dst),
             protocol: flow.protocol.to_string(),
             dport: flow.protocol.has_ports().then_some(flow.dst_port),
-            before: before.fate(),
-            after: after.fate(),
+            before: before.packet_verdict(),
+            after: after.packet_verdict(),
         };
         let extent = self.groups.entry(group).or_default();
         let mut hasher = FxHasher::default();
         flow.hash(&mut hasher);
         extent.connections.insert(hasher.finish());
         extent.packets += 1;
-        extent.octets += u64::from(octets);
+        extent.bytes += u64::from(bytes);
     }
 
-    /// Whether anything changes.
+    /// Whether nothing changes.
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// The changes, in the order of their groups.
-    pub fn changes(&self) -> Vec<Change> {
-        let changes = self.groups.iter().map(|(group, extent)| Change {
+    /// The changes, sorted by group.
+    pub fn changes(&self) -> Vec<VerdictChange> {
+        let changes = self.groups.iter().map(|(group, extent)| VerdictChange {
             group: group.clone(),
             connections: extent.connections.len() as u64,
             packets: extent.packets,
-            bytes: extent.octets,
+            bytes: extent.bytes,
         });
         changes.collect()
     }
 }
 
-/// A group of connections and how much of it changes. Serialises as the command's JSON.
+/// A group of connections and its counts. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Change {
-    /// Which connections.
+pub struct VerdictChange {
+    /// The connections.
     #[serde(flatten)]
     pub group: Group,
-    /// How many connections.
+    /// The number of connections.
     pub connections: u64,
-    /// How many of their packets.
+    /// The number of their packets.
     pub packets: u64,
-    /// Octets of these packets' frames on the wire.
+    /// Bytes of these packets' frames on the wire.
     pub bytes: u64,
 }
 
-impl fmt::Display for Fate {
+impl fmt::Display for PacketVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.verdict)?;
         self.reason.or(self.rule.as_deref()).map_or(Ok(()), |why| write!(f, " {why}"))
@@ -146,13 +144,13 @@ impl fmt::Display for Fate {
 }
 
 impl fmt::Display for Comparison {
-    /// As a table, for reading.
+    /// As a table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_empty() {
             return writeln!(f, "no connection's verdict changes");
         }
         let head = ["source", "destination", "port", "before", "after", "connections", "packets", "bytes"];
-        let rows = self.changes().into_iter().map(|Change { group, connections, packets, bytes }| {
+        let rows = self.changes().into_iter().map(|VerdictChange { group, connections, packets, bytes }| {
             let port = group.dport.map_or(group.protocol.clone(), |port| format!("{}/{port}", group.protocol));
             let counts = [connections, packets, bytes].map(grouped);
             let [connections, packets, bytes] = counts;

@@ -1,4 +1,4 @@
-//! Packets captured at two interfaces, told from packets sent twice.
+//! Distinguishes a packet captured at two interfaces from a packet sent twice.
 
 use std::hash::{Hash, Hasher};
 
@@ -7,34 +7,34 @@ use rustc_hash::{FxHashMap, FxHasher};
 
 use super::capture::{InterfaceId, Time};
 
-/// How long after its first sighting a packet may be seen again elsewhere.
+/// Time window in which the same packet at another interface counts as a duplicate.
 const WINDOW: u64 = 50_000_000;
-/// Packets remembered; more than that in one window, and the older are forgotten.
+/// Packets remembered; with more in one window, the oldest are forgotten.
 const REMEMBERED: usize = 1 << 16;
 
-/// Where a packet was seen: what a router changes of it, and the capture's interface.
+/// Where a packet was captured: the interface, and the fields that a router changes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Sighting {
+struct SeenPacket {
     interface: InterfaceId,
     macs: [u8; 12],
     ttl: u8,
 }
 
-/// Knows the packets of the last moments.
+/// The packets of the last window.
 #[derive(Debug, Default)]
 pub(super) struct Deduplicator {
-    recent: FxHashMap<u64, (Time, Sighting)>,
+    recent: FxHashMap<u64, (Time, SeenPacket)>,
 }
 
 impl Deduplicator {
-    /// Whether this packet was just seen at another place: the same IP packet, but for what a router changes and for
-    /// checksums that a stack left to its device, on another interface or with other MACs or TTL. The same packet at
-    /// the same place was sent twice.
+    /// Whether this packet was captured before at another place: the same IP packet, except for fields that a router
+    /// changes and checksums left to offload, on another interface or with other MACs or TTL. The same packet at the same
+    /// place was sent twice.
     pub(super) fn is_duplicate(&mut self, time: Time, interface: InterfaceId, frame: &[u8]) -> bool {
         let Some((fingerprint, ttl)) = fingerprint(frame) else { return false };
         let mut macs = [0; 12];
         macs.copy_from_slice(&frame[..12]);
-        let here = Sighting { interface, macs, ttl };
+        let here = SeenPacket { interface, macs, ttl };
         if self.recent.len() >= REMEMBERED {
             self.recent.retain(|_, (seen, _)| time.0.saturating_sub(seen.0) <= WINDOW);
             if self.recent.len() >= REMEMBERED {
@@ -51,7 +51,7 @@ impl Deduplicator {
     }
 }
 
-/// A hash of the IP packet without TTL and checksums, and the TTL. Only packets that are understood have one.
+/// A hash of the IP packet without TTL and checksums, and the TTL; `None` if the packet cannot be parsed.
 fn fingerprint(frame: &[u8]) -> Option<(u64, u8)> {
     let packet = parse(frame).ok()?;
     let (network, transport) = (usize::from(packet.layout.network), usize::from(packet.layout.transport));

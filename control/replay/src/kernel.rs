@@ -1,13 +1,10 @@
-//! What the XDP program leaves to the kernel: the same rule as `xdp-redirect/src/bpf/redirect.bpf.c`, in Rust.
+//! What the XDP program passes to the kernel: the rules of `xdp-redirect/src/bpf/redirect.bpf.c` in Rust.
 //!
-//! The program drops ARP and neighbour discovery in which a pod speaks for others; here they are left to the kernel like the
-//! rest, since no policy is asked about either.
-//!
-//! What the program leaves to the kernel on an uplink because that may have to translate it comes back by the host port, and is
-//! judged there; here it is judged at once.
-//!
-//! The program asks the kernel's routing table whether neighbour discovery of a global address is for the node itself;
-//! here the node's addresses are asked.
+//! Differences: the program drops ARP and neighbour discovery with which a pod claims other addresses; here they go to the
+//! kernel like the rest, since policy applies to neither. What the program passes from an uplink because the kernel may
+//! translate it returns through the host port and is evaluated there; here it is evaluated at once. The program looks up
+//! in the kernel's routing table whether neighbour discovery of a global address is for the node; here the node's
+//! addresses decide.
 
 use penstock_dataplane::forward::{Forwarding, PortKind};
 use penstock_dataplane::packet::{Address, ETHERNET_LEN};
@@ -19,9 +16,9 @@ const ARP: [u8; 2] = [0x08, 0x06];
 const VLAN: [u8; 2] = [0x81, 0x00];
 const SERVICE_VLAN: [u8; 2] = [0x88, 0xa8];
 
-/// Why a frame received on a port of this kind goes to the kernel unjudged; `None` if it goes to a worker. A frame with
-/// a VLAN tag on a pod's port is dropped by the program; a worker would drop it too, so it is left to that.
-pub fn left_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<XdpOutcome> {
+/// Why a frame from a port of this kind goes to the kernel without a verdict; `None` if it goes to a worker. The program
+/// drops a frame with a VLAN tag on a pod's port; a worker would drop it too, so it goes there.
+pub fn passed_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<XdpOutcome> {
     let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(XdpOutcome::NotIp) };
     let is_uplink = kind == PortKind::Uplink;
     match [ethertype[0], ethertype[1]] {
@@ -35,7 +32,7 @@ pub fn left_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> 
     (is_uplink && !is_for_pod()).then_some(XdpOutcome::NotLocal)
 }
 
-/// Source and destination of a frame whose IP header is there as a whole, whatever else may be wrong with it.
+/// Source and destination of a frame with a complete IP header, whatever else may be wrong with it.
 #[inline]
 pub fn addresses(frame: &[u8]) -> Option<(Address, Address)> {
     let (header, ip) = frame.split_first_chunk::<ETHERNET_LEN>()?;
@@ -54,8 +51,8 @@ pub fn addresses(frame: &[u8]) -> Option<(Address, Address)> {
     }
 }
 
-/// RFC 4861 sections 6.1 and 7.1: types 133 to 137 with hop limit 255, no extension header before them, to link scope or
-/// to the node.
+/// RFC 4861 sections 6.1 and 7.1: types 133 to 137 with hop limit 255, without extension headers, to link scope or to the
+/// node.
 fn is_neighbour_discovery(forwarding: &Forwarding, frame: &[u8]) -> bool {
     const ICMPV6: u8 = 58;
     let Some(bytes) = frame.get(ETHERNET_LEN..ETHERNET_LEN + 48) else { return false };
@@ -105,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_program_passes_is_left_to_the_kernel_and_nothing_else() {
+    fn exactly_what_the_xdp_program_passes_goes_to_the_kernel() {
         use XdpOutcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
         let (pod, host, uplink) = (PortKind::Pod, PortKind::Host, PortKind::Uplink);
         for (name, kind, frame, expected) in [
@@ -132,7 +129,7 @@ mod tests {
             ("IPv6 from outside to a pod", uplink, v6(POD, 17, 64, 0), None),
             ("IPv6 from outside to the node", uplink, v6(NODE, 17, 64, 0), Some(NotLocal)),
         ] {
-            assert_eq!(left_to_kernel(&forwarding(), kind, &frame), expected, "{name}");
+            assert_eq!(passed_to_kernel(&forwarding(), kind, &frame), expected, "{name}");
         }
     }
 }

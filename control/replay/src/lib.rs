@@ -1,15 +1,15 @@
-//! Replay: packets of a capture through the workers' own pipeline, with the time that the capture tells.
+//! Replay: sends the packets of a capture through the workers' pipeline, on the capture's clock.
 //!
-//! A packet's way: [`capture`] reads it as an Ethernet frame, [`player`] finds the port that it enters by and judges it
-//! in a [`batch`] with its neighbours, `sinks` tell of it. A [`cluster`] makes tables and ports of manifests;
-//! [`timeline`] changes them on the way; [`compare`] has a second one decide about the same packets.
+//! [`capture`] reads a packet as an Ethernet frame, [`player`] finds its ingress port and evaluates it in a [`batch`],
+//! `sinks` write the result. A [`cluster`] makes tables and ports from manifests, a [`timeline`] changes them during the
+//! replay, [`compare`] evaluates the same packets under a second one.
 //!
-//! The packets are judged by the pipeline and the connection table of `penstock-dataplane`, the tables come from
-//! `penstock-policy`, the manifests from `penstock-sources`. No socket and no daemon takes part. The `penstock` command, the
-//! tests with captures and the benchmarks replay by this crate.
+//! Pipeline and connection table come from `penstock-dataplane`, tables from `penstock-policy`, manifests from
+//! `penstock-sources`. No socket and no daemon is needed. The `penstock` command, the capture tests and the benchmarks use
+//! this crate.
 //!
-//! Nothing depends on the clock or on chance: the same input gives the same octets. (The connection table's hash seed
-//! is random, but decides only who makes room in a table that is full.)
+//! Results do not depend on the clock or on chance: the same input gives the same bytes. (The connection table's hash seed
+//! is random, but affects only eviction from a full table.)
 
 pub mod batch;
 pub mod capture;
@@ -29,6 +29,6 @@ pub mod timeline;
 
 pub use output::OutputError;
 pub use ports::{Mapping, PortError, PortMap, PortName};
-pub use rules::{RuleBook, RuleId, Rules};
+pub use rules::{RuleId, RuleNames, Rules};
 pub use run::{Options, ReplayError, Report, run};
 pub use sinks::Paths;

@@ -1,7 +1,7 @@
 //! A verdict as a line of JSON.
 //!
-//! Written by hand: it is the hot path of a replay with `--verdicts`. All strings but names are known to need no
-//! escape, and names are escaped when they are made.
+//! Hand-written: this is the hot path of a replay with `--verdicts`. No string but names needs escaping, and names are
+//! escaped when they are created.
 
 use std::fmt::Write as _;
 use std::net::IpAddr;
@@ -12,28 +12,28 @@ use rustc_hash::FxHashMap;
 use super::capture::{SECOND, Time};
 use super::cluster::Cluster;
 use super::kernel::addresses;
-use super::player::{Decision, Standing};
+use super::player::{ConnectionState, Decision};
 use super::rules::Rules;
 
-/// What a line tells of a packet.
+/// The content of a line.
 pub(super) struct Verdict<'a> {
     /// Its number in the capture, from 1.
     pub(super) number: u64,
-    /// When it was seen.
+    /// When it was captured.
     pub(super) time: Time,
     /// Its frame.
     pub(super) frame: &'a [u8],
-    /// It, if it was understood.
+    /// The parsed packet, if it could be parsed.
     pub(super) packet: Option<&'a Packet>,
-    /// What became of it.
+    /// The verdict.
     pub(super) decision: Decision,
-    /// What it is to a connection.
-    pub(super) standing: Option<Standing>,
+    /// Its relation to a connection.
+    pub(super) connection_state: Option<ConnectionState>,
     /// The rules that allow its connection.
     pub(super) rules: Rules,
 }
 
-/// Makes lines. Keeps what is alike from line to line: the second of the time, and the text of addresses.
+/// Writes lines. Caches text that repeats: the second of the time, and addresses.
 #[derive(Debug, Default)]
 pub(super) struct LineWriter {
     second: Option<u64>,
@@ -41,11 +41,11 @@ pub(super) struct LineWriter {
     addresses: FxHashMap<Address, Box<str>>,
 }
 
-/// Addresses whose text is kept; when there are more, it begins anew.
+/// Addresses whose text is cached; the cache is cleared when full.
 const ADDRESSES_KEPT: usize = 1 << 16;
 
 impl LineWriter {
-    /// Forgets what addresses are called: the cluster has changed.
+    /// Clears the cached names: the cluster has changed.
     pub(super) fn forget_names(&mut self) {
         self.addresses.clear();
     }
@@ -96,7 +96,7 @@ impl LineWriter {
             line.push(b'"');
         }
         line.extend_from_slice(b",\"conn\":");
-        quoted(verdict.standing.map(Standing::name), line);
+        quoted(verdict.connection_state.map(ConnectionState::name), line);
         line.extend_from_slice(b"}\n");
     }
 
@@ -118,7 +118,7 @@ impl LineWriter {
         line.push(b'Z');
     }
 
-    /// The name of an address, else the address.
+    /// The name of an address, or else the address.
     fn address(&mut self, address: Address, cluster: &Cluster, line: &mut Vec<u8>) {
         if let Some(text) = self.addresses.get(&address) {
             line.extend_from_slice(text.as_bytes());
@@ -134,12 +134,12 @@ impl LineWriter {
     }
 }
 
-/// A capture's second as a point in time; seconds of the type [`Time`] are all within range.
+/// A capture's second as a timestamp; every second of the type [`Time`] is in range.
 fn timestamp(second: u64) -> jiff::Timestamp {
     jiff::Timestamp::from_second(second as i64).unwrap_or(jiff::Timestamp::MAX)
 }
 
-impl Standing {
+impl ConnectionState {
     /// Its name in JSON.
     pub const fn name(self) -> &'static str {
         match self {
@@ -179,11 +179,11 @@ fn is_later_fragment(packet: &Packet) -> bool {
     packet.fragment.is_some_and(|fragment| !fragment.is_first())
 }
 
-/// The protocol, as far down as the frame tells it.
+/// The innermost protocol that the frame shows.
 fn protocol(flow: Option<Flow>, frame: &[u8], line: &mut Vec<u8>) {
     let protocol = flow.map(|flow| flow.protocol).or_else(|| {
         addresses(frame)?;
-        // Of an IPv6 header this may be an extension header's number: the chain was not understood.
+        // For IPv6 this may be the number of an extension header that could not be parsed.
         Some(Protocol(if frame[12] == 0x08 { frame[23] } else { frame[20] }))
     });
     let known = match protocol {
@@ -203,7 +203,7 @@ fn protocol(flow: Option<Flow>, frame: &[u8], line: &mut Vec<u8>) {
 #[cold]
 fn unusual(protocol: Option<Protocol>, frame: &[u8]) -> String {
     let mut text = String::from("\"");
-    let ethertype = frame.get(12..14).map(|octets| u16::from_be_bytes([octets[0], octets[1]]));
+    let ethertype = frame.get(12..14).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
     // Writing to a string does not fail.
     let _ = match (protocol, ethertype) {
         (Some(protocol), _) => write!(text, "{protocol}"),

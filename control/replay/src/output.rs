@@ -1,4 +1,4 @@
-//! Files that are there when they are complete, and not before.
+//! Output files that appear only when complete.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -20,9 +20,9 @@ pub struct OutputError {
     pub cause: io::Error,
 }
 
-/// A file being written. Under its own name it appears by [`Output::complete`]; dropped before, it leaves nothing, nor
-/// does a process that is interrupted or killed: until then it has no name at all, where the file system knows such
-/// files. What is no regular file (a pipe, a device) and `-`, standard output, are written as it goes.
+/// A file being written. [`Output::complete`] gives it its name; a file dropped before, or left by an interrupted or
+/// killed process, leaves nothing, because it has no name until then where the file system supports that (`O_TMPFILE`).
+/// Standard output (`-`) and anything but a regular file (a pipe, a device) are written directly.
 pub(super) struct Output {
     path: PathBuf,
     writer: BufWriter<Sink>,
@@ -36,11 +36,11 @@ enum Sink {
 }
 
 impl Write for Sink {
-    fn write(&mut self, octets: &[u8]) -> io::Result<usize> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Temporary(file) => file.write(octets),
-            Self::Unnamed(file) | Self::Direct(file) => file.write(octets),
-            Self::Standard(stdout) => stdout.write(octets),
+            Self::Temporary(file) => file.write(bytes),
+            Self::Unnamed(file) | Self::Direct(file) => file.write(bytes),
+            Self::Standard(stdout) => stdout.write(bytes),
         }
     }
 
@@ -54,16 +54,16 @@ impl Write for Sink {
 }
 
 impl Output {
-    /// Begins a file.
+    /// Starts a file.
     ///
     /// # Errors
-    /// The directory is not there or cannot be written to, or the path is one.
+    /// The directory does not exist or is not writable, or the path is a directory.
     pub(super) fn create(path: &Path) -> Result<Self, OutputError> {
         let sink = sink(path).map_err(|cause| OutputError { file: path.to_owned(), cause })?;
         Ok(Self { path: path.to_owned(), writer: BufWriter::with_capacity(1 << 18, sink) })
     }
 
-    /// Ends the file and gives it its name.
+    /// Writes the rest and gives the file its name.
     ///
     /// # Errors
     /// The rest cannot be written.
@@ -80,16 +80,16 @@ impl Output {
         complete().map_err(|cause| OutputError { file: path.clone(), cause })
     }
 
-    /// Writes octets.
+    /// Writes bytes.
     ///
     /// # Errors
-    /// The disk is full, the reader of a pipe went away, and so on.
+    /// For example, the disk is full or the reader of a pipe is gone.
     #[inline]
-    pub(super) fn write(&mut self, octets: &[u8]) -> Result<(), OutputError> {
-        self.writer.write_all(octets).map_err(|cause| self.error(cause))
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), OutputError> {
+        self.writer.write_all(bytes).map_err(|cause| self.error(cause))
     }
 
-    /// Names the file in an error.
+    /// An error with the file's path.
     pub(super) fn error(&self, cause: io::Error) -> OutputError {
         OutputError { file: self.path.clone(), cause }
     }
@@ -103,7 +103,7 @@ fn sink(path: &Path) -> io::Result<Sink> {
         Ok(there) if there.is_dir() => Err(io::Error::from(io::ErrorKind::IsADirectory)),
         Ok(there) if !there.is_file() => OpenOptions::new().write(true).open(path).map(Sink::Direct),
         _ => {
-            // As any file that is created, it gets what the umask leaves of these.
+            // The umask applies, as to any new file.
             const PERMISSIONS: u32 = 0o666;
             let mut unnamed = OpenOptions::new();
             unnamed.write(true).mode(PERMISSIONS).custom_flags(OFlag::O_TMPFILE.bits());
@@ -117,16 +117,16 @@ fn sink(path: &Path) -> io::Result<Sink> {
     }
 }
 
-/// What the names of files that are not complete begin with.
+/// Prefix of the names of incomplete files.
 const PREFIX: &str = ".penstock-";
 
 fn directory(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Gives a file that has no name the name `path`, in place of a file that has it now.
+/// Links an unnamed file as `path`, replacing an existing file.
 fn name(file: &File, path: &Path) -> io::Result<()> {
-    // open(2): how a file that was opened by O_TMPFILE is linked. A link replaces nothing, so it gets another name first.
+    // open(2) describes how to link an O_TMPFILE file. A link does not replace, so it gets a temporary name first.
     let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
     let link = |name: &Path| Ok(linkat(AT_FDCWD, unnamed.as_str(), AT_FDCWD, name, AtFlags::AT_SYMLINK_FOLLOW)?);
     let named = tempfile::Builder::new().prefix(PREFIX).make_in(directory(path), link)?;
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_appears_when_it_is_complete_and_leaves_nothing_when_it_is_not() {
+    fn a_file_appears_only_when_complete_and_leaves_no_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("out");
         let entries = || std::fs::read_dir(directory.path()).unwrap().count();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_cannot_be_is_told() {
+    fn an_impossible_path_is_an_error() {
         let directory = tempfile::tempdir().unwrap();
         for path in [directory.path().to_owned(), directory.path().join("absent/out")] {
             let message = Output::create(&path).err().unwrap().to_string();

@@ -1,4 +1,4 @@
-//! One cluster and one pipeline: packets in, decisions out.
+//! One cluster and one pipeline: evaluates packets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,75 +14,75 @@ use penstock_xdp_redirect::XdpOutcome;
 use super::batch::Batch;
 use super::capture::Time;
 use super::cluster::{Cluster, ClusterError, HOST, UPLINK};
-use super::kernel::{addresses, left_to_kernel};
+use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
 
 /// Where a packet enters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Place {
-    /// A worker gets it from this port.
+pub enum EntryPoint {
+    /// A worker receives it from this port.
     Port(PortId),
-    /// No worker sees it, and why.
+    /// No worker receives it; the outcome says why.
     Kernel(XdpOutcome),
 }
 
-/// What became of a packet.
+/// The result for a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Decision {
     /// It passed.
     Allow,
     /// It was dropped.
     Deny(DropReason),
-    /// It was left to the kernel.
+    /// It went to the kernel.
     Kernel(XdpOutcome),
 }
 
-/// What a packet is to a connection.
+/// A packet's relation to a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
-    /// It opened one.
+pub enum ConnectionState {
+    /// Opens one.
     New,
-    /// It belongs to one.
+    /// Belongs to one.
     Established,
-    /// It is an ICMP error about one.
+    /// Is an ICMP error about one.
     Related,
-    /// It belongs to one that policy has ended.
+    /// Belongs to one that policy has revoked.
     Cut,
 }
 
-/// A judgement that the policy made for a packet.
+/// One policy evaluation for a packet.
 #[derive(Clone, Copy, Debug)]
-struct Judged {
+struct PolicyEvaluation {
     index: usize,
     judgement: PolicyVerdict,
     occasion: EvaluationReason,
 }
 
-struct Listener<'a>(&'a mut Vec<Judged>);
+struct VerdictObserver<'a>(&'a mut Vec<PolicyEvaluation>);
 
-impl Observer for Listener<'_> {
+impl Observer for VerdictObserver<'_> {
     #[inline]
     fn evaluated(&mut self, index: usize, _: &Flow, judgement: &PolicyVerdict, occasion: EvaluationReason) {
-        self.0.push(Judged { index, judgement: *judgement, occasion });
+        self.0.push(PolicyEvaluation { index, judgement: *judgement, occasion });
     }
 }
 
 /// Counts over a replay.
 #[derive(Clone, Debug, Default)]
-pub struct Tally {
+pub struct PacketCounters {
     /// Packets that passed.
     pub allowed: u64,
     /// Packets dropped, by [`DropReason`].
     pub denied: [u64; DropReason::COUNT],
-    /// Packets left to the kernel, by [`XdpOutcome`].
+    /// Packets that went to the kernel, by [`XdpOutcome`].
     pub kernel: [u64; XdpOutcome::ALL.len()],
     /// Connections opened.
     pub connections: u64,
-    /// Connections that were cut when policy changed.
+    /// Connections revoked by a policy change.
     pub cut: u64,
 }
 
-/// What plays a capture under one set of objects.
+/// Plays a capture under one set of objects.
 pub struct Player {
     cluster: Cluster,
     pipeline: Pipeline,
@@ -90,15 +90,15 @@ pub struct Player {
     now: Timestamp,
     swept: Timestamp,
     verdicts: [Verdict; BATCH],
-    judged: Vec<Judged>,
-    tally: Tally,
+    judged: Vec<PolicyEvaluation>,
+    counters: PacketCounters,
 }
 
 impl Player {
-    /// With a connection table of its own.
+    /// A player with its own connection table.
     ///
     /// # Errors
-    /// The table's settings cannot be, or there is not the memory.
+    /// The table's settings are invalid, or memory is short.
     pub fn new(cluster: Cluster, connections: &Config) -> Result<Self, OpenError> {
         let table = Arc::new(ConnTable::new(connections)?);
         Ok(Self {
@@ -109,23 +109,22 @@ impl Player {
             swept: Timestamp::default(),
             verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
             judged: Vec::with_capacity(2 * BATCH),
-            tally: Tally::default(),
+            counters: PacketCounters::default(),
         })
     }
 
-    /// The cluster as it is now.
+    /// The current cluster.
     #[inline]
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
 
-    /// What was counted so far.
-    pub fn tally(&self) -> &Tally {
-        &self.tally
+    /// The counts so far.
+    pub fn counters(&self) -> &PacketCounters {
+        &self.counters
     }
 
-    /// Changes the cluster. Connections of addresses that have another holder from now on are forgotten, as the node
-    /// service forgets them.
+    /// Changes the cluster. Forgets the connections of addresses whose owner changed, as the daemon does.
     ///
     /// # Errors
     /// There are too many pods.
@@ -137,10 +136,10 @@ impl Player {
         Ok(())
     }
 
-    /// Where a frame enters: on the port that its interface is known to be, else on the one that its source address
-    /// belongs to. A packet of the node that is for no pod goes its own way and crosses no worker.
+    /// Where a frame enters: the port mapped to its interface, or else the port of its source address. A packet that the
+    /// node sends to something other than a pod crosses no worker.
     #[inline]
-    pub fn place(&self, port: Option<PortId>, frame: &[u8]) -> Place {
+    pub fn entry_point(&self, port: Option<PortId>, frame: &[u8]) -> EntryPoint {
         let forwarding = &self.cluster.snapshot().forwarding;
         let by_source = || match addresses(frame) {
             Some((from, to)) => match forwarding.pod_port(from) {
@@ -154,34 +153,34 @@ impl Player {
         let port = match port.map_or_else(by_source, Ok) {
             Ok(port) => port,
             Err(outcome) => {
-                return Place::Kernel(left_to_kernel(forwarding, PortKind::Host, frame).unwrap_or(outcome));
+                return EntryPoint::Kernel(passed_to_kernel(forwarding, PortKind::Host, frame).unwrap_or(outcome));
             }
         };
         let kind = forwarding.port(port).map_or(PortKind::Pod, |port| port.kind);
-        match left_to_kernel(forwarding, kind, frame) {
-            Some(outcome) => Place::Kernel(outcome),
-            None => Place::Port(port),
+        match passed_to_kernel(forwarding, kind, frame) {
+            Some(outcome) => EntryPoint::Kernel(outcome),
+            None => EntryPoint::Port(port),
         }
     }
 
-    /// Judges a batch that entered at `place` at `time`, and rewrites what passes.
-    pub fn play(&mut self, place: Place, time: Time, batch: &mut Batch) {
+    /// Evaluates a batch that entered at `place` at `time`, and rewrites the packets that pass.
+    pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut Batch) {
         self.judged.clear();
-        let port = match place {
-            Place::Kernel(outcome) => {
-                self.tally.kernel[outcome as usize] += batch.members().len() as u64;
+        let port = match entry {
+            EntryPoint::Kernel(outcome) => {
+                self.counters.kernel[outcome as usize] += batch.packets().len() as u64;
                 return;
             }
-            Place::Port(port) => port,
+            EntryPoint::Port(port) => port,
         };
         self.advance(time);
         let snapshot = self.cluster.snapshot();
-        let listener = &mut Listener(&mut self.judged);
+        let listener = &mut VerdictObserver(&mut self.judged);
         self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, listener);
-        for verdict in &self.verdicts[..batch.members().len()] {
+        for verdict in &self.verdicts[..batch.packets().len()] {
             match verdict {
-                Verdict::Forward(_) => self.tally.allowed += 1,
-                Verdict::Drop(cause) => self.tally.denied[*cause as usize] += 1,
+                Verdict::Forward(_) => self.counters.allowed += 1,
+                Verdict::Drop(cause) => self.counters.denied[*cause as usize] += 1,
             }
         }
         self.count_connections();
@@ -189,69 +188,75 @@ impl Player {
 
     fn count_connections(&mut self) {
         let (snapshot, rules) = self.cluster.parts();
-        for Judged { index, judgement, occasion } in &self.judged {
+        for PolicyEvaluation { index, judgement, occasion } in &self.judged {
             match occasion {
                 EvaluationReason::Opened if is_let_through(self.verdicts[*index]) => {
-                    self.tally.connections += 1;
+                    self.counters.connections += 1;
                     let rules_hit = rules.of(&snapshot.policy, judgement);
                     rules.hit(rules_hit);
                 }
-                EvaluationReason::Reevaluated if !judgement.is_allowed() => self.tally.cut += 1,
+                EvaluationReason::Reevaluated if !judgement.is_allowed() => self.counters.cut += 1,
                 EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
             }
         }
     }
 
-    /// What became of packet `index` of the batch played last, which entered at `place`.
+    /// The result for packet `index` of the last batch, which entered at `place`.
     #[inline]
-    pub fn decision(&self, place: Place, index: usize) -> Decision {
-        match place {
-            Place::Kernel(outcome) => Decision::Kernel(outcome),
-            Place::Port(_) => match self.verdicts[index] {
+    pub fn decision(&self, entry: EntryPoint, index: usize) -> Decision {
+        match entry {
+            EntryPoint::Kernel(outcome) => Decision::Kernel(outcome),
+            EntryPoint::Port(_) => match self.verdicts[index] {
                 Verdict::Forward(_) => Decision::Allow,
                 Verdict::Drop(cause) => Decision::Deny(cause),
             },
         }
     }
 
-    /// The packet's standing and the rules that allow its connection. To be asked before the next batch is played.
-    pub fn standing(&mut self, place: Place, index: usize, packet: &Packet, frame: &[u8]) -> (Option<Standing>, Rules) {
+    /// The packet's relation to a connection, and the rules that allow that connection. Valid until the next batch.
+    pub fn connection_state(
+        &mut self,
+        entry: EntryPoint,
+        index: usize,
+        packet: &Packet,
+        frame: &[u8],
+    ) -> (Option<ConnectionState>, Rules) {
         let none = (None, Rules::default());
-        let Place::Port(_) = place else { return none };
+        let EntryPoint::Port(_) = entry else { return none };
         let verdict = self.verdicts[index];
         if verdict == Verdict::Drop(DropReason::ConnectionCut) {
-            return (Some(Standing::Cut), Rules::default());
+            return (Some(ConnectionState::Cut), Rules::default());
         }
         if verdict == Verdict::Drop(DropReason::InvalidState) {
-            return (Some(Standing::Established), self.rules_of(packet, frame));
+            return (Some(ConnectionState::Established), self.rules_of(packet, frame));
         }
         if !is_let_through(verdict) {
             return none;
         }
         if matches!(packet.transport, Transport::IcmpError { .. }) {
-            return (Some(Standing::Related), self.rules_of(packet, frame));
+            return (Some(ConnectionState::Related), self.rules_of(packet, frame));
         }
         match self.judged.iter().rfind(|judged| judged.index == index) {
-            Some(Judged { judgement, occasion, .. }) => {
+            Some(PolicyEvaluation { judgement, occasion, .. }) => {
                 let (snapshot, rules) = self.cluster.parts();
-                let standing = match occasion {
-                    EvaluationReason::Opened => Standing::New,
-                    EvaluationReason::Reevaluated => Standing::Established,
+                let connection_state = match occasion {
+                    EvaluationReason::Opened => ConnectionState::New,
+                    EvaluationReason::Reevaluated => ConnectionState::Established,
                 };
-                (Some(standing), rules.of(&snapshot.policy, judgement))
+                (Some(connection_state), rules.of(&snapshot.policy, judgement))
             }
-            None => (Some(Standing::Established), self.rules_of(packet, frame)),
+            None => (Some(ConnectionState::Established), self.rules_of(packet, frame)),
         }
     }
 
-    /// The rules that allow the connection of a packet: the policy is asked again, in the connection's own direction.
+    /// The rules that allow a packet's connection: evaluates the policy again, in the connection's direction.
     fn rules_of(&mut self, packet: &Packet, frame: &[u8]) -> Rules {
         let Some(flow) = self.original_flow(packet, frame) else { return Rules::default() };
         let (snapshot, rules) = self.cluster.parts();
         rules.of(&snapshot.policy, &snapshot.policy.evaluate(&flow))
     }
 
-    /// The flow of the packet that opened the connection of this one.
+    /// The flow of the packet that opened this one's connection.
     pub fn original_flow(&self, packet: &Packet, frame: &[u8]) -> Option<Flow> {
         let found = match packet.transport {
             Transport::IcmpError { quoted_at } => self.table.related(&quoted_flow(frame, packet, quoted_at)?, self.now),
@@ -260,7 +265,7 @@ impl Player {
         found.map(|connection| connection.original_flow())
     }
 
-    /// Takes the capture's time for now; it never runs backwards.
+    /// Sets the clock to the capture's time; it never runs backwards.
     #[inline]
     fn advance(&mut self, time: Time) {
         let now = Timestamp::from_millis(time.0 / 1_000_000);
@@ -272,8 +277,8 @@ impl Player {
         }
     }
 
-    /// Makes room, if it is getting scarce. After a long silence the table's clock is taken along step by step: it
-    /// measures ages of up to 24 days only, and after three strides nothing is left that could be older.
+    /// Sweeps the table if it is nearly full. After a long gap it advances the table's clock in steps: the table
+    /// measures ages up to 24 days, and after three steps no entry can be older.
     #[cold]
     fn sweep(&mut self) {
         const STRIDE: Duration = Duration::from_secs(10 * 86_400);
@@ -297,10 +302,10 @@ impl Player {
     }
 }
 
-/// How much of the capture's time passes between two looks at how full the table is.
+/// Capture time between two checks of the table's fill level.
 const SWEEP_EVERY: Duration = Duration::from_secs(10);
 
-/// Whether connection and policy let it pass, whatever became of it afterwards.
+/// Whether connection and policy allow the packet, even if it is dropped later.
 #[inline]
 fn is_let_through(verdict: Verdict) -> bool {
     use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
@@ -312,10 +317,10 @@ fn is_let_through(verdict: Verdict) -> bool {
     }
 }
 
-/// Fills a frame that the capture's snap length cut up to its length on the wire, if what is there holds all headers:
-/// its payload is not looked at. Whether it did.
+/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline does
+/// not read payload. Returns whether it did.
 pub fn fill_up(frame_start: usize, captured: u32, original: u32, frames: &mut Vec<u8>) -> bool {
-    /// Longer than any frame that the pipeline takes.
+    /// Longer than any frame that the pipeline accepts.
     const LONGEST: usize = 14 + 65_535;
     let original = (original as usize).min(LONGEST);
     if original <= captured as usize {

@@ -1,4 +1,4 @@
-//! Which port the interfaces of a capture are.
+//! Maps the interfaces of a capture to ports.
 
 use std::str::FromStr;
 
@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use super::capture::Interface;
 use super::cluster::{Cluster, HOST, UPLINK};
 
-/// An interface of the capture and the port that it is: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
+/// An interface of the capture and its port: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mapping {
     /// The interface's name in a pcapng capture.
@@ -23,20 +23,20 @@ pub struct Mapping {
 pub enum PortName {
     /// A local pod's.
     Pod(ObjectKey),
-    /// Into the node's own stack.
+    /// The host port.
     Host,
-    /// To everywhere else.
+    /// The uplink.
     Uplink,
 }
 
-/// A mapping that cannot be.
+/// Why a mapping is invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PortError {
-    /// It is not written as a mapping.
+    /// Not a mapping.
     #[error("--ports {0}: write INTERFACE=PORT, where PORT is NAMESPACE/POD, host or uplink")]
     Form(String),
-    /// The pod is none here.
-    #[error("--ports {interface}={pod}: no pod of this name is on the node; see its manifests, or --node")]
+    /// The pod is not local.
+    #[error("--ports {interface}={pod}: the node has no pod of this name; check its manifests, or --node")]
     UnknownPod {
         /// The interface.
         interface: String,
@@ -65,7 +65,7 @@ impl FromStr for Mapping {
     }
 }
 
-/// From the interfaces of captures to ports, in one cluster.
+/// The ports of a capture's interfaces, in one cluster.
 #[derive(Debug, Default)]
 pub struct PortMap {
     by_name: FxHashMap<String, PortId>,
@@ -73,10 +73,10 @@ pub struct PortMap {
 }
 
 impl PortMap {
-    /// With these mappings, as the cluster has its ports now.
+    /// Resolves these mappings in the current cluster.
     ///
     /// # Errors
-    /// A pod is not there.
+    /// A pod does not exist.
     pub fn new(mappings: &[Mapping], cluster: &Cluster) -> Result<Self, PortError> {
         let mut by_name = FxHashMap::default();
         for Mapping { interface, port } in mappings {
@@ -92,7 +92,7 @@ impl PortMap {
         Ok(Self { by_name, by_interface: Vec::new() })
     }
 
-    /// The port that an interface is known to be. `interfaces` are those that the captures told of so far.
+    /// The port mapped to an interface. `interfaces` are those of the captures so far.
     #[inline]
     pub fn port(&mut self, interface: usize, interfaces: &[Interface]) -> Option<PortId> {
         if self.by_name.is_empty() {
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mappings_are_read_and_others_refused() {
+    fn valid_port_mappings_parse_and_others_are_rejected() {
         let pod = ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() };
         for (text, port) in [
             ("veth1=shop/web", Some(PortName::Pod(pod))),

@@ -1,4 +1,4 @@
-//! The rules that a replay met, by name, and how many connections each opened.
+//! The rules of a replay by name, and how many connections each allowed.
 
 use std::sync::Arc;
 
@@ -7,32 +7,32 @@ use penstock_policy::compile::{RuleSource, rules_of};
 use penstock_policy::engine::Engine;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// A rule among all that were in force during a replay.
+/// A rule among all that were in force during the replay.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RuleId(u32);
 
-/// The rules that allowed a connection: one, or one on each side; none where it needed none.
+/// The rules that allowed a connection: one in each direction that needs one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Rules {
-    /// Of the egress side of the source.
+    /// Egress of the source.
     pub egress: Option<RuleId>,
-    /// Of the ingress side of the destination.
+    /// Ingress of the destination.
     pub ingress: Option<RuleId>,
 }
 
 /// Every rule that was in force, by name.
 #[derive(Debug, Default)]
-pub struct RuleBook {
+pub struct RuleNames {
     names: Vec<Arc<str>>,
     connections: Vec<u64>,
     by_name: FxHashMap<Arc<str>, RuleId>,
-    /// Rules of the current tables; their numbers mean others in the next.
+    /// Rule numbers of the current tables; the next tables number them anew.
     by_ref: FxHashMap<RuleRef, RuleId>,
 }
 
-impl RuleBook {
-    /// Takes in the rules of the policies that are in force from now on. Those before are kept.
-    pub(super) fn enact(&mut self, engine: &Engine) {
+impl RuleNames {
+    /// Adds the rules of the policies that are now in force. Keeps those from before.
+    pub(super) fn update_rules(&mut self, engine: &Engine) {
         self.by_ref.clear();
         let mut seen = FxHashSet::default();
         for pod in engine.tables().pods() {
@@ -40,7 +40,7 @@ impl RuleBook {
                 if !seen.insert(policy) {
                     continue;
                 }
-                let policy = engine.state().policy(policy).expect("the state lists policies that it has");
+                let policy = engine.state().policy(policy).expect("the state lists only policies it has");
                 for direction in [Direction::Egress, Direction::Ingress] {
                     let rules = rules_of(policy, direction).unwrap_or_default().len();
                     for rule in 0..rules {
@@ -52,12 +52,12 @@ impl RuleBook {
         }
     }
 
-    /// The rules of a judgement by the current tables.
+    /// The rules of a verdict by the current tables.
     #[inline]
     pub(super) fn of(&mut self, policy: &PolicySet, judgement: &PolicyVerdict) -> Rules {
         let egress = judgement.egress.rule().map(|rule| self.resolve(policy, rule));
         let ingress = judgement.ingress.rule().map(|rule| self.resolve(policy, rule));
-        // Where one side's rule allows on both, it is one rule.
+        // If one rule allows both directions, it counts once.
         Rules { egress, ingress: ingress.filter(|_| ingress != egress) }
     }
 
@@ -83,7 +83,7 @@ impl RuleBook {
         id
     }
 
-    /// Notes that these rules opened a connection.
+    /// Counts a connection that these rules allowed.
     pub(super) fn hit(&mut self, rules: Rules) {
         for rule in [rules.egress, rules.ingress].into_iter().flatten() {
             self.connections[rule.0 as usize] += 1;
@@ -96,7 +96,7 @@ impl RuleBook {
         &self.names[rule.0 as usize]
     }
 
-    /// Appends the names of the rules to `text`, separated by a space, which no name has.
+    /// Appends the names of the rules to `text`, separated by a space; names contain none.
     #[inline]
     pub fn write_names(&self, rules: Rules, text: &mut Vec<u8>) {
         let before = text.len();
@@ -108,7 +108,7 @@ impl RuleBook {
         }
     }
 
-    /// Each rule and how many connections it opened, most first, then by name.
+    /// Each rule with the connections it allowed, most first, then by name.
     pub fn hits(&self) -> Vec<(&str, u64)> {
         let mut hits: Vec<_> = self.names.iter().map(|name| &**name).zip(self.connections.iter().copied()).collect();
         hits.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));

@@ -1,4 +1,4 @@
-//! A replay from its options to its report.
+//! Runs a replay from its options to its report.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -17,32 +17,32 @@ use super::cluster::{Cluster, ClusterError};
 use super::compare::{Comparison, View};
 use super::dedup::Deduplicator;
 use super::output::OutputError;
-use super::player::{Decision, Place, Player, fill_up};
+use super::player::{Decision, EntryPoint, Player, fill_up};
 use super::ports::{Mapping, PortError, PortMap};
 use super::sinks::{Paths, Sinks};
 use super::summary::{Input, Summary};
 use super::timeline::{Timeline, TimelineError};
 
-/// What to replay, under what, and what to write.
+/// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Captures, merged by time.
     pub captures: Vec<PathBuf>,
     /// Manifests of the cluster.
     pub manifests: Vec<PathBuf>,
-    /// How manifests are read.
+    /// How to read manifests.
     pub reading: manifest::Options,
-    /// Whether a rule's action is honoured cluster-wide.
+    /// Whether one direction's allow applies cluster-wide.
     pub reach: RuleScope,
-    /// Whose pods are local; all pods are, if not given.
+    /// The node whose pods are local; all pods are local without it.
     pub node: Option<String>,
-    /// Which interfaces of the captures are known to be which ports.
+    /// Ports of the captures' interfaces.
     pub ports: Vec<Mapping>,
-    /// Whether a packet that was captured at two places counts once.
+    /// Whether a packet captured at two places counts once.
     pub dedup: bool,
-    /// Manifests that change on the way.
+    /// Changes of manifests during the replay.
     pub timeline: Option<PathBuf>,
-    /// A second set of manifests to compare with; none, if empty.
+    /// A second set of manifests to compare with; empty for none.
     pub compare: Vec<PathBuf>,
     /// Files to write.
     pub outputs: Paths,
@@ -50,59 +50,59 @@ pub struct Options {
     pub connections: conntrack::Config,
 }
 
-/// What a replay came to.
+/// The result of a replay.
 #[derive(Debug)]
 pub struct Report {
-    /// Its counts.
+    /// The counts.
     pub summary: Summary,
-    /// What changes under the second set of manifests, if there was one.
+    /// What changes under the second set of manifests, if given.
     pub comparison: Option<Comparison>,
-    /// What the user should know of the input, a line each.
+    /// Notes about the input for the user, one per line.
     pub notes: Vec<String>,
 }
 
-/// Why a replay was not made.
+/// Why a replay failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
     /// A capture cannot be read.
     #[error(transparent)]
     Capture(#[from] CaptureError),
-    /// Manifests are bad.
+    /// Manifests are invalid.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
-    /// The cluster cannot be replayed on.
+    /// The cluster cannot be replayed.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// A port is not there.
+    /// A port does not exist.
     #[error(transparent)]
     Port(#[from] PortError),
-    /// The timeline is bad.
+    /// The timeline is invalid.
     #[error(transparent)]
     Timeline(#[from] TimelineError),
     /// A file cannot be written.
     #[error(transparent)]
     Output(#[from] OutputError),
-    /// The connection table cannot be made.
+    /// The connection table cannot be created.
     #[error(transparent)]
     Connections(#[from] conntrack::OpenError),
 }
 
-/// Replays.
+/// Runs a replay.
 ///
 /// # Errors
-/// An input is bad or an output cannot be written. No output is left then.
+/// An input is invalid or an output cannot be written. Leaves no output then.
 pub fn run(options: &Options) -> Result<Report, ReplayError> {
     let objects = read_objects(&options.manifests, options)?;
     let timeline = options.timeline.as_deref().map(|file| Timeline::read(file, &objects, &options.reading));
     let timeline = timeline.transpose()?.unwrap_or_default();
-    let before = Side::new(objects, options)?;
+    let before = ReplayRun::new(objects, options)?;
     let after = match options.compare.as_slice() {
         [] => None,
-        paths => Some((Side::new(read_objects(paths, options)?, options)?, Comparison::default())),
+        paths => Some((ReplayRun::new(read_objects(paths, options)?, options)?, Comparison::default())),
     };
     let captures = Captures::open(&options.captures)?;
     let sinks = Sinks::create(&options.outputs)?;
-    let run = Run {
+    let run = Replay {
         progress: Progress::new(options, &captures),
         captures,
         before,
@@ -123,13 +123,13 @@ fn read_objects(paths: &[PathBuf], options: &Options) -> Result<Vec<Object>, Man
     Ok(manifests.documents.into_iter().map(|document| document.object).collect())
 }
 
-/// One set of objects and what plays under it.
-struct Side {
+/// One set of objects and its player.
+struct ReplayRun {
     player: Player,
     ports: PortMap,
 }
 
-impl Side {
+impl ReplayRun {
     fn new(objects: Vec<Object>, options: &Options) -> Result<Self, ReplayError> {
         let cluster = Cluster::new(objects, options.node.as_deref(), options.reach)?;
         let ports = PortMap::new(&options.ports, &cluster)?;
@@ -137,37 +137,37 @@ impl Side {
     }
 
     #[inline]
-    fn place(&mut self, record: &Record, frame: &[u8], captures: &Captures) -> Place {
+    fn entry_point(&mut self, record: &Record, frame: &[u8], captures: &Captures) -> EntryPoint {
         let port = self.ports.port(record.interface.index(), captures.interfaces());
-        self.player.place(port, frame)
+        self.player.entry_point(port, frame)
     }
 }
 
-/// What the packets of a batch have in common.
+/// What the packets of a batch share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Key {
-    before: Place,
-    after: Option<Place>,
-    /// The connection table's unit of time.
+struct PacketKey {
+    before: EntryPoint,
+    after: Option<EntryPoint>,
+    /// Time in the connection table's unit.
     millisecond: u64,
 }
 
-struct Run {
+struct Replay {
     captures: Captures,
-    before: Side,
-    after: Option<(Side, Comparison)>,
+    before: ReplayRun,
+    after: Option<(ReplayRun, Comparison)>,
     timeline: Timeline,
     sinks: Sinks,
     dedup: Option<Deduplicator>,
     input: Input,
     batch: Batch,
-    /// The batch before it was judged.
+    /// The batch before processing.
     originals: Batch,
-    key: Option<Key>,
+    key: Option<PacketKey>,
     progress: Progress,
 }
 
-impl Run {
+impl Replay {
     fn play_all(mut self, options: &Options) -> Result<Report, ReplayError> {
         let mut start = 0;
         while let Some(record) = self.captures.next(self.batch.space())? {
@@ -195,7 +195,7 @@ impl Run {
             }
             self.key = Some(key);
             self.batch.push(self.input.packets, record, start);
-            start = self.batch.octets().len();
+            start = self.batch.bytes().len();
             self.progress.tick(self.input.packets, &self.captures);
         }
         self.flush(start)?;
@@ -211,43 +211,43 @@ impl Run {
     #[inline]
     fn is_duplicate(&mut self, record: &Record, start: usize) -> bool {
         let Some(dedup) = &mut self.dedup else { return false };
-        let duplicate = dedup.is_duplicate(record.time, record.interface, &self.batch.octets()[start..]);
+        let duplicate = dedup.is_duplicate(record.time, record.interface, &self.batch.bytes()[start..]);
         self.input.duplicates += u64::from(duplicate);
         duplicate
     }
 
     #[inline]
-    fn key_of(&mut self, record: &Record, start: usize) -> Key {
-        let frame = &self.batch.octets()[start..];
-        Key {
-            before: self.before.place(record, frame, &self.captures),
-            after: self.after.as_mut().map(|(side, _)| side.place(record, frame, &self.captures)),
+    fn key_of(&mut self, record: &Record, start: usize) -> PacketKey {
+        let frame = &self.batch.bytes()[start..];
+        PacketKey {
+            before: self.before.entry_point(record, frame, &self.captures),
+            after: self.after.as_mut().map(|(side, _)| side.entry_point(record, frame, &self.captures)),
             millisecond: record.time.0 / 1_000_000,
         }
     }
 
-    /// Plays the batch. What was read behind it stays; gives where that begins now, if it began at `start`.
+    /// Plays the batch. Keeps what was appended behind it, from `start`; returns where that starts now.
     #[inline]
     fn flush(&mut self, start: usize) -> Result<usize, ReplayError> {
         let Some(key) = self.key.filter(|_| !self.batch.is_empty()) else { return Ok(start) };
-        let time = self.batch.members()[0].record.time;
+        let time = self.batch.packets()[0].record.time;
         if self.sinks.writes_captures() {
             self.originals.copy_from(&self.batch);
         }
         match &mut self.after {
             None => self.before.player.play(key.before, time, &mut self.batch),
             Some((after, comparison)) => {
-                let place = key.after.unwrap_or(key.before);
+                let entry = key.after.unwrap_or(key.before);
                 let mut copy = Batch::default();
                 copy.copy_from(&self.batch);
                 self.before.player.play(key.before, time, &mut self.batch);
-                after.player.play(place, time, &mut copy);
-                compare((&mut self.before.player, key.before), (&mut after.player, place), &self.batch, comparison);
+                after.player.play(entry, time, &mut copy);
+                compare((&mut self.before.player, key.before), (&mut after.player, entry), &self.batch, comparison);
             }
         }
         if !self.sinks.is_empty() {
             let (player, interfaces) = (&mut self.before.player, self.captures.interfaces());
-            self.sinks.tell(key.before, &self.batch, &self.originals, player, interfaces)?;
+            self.sinks.write_verdict(key.before, &self.batch, &self.originals, player, interfaces)?;
         }
         self.batch.clear();
         self.key = None;
@@ -255,17 +255,22 @@ impl Run {
     }
 }
 
-/// Notes the packets of a batch whose verdict differs.
-fn compare(before: (&mut Player, Place), after: (&mut Player, Place), batch: &Batch, comparison: &mut Comparison) {
-    for (index, member) in batch.members().iter().enumerate() {
+/// Records the packets of a batch whose verdict differs.
+fn compare(
+    before: (&mut Player, EntryPoint),
+    after: (&mut Player, EntryPoint),
+    batch: &Batch,
+    comparison: &mut Comparison,
+) {
+    for (index, member) in batch.packets().iter().enumerate() {
         let decisions = (before.0.decision(before.1, index), after.0.decision(after.1, index));
         if kind(decisions.0) == kind(decisions.1) {
             continue;
         }
         let frame = batch.frame(member);
         let packet = parse(frame).ok();
-        let rules = |(player, place): (&mut Player, Place)| match &packet {
-            Some(packet) => player.standing(place, index, packet, frame).1,
+        let rules = |(player, entry): (&mut Player, EntryPoint)| match &packet {
+            Some(packet) => player.connection_state(entry, index, packet, frame).1,
             None => Default::default(),
         };
         let rules = (rules((&mut *before.0, before.1)), rules((&mut *after.0, after.1)));
@@ -278,7 +283,7 @@ fn compare(before: (&mut Player, Place), after: (&mut Player, Place), batch: &Ba
     }
 }
 
-/// What counts as a change: another reason for the same verdict is none.
+/// What counts as a change: the verdict, not its reason.
 fn kind(decision: Decision) -> u8 {
     match decision {
         Decision::Allow => 0,
@@ -290,21 +295,21 @@ fn kind(decision: Decision) -> u8 {
 fn notes(captures: &Captures, timeline: &Timeline) -> Vec<String> {
     let mut notes = Vec::new();
     for file in captures.files() {
-        if let Some(at) = file.cut_at() {
+        if let Some(at) = file.truncated_at() {
             notes.push(format!(
-                "{}: ends in the middle of a packet, at octet {at}: read to there",
+                "{}: truncated inside a packet at byte {at}: replayed up to there",
                 file.path().display()
             ));
         }
     }
     match timeline.left() {
         0 => {}
-        left => notes.push(format!("{left} steps of the timeline are after the last packet: not taken")),
+        left => notes.push(format!("{left} steps of the timeline are after the last packet and were not applied")),
     }
     notes
 }
 
-/// A progress bar, on a terminal, once it is worth it.
+/// A progress bar, shown on a terminal after a while.
 struct Progress {
     started: Instant,
     total: u64,
@@ -312,7 +317,7 @@ struct Progress {
     bar: Option<ProgressBar>,
 }
 
-/// Packets between two looks at the clock, less one.
+/// Packets between two clock reads, minus one.
 const TICK: u64 = (1 << 16) - 1;
 
 impl Progress {
@@ -343,7 +348,7 @@ impl Progress {
         });
         let rate = packets as f64 / self.started.elapsed().as_secs_f64() / 1e6;
         bar.set_message(format!("{} packets, {rate:.1} M/s", super::summary::grouped(packets)));
-        bar.set_position(captures.octets_read());
+        bar.set_position(captures.bytes_read());
     }
 
     fn finish(&mut self) {

@@ -1,4 +1,4 @@
-//! Where a replay's packets are told of, one by one.
+//! Per-packet outputs of a replay.
 
 use std::path::PathBuf;
 
@@ -8,16 +8,16 @@ use super::batch::Batch;
 use super::capture::{CaptureWriter, Interface};
 use super::line::{LineWriter, Verdict};
 use super::output::{Output, OutputError};
-use super::player::{Decision, Place, Player};
+use super::player::{Decision, EntryPoint, Player};
 
-/// Which files are asked for.
+/// The files to write.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Paths {
-    /// A line of JSON a packet.
+    /// Verdicts: one line of JSON per packet.
     pub verdicts: Option<PathBuf>,
-    /// A capture of what passed.
+    /// A capture of the packets that passed.
     pub allowed: Option<PathBuf>,
-    /// A capture of what was dropped.
+    /// A capture of the packets that were dropped.
     pub denied: Option<PathBuf>,
 }
 
@@ -36,7 +36,7 @@ struct CaptureSink {
     writer: CaptureWriter<Vec<u8>>,
 }
 
-/// Text gathered before it is handed on.
+/// Bytes of text buffered before a write.
 const GATHERED: usize = 1 << 16;
 
 impl Sinks {
@@ -55,12 +55,12 @@ impl Sinks {
         })
     }
 
-    /// Whether there are any.
+    /// Whether no file is written.
     pub(super) fn is_empty(&self) -> bool {
         self.verdicts.is_none() && !self.writes_captures()
     }
 
-    /// Whether frames are asked for as they were captured.
+    /// Whether it needs the frames as captured.
     pub(super) fn writes_captures(&self) -> bool {
         self.allowed.is_some() || self.denied.is_some()
     }
@@ -69,24 +69,23 @@ impl Sinks {
         self.lines.forget_names();
     }
 
-    /// Tells of the batch that was played last. `originals` are its frames before they were judged, where captures are
-    /// written.
-    pub(super) fn tell(
+    /// Writes the last batch. `originals` holds its frames before processing, if captures are written.
+    pub(super) fn write_verdict(
         &mut self,
-        place: Place,
+        entry: EntryPoint,
         batch: &Batch,
         originals: &Batch,
         player: &mut Player,
         interfaces: &[Interface],
     ) -> Result<(), OutputError> {
-        for (index, member) in batch.members().iter().enumerate() {
+        for (index, member) in batch.packets().iter().enumerate() {
             let frame = batch.frame(member);
             let packet = parse(frame).ok();
-            let (standing, rules) = match &packet {
-                Some(packet) => player.standing(place, index, packet, frame),
+            let (connection_state, rules) = match &packet {
+                Some(packet) => player.connection_state(entry, index, packet, frame),
                 None => Default::default(),
             };
-            let decision = player.decision(place, index);
+            let decision = player.decision(entry, index);
             let capture = match decision {
                 Decision::Allow => &mut self.allowed,
                 Decision::Deny(_) => &mut self.denied,
@@ -99,17 +98,17 @@ impl Sinks {
                     _ => player.cluster().rules().write_names(rules, &mut self.text),
                 }
                 let comment = std::str::from_utf8(&self.text).unwrap_or_default();
-                let original = originals.frame(&originals.members()[index]);
+                let original = originals.frame(&originals.packets()[index]);
                 let captured = &original[..original.len().min(member.record.captured as usize)];
                 let interface = &interfaces[member.record.interface.index()];
                 let written = capture.writer.write(&member.record, interface, captured, comment);
                 written.map_err(|cause| capture.output.error(cause))?;
-                capture.hand_on(GATHERED)?;
+                capture.write_batch(GATHERED)?;
             }
             if let Some(output) = &mut self.verdicts {
                 let (number, time) = (member.number, member.record.time);
                 let packet = packet.as_ref();
-                let verdict = Verdict { number, time, frame, packet, decision, standing, rules };
+                let verdict = Verdict { number, time, frame, packet, decision, connection_state, rules };
                 self.text.clear();
                 self.lines.write(&verdict, player.cluster(), &mut self.text);
                 output.write(&self.text)?;
@@ -118,7 +117,7 @@ impl Sinks {
         Ok(())
     }
 
-    /// Gives all files their names.
+    /// Completes all files, which gives them their names.
     pub(super) fn complete(self) -> Result<(), OutputError> {
         let captures = [self.allowed, self.denied].into_iter().flatten().map(CaptureSink::complete);
         let captures = captures.collect::<Result<Vec<_>, _>>()?;
@@ -127,17 +126,17 @@ impl Sinks {
 }
 
 impl CaptureSink {
-    fn hand_on(&mut self, at_least: usize) -> Result<(), OutputError> {
-        let octets = self.writer.gathered();
-        if octets.len() >= at_least {
-            self.output.write(octets)?;
-            octets.clear();
+    fn write_batch(&mut self, at_least: usize) -> Result<(), OutputError> {
+        let bytes = self.writer.gathered();
+        if bytes.len() >= at_least {
+            self.output.write(bytes)?;
+            bytes.clear();
         }
         Ok(())
     }
 
     fn complete(mut self) -> Result<Output, OutputError> {
-        self.hand_on(0)?;
+        self.write_batch(0)?;
         Ok(self.output)
     }
 }

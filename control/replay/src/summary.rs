@@ -1,4 +1,4 @@
-//! What a replay comes to: counts, reasons, rules.
+//! The summary of a replay: counts, reasons, rules.
 
 use std::fmt::{self, Write as _};
 
@@ -8,51 +8,51 @@ use serde::Serialize;
 
 use super::player::Player;
 
-/// The counts of a replay. Serialises as the command's JSON.
+/// The counts of a replay. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Summary {
     /// Packets of the captures.
     pub packets: u64,
-    /// Of these, seen twice and counted once; see `--dedup`.
+    /// Of these, duplicates that count once; see `--dedup`.
     pub duplicates: u64,
-    /// Of these, cut by the capture's snap length, and filled up to be judged.
+    /// Of these, truncated by the snap length and padded for evaluation.
     pub filled_up: u64,
-    /// By what became of them.
+    /// By verdict.
     pub verdicts: Verdicts,
     /// Connections.
     pub connections: Connections,
-    /// Packets that were dropped or left to the kernel, by reason; most first.
+    /// Reasons of packets dropped or passed to the kernel; most first.
     pub reasons: Vec<Reason>,
-    /// Rules by the connections that they opened; most first.
+    /// Rules by the connections they allowed; most first.
     pub rules: Vec<RuleHits>,
-    /// Rules that opened none.
+    /// Rules that allowed none.
     pub never_hit: Vec<String>,
 }
 
-/// Packets by what became of them.
+/// Packets by verdict.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct Verdicts {
     /// Passed.
     pub allow: u64,
     /// Dropped.
     pub deny: u64,
-    /// Left to the kernel.
+    /// Passed to the kernel.
     pub kernel: u64,
 }
 
-/// Connections by what became of them.
+/// Connections by what happened to them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct Connections {
     /// Opened.
     pub opened: u64,
-    /// Cut later, because policy changed.
+    /// Revoked later by a policy change.
     pub cut: u64,
 }
 
-/// How many packets had a reason.
+/// The packets with one reason.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Reason {
-    /// What became of them: `deny` or `kernel`.
+    /// The verdict: `deny` or `kernel`.
     pub verdict: &'static str,
     /// Its name.
     pub reason: &'static str,
@@ -60,7 +60,7 @@ pub struct Reason {
     pub packets: u64,
 }
 
-/// How many connections a rule opened.
+/// The connections that a rule allowed.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct RuleHits {
     /// Its name.
@@ -69,23 +69,23 @@ pub struct RuleHits {
     pub connections: u64,
 }
 
-/// What was counted while packets were read.
+/// Counts from reading packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Input {
     /// Packets read.
     pub packets: u64,
-    /// Packets passed over as seen before.
+    /// Packets skipped as duplicates.
     pub duplicates: u64,
-    /// Packets filled up.
+    /// Packets padded.
     pub filled_up: u64,
 }
 
 impl Summary {
-    /// Of a replay that is over.
+    /// The summary of a finished replay.
     pub fn new(input: Input, player: &Player) -> Self {
-        let tally = player.tally();
-        let denied = DropReason::ALL.iter().map(|cause| (*cause, tally.denied[*cause as usize]));
-        let kernel = XdpOutcome::ALL.iter().map(|outcome| (*outcome, tally.kernel[*outcome as usize]));
+        let counters = player.counters();
+        let denied = DropReason::ALL.iter().map(|cause| (*cause, counters.denied[*cause as usize]));
+        let kernel = XdpOutcome::ALL.iter().map(|outcome| (*outcome, counters.kernel[*outcome as usize]));
         let denied = denied.map(|(cause, packets)| Reason { verdict: "deny", reason: cause.name(), packets });
         let kernel = kernel.map(|(outcome, packets)| Reason { verdict: "kernel", reason: outcome.name(), packets });
         let mut reasons: Vec<Reason> = denied.chain(kernel).filter(|reason| reason.packets > 0).collect();
@@ -96,11 +96,11 @@ impl Summary {
             duplicates: input.duplicates,
             filled_up: input.filled_up,
             verdicts: Verdicts {
-                allow: tally.allowed,
-                deny: tally.denied.iter().sum(),
-                kernel: tally.kernel.iter().sum(),
+                allow: counters.allowed,
+                deny: counters.denied.iter().sum(),
+                kernel: counters.kernel.iter().sum(),
             },
-            connections: Connections { opened: tally.connections, cut: tally.cut },
+            connections: Connections { opened: counters.connections, cut: counters.cut },
             reasons,
             rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
             never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
@@ -109,7 +109,7 @@ impl Summary {
 }
 
 impl fmt::Display for Summary {
-    /// As a table, for reading.
+    /// As a table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut notes = String::new();
         for (count, what) in [(self.duplicates, "seen twice"), (self.filled_up, "cut by the snap length")] {
@@ -156,7 +156,7 @@ fn columns(
     rows.iter().try_for_each(|(name, count)| writeln!(f, "{name:<width$}  {count:>13}"))
 }
 
-/// A count with its thousands apart.
+/// A count with thousands separators.
 pub(super) fn grouped(count: u64) -> String {
     let digits = count.to_string();
     let mut text = String::new();

@@ -1,16 +1,16 @@
-//! Objects that change while a capture is replayed.
+//! Changes of objects during a replay.
 //!
-//! A TOML file of steps, in the order of time:
+//! A TOML file of steps in order of time:
 //!
 //! ```toml
 //! [[step]]
 //! at = "+1.5s"                          # after the first packet; or a time: "2026-03-01T12:00:00Z"
 //! apply = ["allow-web.yaml"]            # objects created or replaced
-//! delete = ["NetworkPolicy shop/web"]   # objects taken away
+//! delete = ["NetworkPolicy shop/web"]   # objects deleted
 //!
 //! [[step]]
 //! at = "+10s"
-//! replace = ["after/"]                  # from here on these are all the objects there are
+//! replace = ["after/"]                  # from now on these are all the objects
 //! ```
 //!
 //! Paths are relative to the file.
@@ -24,7 +24,7 @@ use serde::Deserialize;
 
 use super::capture::Time;
 
-/// A timeline that cannot be.
+/// Why a timeline is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum TimelineError {
     /// It cannot be read.
@@ -35,30 +35,30 @@ pub enum TimelineError {
         /// Why.
         cause: std::io::Error,
     },
-    /// It is no timeline.
-    #[error("{}: is no timeline: {problem}", file.display())]
+    /// Not a timeline.
+    #[error("{}: is not a timeline: {problem}", file.display())]
     Form {
         /// The file.
         file: PathBuf,
         /// What is wrong, and where.
         problem: String,
     },
-    /// A step has no sense.
+    /// A step is invalid.
     #[error("{}: step {step}: {problem}", file.display())]
     Step {
         /// The file.
         file: PathBuf,
-        /// Its place, from 1.
+        /// Its number, from 1.
         step: usize,
         /// What is wrong.
         problem: String,
     },
-    /// Manifests of a step are bad.
+    /// Manifests of a step are invalid.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
 }
 
-/// Steps in the order of time.
+/// Steps in order of time.
 #[derive(Debug, Default)]
 pub struct Timeline {
     file: PathBuf,
@@ -68,13 +68,13 @@ pub struct Timeline {
 
 #[derive(Debug)]
 struct Step {
-    at: Moment,
+    at: StepTime,
     changes: Vec<Change>,
 }
 
-/// When a step is taken.
+/// When a step applies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Moment {
+enum StepTime {
     /// Nanoseconds after the first packet.
     After(u64),
     At(Time),
@@ -82,14 +82,14 @@ enum Moment {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct RawTimeline {
     #[serde(default)]
-    step: Vec<StepText>,
+    step: Vec<RawStep>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct StepText {
+struct RawStep {
     at: String,
     #[serde(default)]
     apply: Vec<PathBuf>,
@@ -99,93 +99,93 @@ struct StepText {
 }
 
 impl Timeline {
-    /// Reads a timeline and all manifests that it names. `objects` are those at the start.
+    /// Reads a timeline and all manifests it names. `objects` are those at the start.
     ///
     /// # Errors
-    /// The file or one of the manifests cannot be read or is bad; a step is before the one before it.
+    /// The file or a manifest cannot be read or is invalid; a step is earlier than the one before it.
     pub fn read(file: &Path, objects: &[Object], options: &Options) -> Result<Self, TimelineError> {
         let form = |problem: String| TimelineError::Form { file: file.to_owned(), problem };
         let text = std::fs::read_to_string(file)
             .map_err(|cause| TimelineError::Unreadable { file: file.to_owned(), cause })?;
-        let parsed: File = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
+        let parsed: RawTimeline = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
         let mut there: BTreeMap<ObjectRef, Object> =
             objects.iter().map(|object| (object.reference(), object.clone())).collect();
         let mut steps: Vec<Step> = Vec::new();
         for (place, step) in parsed.step.into_iter().enumerate() {
             let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
-            let at = moment(&step.at).map_err(&wrong)?;
+            let at = step_time(&step.at).map_err(&wrong)?;
             if steps.last().is_some_and(|before| is_before(at, before.at)) {
-                return Err(wrong(format!("at = {:?} is before the step before it: put steps in order", step.at)));
+                return Err(wrong(format!("at = {:?} is before the previous step: sort the steps by time", step.at)));
             }
             let changes = changes(file, &step, &mut there, options).map_err(|problem| match problem {
-                Problem::Manifests(errors) => TimelineError::Manifests(errors),
-                Problem::Step(problem) => wrong(problem),
+                TimelineProblem::Manifests(errors) => TimelineError::Manifests(errors),
+                TimelineProblem::Step(problem) => wrong(problem),
             })?;
             steps.push(Step { at, changes });
         }
         Ok(Self { file: file.to_owned(), steps, next: 0 })
     }
 
-    /// Fixes the steps that count from the first packet, which came at this time.
+    /// Resolves the steps relative to the first packet, which has this time.
     ///
     /// # Errors
-    /// Steps that count from it and steps at a time of their own turn out to be out of order.
+    /// Relative and absolute steps turn out to be out of order.
     pub fn begin(&mut self, first: Time) -> Result<(), TimelineError> {
         let mut before = Time(0);
         for (place, step) in self.steps.iter_mut().enumerate() {
             let at = match step.at {
-                Moment::After(nanoseconds) => Time(first.0.saturating_add(nanoseconds)),
-                Moment::At(time) => time,
+                StepTime::After(nanoseconds) => Time(first.0.saturating_add(nanoseconds)),
+                StepTime::At(time) => time,
             };
             if at < before {
-                let problem = "is before the step before it, as the first packet has its time: put steps in order";
+                let problem = "is before the previous step, given the first packet's time: sort the steps by time";
                 return Err(TimelineError::Step {
                     file: self.file.clone(),
                     step: place + 1,
                     problem: problem.to_owned(),
                 });
             }
-            step.at = Moment::At(at);
+            step.at = StepTime::At(at);
             before = at;
         }
         Ok(())
     }
 
-    /// The changes of the next step if it is due at this time: before the packet that is seen then.
+    /// The changes of the next step if it is due before a packet of this time.
     #[inline]
     pub fn due(&mut self, time: Time) -> Option<Vec<Change>> {
         let step = self.steps.get_mut(self.next)?;
-        if !matches!(step.at, Moment::At(at) if at <= time) {
+        if !matches!(step.at, StepTime::At(at) if at <= time) {
             return None;
         }
         self.next += 1;
         Some(std::mem::take(&mut step.changes))
     }
 
-    /// Steps that no packet was late enough for.
+    /// The number of steps later than every packet.
     pub fn left(&self) -> usize {
         self.steps.len() - self.next
     }
 }
 
-enum Problem {
+enum TimelineProblem {
     Step(String),
     Manifests(ManifestErrors),
 }
 
 fn changes(
     file: &Path,
-    step: &StepText,
+    step: &RawStep,
     there: &mut BTreeMap<ObjectRef, Object>,
     options: &Options,
-) -> Result<Vec<Change>, Problem> {
+) -> Result<Vec<Change>, TimelineProblem> {
     if step.replace.is_some() && !(step.apply.is_empty() && step.delete.is_empty()) {
-        return Err(Problem::Step("has replace besides apply or delete: use the one or the others".to_owned()));
+        return Err(TimelineProblem::Step("has replace together with apply or delete: use either".to_owned()));
     }
-    let read = |paths: &[PathBuf]| -> Result<Vec<Object>, Problem> {
+    let read = |paths: &[PathBuf]| -> Result<Vec<Object>, TimelineProblem> {
         let directory = file.parent().unwrap_or(Path::new("."));
         let paths: Vec<PathBuf> = paths.iter().map(|path| directory.join(path)).collect();
-        let manifests = read_manifests(&paths, options).map_err(Problem::Manifests)?;
+        let manifests = read_manifests(&paths, options).map_err(TimelineProblem::Manifests)?;
         Ok(manifests.documents.into_iter().map(|document| document.object).collect())
     };
     let mut changes = Vec::new();
@@ -199,9 +199,9 @@ fn changes(
         return Ok(changes);
     }
     for text in &step.delete {
-        let reference = reference(text).map_err(Problem::Step)?;
+        let reference = reference(text).map_err(TimelineProblem::Step)?;
         if there.remove(&reference).is_none() {
-            return Err(Problem::Step(format!("delete: there is no {text} at that time")));
+            return Err(TimelineProblem::Step(format!("delete: {text} does not exist at that time")));
         }
         changes.push(Change::Delete(reference));
     }
@@ -210,7 +210,7 @@ fn changes(
         changes.push(Change::Set(object));
     }
     if changes.is_empty() {
-        return Err(Problem::Step("changes nothing: give apply, delete or replace".to_owned()));
+        return Err(TimelineProblem::Step("changes nothing: add apply, delete or replace".to_owned()));
     }
     Ok(changes)
 }
@@ -219,7 +219,7 @@ fn changes(
 fn reference(text: &str) -> Result<ObjectRef, String> {
     let wrong = || {
         format!(
-            "delete: {text:?} names no object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node"
+            "delete: {text:?} is not an object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node"
         )
     };
     let (kind, name) = text.split_once(' ').ok_or_else(wrong)?;
@@ -236,22 +236,22 @@ fn reference(text: &str) -> Result<ObjectRef, String> {
     }
 }
 
-fn moment(text: &str) -> Result<Moment, String> {
+fn step_time(text: &str) -> Result<StepTime, String> {
     let wrong =
-        || format!("at = {text:?} is no time: write \"+1.5s\" after the first packet, or \"2026-03-01T12:00:00Z\"");
+        || format!("at = {text:?} is not a time: write \"+1.5s\" after the first packet, or \"2026-03-01T12:00:00Z\"");
     if let Some(after) = text.strip_prefix('+') {
         let duration: jiff::SignedDuration = after.parse().map_err(|_| wrong())?;
-        return u64::try_from(duration.as_nanos()).map(Moment::After).map_err(|_| wrong());
+        return u64::try_from(duration.as_nanos()).map(StepTime::After).map_err(|_| wrong());
     }
     let timestamp: jiff::Timestamp = text.parse().map_err(|_| wrong())?;
-    u64::try_from(timestamp.as_nanosecond()).map(|nanoseconds| Moment::At(Time(nanoseconds))).map_err(|_| wrong())
+    u64::try_from(timestamp.as_nanosecond()).map(|nanoseconds| StepTime::At(Time(nanoseconds))).map_err(|_| wrong())
 }
 
-/// Whether two moments are known to be in this order before the first packet is.
-fn is_before(a: Moment, b: Moment) -> bool {
+/// Whether two times are in order, as far as that is known before the first packet.
+fn is_before(a: StepTime, b: StepTime) -> bool {
     match (a, b) {
-        (Moment::After(a), Moment::After(b)) => a < b,
-        (Moment::At(a), Moment::At(b)) => a < b,
+        (StepTime::After(a), StepTime::After(b)) => a < b,
+        (StepTime::At(a), StepTime::At(b)) => a < b,
         _ => false,
     }
 }
@@ -267,12 +267,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn moments_are_read_in_both_forms() {
-        assert_eq!(moment("+1.5s"), Ok(Moment::After(1_500_000_000)));
-        assert_eq!(moment("+2m"), Ok(Moment::After(120_000_000_000)));
-        assert_eq!(moment("1970-01-01T00:00:01.5Z"), Ok(Moment::At(Time(1_500_000_000))));
+    fn timeline_times_parse_in_both_forms() {
+        assert_eq!(step_time("+1.5s"), Ok(StepTime::After(1_500_000_000)));
+        assert_eq!(step_time("+2m"), Ok(StepTime::After(120_000_000_000)));
+        assert_eq!(step_time("1970-01-01T00:00:01.5Z"), Ok(StepTime::At(Time(1_500_000_000))));
         for wrong in ["5", "+", "+-5s", "later", "1969-12-31T23:59:59Z"] {
-            assert!(moment(wrong).is_err(), "{wrong}");
+            assert!(step_time(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -68,9 +68,9 @@ fn frame(mark: u8) -> Vec<u8> {
     [&[1; 6][..], &[2; 6], &[0x08, 0x00], &[mark; 31]].concat()
 }
 
-fn file(directory: &Path, name: &str, octets: &[u8]) -> PathBuf {
+fn file(directory: &Path, name: &str, bytes: &[u8]) -> PathBuf {
     let path = directory.join(name);
-    std::fs::write(&path, octets).unwrap();
+    std::fs::write(&path, bytes).unwrap();
     path
 }
 
@@ -95,7 +95,7 @@ fn read(paths: &[PathBuf]) -> Result<Read, String> {
         packets,
         originals,
         names: captures.interfaces().iter().map(|interface| interface.name.clone()).collect(),
-        cut: captures.files().iter().map(|file| file.cut_at().is_some()).collect(),
+        cut: captures.files().iter().map(|file| file.truncated_at().is_some()).collect(),
     })
 }
 
@@ -105,15 +105,15 @@ fn pcap_is_read_in_every_byte_order_and_resolution_and_compressed() {
     for order in [LITTLE, BIG] {
         for (nanoseconds, unit) in [(false, 1000), (true, 1)] {
             for compressed in [false, true] {
-                let mut octets = order.pcap(nanoseconds, 1);
-                octets.extend(order.record(1_700_000_000, 5, &frame(1), 45));
-                octets.extend(order.record(1_700_000_001, 999, &frame(2), 1500));
+                let mut bytes = order.pcap(nanoseconds, 1);
+                bytes.extend(order.record(1_700_000_000, 5, &frame(1), 45));
+                bytes.extend(order.record(1_700_000_001, 999, &frame(2), 1500));
                 if compressed {
                     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
-                    encoder.write_all(&octets).unwrap();
-                    octets = encoder.finish().unwrap();
+                    encoder.write_all(&bytes).unwrap();
+                    bytes = encoder.finish().unwrap();
                 }
-                let read = read(&[file(directory.path(), "a.pcap", &octets)]).unwrap();
+                let read = read(&[file(directory.path(), "a.pcap", &bytes)]).unwrap();
                 let time = |seconds: u64, fraction: u64| seconds * 1_000_000_000 + fraction * unit;
                 assert_eq!(
                     read.packets,
@@ -128,18 +128,18 @@ fn pcap_is_read_in_every_byte_order_and_resolution_and_compressed() {
 #[test]
 fn pcapng_is_read_over_sections_interfaces_and_resolutions() {
     let directory = tempfile::tempdir().unwrap();
-    let mut octets = LITTLE.section();
-    octets.extend(LITTLE.interface(1, &[LITTLE.option(2, b"veth-web"), LITTLE.option(9, &[9])]));
-    octets.extend(LITTLE.interface(101, &[LITTLE.option(9, &[0x8a])]));
-    octets.extend(LITTLE.packet(0, 77, &frame(1), &[]));
-    octets.extend(LITTLE.packet(1, 1536, &[0x45; 21], &[&LITTLE.option(1, b"a comment")[..], &[0; 4]].concat()));
-    octets.extend(LITTLE.block(5, &[0; 12]));
-    octets.extend(LITTLE.block(0xbad, &[1, 2, 3, 4]));
-    octets.extend(BIG.section());
-    octets.extend(BIG.interface(1, &[BIG.option(14, &2i64.to_be_bytes())]));
-    octets.extend(BIG.packet(0, 3_000_001, &frame(3), &[]));
-    octets.extend(BIG.block(3, &[&BIG.u32(45)[..], &frame(4)].concat()));
-    let read = read(&[file(directory.path(), "a.pcapng", &octets)]).unwrap();
+    let mut bytes = LITTLE.section();
+    bytes.extend(LITTLE.interface(1, &[LITTLE.option(2, b"veth-web"), LITTLE.option(9, &[9])]));
+    bytes.extend(LITTLE.interface(101, &[LITTLE.option(9, &[0x8a])]));
+    bytes.extend(LITTLE.packet(0, 77, &frame(1), &[]));
+    bytes.extend(LITTLE.packet(1, 1536, &[0x45; 21], &[&LITTLE.option(1, b"a comment")[..], &[0; 4]].concat()));
+    bytes.extend(LITTLE.block(5, &[0; 12]));
+    bytes.extend(LITTLE.block(0xbad, &[1, 2, 3, 4]));
+    bytes.extend(BIG.section());
+    bytes.extend(BIG.interface(1, &[BIG.option(14, &2i64.to_be_bytes())]));
+    bytes.extend(BIG.packet(0, 3_000_001, &frame(3), &[]));
+    bytes.extend(BIG.block(3, &[&BIG.u32(45)[..], &frame(4)].concat()));
+    let read = read(&[file(directory.path(), "a.pcapng", &bytes)]).unwrap();
     let raw = [&[0; 12][..], &[0x08, 0x00], &[0x45; 21]].concat();
     assert_eq!(
         read.packets,
@@ -153,7 +153,7 @@ fn files_are_merged_by_time_and_keep_their_own_order() {
     let directory = tempfile::tempdir().unwrap();
     let pcap = |records: &[(u32, u8)]| {
         let records = records.iter().map(|(seconds, mark)| LITTLE.record(*seconds, 0, &frame(*mark), 45));
-        records.fold(LITTLE.pcap(false, 1), |octets, record| [octets, record].concat())
+        records.fold(LITTLE.pcap(false, 1), |bytes, record| [bytes, record].concat())
     };
     let files = [
         file(directory.path(), "a.pcap", &pcap(&[(1, 1), (4, 2), (3, 3), (9, 4)])),
@@ -165,7 +165,7 @@ fn files_are_merged_by_time_and_keep_their_own_order() {
 }
 
 #[test]
-fn a_capture_that_ends_in_a_packet_is_read_to_there() {
+fn a_truncated_capture_is_read_up_to_the_last_complete_packet() {
     let directory = tempfile::tempdir().unwrap();
     let pcap = [LITTLE.pcap(false, 1), LITTLE.record(1, 0, &frame(1), 45), LITTLE.record(2, 0, &frame(2), 45)].concat();
     let ng = [
@@ -175,9 +175,9 @@ fn a_capture_that_ends_in_a_packet_is_read_to_there() {
         LITTLE.packet(0, 2, &frame(2), &[]),
     ]
     .concat();
-    for (name, octets, first, second) in [("pcap", &pcap, 24, 24 + 61), ("pcapng", &ng, 28 + 24, 28 + 24 + 80)] {
-        for end in first..octets.len() {
-            let read = read(&[file(directory.path(), name, &octets[..end])]).unwrap();
+    for (name, bytes, first, second) in [("pcap", &pcap, 24, 24 + 61), ("pcapng", &ng, 28 + 24, 28 + 24 + 80)] {
+        for end in first..bytes.len() {
+            let read = read(&[file(directory.path(), name, &bytes[..end])]).unwrap();
             assert_eq!(read.packets.len(), usize::from(end >= second), "{name} cut at {end}");
             assert_eq!(read.cut, [end != first && end != second], "{name} cut at {end}");
         }
@@ -190,25 +190,25 @@ fn a_capture_that_ends_in_a_packet_is_read_to_there() {
 }
 
 #[test]
-fn what_is_no_capture_is_told_in_one_line() {
+fn a_file_that_is_not_a_capture_is_a_one_line_error() {
     let directory = tempfile::tempdir().unwrap();
     let ng = |blocks: &[Vec<u8>]| [LITTLE.section(), blocks.concat()].concat();
-    for (name, octets, says) in [
+    for (name, bytes, says) in [
         ("empty", Vec::new(), "is not a capture"),
         ("text", b"this is a text that goes on for a while".to_vec(), "is not a capture"),
         ("bluetooth.pcap", LITTLE.pcap(false, 187), "link type 187"),
         ("bluetooth.pcapng", ng(&[LITTLE.interface(187, &[])]), "link type 187"),
-        ("no-interface", ng(&[LITTLE.packet(0, 1, &frame(1), &[])]), "names interface 0"),
+        ("no-interface", ng(&[LITTLE.packet(0, 1, &frame(1), &[])]), "refers to interface 0"),
         ("resolution", ng(&[LITTLE.interface(1, &[LITTLE.option(9, &[20])])]), "time resolution 0x14"),
         ("long.pcap", [LITTLE.pcap(false, 1), LITTLE.record(1, 0, &[], 0)].concat(), ""),
-        ("garbage.pcapng", ng(&[vec![0xab; 64]]), "octet 28"),
+        ("garbage.pcapng", ng(&[vec![0xab; 64]]), "byte 28"),
     ] {
-        let mut octets = octets;
+        let mut bytes = bytes;
         if name == "long.pcap" {
-            octets[24 + 8..24 + 12].fill(0xff);
+            bytes[24 + 8..24 + 12].fill(0xff);
         }
-        let says = if name == "long.pcap" { "octet 24 is 4294967295 octets long" } else { says };
-        let message = read(&[file(directory.path(), name, &octets)]).err().unwrap_or_else(|| panic!("{name} was read"));
+        let says = if name == "long.pcap" { "byte 24 claims 4294967295 bytes" } else { says };
+        let message = read(&[file(directory.path(), name, &bytes)]).err().unwrap_or_else(|| panic!("{name} was read"));
         assert!(message.contains(says) && message.contains(name) && !message.contains('\n'), "{name}: {message}");
     }
     let message = read(&[directory.path().join("absent")]).err().unwrap();
@@ -216,7 +216,7 @@ fn what_is_no_capture_is_told_in_one_line() {
 }
 
 #[test]
-fn what_is_written_is_read_again_with_times_names_and_lengths() {
+fn a_written_capture_reads_back_with_times_names_and_lengths() {
     let directory = tempfile::tempdir().unwrap();
     let interfaces = [
         Interface { file: 0, name: None, link: LinkType::Ethernet },
@@ -237,9 +237,9 @@ fn what_is_written_is_read_again_with_times_names_and_lengths() {
     for (record, frame, comment) in &packets {
         writer.write(record, &interfaces[record.interface.index()], frame, comment).unwrap();
     }
-    let octets = writer.into_inner();
-    assert!(octets.windows(18).any(|window| window == b"shop-ingress-web-0"));
-    let read = read(&[file(directory.path(), "out.pcapng", &octets)]).unwrap();
+    let bytes = writer.into_inner();
+    assert!(bytes.windows(18).any(|window| window == b"shop-ingress-web-0"));
+    let read = read(&[file(directory.path(), "out.pcapng", &bytes)]).unwrap();
     assert_eq!(
         read.packets,
         [

@@ -1,9 +1,9 @@
-//! How a source does: shared with whoever shows it.
+//! The health of a source, shared with those who report it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The kinds of objects that every source gives.
+/// The kinds of objects that every source provides.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Kind {
     /// Namespaces.
@@ -17,10 +17,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 4] = [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy];
 
-    /// As a manifest's `kind` has it.
+    /// The `kind` in manifests.
     pub fn name(self) -> &'static str {
         match self {
             Self::Namespace => "Namespace",
@@ -30,7 +30,7 @@ impl Kind {
         }
     }
 
-    /// As paths and roles of the API have it.
+    /// The resource name in API paths and roles.
     pub fn resource(self) -> &'static str {
         match self {
             Self::Namespace => "namespaces",
@@ -41,7 +41,7 @@ impl Kind {
     }
 }
 
-/// How a source does, by kind. Written by the source, read by anyone at any time.
+/// A source's health by kind. The source writes it; any thread may read it.
 #[derive(Debug)]
 pub struct SourceHealth {
     start: Instant,
@@ -52,7 +52,7 @@ pub struct SourceHealth {
 struct Counters {
     synced: AtomicBool,
     connected: AtomicBool,
-    /// Milliseconds from the start to the last sign of life, plus one; 0 is never.
+    /// Milliseconds from start to the last sign of life, plus one; 0 for never.
     last_sign: AtomicU64,
     events: AtomicU64,
     outages: AtomicU64,
@@ -61,24 +61,24 @@ struct Counters {
     invalid: AtomicU64,
 }
 
-/// How a source does with one kind.
+/// A source's health for one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KindHealth {
-    /// All objects of the kind have been read at least once. It stays so in an outage: what was read stays in force.
+    /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in force.
     pub synced: bool,
-    /// Changes are told as they happen. `false` before the first list, and in an outage.
+    /// Changes arrive as they happen. `false` before the first list and in an outage.
     pub connected: bool,
-    /// How long ago something last came: a list, an event, or a bookmark.
+    /// Time since the last list, event or bookmark.
     pub last_sign: Option<Duration>,
-    /// Events that came, bookmarks not counted.
+    /// Events received, without bookmarks.
     pub events: u64,
-    /// How often the source was lost.
+    /// Number of outages.
     pub outages: u64,
-    /// How often all objects were read; each time but the first was a resync.
+    /// Number of complete lists; each but the first is a resync.
     pub lists: u64,
-    /// Objects there are.
+    /// Number of objects.
     pub objects: u64,
-    /// Objects among them that are not understood, or not wholly. What that means for each is in the log.
+    /// Number of objects not fully understood. The log has the details of each.
     pub invalid: u64,
 }
 
@@ -89,7 +89,7 @@ impl Default for SourceHealth {
 }
 
 impl SourceHealth {
-    /// How it does with a kind now.
+    /// The current health for a kind.
     pub fn of(&self, kind: Kind) -> KindHealth {
         let counters = &self.kinds[kind as usize];
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -106,24 +106,24 @@ impl SourceHealth {
         }
     }
 
-    /// Whether all kinds have been read at least once.
+    /// Whether all kinds were read at least once.
     pub fn is_synced(&self) -> bool {
         self.kinds.iter().all(|counters| counters.synced.load(Ordering::Relaxed))
     }
 
-    /// Something came.
+    /// Records a sign of life.
     pub(super) fn sign(&self, kind: Kind) {
         let milliseconds = self.start.elapsed().as_millis() as u64;
         self.kinds[kind as usize].last_sign.store(milliseconds + 1, Ordering::Relaxed);
     }
 
-    /// An event came.
+    /// Records an event.
     pub(super) fn event(&self, kind: Kind) {
         self.sign(kind);
         self.kinds[kind as usize].events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// All objects of a kind have been read.
+    /// Records a complete list of a kind.
     pub(super) fn listed(&self, kind: Kind) {
         self.sign(kind);
         let counters = &self.kinds[kind as usize];
@@ -131,19 +131,19 @@ impl SourceHealth {
         counters.synced.store(true, Ordering::Relaxed);
     }
 
-    /// Changes are told from now on.
+    /// Records that changes arrive from now on.
     pub(super) fn connected(&self, kind: Kind) {
         self.kinds[kind as usize].connected.store(true, Ordering::Relaxed);
     }
 
-    /// The source is lost.
+    /// Records an outage.
     pub(super) fn lost(&self, kind: Kind) {
         let counters = &self.kinds[kind as usize];
         counters.connected.store(false, Ordering::Relaxed);
         counters.outages.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How many objects there are, and how many of them are not understood.
+    /// Records the number of objects, and of those not fully understood.
     pub(super) fn count(&self, kind: Kind, objects: usize, invalid: usize) {
         let counters = &self.kinds[kind as usize];
         counters.objects.store(objects as u64, Ordering::Relaxed);
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_leaves_it_synced_and_shows() {
+    fn an_outage_is_visible_and_keeps_the_source_synced() {
         let health = SourceHealth::default();
         assert_eq!(health.of(Kind::Pod), KindHealth::default());
         health.listed(Kind::Pod);

@@ -1,11 +1,10 @@
-//! Where objects come from: manifests in a directory, or the API server.
+//! Sources of objects: a directory of manifests, or the API server.
 //!
-//! Every source ends in the same two things: validated objects of [`penstock_policy::model`], and changes to them.
-//! [`convert`] makes them of Kubernetes' own types, [`manifest`] reads them from files, [`directory`] watches a directory of
-//! files, [`api_server`] lists and watches the objects of a cluster. [`Source`] is either of the last two.
+//! Every source provides validated objects of [`penstock_policy::model`] and changes to them. [`convert`] converts
+//! Kubernetes' types, [`manifest`] reads files, [`directory`] watches a directory of files, [`api_server`] lists and watches
+//! a cluster. [`Source`] is one of the last two.
 //!
-//! What policies mean is none of this crate's business, nor what becomes of the objects: `penstock-agent`, `penstock-replay`
-//! and the `penstock` command ask for them.
+//! The crate does not evaluate policies. `penstock-agent`, `penstock-replay` and the `penstock` command use its objects.
 
 pub mod api_server;
 pub mod convert;
@@ -26,7 +25,7 @@ use api_server::{Access, ApiServer, Timing};
 use convert::Settings;
 use directory::ManifestDirectory;
 
-/// Which source.
+/// Where objects come from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Location {
     /// A directory of manifests, watched.
@@ -35,7 +34,7 @@ pub enum Location {
     ApiServer(Access),
 }
 
-/// A source of objects: all of them at first, then what changes.
+/// A source: all objects first, then changes.
 #[derive(Debug)]
 pub struct Source {
     from: From,
@@ -48,13 +47,13 @@ enum From {
     ApiServer(ApiServer),
 }
 
-/// Why there is no source to start from.
+/// Why a source cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The directory of manifests is not one, or they have errors.
+    /// The manifest directory is missing or its manifests have errors.
     #[error(transparent)]
     Manifests(#[from] directory::OpenError),
-    /// There is no way to the API server.
+    /// The API server cannot be accessed.
     #[error(transparent)]
     ApiServer(#[from] api_server::OpenError),
 }
@@ -62,8 +61,8 @@ pub enum OpenError {
 impl Source {
     /// Opens a source and reads all objects.
     ///
-    /// It waits for an API server, however long that takes, until every kind has been listed: what is half-read is
-    /// not told. To be dropped to give up.
+    /// Waits for an API server, for any time, until every kind is listed: partial state is never reported. Drop the
+    /// future to give up.
     pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), OpenError> {
         let health = Arc::new(SourceHealth::default());
         let (from, objects) = match location {
@@ -86,8 +85,8 @@ impl Source {
         Ok((Self { from, health }, objects))
     }
 
-    /// The next changes, as soon as there are any: what belongs together comes together. It may be dropped while it
-    /// waits without losing anything. `None` once nothing can come any more.
+    /// The next changes; related changes arrive together. Cancel-safe: dropping the future loses none. `None` once the
+    /// source has ended.
     pub async fn next(&mut self) -> Option<Vec<Change>> {
         match &mut self.from {
             From::ApiServer(server) => server.next().await,
@@ -103,13 +102,13 @@ impl Source {
         }
     }
 
-    /// How it does, now and at any later time.
+    /// Its health, updated continuously.
     pub fn health(&self) -> Arc<SourceHealth> {
         Arc::clone(&self.health)
     }
 }
 
-/// Which objects there are, to be counted.
+/// The objects, for counting.
 #[derive(Debug, Default)]
 struct Tally(FxHashSet<ObjectRef>);
 
@@ -129,7 +128,7 @@ impl Tally {
 
     fn tell(&self, health: &SourceHealth) {
         for kind in Kind::ALL {
-            // What has an error is no object here: its file keeps those that were good.
+            // An object with an error is not counted: its file keeps the valid ones.
             health.count(kind, self.0.iter().filter(|reference| kind_of_reference(reference) == kind).count(), 0);
         }
     }

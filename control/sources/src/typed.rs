@@ -1,11 +1,11 @@
-//! A value as a type of the API, with the paths of what is wrong with it or unknown in it.
+//! Deserializes API types, with the paths of errors and unknown fields.
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::convert::{FieldPath, Step};
 
-/// Reads a value as `T`, and tells the fields in it that `T` does not know; or which field has the wrong type, and why.
+/// Deserializes a value as `T`. Returns the fields that `T` does not know, or the field with the wrong type and the reason.
 pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<(T, Vec<FieldPath>), (FieldPath, String)> {
     let mut unknown = Vec::new();
     let mut note = |path: serde_ignored::Path<'_>| unknown.push(field_path(&path));

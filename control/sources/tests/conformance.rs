@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Labels, NamedPort, Namespace, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
 use penstock_sources::convert;
 use serde::Deserialize;
@@ -144,7 +144,7 @@ fn pod(pod: &SuitePod) -> Pod {
         host_network: false,
         finished: false,
         ports: pod.ports.iter().map(port).collect(),
-        tenure: Default::default(),
+        lifetime: Default::default(),
     }
 }
 
@@ -199,7 +199,7 @@ impl Tally {
             };
             let (src, dst) = (addresses[&row.from].into(), addresses[&row.to].into());
             let flow = Flow { src, dst, protocol, src_port: 40000, dst_port: row.resolved_port };
-            let judgement = engine.judge(&flow);
+            let judgement = engine.evaluate(&flow);
             self.checked += 1;
             self.denied += usize::from(!(row.ingress && row.egress));
             let sides = (judgement.egress.is_allowed(), judgement.ingress.is_allowed());
@@ -223,12 +223,12 @@ impl Tally {
 }
 
 #[test]
-fn all_cases_hold_by_state() {
+fn conformance_cases_hold_for_each_state() {
     let Some(suite) = suite() else { return };
     let mut tally = Tally::default();
     for case in &suite.cases {
         for (number, step) in case.steps.iter().enumerate() {
-            let mut engine = Engine::new(Settings::for_all_pods());
+            let mut engine = Engine::new(EngineSettings::for_all_pods());
             engine.apply(objects(&step.state).into_iter().map(Change::Set));
             let place = format!("case {} ({}) step {number}", case.id, case.description);
             tally.check(&engine, &step.state, &step.expected, &place);
@@ -238,10 +238,10 @@ fn all_cases_hold_by_state() {
 }
 
 #[test]
-fn all_cases_hold_by_replaying_their_actions_on_one_running_engine() {
+fn conformance_cases_hold_for_incremental_changes() {
     let Some(suite) = suite() else { return };
     let mut tally = Tally::default();
-    let mut engine = Engine::new(Settings::for_all_pods());
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
     let cluster: BTreeMap<ObjectRef, Object> =
         objects(&suite.cluster).into_iter().map(|object| (object.reference(), object)).collect();
     let mut present: BTreeMap<ObjectRef, Object> = BTreeMap::new();

@@ -87,7 +87,7 @@ fn replace_by_rename(path: &Path, text: &str) {
 }
 
 #[test]
-fn what_is_there_at_the_start_is_the_first_state() {
+fn existing_files_are_the_first_state() {
     let parent = tempfile::tempdir().unwrap();
     for (name, text) in [
         ("b.yaml", pod("b", "10.0.0.2")),
@@ -105,7 +105,7 @@ fn what_is_there_at_the_start_is_the_first_state() {
 }
 
 #[test]
-fn a_start_needs_a_directory_and_good_manifests() {
+fn opening_needs_a_directory_with_valid_manifests() {
     let parent = tempfile::tempdir().unwrap();
     let missing = parent.path().join("missing");
     let error = ManifestDirectory::open(&missing, Settings::default()).unwrap_err();
@@ -124,7 +124,7 @@ fn a_start_needs_a_directory_and_good_manifests() {
 const BY_EVENT: Duration = Duration::from_millis(900);
 
 #[test]
-fn a_save_arrives_by_its_event_and_not_by_the_look_once_a_second() {
+fn a_save_is_reported_by_its_event_not_by_the_periodic_check() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
     let mut times = Vec::new();
     for i in 2..42 {
@@ -144,7 +144,7 @@ fn a_save_arrives_by_its_event_and_not_by_the_look_once_a_second() {
 }
 
 #[test]
-fn a_save_in_many_writes_is_one_batch_and_never_seen_half() {
+fn a_save_in_many_writes_is_one_batch() {
     let mut watched = Watched::open(&[("a.yaml", &(pod("x", "10.0.0.1") + &pod("y", "10.0.0.2")))]);
     // Truncated, then written document by document with pauses longer than events are gathered.
     let mut file = File::create(watched.path("a.yaml")).unwrap();
@@ -159,7 +159,7 @@ fn a_save_in_many_writes_is_one_batch_and_never_seen_half() {
 }
 
 #[test]
-fn a_file_that_is_being_written_does_not_hold_up_another() {
+fn a_file_being_written_does_not_delay_another() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
     let file = File::create(watched.path("a.yaml")).unwrap();
     watched.write("b.yaml", &pod("y", "10.0.0.2"));
@@ -184,7 +184,7 @@ fn several_saves_at_once_are_one_batch() {
 }
 
 #[test]
-fn files_come_go_and_change_their_names() {
+fn files_can_be_added_removed_and_renamed() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1")), ("b.yaml", &pod("y", "10.0.0.2"))]);
     fs::remove_file(watched.path("a.yaml")).unwrap();
     assert_eq!(told(&watched.next()), ["-x"]);
@@ -205,7 +205,7 @@ fn files_come_go_and_change_their_names() {
 }
 
 #[test]
-fn a_broken_save_keeps_the_last_good_state_and_is_told_once() {
+fn a_broken_save_keeps_the_last_good_state_and_is_reported_once() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
     watched.write("a.yaml", &pod("x", "10.0.0.999"));
     let batch = watched.next();
@@ -218,11 +218,11 @@ fn a_broken_save_keeps_the_last_good_state_and_is_told_once() {
     watched.assert_quiet();
     watched.write("a.yaml", &pod("x", "10.0.0.9"));
     let batch = watched.next();
-    assert_eq!((told(&batch), &batch.mended), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
+    assert_eq!((told(&batch), &batch.fixed), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
 }
 
 #[test]
-fn a_directory_that_goes_away_leaves_the_state_until_it_is_back() {
+fn a_removed_directory_keeps_the_state_until_it_returns() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1")), ("b.yaml", &pod("y", "10.0.0.2"))]);
     let away = watched.directory.with_extension("away");
     fs::rename(&watched.directory, &away).unwrap();
@@ -258,7 +258,7 @@ fn assert_follows_events(watched: &mut Watched) {
 }
 
 #[test]
-fn a_directory_may_be_named_by_a_relative_path() {
+fn a_directory_can_be_a_relative_path() {
     let parent = tempfile::tempdir().unwrap();
     let directory = parent.path().join("manifests");
     fs::create_dir(&directory).unwrap();
@@ -270,7 +270,7 @@ fn a_directory_may_be_named_by_a_relative_path() {
 }
 
 #[test]
-fn a_directory_replaced_by_another_is_followed() {
+fn a_replaced_directory_is_followed() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
     let other = watched.directory.with_extension("other");
     fs::create_dir(&other).unwrap();
@@ -289,7 +289,7 @@ fn a_directory_replaced_by_another_is_followed() {
 }
 
 #[test]
-fn dropping_it_ends_its_thread() {
+fn dropping_the_source_ends_its_thread() {
     let watched = Watched::open(&[]);
     // More saves than batches can wait: the thread is sending when its owner goes.
     for i in 0..40 {

@@ -31,7 +31,7 @@ fn assert_error(text: &str, object: &str, rest: &str, options: Options) {
 const POLICY: &str = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\n";
 
 #[test]
-fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
+fn a_policy_that_kubernetes_rejects_is_rejected_with_line_and_field() {
     for (spec, field, problem) in [
         (
             "ingress: [{from: [{ipBlock: {\n cidr: 10.0.0.0/33 # !\n}}]}]",
@@ -51,22 +51,22 @@ fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
         (
             "egress:\n- {}\n- to:\n  - podSelector: {}\n  - ipBlock:\n      cidr: 10.0.0.0/8\n      except:\n      - 10.1.0.0/16\n      - 11.0.0.0/16 # !\n",
             "spec.egress[1].to[1].ipBlock.except[1]",
-            "11.0.0.0/16 is not strictly inside cidr 10.0.0.0/8: take it out, or name a smaller part of 10.0.0.0/8",
+            "11.0.0.0/16 is not strictly inside cidr 10.0.0.0/8: remove it, or name a smaller part of 10.0.0.0/8",
         ),
         (
             "ingress: [{from: [{ipBlock: {cidr: 10.0.0.0/8, except: [\n 10.0.0.0/8 # !\n]}}]}]",
             "spec.ingress[0].from[0].ipBlock.except[0]",
-            "10.0.0.0/8 is not strictly inside cidr 10.0.0.0/8: take it out, or name a smaller part of 10.0.0.0/8",
+            "10.0.0.0/8 is not strictly inside cidr 10.0.0.0/8: remove it, or name a smaller part of 10.0.0.0/8",
         ),
         (
             "ingress: [{from: [{ipBlock: {cidr: 10.0.0.0/8, except: [\n 0.0.0.0/0 # !\n]}}]}]",
             "spec.ingress[0].from[0].ipBlock.except[0]",
-            "0.0.0.0/0 is not strictly inside cidr 10.0.0.0/8: take it out, or name a smaller part of 10.0.0.0/8",
+            "0.0.0.0/0 is not strictly inside cidr 10.0.0.0/8: remove it, or name a smaller part of 10.0.0.0/8",
         ),
         (
             "ingress: [{from: [{ipBlock: {cidr: 'fd00::/8', except: [\n 10.0.0.0/8 # !\n]}}]}]",
             "spec.ingress[0].from[0].ipBlock.except[0]",
-            "10.0.0.0/8 is not strictly inside cidr fd00::/8: take it out, or name a smaller part of fd00::/8",
+            "10.0.0.0/8 is not strictly inside cidr fd00::/8: remove it, or name a smaller part of fd00::/8",
         ),
         (
             "ingress:\n- ports:\n  - port: 443\n    endPort: 442 # !\n",
@@ -76,72 +76,72 @@ fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
         (
             "ingress:\n- ports:\n  - endPort: 442 # !\n",
             "spec.ingress[0].ports[0].endPort",
-            "442 has no port to start from: give port a number",
+            "442 has no port to start from: set port to a number",
         ),
         (
             "ingress:\n- ports:\n  - port: http\n    endPort: 442 # !\n",
             "spec.ingress[0].ports[0].endPort",
-            "442 is beside the named port \"http\": a range needs a number as its port",
+            "442 is set with the named port \"http\": a range needs a number as its port",
         ),
         (
             "ingress:\n- ports:\n  - port: 443\n    endPort: 65536 # !\n",
             "spec.ingress[0].ports[0].endPort",
-            "65536 is no port number: use 1 to 65535",
+            "65536 is not a port number: use 1 to 65535",
         ),
         (
             "ingress:\n- ports:\n  - port: 0 # !\n",
             "spec.ingress[0].ports[0].port",
-            "0 is no port number: use 1 to 65535",
+            "0 is not a port number: use 1 to 65535",
         ),
         (
             "ingress:\n- ports:\n  - port: 70000 # !\n",
             "spec.ingress[0].ports[0].port",
-            "70000 is no port number: use 1 to 65535",
+            "70000 is not a port number: use 1 to 65535",
         ),
         (
             "ingress:\n- ports:\n  - port: -1 # !\n",
             "spec.ingress[0].ports[0].port",
-            "-1 is no port number: use 1 to 65535",
+            "-1 is not a port number: use 1 to 65535",
         ),
         (
             "ingress:\n- ports:\n  - port: '80' # !\n",
             "spec.ingress[0].ports[0].port",
-            "\"80\" is no valid port name: use at most 15 of a-z, 0-9 and single '-', with at least one letter; a port's number is written without quotes",
+            "\"80\" is not a valid port name: use at most 15 of a-z, 0-9 and single '-', with at least one letter; a port's number is written without quotes",
         ),
         (
             "ingress:\n- ports:\n  - protocol: tcp # !\n",
             "spec.ingress[0].ports[0].protocol",
-            "\"tcp\" is no protocol of a port: use TCP, UDP or SCTP",
+            "\"tcp\" is not a port protocol: use TCP, UDP or SCTP",
         ),
         (
             "ingress:\n- ports:\n  - protocol: ICMP # !\n",
             "spec.ingress[0].ports[0].protocol",
-            "\"ICMP\" is no protocol of a port: use TCP, UDP or SCTP",
+            "\"ICMP\" is not a port protocol: use TCP, UDP or SCTP",
         ),
         (
             "ingress:\n- from:\n  - {} # !\n",
             "spec.ingress[0].from[0]",
-            "is an empty peer: give it podSelector, namespaceSelector or ipBlock",
+            "is an empty peer: set podSelector, namespaceSelector or ipBlock",
         ),
         (
             "egress:\n- to:\n  - podSelector: null # !\n",
             "spec.egress[0].to[0]",
-            "is an empty peer: give it podSelector, namespaceSelector or ipBlock",
+            "is an empty peer: set podSelector, namespaceSelector or ipBlock",
         ),
         (
             "ingress:\n- from:\n  - ipBlock: {cidr: 10.0.0.0/8} # !\n    podSelector: {}\n",
             "spec.ingress[0].from[0]",
-            "has ipBlock beside podSelector: put them into two peers",
+            "has both ipBlock and podSelector: split them into two peers",
         ),
         (
             "ingress:\n- from:\n  - ipBlock: {cidr: 10.0.0.0/8} # !\n    namespaceSelector: {}\n",
             "spec.ingress[0].from[0]",
-            "has ipBlock beside namespaceSelector: put them into two peers",
+            "has both ipBlock and namespaceSelector: split them into two peers",
         ),
         (
             "podSelector:\n  matchExpressions:\n  - key: app\n    operator: Is # !\n    values: [a]\n",
             "spec.podSelector.matchExpressions[0].operator",
-            "\"Is\" is no operator: use In, NotIn, Exists or DoesNotExist",
+            "\"Is\" is not an operator: use In, NotIn, Exists or DoesNotExist",
         ),
         (
             "podSelector:\n  matchExpressions:\n  - key: app # !\n    operator: In\n",
@@ -156,43 +156,43 @@ fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
         (
             "podSelector:\n  matchExpressions:\n  - key: app\n    operator: Exists\n    values: [a] # !\n",
             "spec.podSelector.matchExpressions[0].values",
-            "operator Exists takes no values: take them out, or use In or NotIn",
+            "operator Exists takes no values: remove them, or use In or NotIn",
         ),
         (
             "podSelector:\n  matchExpressions:\n  - key: app\n    operator: DoesNotExist\n    values: [a] # !\n",
             "spec.podSelector.matchExpressions[0].values",
-            "operator DoesNotExist takes no values: take them out, or use In or NotIn",
+            "operator DoesNotExist takes no values: remove them, or use In or NotIn",
         ),
         (
             "ingress: [{from: [{namespaceSelector: {matchLabels: {\n a/b/c: x # !\n}}}]}]",
             "spec.ingress[0].from[0].namespaceSelector.matchLabels[a/b/c]",
-            "\"a/b/c\" is no valid label key: use [DNS-PREFIX/]NAME, NAME of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends",
+            "\"a/b/c\" is not a valid label key: use [DNS-PREFIX/]NAME, NAME of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends",
         ),
         (
             "podSelector: {matchLabels: {\n app: a b # !\n}}",
             "spec.podSelector.matchLabels.app",
-            "\"a b\" is no valid label value: use at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends, or nothing",
+            "\"a b\" is not a valid label value: use at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends, or nothing",
         ),
         (
             "policyTypes:\n- Ingress\n- ingress # !\n",
             "spec.policyTypes[1]",
-            "\"ingress\" is no policy type: use Ingress or Egress",
+            "\"ingress\" is not a policy type: use Ingress or Egress",
         ),
         // Rules of a direction that the policy does not isolate must be valid, too.
         (
             "policyTypes: [Egress]\ningress: [{from: [\n {} # !\n]}]",
             "spec.ingress[0].from[0]",
-            "is an empty peer: give it podSelector, namespaceSelector or ipBlock",
+            "is an empty peer: set podSelector, namespaceSelector or ipBlock",
         ),
         (
             "ingress:\n- from:\n  - podSelecter: {} # !\n",
             "spec.ingress[0].from[0].podSelecter",
-            "is not a field that this version knows: correct its spelling, or take it out",
+            "is not a field that this version knows: correct its spelling, or remove it",
         ),
         (
             "ingress:\n- form: [] # !\n",
             "spec.ingress[0].form",
-            "is not a field that this version knows: correct its spelling, or take it out",
+            "is not a field that this version knows: correct its spelling, or remove it",
         ),
         ("ingress: # !\n  from: []\n", "spec.ingress", "invalid type: map, expected a sequence"),
         (
@@ -213,12 +213,12 @@ fn a_policy_that_kubernetes_refuses_is_refused_with_line_and_field() {
 }
 
 #[test]
-fn other_objects_are_refused_with_line_and_field() {
+fn other_invalid_objects_are_rejected_with_line_and_field() {
     for (text, object, rest) in [
         (
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: Shop # !\n",
             "Namespace Shop",
-            "metadata.name: \"Shop\" is no valid name: use at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends",
+            "metadata.name: \"Shop\" is not a valid name: use at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends",
         ),
         (
             "apiVersion: v1\nkind: Namespace\nmetadata: {} # !\n",
@@ -228,12 +228,12 @@ fn other_objects_are_refused_with_line_and_field() {
         (
             "apiVersion: v1\nkind: Pod\nmetadata:\n  name: a\n  namespace: a.b # !\n",
             "Pod a.b/a",
-            "metadata.namespace: \"a.b\" is no valid name: use at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends",
+            "metadata.namespace: \"a.b\" is not a valid name: use at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends",
         ),
         (
             "apiVersion: v1\nkind: Pod\nmetadata:\n  name: a\n  labels:\n    app: -x # !\n",
             "Pod default/a",
-            "metadata.labels.app: \"-x\" is no valid label value: use at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends, or nothing",
+            "metadata.labels.app: \"-x\" is not a valid label value: use at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends, or nothing",
         ),
         (
             "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nstatus:\n  podIP: 10.0.0 # !\n",
@@ -253,12 +253,12 @@ fn other_objects_are_refused_with_line_and_field() {
         (
             "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: c\n    ports:\n    - containerPort: 0 # !\n",
             "Pod default/a",
-            "spec.containers[0].ports[0].containerPort: 0 is no port number: use 1 to 65535",
+            "spec.containers[0].ports[0].containerPort: 0 is not a port number: use 1 to 65535",
         ),
         (
             "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: c\n    ports:\n    - containerPort: 80\n      protocol: HTTP # !\n",
             "Pod default/a",
-            "spec.containers[0].ports[0].protocol: \"HTTP\" is no protocol of a port: use TCP, UDP or SCTP",
+            "spec.containers[0].ports[0].protocol: \"HTTP\" is not a port protocol: use TCP, UDP or SCTP",
         ),
         (
             "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  hostNetwork: yes # !\n",
@@ -273,17 +273,17 @@ fn other_objects_are_refused_with_line_and_field() {
         (
             "apiVersion: v1beta3 # !\nkind: Pod\nmetadata: {name: a}\n",
             "Pod default/a",
-            "apiVersion: Pod of apiVersion v1beta3 is not read: use v1",
+            "apiVersion: Pod of apiVersion v1beta3 is not supported: use v1",
         ),
         (
             "apiVersion: networking.k8s.io/v1beta1 # !\nkind: NetworkPolicy\nmetadata: {name: a}\n",
             "NetworkPolicy default/a",
-            "apiVersion: NetworkPolicy of apiVersion networking.k8s.io/v1beta1 is not read: use networking.k8s.io/v1",
+            "apiVersion: NetworkPolicy of apiVersion networking.k8s.io/v1beta1 is not supported: use networking.k8s.io/v1",
         ),
         (
             "apiVersion: extensions/v1beta1 # !\nkind: NetworkPolicy\nmetadata: {name: a}\n",
             "NetworkPolicy default/a",
-            "apiVersion: NetworkPolicy of apiVersion extensions/v1beta1 is not read: use networking.k8s.io/v1, or the v1beta1 setting with its own meaning",
+            "apiVersion: NetworkPolicy of apiVersion extensions/v1beta1 is not supported: use networking.k8s.io/v1, or the v1beta1 setting with its own meaning",
         ),
         (
             "# text\nkind: Pod # !\nmetadata: {name: a}\n",
@@ -293,7 +293,7 @@ fn other_objects_are_refused_with_line_and_field() {
         (
             "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Pod\n  metadata:\n    name: A # !\n",
             "Pod default/A",
-            "metadata.name: \"A\" is no valid name: use at most 253 of a-z, 0-9, '-' and '.', with a letter or digit at both ends of each part",
+            "metadata.name: \"A\" is not a valid name: use at most 253 of a-z, 0-9, '-' and '.', with a letter or digit at both ends of each part",
         ),
         (
             "apiVersion: v1\nkind: PodList\nitems: # !\n  a: b\n",
@@ -310,7 +310,7 @@ fn other_objects_are_refused_with_line_and_field() {
 }
 
 #[test]
-fn v1beta1_is_held_to_its_own_fields() {
+fn v1beta1_rejects_fields_of_v1() {
     let options = Options { settings: Settings { v1beta1: true }, ..Options::default() };
     let policy = "apiVersion: extensions/v1beta1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\nspec:\n";
     let not_in = "is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1";
@@ -336,7 +336,7 @@ fn v1beta1_is_held_to_its_own_fields() {
 }
 
 #[test]
-fn all_errors_of_all_objects_are_told_at_once() {
+fn all_errors_of_all_objects_are_reported_together() {
     let text = format!(
         "{POLICY}spec: {{policyTypes: [x]}}\n---\na: 1\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: X}}\n"
     );
@@ -344,7 +344,7 @@ fn all_errors_of_all_objects_are_told_at_once() {
 }
 
 #[test]
-fn objects_that_contradict_each_other_are_told_with_both_places() {
+fn conflicting_objects_are_reported_with_both_locations() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(directory.path().join(name), text).unwrap();
     write(
@@ -364,13 +364,13 @@ fn objects_that_contradict_each_other_are_told_with_both_places() {
         found.lines().collect::<Vec<_>>(),
         [
             "b.json:2: Pod web/b: address 10.0.0.1 is also that of Pod shop/a at a.yaml:2: give each pod its own",
-            "b.json:3: Pod shop/a: is there twice, also at a.yaml:2: take one out, or rename it",
+            "b.json:3: Pod shop/a: is defined twice, also at a.yaml:2: remove one, or rename it",
         ]
     );
 }
 
 #[test]
-fn addresses_may_repeat_where_policy_does_not_look_at_them() {
+fn addresses_may_repeat_where_policy_ignores_them() {
     let pod = |name: &str, spec: &str, phase: &str| {
         format!(
             "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{{spec}}}\nstatus: {{podIP: 10.0.0.1, phase: {phase}}}\n"
@@ -386,10 +386,10 @@ fn addresses_may_repeat_where_policy_does_not_look_at_them() {
 }
 
 #[test]
-fn paths_that_lead_nowhere_are_told() {
+fn missing_paths_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     let found = read_manifests(&[directory.path()], &Options::default()).unwrap_err().to_string();
-    let told = "holds no manifest: name a directory with *.yaml, *.yml or *.json files in it";
+    let told = "has no manifest: name a directory with *.yaml, *.yml or *.json files";
     assert_eq!(found, format!("{}: {told}", directory.path().display()));
     let missing = directory.path().join("missing.yaml");
     let found = read_manifests(&[&missing], &Options::default()).unwrap_err().to_string();
@@ -400,7 +400,7 @@ fn paths_that_lead_nowhere_are_told() {
 }
 
 #[test]
-fn unknown_fields_are_noted_where_they_change_no_meaning() {
+fn unknown_fields_without_effect_are_noted() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("a.yaml");
     let pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: a, lables: {}}\nspec:\n  containers:\n  - name: c\n    imagine: x\n";

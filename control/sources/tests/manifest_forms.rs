@@ -4,8 +4,8 @@ use std::fs;
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    Block, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Requirement, Rule,
-    Selector, Test,
+    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
+    Requirement, Rule, Selector,
 };
 use penstock_sources::convert::Settings;
 use penstock_sources::manifest::{Manifests, Options, read_manifests};
@@ -81,7 +81,7 @@ fn directories_and_files_are_read_in_order() {
 }
 
 #[test]
-fn kinds_that_are_not_ours_are_passed_over_and_told() {
+fn other_kinds_are_skipped_and_reported() {
     let text = "
 apiVersion: apps/v1
 kind: Deployment
@@ -120,7 +120,7 @@ fn a_namespace_has_its_name_as_a_label() {
 }
 
 #[test]
-fn the_annotation_of_v1beta1_isolates_only_behind_its_setting() {
+fn the_v1beta1_annotation_isolates_only_with_its_setting() {
     let namespace = |annotation: &str| {
         format!(
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: |\n      {annotation}\n"
@@ -149,7 +149,7 @@ fn a_node_has_its_internal_and_external_addresses() {
 }
 
 #[test]
-fn a_pod_is_what_policy_needs_of_it() {
+fn a_pod_keeps_only_what_policy_needs() {
     let text = "
 apiVersion: v1
 kind: Pod
@@ -186,7 +186,7 @@ status: {phase: Running, podIP: 10.1.0.1, podIPs: [{ip: 10.1.0.1}, {ip: 'fd00::1
 }
 
 #[test]
-fn pods_that_policy_does_not_see_are_marked() {
+fn host_network_and_finished_pods_are_marked() {
     for (fields, host_network, finished, addresses) in [
         ("status: {podIP: 10.0.0.1}", false, false, 1),
         ("status: {phase: Pending}", false, false, 0),
@@ -208,7 +208,7 @@ fn pods_that_policy_does_not_see_are_marked() {
 }
 
 #[test]
-fn absent_policy_types_follow_the_rules_that_are_there() {
+fn absent_policy_types_default_by_the_rules_present() {
     let isolation = |spec: &str| {
         let policy = policy(spec);
         (policy.ingress.map(|rules| rules.len()), policy.egress.map(|rules| rules.len()))
@@ -252,7 +252,7 @@ fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
 
 #[test]
 fn selectors_keep_their_meaning() {
-    let requirement = |key: &str, test| Requirement { key: key.to_owned(), test };
+    let requirement = |key: &str, test| Requirement { key: key.to_owned(), operator: test };
     let values = |values: &[&str]| values.iter().map(|value| value.to_string()).collect();
     let found = policy(
         "{podSelector: {matchLabels: {b: '2', a: ''}, matchExpressions: [
@@ -261,18 +261,18 @@ fn selectors_keep_their_meaning() {
     )
     .pod_selector;
     let expected = vec![
-        requirement("a", Test::In(values(&[""]))),
-        requirement("b", Test::In(values(&["2"]))),
-        requirement("c", Test::In(values(&["y", "z"]))),
-        requirement("d", Test::NotIn(values(&["x"]))),
-        requirement("e", Test::Exists),
-        requirement("f", Test::DoesNotExist),
+        requirement("a", LabelOperator::In(values(&[""]))),
+        requirement("b", LabelOperator::In(values(&["2"]))),
+        requirement("c", LabelOperator::In(values(&["y", "z"]))),
+        requirement("d", LabelOperator::NotIn(values(&["x"]))),
+        requirement("e", LabelOperator::Exists),
+        requirement("f", LabelOperator::DoesNotExist),
     ];
     assert_eq!(found, Selector { requirements: expected });
 }
 
 #[test]
-fn peers_and_ports_are_told_apart() {
+fn peers_and_ports_keep_their_kind() {
     let found = policy(
         "{ingress: [{from: [
             {podSelector: {}}, {namespaceSelector: {}}, {podSelector: {}, namespaceSelector: {}},
@@ -284,8 +284,8 @@ fn peers_and_ports_are_told_apart() {
         Peer::Pods(Selector::default()),
         Peer::Namespaces(Selector::default()),
         Peer::PodsInNamespaces { namespaces: Selector::default(), pods: Selector::default() },
-        Peer::Block(Block { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
-        Peer::Block(Block { cidr: net("::/0"), except: vec![] }),
+        Peer::IpBlock(IpBlock { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
+        Peer::IpBlock(IpBlock { cidr: net("::/0"), except: vec![] }),
     ]);
     let port = |protocol, which| Port { protocol, which };
     let range = |first, last| PortMatch::Range { first, last };

@@ -159,7 +159,7 @@ impl ClusterObjects {
         let nothing = Labels::new();
         let namespace = |pod: &Pod| self.namespace(&pod.key.namespace).map(|namespace| &namespace.labels);
         peers.iter().any(|peer| match (peer, pod) {
-            (Peer::Block(block), _) => {
+            (Peer::IpBlock(block), _) => {
                 block.cidr.contains(&address) && !block.except.iter().any(|except| except.contains(&address))
             }
             (_, None) => false,

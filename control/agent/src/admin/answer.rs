@@ -10,7 +10,7 @@ use penstock_dataplane::forward::PortId;
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths, Stage, StageStatistics};
 use penstock_policy::engine::Engine;
-use penstock_policy::explain::{self, Plain};
+use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
 use penstock_sources::Kind;
 
@@ -179,7 +179,7 @@ impl DaemonView<'_> {
     }
 
     fn addresses(&self, end: &str) -> Result<Vec<IpAddr>, String> {
-        let end: flow::End = end.parse().map_err(|error: flow::NoFlow| error.to_string())?;
+        let end: flow::FlowEndpoint = end.parse().map_err(|error: flow::FlowError| error.to_string())?;
         flow::addresses(self.engine().state(), &end).map_err(|error| error.to_string())
     }
 
@@ -190,7 +190,7 @@ impl DaemonView<'_> {
             .iter()
             .map(|connection| {
                 let original = connection.original;
-                let PolicyVerdict { egress, ingress } = engine.judge(&original);
+                let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
                 let (src_port, dst_port) = original.shown_ports();
                 types::Flow {
                     connection: identifier(table.connection_id(&original)),
@@ -210,10 +210,10 @@ impl DaemonView<'_> {
     /// Why a flow is allowed or denied.
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
-        let text = |error: flow::NoFlow| error.to_string();
+        let text = |error: flow::FlowError| error.to_string();
         let port = query.port.parse().map_err(text)?;
         let (allowed, text) =
-            explain::answer(self.engine(), &Plain, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
+            explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
     }
 }

@@ -243,7 +243,7 @@ mod tests {
             host_network: false,
             finished: false,
             ports: Vec::new(),
-            tenure: Default::default(),
+            lifetime: Default::default(),
         }
     }
 

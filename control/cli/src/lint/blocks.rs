@@ -1,36 +1,35 @@
 //! Address blocks that excepts, or other blocks, make pointless.
 
 use ipnet::IpNet;
-use penstock_policy::model::{Block, Peer};
+use penstock_policy::model::{IpBlock, Peer};
 
-use super::Kind;
+use super::FindingKind;
 
 /// Whether the excepts of a block leave nothing of it.
-pub(super) fn is_covered(block: &Block) -> bool {
+pub(super) fn is_covered(block: &IpBlock) -> bool {
     // Neighbours merge, so that together they are the block itself if they cover it.
     IpNet::aggregate(&block.except).contains(&block.cidr)
 }
 
-/// What is pointless about the block at a place in a rule's list of peers: the number of the except it is about, if it
-/// is about one, and what to say.
-pub(super) fn pointless(block: &Block, place: usize, peers: &[Peer]) -> Vec<(Option<usize>, Kind, String)> {
+/// Findings about the block at an index of a rule's peers: the index of the except concerned, if any, and the message.
+pub(super) fn pointless(block: &IpBlock, place: usize, peers: &[Peer]) -> Vec<(Option<usize>, FindingKind, String)> {
     if is_covered(block) {
         return vec![(
             None,
-            Kind::NeverMatches,
+            FindingKind::NeverMatches,
             format!("its excepts cover all of {}: no address can match", block.cidr),
         )];
     }
     let mut found = Vec::new();
     let others = peers.iter().enumerate().filter_map(|(other, peer)| match peer {
-        Peer::Block(block) if other != place => Some((other, block)),
+        Peer::IpBlock(block) if other != place => Some((other, block)),
         _ => None,
     });
-    let others: Vec<(usize, &Block)> = others.collect();
+    let others: Vec<(usize, &IpBlock)> = others.collect();
     if let Some((other, _)) =
         others.iter().find(|(other, outer)| is_within(block, outer) && (*other < place || !is_within(outer, block)))
     {
-        found.push((None, Kind::Shadowed, format!("{} is in the block of peer {other} already", block.cidr)));
+        found.push((None, FindingKind::Shadowed, format!("{} is in the block of peer {other} already", block.cidr)));
     }
     for (i, except) in block.except.iter().enumerate() {
         let wider = block
@@ -39,23 +38,23 @@ pub(super) fn pointless(block: &Block, place: usize, peers: &[Peer]) -> Vec<(Opt
             .enumerate()
             .find(|(j, wider)| *j != i && wider.contains(except) && (*wider != except || *j < i));
         if let Some((_, wider)) = wider {
-            found.push((Some(i), Kind::Shadowed, format!("{except} is in except {wider} already")));
+            found.push((Some(i), FindingKind::Shadowed, format!("{except} is in except {wider} already")));
         } else if let Some((other, _)) = others.iter().find(|(_, outer)| allows_all_of(outer, except)) {
             let message = format!("{except} has no effect: the block of peer {other} of the same rule has it");
-            found.push((Some(i), Kind::Shadowed, message));
+            found.push((Some(i), FindingKind::Shadowed, message));
         }
     }
     found
 }
 
 /// Whether all that a block matches is matched by another.
-fn is_within(block: &Block, outer: &Block) -> bool {
+fn is_within(block: &IpBlock, outer: &IpBlock) -> bool {
     let excepted =
         |except: &IpNet| !overlap(except, &block.cidr) || block.except.iter().any(|own| own.contains(except));
     outer.cidr.contains(&block.cidr) && outer.except.iter().all(excepted)
 }
 
-fn allows_all_of(block: &Block, net: &IpNet) -> bool {
+fn allows_all_of(block: &IpBlock, net: &IpNet) -> bool {
     block.cidr.contains(net) && !block.except.iter().any(|except| overlap(except, net))
 }
 
@@ -67,12 +66,12 @@ fn overlap(a: &IpNet, b: &IpNet) -> bool {
 mod tests {
     use super::*;
 
-    fn block(cidr: &str, except: &[&str]) -> Block {
-        Block { cidr: cidr.parse().unwrap(), except: except.iter().map(|net| net.parse().unwrap()).collect() }
+    fn block(cidr: &str, except: &[&str]) -> IpBlock {
+        IpBlock { cidr: cidr.parse().unwrap(), except: except.iter().map(|net| net.parse().unwrap()).collect() }
     }
 
     #[test]
-    fn excepts_that_leave_nothing_are_told() {
+    fn excepts_that_leave_nothing_are_reported() {
         assert!(is_covered(&block("10.0.0.0/8", &["10.0.0.0/9", "10.128.0.0/9"])));
         assert!(is_covered(&block("10.0.0.0/8", &["10.64.0.0/10", "10.0.0.0/10", "10.128.0.0/10", "10.192.0.0/10"])));
         assert!(!is_covered(&block("10.0.0.0/8", &["10.0.0.0/9", "10.128.0.0/10"])));
@@ -80,9 +79,9 @@ mod tests {
     }
 
     #[test]
-    fn blocks_and_excepts_without_effect_are_told() {
-        let said = |blocks: &[Block]| -> Vec<(usize, Option<usize>)> {
-            let peers: Vec<Peer> = blocks.iter().cloned().map(Peer::Block).collect();
+    fn blocks_and_excepts_without_effect_are_reported() {
+        let said = |blocks: &[IpBlock]| -> Vec<(usize, Option<usize>)> {
+            let peers: Vec<Peer> = blocks.iter().cloned().map(Peer::IpBlock).collect();
             let of =
                 |(place, block)| pointless(block, place, &peers).into_iter().map(move |(except, ..)| (place, except));
             blocks.iter().enumerate().flat_map(of).collect()

@@ -1,4 +1,4 @@
-//! The objects that policies are about, and what is missing among them.
+//! The objects that policies refer to, and those that are missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,15 +6,15 @@ use penstock_policy::model::{Labels, Namespace, Object, Pod, Selector};
 use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, Step};
 use penstock_sources::manifest::Manifests;
 
-use super::{Finding, Kind};
+use super::{Finding, FindingKind};
 
 /// Pods and namespaces, as selectors find them.
-pub(super) struct World {
+pub(super) struct LintObjects {
     pods: Vec<Pod>,
     namespaces: BTreeMap<String, Labels>,
 }
 
-impl World {
+impl LintObjects {
     pub(super) fn new(manifests: &Manifests) -> Self {
         let (mut pods, mut namespaces) = (Vec::new(), BTreeMap::new());
         for object in manifests.objects() {
@@ -45,14 +45,14 @@ impl World {
     }
 }
 
-/// What is missing, not read or not known.
+/// Findings about missing, skipped or unknown objects.
 pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Finding>) {
     for ignored in &manifests.ignored {
         findings.push(Finding {
             origin: ignored.origin.clone(),
             object: ignored.object.clone(),
             field: FieldPath::default(),
-            kind: Kind::NotRead,
+            kind: FindingKind::NotRead,
             message: "is of a kind that is not read".to_owned(),
         });
     }
@@ -60,11 +60,11 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
         for field in &document.unknown_fields {
             let message = match document.object {
                 Object::NetworkPolicy(_) if field.steps().first() == Some(&Step::Field("spec".to_owned())) => {
-                    "is not a field that this version knows: every other command refuses the policy"
+                    "is not a field that this version knows: every other command rejects the policy"
                 }
                 _ => "is not a field that this version knows",
             };
-            findings.push(Finding::new(document, field.clone(), Kind::UnknownField, message));
+            findings.push(Finding::new(document, field.clone(), FindingKind::UnknownField, message));
         }
     }
     undefined(manifests, findings);
@@ -73,11 +73,16 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
         let annotation: FieldPath = annotation.into_iter().collect();
         match &document.object {
             Object::Namespace(_) if !v1beta1 && document.value(&annotation).is_some() => {
-                findings.push(Finding::new(document, annotation, Kind::NoEffect, "has no effect without --v1beta1"));
+                findings.push(Finding::new(
+                    document,
+                    annotation,
+                    FindingKind::NoEffect,
+                    "has no effect without --v1beta1",
+                ));
             }
             Object::Pod(pod) if pod.addresses.is_empty() && !pod.finished => {
                 let message = "has no address: nothing matches it, and no policy is enforced for it";
-                findings.push(Finding::new(document, FieldPath::default(), Kind::NoAddress, message));
+                findings.push(Finding::new(document, FieldPath::default(), FindingKind::NoAddress, message));
             }
             _ => {}
         }
@@ -110,13 +115,13 @@ fn undefined(manifests: &Manifests, findings: &mut Vec<Finding>) {
         if !namespaces.contains(namespace) && told_namespaces.insert(namespace) {
             let message =
                 format!("namespace {namespace} has no Namespace object: it is taken to have no label but its name");
-            findings.push(Finding::new(document, FieldPath::default(), Kind::NoNamespace, message));
+            findings.push(Finding::new(document, FieldPath::default(), FindingKind::NoNamespace, message));
         }
         if let Some(node) = node.filter(|node| !nodes.contains(node) && told_nodes.insert(*node)) {
             let message =
                 format!("node {node} has no Node object: its addresses are not known, and its probes not allowed");
             let field = ["spec", "nodeName"].map(|name| Step::Field(name.to_owned())).into_iter().collect();
-            findings.push(Finding::new(document, field, Kind::NoNode, message));
+            findings.push(Finding::new(document, field, FindingKind::NoNode, message));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `penstock lint`: what is valid, and still cannot be meant.
+//! `penstock lint`: finds what is valid but probably a mistake.
 
 mod blocks;
 mod cluster;
@@ -33,7 +33,7 @@ pub(super) struct Args {
 
 /// What is found, as it ends the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+enum FindingKind {
     NeverMatches,
     SelectsNothing,
     MatchesNothing,
@@ -49,7 +49,7 @@ enum Kind {
     NotRead,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for FindingKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NeverMatches => "never-matches",
@@ -75,12 +75,12 @@ struct Finding {
     origin: Origin,
     object: String,
     field: FieldPath,
-    kind: Kind,
+    kind: FindingKind,
     message: String,
 }
 
 impl Finding {
-    fn new(document: &Document, field: FieldPath, kind: Kind, message: impl fmt::Display) -> Self {
+    fn new(document: &Document, field: FieldPath, kind: FindingKind, message: impl fmt::Display) -> Self {
         Self {
             origin: document.origin_of(&field),
             object: document.object.reference().to_string(),
@@ -112,14 +112,14 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     };
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     match args.strict && !findings.is_empty() {
-        true => Err(Failure::Failed(anyhow::anyhow!("findings: mend what is listed, or leave --strict out"))),
+        true => Err(Failure::Failed(anyhow::anyhow!("findings: fix them, or omit --strict"))),
         false => Ok(()),
     }
 }
 
 /// All findings, in the order of files and lines.
 fn find(manifests: &Manifests, v1beta1: bool) -> Vec<Finding> {
-    let world = cluster::World::new(manifests);
+    let world = cluster::LintObjects::new(manifests);
     let mut findings = Vec::new();
     cluster::check(manifests, v1beta1, &mut findings);
     for document in &manifests.documents {

@@ -1,4 +1,4 @@
-//! What a policy says in vain.
+//! Findings about rules of a policy that have no effect.
 
 use penstock_policy::describe;
 use penstock_policy::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
@@ -6,20 +6,20 @@ use penstock_sources::convert::At;
 use penstock_sources::manifest::Document;
 use serde_json::Value;
 
-use super::cluster::World;
-use super::{Finding, Kind, blocks, selector};
+use super::cluster::LintObjects;
+use super::{Finding, FindingKind, blocks, selector};
 
-/// One direction of a policy that is looked at.
-struct Looked<'a> {
+/// One direction of the policy under check.
+struct DirectionCheck<'a> {
     document: &'a Document,
     policy: &'a NetworkPolicy,
-    world: &'a World,
+    world: &'a LintObjects,
     /// The field of a rule's peers.
     peers: &'static str,
     is_ingress: bool,
 }
 
-pub(super) fn check(document: &Document, world: &World, findings: &mut Vec<Finding>) {
+pub(super) fn check(document: &Document, world: &LintObjects, findings: &mut Vec<Finding>) {
     let Object::NetworkPolicy(policy) = &document.object else { return };
     let at = At::OBJECT;
     let spec = at.field("spec");
@@ -27,23 +27,23 @@ pub(super) fn check(document: &Document, world: &World, findings: &mut Vec<Findi
     let namespace = &policy.key.namespace;
     if let Some(key) = selector::contradiction(&policy.pod_selector) {
         let message = format!("contradicts itself on {key}: no pod can match");
-        findings.push(Finding::new(document, selector_at.path(), Kind::NeverMatches, message));
+        findings.push(Finding::new(document, selector_at.path(), FindingKind::NeverMatches, message));
     } else if world.pods_in(namespace, &policy.pod_selector).next().is_none() {
-        let message = format!("selects nothing: there is no pod like this in {namespace}");
-        findings.push(Finding::new(document, selector_at.path(), Kind::SelectsNothing, message));
+        let message = format!("selects nothing: no pod matches in {namespace}");
+        findings.push(Finding::new(document, selector_at.path(), FindingKind::SelectsNothing, message));
     }
     for (direction, rules, peers) in [("ingress", &policy.ingress, "from"), ("egress", &policy.egress, "to")] {
         let rules_at = spec.field(direction);
         match rules {
             Some(rules) => {
-                let looked = Looked { document, policy, world, peers, is_ingress: direction == "ingress" };
+                let looked = DirectionCheck { document, policy, world, peers, is_ingress: direction == "ingress" };
                 for (i, rule) in rules.iter().enumerate() {
                     looked.rule(rule, &rules_at.index(i), findings);
                 }
             }
             None if is_filled(document, &rules_at) => {
                 let message = format!("has no effect: policyTypes does not list {}", capital(direction));
-                findings.push(Finding::new(document, rules_at.path(), Kind::NoEffect, message));
+                findings.push(Finding::new(document, rules_at.path(), FindingKind::NoEffect, message));
             }
             None => {}
         }
@@ -58,9 +58,9 @@ fn is_filled(document: &Document, at: &At<'_>) -> bool {
     matches!(document.value(&at.path()), Some(Value::Array(items)) if !items.is_empty())
 }
 
-impl Looked<'_> {
+impl DirectionCheck<'_> {
     fn rule(&self, rule: &Rule, at: &At<'_>, findings: &mut Vec<Finding>) {
-        let mut tell = |at: &At<'_>, kind, message: String| {
+        let mut report = |at: &At<'_>, kind, message: String| {
             findings.push(Finding::new(self.document, at.path(), kind, message));
         };
         let (peers_at, ports_at) = (at.field(self.peers), at.field("ports"));
@@ -71,27 +71,31 @@ impl Looked<'_> {
             let is_empty =
                 matches!(self.document.value(&list_at.path()), Some(Value::Array(items)) if items.is_empty());
             if is_empty && every {
-                tell(
+                report(
                     list_at,
-                    Kind::EmptyList,
+                    FindingKind::EmptyList,
                     "is empty, and so matches everything, as if it were not there".to_owned(),
                 );
             } else if none {
-                tell(list_at, Kind::NeverMatches, "is empty, and so matches nothing in extensions/v1beta1".to_owned());
+                report(
+                    list_at,
+                    FindingKind::NeverMatches,
+                    "is empty: it matches nothing in extensions/v1beta1".to_owned(),
+                );
             }
         }
         if let Peers::AnyOf(peers) = &rule.peers {
             for (i, peer) in peers.iter().enumerate() {
-                self.peer(peer, i, peers, &peers_at.index(i), &mut tell);
+                self.peer(peer, i, peers, &peers_at.index(i), &mut report);
             }
             if !peers.is_empty() && peers.iter().all(can_never_match) {
-                tell(at, Kind::NeverMatches, "can never match: none of its peers can".to_owned());
+                report(at, FindingKind::NeverMatches, "can never match: none of its peers can match".to_owned());
             }
         }
         if let Ports::AnyOf(ports) = &rule.ports {
             for (i, port) in ports.iter().enumerate() {
                 if let PortMatch::Name(name) = &port.which {
-                    self.port_name(name, port, rule, &ports_at.index(i), &mut tell);
+                    self.port_name(name, port, rule, &ports_at.index(i), &mut report);
                 }
             }
         }
@@ -103,7 +107,7 @@ impl Looked<'_> {
         place: usize,
         peers: &[Peer],
         at: &At<'_>,
-        tell: &mut dyn FnMut(&At<'_>, Kind, String),
+        report: &mut dyn FnMut(&At<'_>, FindingKind, String),
     ) {
         let (pods_at, namespaces_at, block_at) =
             (at.field("podSelector"), at.field("namespaceSelector"), at.field("ipBlock"));
@@ -111,14 +115,14 @@ impl Looked<'_> {
             selector::contradiction(found).map(|key| format!("contradicts itself on {key}: nothing can match"))
         };
         let (namespaces, pods) = match peer {
-            Peer::Block(block) => {
+            Peer::IpBlock(block) => {
                 for (except, kind, message) in blocks::pointless(block, place, peers) {
                     match except {
-                        None => tell(&block_at.field("cidr"), kind, message),
-                        Some(i) => tell(&block_at.field("except").index(i), kind, message),
+                        None => report(&block_at.field("cidr"), kind, message),
+                        Some(i) => report(&block_at.field("except").index(i), kind, message),
                     }
                 }
-                return self.host_bits(&block_at, tell);
+                return self.host_bits(&block_at, report);
             }
             Peer::Pods(pods) => (None, Some(pods)),
             Peer::Namespaces(namespaces) => (Some(namespaces), None),
@@ -126,31 +130,29 @@ impl Looked<'_> {
         };
         for (found, at) in [(namespaces, &namespaces_at), (pods, &pods_at)] {
             if let Some(message) = found.and_then(contradiction) {
-                return tell(at, Kind::NeverMatches, message);
+                return report(at, FindingKind::NeverMatches, message);
             }
         }
         if let Some(namespaces) = namespaces.filter(|namespaces| !self.world.finds_namespace(namespaces)) {
             let message = format!("matches nothing: no namespace has {}", describe::selector(namespaces));
-            return tell(&namespaces_at, Kind::MatchesNothing, message);
+            return report(&namespaces_at, FindingKind::MatchesNothing, message);
         }
         if self.peers_of(peer).next().is_none() {
-            let message = format!(
-                "matches nothing: there is no pod like this ({})",
-                describe::peer(peer, &self.policy.key.namespace)
-            );
-            tell(if pods.is_some() { &pods_at } else { &namespaces_at }, Kind::MatchesNothing, message);
+            let message =
+                format!("matches nothing: no pod matches ({})", describe::peer(peer, &self.policy.key.namespace));
+            report(if pods.is_some() { &pods_at } else { &namespaces_at }, FindingKind::MatchesNothing, message);
         }
     }
 
     /// A block whose address is not the first of it may mean one host, or another prefix.
-    fn host_bits(&self, block_at: &At<'_>, tell: &mut dyn FnMut(&At<'_>, Kind, String)) {
+    fn host_bits(&self, block_at: &At<'_>, report: &mut dyn FnMut(&At<'_>, FindingKind, String)) {
         let mut look = |at: &At<'_>| {
             let Some(Value::String(text)) = self.document.value(&at.path()) else { return };
             let Ok(net) = text.parse::<ipnet::IpNet>() else { return };
             if net.addr() != net.network() {
-                tell(
+                report(
                     at,
-                    Kind::HostBits,
+                    FindingKind::HostBits,
                     format!("{text} is read as {}: the address has bits beyond the prefix", net.trunc()),
                 );
             }
@@ -170,7 +172,7 @@ impl Looked<'_> {
         port: &Port,
         rule: &Rule,
         at: &At<'_>,
-        tell: &mut dyn FnMut(&At<'_>, Kind, String),
+        report: &mut dyn FnMut(&At<'_>, FindingKind, String),
     ) {
         let servers: Vec<&Pod> = match (self.is_ingress, &rule.peers) {
             (true, _) => self.world.pods_in(&self.policy.key.namespace, &self.policy.pod_selector).collect(),
@@ -193,7 +195,7 @@ impl Looked<'_> {
             }
             None => format!("matches nothing: no {whose} has a port {name:?} of {protocol}"),
         };
-        tell(&at.field("port"), Kind::UnknownPort, message);
+        report(&at.field("port"), FindingKind::UnknownPort, message);
     }
 
     /// The pods that are a peer.
@@ -202,7 +204,7 @@ impl Looked<'_> {
             Peer::Pods(pods) => Box::new(self.world.pods_in(&self.policy.key.namespace, pods)),
             Peer::Namespaces(namespaces) => Box::new(self.world.pods_of(namespaces, &EVERY)),
             Peer::PodsInNamespaces { namespaces, pods } => Box::new(self.world.pods_of(namespaces, pods)),
-            Peer::Block(block) => {
+            Peer::IpBlock(block) => {
                 Box::new(self.world.pods().filter(|pod| pod.addresses.iter().any(|address| block.contains(address))))
             }
         }
@@ -216,6 +218,6 @@ fn can_never_match(peer: &Peer) -> bool {
     match peer {
         Peer::Pods(found) | Peer::Namespaces(found) => contradicts(found),
         Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
-        Peer::Block(block) => blocks::is_covered(block),
+        Peer::IpBlock(block) => blocks::is_covered(block),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use penstock_policy::model::{Requirement, Selector, Test};
+use penstock_policy::model::{LabelOperator, Requirement, Selector};
 
 /// The key on which a selector contradicts itself, if it does on one.
 pub(super) fn contradiction(selector: &Selector) -> Option<&str> {
@@ -16,18 +16,19 @@ pub(super) fn contradiction(selector: &Selector) -> Option<&str> {
 /// Whether requirements on one key can hold together: for a label that is absent, or for one of the values that they
 /// name, or for any other value.
 fn can_hold(requirements: &[&Requirement]) -> bool {
-    let holds_absent = requirements.iter().all(|r| matches!(r.test, Test::NotIn(_) | Test::DoesNotExist));
+    let holds_absent =
+        requirements.iter().all(|r| matches!(r.operator, LabelOperator::NotIn(_) | LabelOperator::DoesNotExist));
     let holds = |value: Option<&String>| {
-        requirements.iter().all(|requirement| match &requirement.test {
-            Test::In(values) => value.is_some_and(|value| values.contains(value)),
-            Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
-            Test::Exists => true,
-            Test::DoesNotExist => false,
+        requirements.iter().all(|requirement| match &requirement.operator {
+            LabelOperator::In(values) => value.is_some_and(|value| values.contains(value)),
+            LabelOperator::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+            LabelOperator::Exists => true,
+            LabelOperator::DoesNotExist => false,
         })
     };
-    let named = requirements.iter().flat_map(|requirement| match &requirement.test {
-        Test::In(values) | Test::NotIn(values) => values.as_slice(),
-        Test::Exists | Test::DoesNotExist => &[],
+    let named = requirements.iter().flat_map(|requirement| match &requirement.operator {
+        LabelOperator::In(values) | LabelOperator::NotIn(values) => values.as_slice(),
+        LabelOperator::Exists | LabelOperator::DoesNotExist => &[],
     });
     holds_absent || holds(None) || named.into_iter().any(|value| holds(Some(value)))
 }
@@ -39,20 +40,23 @@ mod tests {
     #[test]
     fn contradictions_are_found_by_key() {
         let values = |values: &str| values.split(',').map(str::to_owned).collect::<Vec<_>>();
-        let selector = |tests: &[Test]| Selector {
-            requirements: tests.iter().map(|test| Requirement { key: "a".to_owned(), test: test.clone() }).collect(),
+        let selector = |tests: &[LabelOperator]| Selector {
+            requirements: tests
+                .iter()
+                .map(|test| Requirement { key: "a".to_owned(), operator: test.clone() })
+                .collect(),
         };
-        let (within, without) = (|v| Test::In(values(v)), |v| Test::NotIn(values(v)));
+        let (within, without) = (|v| LabelOperator::In(values(v)), |v| LabelOperator::NotIn(values(v)));
         for (tests, expected) in [
             (vec![], None),
             (vec![within("x"), within("x,y")], None),
             (vec![within("x"), within("y")], Some("a")),
             (vec![within("x,y"), without("x")], None),
             (vec![within("x,y"), without("x"), without("y")], Some("a")),
-            (vec![within("x"), Test::DoesNotExist], Some("a")),
-            (vec![Test::Exists, Test::DoesNotExist], Some("a")),
-            (vec![Test::Exists, without("x,y")], None),
-            (vec![without("x"), Test::DoesNotExist], None),
+            (vec![within("x"), LabelOperator::DoesNotExist], Some("a")),
+            (vec![LabelOperator::Exists, LabelOperator::DoesNotExist], Some("a")),
+            (vec![LabelOperator::Exists, without("x,y")], None),
+            (vec![without("x"), LabelOperator::DoesNotExist], None),
         ] {
             assert_eq!(contradiction(&selector(&tests)), expected, "{tests:?}");
         }

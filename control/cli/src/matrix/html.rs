@@ -5,14 +5,14 @@
 
 use std::collections::HashMap;
 
-use penstock_policy::engine::{Engine, SideExplanation};
-use penstock_policy::flow::Service;
+use penstock_policy::engine::{DirectionExplanation, Engine};
+use penstock_policy::flow::ProtocolPort;
 use serde::Serialize;
 
 use super::Matrix;
 
 const PAGE: &str = include_str!("page.html");
-/// What stands in the page for its data.
+/// Placeholder for the data in the page.
 const PLACE: &str = "\"MATRIX DATA\"";
 
 #[derive(Serialize)]
@@ -59,12 +59,12 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
     let places = 0..matrix.pods.len();
     let pairs: Vec<(usize, usize)> =
         places.clone().flat_map(|row| places.clone().map(move |column| (row, column))).collect();
-    let mut cells_of = |service: &Service| -> Vec<i64> {
+    let mut cells_of = |service: &ProtocolPort| -> Vec<i64> {
         let cell = |(row, column): &(usize, usize)| {
             let Some(flow) = matrix.flow(engine, *row, *column, service) else { return -1 };
             let explanation = engine.explain(&flow);
             let (egress, ingress) = (reason(&explanation.egress), reason(&explanation.ingress));
-            let outcome = (explanation.judgement.is_allowed(), reasons.place(egress), reasons.place(ingress));
+            let outcome = (explanation.verdict.is_allowed(), reasons.place(egress), reasons.place(ingress));
             outcomes.place(outcome) as i64
         };
         pairs.iter().map(cell).collect()
@@ -92,12 +92,12 @@ fn pods(engine: &Engine, matrix: &Matrix) -> Vec<Pod> {
     matrix.pods.iter().map(pod).collect()
 }
 
-fn reason(side: &SideExplanation) -> String {
+fn reason(side: &DirectionExplanation) -> String {
     use penstock_dataplane::policy::DirectionVerdict;
     let policies = side.policies.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    match (&side.side, &side.rule, &side.nearest) {
+    match (&side.verdict, &side.rule, &side.nearest) {
         (DirectionVerdict::Open, ..) => "open: no policy isolates the pod".to_owned(),
-        (DirectionVerdict::NotLocal, ..) => "no pod: no policy is about it".to_owned(),
+        (DirectionVerdict::NotLocal, ..) => "not a pod: no policy applies to it".to_owned(),
         (DirectionVerdict::Exempt, ..) => "always allowed: a pod with itself".to_owned(),
         (DirectionVerdict::Allowed(_), Some(rule), _) => format!("allowed by {rule}"),
         (DirectionVerdict::AllowedByPeer(_), Some(rule), _) => format!("allowed by {rule} of the other side"),

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::Engine;
-use penstock_policy::flow::{self, End, Service};
+use penstock_policy::flow::{self, FlowEndpoint, ProtocolPort};
 use penstock_policy::model::{ObjectKey, PortMatch, PortProtocol, Ports};
-use penstock_policy::render::tables::Scope;
+use penstock_policy::render::tables::PodScope;
 
 use super::Failure;
 use super::cluster::ManifestArgs;
@@ -30,14 +30,14 @@ pub(super) struct Args {
     manifests: ManifestArgs,
     /// PORT/PROTOCOL, the port by its number or its name, or a protocol without ports; may be given several times
     #[arg(long, value_name = "PORT/PROTOCOL")]
-    port: Vec<Service>,
+    port: Vec<ProtocolPort>,
     /// Write a page that needs nothing but itself, with the deciding rules and a filter by port, instead
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let engine = args.manifests.engine(Scope::AllPods)?;
+    let engine = args.manifests.engine(PodScope::AllPods)?;
     let matrix = Matrix::new(&engine, args.port);
     let Some(path) = args.html else {
         return io::stdout().write_all(table::render(&engine, &matrix).as_bytes()).or_else(Failure::from_output);
@@ -47,18 +47,18 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     })
 }
 
-/// What is asked of every pair of pods.
+/// The queries for every pair of pods.
 struct Matrix {
     /// The pods that policy sees, by namespace and name.
     pods: Vec<ObjectKey>,
     /// Those that it does not see, and why.
     unseen: Vec<(ObjectKey, &'static str)>,
     /// The ports.
-    services: Vec<Service>,
+    services: Vec<ProtocolPort>,
 }
 
 impl Matrix {
-    fn new(engine: &Engine, services: Vec<Service>) -> Self {
+    fn new(engine: &Engine, services: Vec<ProtocolPort>) -> Self {
         let (mut pods, mut unseen) = (Vec::new(), Vec::new());
         for (_, pod) in engine.state().pods() {
             let why = match pod {
@@ -80,20 +80,20 @@ impl Matrix {
 
     /// The flow from one of the pods to another. `None` where there can be none: the two have no address family in
     /// common, or the receiver has no port of this name.
-    fn flow(&self, engine: &Engine, from: usize, to: usize, service: &Service) -> Option<Flow> {
-        let end = |pod: usize| End::Pod(self.pods[pod].clone());
+    fn flow(&self, engine: &Engine, from: usize, to: usize, service: &ProtocolPort) -> Option<Flow> {
+        let end = |pod: usize| FlowEndpoint::Pod(self.pods[pod].clone());
         flow::flow(engine.state(), &end(from), &end(to), service).ok()
     }
 }
 
 /// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
 /// policy can tell apart is who, and any port shows it.
-fn all_services(engine: &Engine) -> Vec<Service> {
+fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
     let number = |protocol: PortProtocol, number| {
-        Service::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
+        ProtocolPort::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
     };
     let state = engine.state();
-    let mut services: BTreeSet<Service> =
+    let mut services: BTreeSet<ProtocolPort> =
         state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
     for (policy, _) in state.policies() {
         for rule in policy.ingress.iter().chain(&policy.egress).flatten() {
@@ -105,7 +105,7 @@ fn all_services(engine: &Engine) -> Vec<Service> {
         }
     }
     if services.is_empty() {
-        services.insert(Service::number(Protocol::TCP, 80));
+        services.insert(ProtocolPort::number(Protocol::TCP, 80));
     }
     services.into_iter().collect()
 }

@@ -6,7 +6,7 @@ use penstock_policy::model::ObjectKey;
 use super::Matrix;
 use crate::style;
 
-/// What a cell says of all ports asked for.
+/// The combined verdict of a cell for all ports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cell {
     Every,
@@ -64,7 +64,7 @@ fn cell(engine: &Engine, matrix: &Matrix, row: usize, column: usize) -> Cell {
     let flows = matrix.services.iter().filter_map(|service| matrix.flow(engine, row, column, service));
     let (mut allowed, mut denied) = (false, false);
     for flow in flows {
-        match engine.judge(&flow).is_allowed() {
+        match engine.evaluate(&flow).is_allowed() {
             true => allowed = true,
             false => denied = true,
         }

@@ -1,4 +1,4 @@
-//! Bad input is told in one line, and leaves nothing behind.
+//! Bad input is stderr in one line, and leaves nothing behind.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -24,15 +24,15 @@ fn without(command: &mut Command, capabilities: &'static [libc::c_ulong]) {
     unsafe { command.pre_exec(drop) };
 }
 
-fn refused(command: Command, line: &str) {
+fn assert_rejected(command: Command, line: &str) {
     let output = output(command);
-    let told = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(2), "{line}: {told}");
-    assert!(told.lines().any(|told| told.contains(line)), "not said: {line}\n{told}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(2), "{line}: {stderr}");
+    assert!(stderr.lines().any(|stderr| stderr.contains(line)), "not said: {line}\n{stderr}");
 }
 
 #[test]
-fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
+fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
     on_a_node(|| {
         let pod = Pod::new(5);
         ip("link add down0 type veth peer name down1");
@@ -44,46 +44,42 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
         let bad =
             "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
         let cases = [
-            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; remove it, or use one of: node,"),
-            (
-                "workers.cores = [999]",
-                good(),
-                "workers.cores: core 999 does not exist or is not available to this process;",
-            ),
+            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; take it out, or use one of: node,"),
+            ("workers.cores = [999]", good(), "workers.cores: core 999 does not exist or is not open to this process;"),
             ("umem.memory = \"900GiB\"", good(), "MiB available; lower umem.memory or conntrack.entries"),
-            ("uplinks = [\"nowhere0\"]", good(), "uplinks: interface nowhere0 does not exist; create it, or remove it"),
+            (
+                "uplinks = [\"nowhere0\"]",
+                good(),
+                "uplinks: interface nowhere0 does not exist; create it, or take it out",
+            ),
             ("uplinks = [\"down0\"]", good(), "uplinks: interface down0 is down; set it up (ip link set down0 up)"),
             (
                 "uplinks = [\"long0\"]",
                 good(),
                 "uplinks: MTU 9000 of interface long0 is more than the 1778 that a frame",
             ),
-            (
-                "uplinks = [\"veth5\"]",
-                good(),
-                "uplinks: interface veth5 belongs to pod shop/web; remove it from the list",
-            ),
-            ("host_veth.workers = \"down0\"", good(), "interface down0 exists and is not penstock's; delete it, or"),
+            ("uplinks = [\"veth5\"]", good(), "uplinks: interface veth5 is pod shop/web's; take it out of the list"),
+            ("host_port.workers = \"down0\"", good(), "interface down0 exists and is not penstock's; delete it, or"),
             ("", twice, "10.1.1.5"),
             ("", bad.to_owned(), "10.1.1.300"),
         ];
         for (keys, manifests, line) in cases {
             let files = Files::new(keys, &[("all.yaml", manifests)]);
-            refused(files.command("run"), line);
+            assert_rejected(files.command("run"), line);
             assert_eq!(node_state(), before, "{line}");
         }
         let files = Files::new("", &[("all.yaml", good())]);
         fs::remove_dir_all(files.path("manifests")).unwrap();
-        refused(files.command("run"), ": not a directory; create it, or correct the path");
+        assert_rejected(files.command("run"), "is not a directory; create it, or correct the path");
 
         let files = Files::new("", &[("all.yaml", good())]);
         for subcommand in ["run", "check"] {
             let mut command = files.command(subcommand);
             without(&mut command, &[12, 13, 21, 39]);
-            refused(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
+            assert_rejected(command, "capabilities: CAP_NET_ADMIN, CAP_NET_RAW, CAP_BPF missing");
         }
         ip("link set veth5 mtu 9000");
-        refused(
+        assert_rejected(
             files.command("run"),
             "pod shop/web: MTU 9000 of veth5 is more than the 1778 that a frame holds; lower it",
         );
@@ -93,17 +89,17 @@ fn bad_input_is_one_line_exit_code_2_and_nothing_left() {
 }
 
 #[test]
-fn check_tells_each_thing_and_changes_nothing() {
+fn check_reports_every_problem_and_changes_nothing() {
     on_a_node(|| {
         let pod = Pod::new(5);
         let before = node_state();
         let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
         let output = output(files.command("check"));
-        let told = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(output.status.code(), Some(0), "{told}");
+        let stderr = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{stderr}");
         for line in [
             "ok       capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF",
-            "ok       AF_XDP: supported",
+            "ok       AF_XDP: the kernel has it",
             "ok       workers.cores: 0",
             "ok       source: 2 objects",
             "ok       pod shop/web: veth5, MTU 1500; tso on, gso on, gro ",
@@ -111,11 +107,11 @@ fn check_tells_each_thing_and_changes_nothing() {
             "ok       RLIMIT_MEMLOCK: ",
             "warning  net/ipv4/ip_forward = 0: pods reach neither Services nor other nodes; set it to 1",
         ] {
-            assert!(told.lines().any(|told| told.starts_with(line)), "not told: {line}\n{told}");
+            assert!(stderr.lines().any(|stderr| stderr.starts_with(line)), "not stderr: {line}\n{stderr}");
         }
         assert_restored(&before);
 
-        refused(
+        assert_rejected(
             Files::new("uplinks = [\"nowhere0\"]", &[]).command("check"),
             "uplinks: interface nowhere0 does not exist",
         );

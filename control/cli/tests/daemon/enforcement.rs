@@ -91,7 +91,7 @@ fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
 }
 
 #[test]
-fn pods_on_a_bridge_are_found_by_their_neighbour_entries_and_policy_holds_between_them() {
+fn pods_on_a_bridge_are_found_by_neighbour_entries_and_enforced() {
     on_a_node(|| {
         for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv4/conf/all/rp_filter"] {
             fs::write(format!("/proc/sys/net/{setting}"), "1").unwrap();
@@ -135,7 +135,7 @@ fn pods_on_a_bridge_are_found_by_their_neighbour_entries_and_policy_holds_betwee
 }
 
 #[test]
-fn a_pod_whose_object_is_gone_stays_closed_while_its_interface_lives() {
+fn a_deleted_pod_stays_closed_while_its_interface_exists() {
     on_a_node(|| {
         let [web, db] = [5, 6].map(Pod::new);
         let before = node_state();
@@ -162,7 +162,7 @@ fn a_pod_whose_object_is_gone_stays_closed_while_its_interface_lives() {
 }
 
 #[test]
-fn policy_holds_for_the_world_with_and_without_an_uplink() {
+fn policy_is_enforced_for_external_peers_with_and_without_an_uplink() {
     for keys in ["", "uplinks = [\"veth9\"]"] {
         on_a_node(|| {
             for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {

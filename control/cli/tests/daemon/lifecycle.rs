@@ -37,7 +37,7 @@ fn two_pods(keys: &str) -> ([Pod; 2], Files) {
 }
 
 #[test]
-fn after_a_kill_all_is_closed_until_the_next_daemon_takes_over_and_puts_all_back() {
+fn after_a_kill_pods_are_closed_until_the_next_daemon_takes_over_and_restores_the_node() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("");
         let before = node_state();
@@ -70,7 +70,7 @@ fn after_a_kill_all_is_closed_until_the_next_daemon_takes_over_and_puts_all_back
 }
 
 #[test]
-fn what_a_kill_left_is_taken_away_by_cleanup() {
+fn cleanup_removes_what_a_killed_daemon_left() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("");
         let before = node_state();
@@ -81,16 +81,16 @@ fn what_a_kill_left_is_taken_away_by_cleanup() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0));
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host veth\n");
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host port\n");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
         let again = output(files.command("cleanup"));
-        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host veth\n");
+        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host port\n");
     });
 }
 
 #[test]
-fn a_daemon_that_is_told_to_keep_the_node_closed_does_so_until_the_next_one() {
+fn keep_closed_on_exit_closes_pods_until_the_next_daemon() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.on_exit = \"keep\"");
         let before = node_state();
@@ -108,7 +108,7 @@ fn a_daemon_that_is_told_to_keep_the_node_closed_does_so_until_the_next_one() {
 }
 
 #[test]
-fn where_the_setting_says_open_the_kernel_has_the_pods_by_itself_once_the_daemon_died() {
+fn with_fail_mode_open_the_kernel_forwards_once_the_daemon_is_killed() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.mode = \"open\"");
         files.save("policies.yaml", &policy("db", "nobody"));
@@ -173,14 +173,14 @@ fn a_new_pod_is_closed_until_its_object_is_known() {
 }
 
 #[test]
-fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_pods_stay_closed() {
+fn when_the_veth_pair_is_deleted_the_daemon_exits_with_an_error_and_pods_stay_closed() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("log = { level = \"error\", format = \"json\" }");
         let before = node_state();
         let mut daemon = Daemon::start(&files);
         ip("link del penstock-host");
         assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-        daemon.wait_for("penstock: host_veth: interface penstock-host is gone; restart penstock");
+        daemon.wait_for("penstock: host_port: interface penstock-host is gone; restart penstock");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
         assert_restored(&before);
@@ -188,7 +188,7 @@ fn when_the_pair_is_taken_away_the_daemon_ends_loudly_and_pods_stay_closed() {
 }
 
 #[test]
-fn a_reader_of_the_log_that_goes_away_is_no_reason_to_leave_anything_behind() {
+fn a_closed_log_pipe_does_not_prevent_cleanup() {
     on_a_node(|| {
         let web = Pod::new(5);
         let before = node_state();

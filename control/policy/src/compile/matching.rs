@@ -1,4 +1,4 @@
-//! One rule against one flow, read directly from the policy: for explanations, where a table says only which rule.
+//! Compares one rule with one flow, read directly from the policy. Explanations use it: a table says only which rule matched.
 
 use std::net::IpAddr;
 
@@ -7,34 +7,34 @@ use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::Direction;
 
 use crate::model::{Peer, Peers, Pod, Port, PortMatch, Ports};
-use crate::state::{Holder, State};
+use crate::state::{AddressOwner, State};
 
 use super::provenance::{PeerKind, Provenance, RuleSource};
 
-/// How a rule met a flow.
+/// The result of comparing a rule with a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Match {
-    /// The rule, with the peer and the port that matched; of what did not match, the first that the rule lists.
+pub struct RuleComparison {
+    /// The rule, with the peer and the port that matched. Where one did not match: the first that the rule lists.
     pub provenance: Provenance,
-    /// What of it did not match; nothing if the rule allows the flow.
-    pub lacks: Vec<Lack>,
+    /// What did not match; empty if the rule allows the flow.
+    pub mismatches: Vec<Mismatch>,
 }
 
-/// What a rule lacked to allow a flow.
+/// Why a rule does not allow a flow.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum Lack {
-    /// The peer is not among its peers.
+pub enum Mismatch {
+    /// None of the rule's peers matches.
     Peer,
-    /// The peer is in a block of it, but in this except.
+    /// The address is in one of the rule's blocks, but also in this `except`.
     Excepted(IpNet),
-    /// The port is not among its ports, or the protocol is another.
+    /// No port of the rule matches, or only one of another protocol.
     Port,
-    /// It names a port that the server pod does not have by this name and protocol.
+    /// The rule names a port, and the server pod has no port of this name and protocol.
     PortName(String),
 }
 
 /// Compares a rule with a flow.
-pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> Match {
+pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> RuleComparison {
     let rule = source.get();
     let peer_address = match source.direction {
         Direction::Egress => flow.dst,
@@ -43,9 +43,9 @@ pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> Match {
     let (kind, peer, lacks_peer) = compare_peers(state, source, &rule.peers, peer_address.into());
     let (port, lacks_port) = compare_ports(state, &rule.ports, flow);
     let (policy, direction) = (source.policy.key.clone(), source.direction);
-    Match {
+    RuleComparison {
         provenance: Provenance { policy, direction, rule: source.rule, kind, peer, port },
-        lacks: lacks_peer.into_iter().chain(lacks_port).collect(),
+        mismatches: lacks_peer.into_iter().chain(lacks_port).collect(),
     }
 }
 
@@ -54,7 +54,7 @@ fn compare_peers(
     source: &RuleSource,
     peers: &Peers,
     address: IpAddr,
-) -> (PeerKind, usize, Option<Lack>) {
+) -> (PeerKind, usize, Option<Mismatch>) {
     let Peers::AnyOf(peers) = peers else { return (PeerKind::All, 0, None) };
     let pod = pod_at(state, address);
     let namespace = &source.policy.key.namespace;
@@ -62,13 +62,13 @@ fn compare_peers(
         return (PeerKind::from(&peers[place]), place, None);
     }
     let excepted = peers.iter().enumerate().find_map(|(place, peer)| match peer {
-        Peer::Block(block) if block.cidr.contains(&address) => {
+        Peer::IpBlock(block) if block.cidr.contains(&address) => {
             let except = block.except.iter().find(|except| except.contains(&address))?;
-            Some((PeerKind::IpBlock, place, Some(Lack::Excepted(*except))))
+            Some((PeerKind::IpBlock, place, Some(Mismatch::Excepted(*except))))
         }
         _ => None,
     });
-    excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, PeerKind::from), 0, Some(Lack::Peer)))
+    excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, PeerKind::from), 0, Some(Mismatch::Peer)))
 }
 
 fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
@@ -76,7 +76,7 @@ fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, addre
         state.namespace_labels(&pod.key.namespace).is_some_and(|labels| selector.matches(labels))
     };
     match (peer, pod) {
-        (Peer::Block(block), _) => block.contains(address),
+        (Peer::IpBlock(block), _) => block.contains(address),
         (_, None) => false,
         (Peer::Pods(pods), Some(pod)) => pod.key.namespace == namespace && pods.matches(&pod.labels),
         (Peer::Namespaces(namespaces), Some(pod)) => in_namespace(pod, namespaces),
@@ -86,7 +86,7 @@ fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, addre
     }
 }
 
-fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<Lack>) {
+fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<Mismatch>) {
     let Ports::AnyOf(ports) = ports else { return (0, None) };
     let server = pod_at(state, flow.dst.into());
     if let Some(place) = ports.iter().position(|port| is_port(port, server, flow)) {
@@ -96,8 +96,9 @@ fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<La
         PortMatch::Name(name) if !has_name(server, name, port) => Some(name.clone()),
         _ => None,
     };
-    let lacking = ports.iter().enumerate().find_map(|(place, port)| Some((place, Some(Lack::PortName(names(port)?)))));
-    lacking.unwrap_or((0, Some(Lack::Port)))
+    let lacking =
+        ports.iter().enumerate().find_map(|(place, port)| Some((place, Some(Mismatch::PortName(names(port)?)))));
+    lacking.unwrap_or((0, Some(Mismatch::Port)))
 }
 
 fn has_name(server: Option<&Pod>, name: &str, port: &Port) -> bool {
@@ -119,8 +120,8 @@ fn is_port(port: &Port, server: Option<&Pod>, flow: &Flow) -> bool {
 }
 
 fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
-    match state.holder(&address)? {
-        Holder::Pod(pod) => state.pod(pod),
-        Holder::Node(_) => None,
+    match state.owner(&address)? {
+        AddressOwner::Pod(pod) => state.pod(pod),
+        AddressOwner::Node(_) => None,
     }
 }

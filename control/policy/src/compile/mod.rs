@@ -1,8 +1,8 @@
-//! From the policies of a pod to the effective rules of its two sides.
+//! From the policies of a pod to the effective rules of each direction.
 //!
-//! A [`Side`] says what the rules of one direction of a pod depend on, so that pods with the same policies have one set
-//! of rules between them. Its rules are the policies' rules with port names resolved on the server: on ingress the
-//! selected pod itself, on egress each peer, for which a rule is split by the numbers that pods have for the name.
+//! A [`TableKey`] holds what the rules of one direction of a pod depend on: pods with equal keys share one rule table.
+//! Effective rules are the policies' rules with port names resolved on the server. On ingress the server is the selected
+//! pod itself. On egress it is the peer, so a rule is split by the numbers that pods have for the name.
 
 mod matching;
 mod provenance;
@@ -12,28 +12,28 @@ use std::sync::Arc;
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
 use crate::model::{
-    Block, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
+    IpBlock, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
 };
 use crate::state::{Class, PodId, PolicyId, State};
 
-pub use matching::{Lack, Match, compare};
+pub use matching::{Mismatch, RuleComparison, compare};
 pub use provenance::{PeerKind, Provenance, RuleSource};
 
-/// What the effective rules of one direction of an isolated pod depend on. Equal sides have equal rules.
+/// What the effective rules of one direction of an isolated pod depend on. Equal keys have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Side {
-    /// Which direction.
+pub struct TableKey {
+    /// The direction.
     pub direction: Direction,
     /// The policies that apply, sorted by namespace and name, each with the revision of its last change.
     pub policies: Vec<(PolicyId, u64)>,
-    /// On ingress, those of the pod's named ports that the policies name; sorted.
+    /// On ingress, the pod's named ports that the policies refer to; sorted.
     pub ports: Vec<NamedPort>,
 }
 
 /// One effective rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EffectiveRule {
-    /// The policy's rule that it is, or is a part of.
+    /// The policy's rule it comes from; an egress rule with port names yields several.
     pub source: RuleSource,
     /// Which peers match.
     pub peers: EffectivePeers,
@@ -50,19 +50,19 @@ pub enum EffectivePeers {
     AnyOf {
         /// Whether every pod of every known namespace is a peer.
         every_pod: bool,
-        /// Addresses of pods in these classes.
+        /// Pods in these classes.
         classes: Vec<Class>,
-        /// Addresses in blocks, pods' or not.
-        blocks: Vec<Block>,
+        /// Addresses in these blocks, whether pods have them or not.
+        blocks: Vec<IpBlock>,
     },
 }
 
-/// What the rules of one direction of a pod depend on; `None` if it is open.
-pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
+/// The table key of one direction of a pod; `None` if no policy isolates it.
+pub fn table_key(state: &State, pod: PodId, direction: Direction) -> Option<TableKey> {
     let mut isolated = direction == Direction::Ingress && state.is_denied_by_default(pod);
     let (mut policies, mut ports) = (Vec::new(), Vec::new());
     for (number, revision) in state.policies_of(pod) {
-        let policy = state.policy(number).expect("the state lists policies that it has");
+        let policy = state.policy(number).expect("the state lists only policies it has");
         let Some(rules) = rules_of(policy, direction) else { continue };
         isolated |= policy.isolates;
         policies.push((number, revision));
@@ -75,10 +75,10 @@ pub fn side(state: &State, pod: PodId, direction: Direction) -> Option<Side> {
     }
     ports.sort_unstable();
     ports.dedup();
-    isolated.then_some(Side { direction, policies, ports })
+    isolated.then_some(TableKey { direction, policies, ports })
 }
 
-/// The rules of a policy for a direction, if it applies to it.
+/// The rules of a policy for a direction; `None` if the policy does not apply to it.
 pub fn rules_of(policy: &NetworkPolicy, direction: Direction) -> Option<&[Rule]> {
     match direction {
         Direction::Egress => policy.egress.as_deref(),
@@ -86,7 +86,7 @@ pub fn rules_of(policy: &NetworkPolicy, direction: Direction) -> Option<&[Rule]>
     }
 }
 
-/// The port names of rules.
+/// The port names in these rules.
 fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
     let ports = rules.iter().flat_map(|rule| match &rule.ports {
         Ports::Every => &[],
@@ -98,44 +98,44 @@ fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
     })
 }
 
-/// The port names that the rules of a side resolve on its peers: its rules are others once pods have other numbers.
-pub fn names_on_peers(state: &State, side: &Side) -> Vec<(String, PortProtocol)> {
-    if side.direction == Direction::Ingress {
+/// The port names that the rules of a key resolve on peers. When pods' numbers for them change, the rules change.
+pub fn names_on_peers(state: &State, key: &TableKey) -> Vec<(String, PortProtocol)> {
+    if key.direction == Direction::Ingress {
         return Vec::new();
     }
-    let policies = side.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
-    let rules = policies.filter_map(|policy| rules_of(policy, side.direction));
+    let policies = key.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
+    let rules = policies.filter_map(|policy| rules_of(policy, key.direction));
     let mut all: Vec<_> = rules.flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
     all.sort_unstable();
     all.dedup();
     all
 }
 
-/// The effective rules of a side, in the order of its policies and their rules. A rule that can match nothing (an empty
-/// list in the v1beta1 meaning, a name that no pod has) is left out.
-pub fn rules(state: &State, side: &Side) -> Vec<EffectiveRule> {
+/// The effective rules of a key, in the order of its policies and their rules. Leaves out a rule that can match nothing:
+/// an empty list under v1beta1, a name that no pod has.
+pub fn rules(state: &State, key: &TableKey) -> Vec<EffectiveRule> {
     let mut effective = Vec::new();
-    for (number, _) in &side.policies {
-        let policy = state.policy(*number).expect("a side lists policies that the state has");
-        for (index, rule) in rules_of(policy, side.direction).unwrap_or_default().iter().enumerate() {
-            let source = RuleSource { policy: policy.clone(), direction: side.direction, rule: index };
-            one_rule(state, side, &source, rule, &mut effective);
+    for (number, _) in &key.policies {
+        let policy = state.policy(*number).expect("a key lists only policies the state has");
+        for (index, rule) in rules_of(policy, key.direction).unwrap_or_default().iter().enumerate() {
+            let source = RuleSource { policy: policy.clone(), direction: key.direction, rule: index };
+            one_rule(state, key, &source, rule, &mut effective);
         }
     }
     effective
 }
 
-fn one_rule(state: &State, side: &Side, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
+fn one_rule(state: &State, key: &TableKey, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
     let namespace = &source.policy.key.namespace;
     let Some(peers) = peers(namespace, &rule.peers) else { return };
     let ports = match &rule.ports {
         Ports::Every => PortSpec::Every,
-        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(side, port)).collect()),
+        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(key, port)).collect()),
     };
     if ports != PortSpec::AnyOf(Vec::new()) {
         into.push(EffectiveRule { source: source.clone(), peers, ports });
     }
-    if side.direction == Direction::Egress {
+    if key.direction == Direction::Egress {
         let mut named: Vec<(&str, PortProtocol)> = names(std::slice::from_ref(rule)).collect();
         named.sort_unstable();
         named.dedup();
@@ -148,15 +148,15 @@ fn one_rule(state: &State, side: &Side, source: &RuleSource, rule: &Rule, into: 
     }
 }
 
-/// The part of an egress rule for peers that have this number for a name. Only a pod has names, also in a block and also
-/// among every peer.
+/// The part of an egress rule for peers with this number for a name. Only pods have port names, so only pods match, even
+/// where the peer is a block or every address.
 fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &Peers) -> EffectiveRule {
     let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
     let classes = match peers {
         Peers::Every => vec![Class::Port(port)],
         Peers::AnyOf(peers) => {
             let with_port = |peer: &Peer| match peer {
-                Peer::Block(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
+                Peer::IpBlock(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
                 pods => class(namespace, pods, Some(port.clone())),
             };
             peers.iter().filter_map(with_port).collect()
@@ -166,7 +166,7 @@ fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &
     EffectiveRule { source: source.clone(), peers, ports }
 }
 
-/// The peers of a rule as classes and blocks; `None` if there are none.
+/// The peers of a rule as classes and blocks; `None` if the list is empty.
 fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
     let Peers::AnyOf(peers) = peers else { return Some(EffectivePeers::Every) };
     if peers.is_empty() {
@@ -175,7 +175,7 @@ fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
     let (mut every_pod, mut classes, mut blocks) = (false, Vec::new(), Vec::new());
     for peer in peers {
         match peer {
-            Peer::Block(block) => blocks.push(block.clone()),
+            Peer::IpBlock(block) => blocks.push(block.clone()),
             peer if finds_every_pod(peer) => every_pod = true,
             pods => classes.extend(class(namespace, pods, None)),
         }
@@ -188,11 +188,11 @@ fn finds_every_pod(peer: &Peer) -> bool {
     match peer {
         Peer::Namespaces(namespaces) => every(namespaces),
         Peer::PodsInNamespaces { namespaces, pods } => every(namespaces) && every(pods),
-        Peer::Pods(_) | Peer::Block(_) => false,
+        Peer::Pods(_) | Peer::IpBlock(_) => false,
     }
 }
 
-/// The class of the pods that a selector peer finds, and that have the port, if one is given; `None` for a block.
+/// The class of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block.
 fn class(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<Class> {
     match peer {
         Peer::Pods(pods) => Some(Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),
@@ -202,17 +202,17 @@ fn class(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<Class>
         Peer::PodsInNamespaces { namespaces, pods } => {
             Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
-        Peer::Block(_) => None,
+        Peer::IpBlock(_) => None,
     }
 }
 
-/// A rule's port as ranges: a name on ingress as the selected pod's own number; on egress it is left to the peers.
-fn ranges(side: &Side, port: &Port) -> Vec<PortRange> {
+/// A rule's port as ranges. A name becomes the selected pod's number on ingress; on egress peers resolve it.
+fn ranges(key: &TableKey, port: &Port) -> Vec<PortRange> {
     match &port.which {
         PortMatch::Every => vec![range(port.protocol, 0, u16::MAX)],
         PortMatch::Range { first, last } => vec![range(port.protocol, *first, *last)],
         PortMatch::Name(name) => {
-            let own = side.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
+            let own = key.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
             own.map(|own| range(own.protocol, own.number, own.number)).collect()
         }
     }

@@ -12,9 +12,9 @@ use crate::model::{NetworkPolicy, ObjectKey, Peer, Rule};
 pub struct RuleSource {
     /// The policy as it was when the rule was compiled.
     pub policy: Arc<NetworkPolicy>,
-    /// Of its ingress or of its egress rules.
+    /// The direction of the rule.
     pub direction: Direction,
-    /// Its place among these, from 0.
+    /// Its index among the policy's rules of this direction, from 0.
     pub rule: usize,
 }
 
@@ -32,28 +32,28 @@ impl RuleSource {
     }
 }
 
-/// A rule of a policy, and through which of its peers and ports it matched.
+/// A rule of a policy, with the peer and the port through which it matched.
 ///
-/// Written `<namespace>-<ingress|egress>-<policy>-<rule>-<ipBlock|podSelector|namespaceSelector|all>-<peer>-<port>`, all
-/// numbers being places in the policy's lists from 0. A peer with both selectors is called `namespaceSelector`; where a
-/// rule lists no peers or no ports, the number is 0.
+/// Displays as `<namespace>-<ingress|egress>-<policy>-<rule>-<ipBlock|podSelector|namespaceSelector|all>-<peer>-<port>`.
+/// The numbers are indexes in the policy's lists, from 0. A peer with both selectors is `namespaceSelector`; where a rule
+/// lists no peers or no ports, the index is 0.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Provenance {
     /// The policy.
     pub policy: ObjectKey,
-    /// Of its ingress or of its egress rules.
+    /// The direction of the rule.
     pub direction: Direction,
-    /// The rule's place among these.
+    /// The rule's index.
     pub rule: usize,
     /// What kind of peer matched.
     pub kind: PeerKind,
-    /// The peer's place in the rule's list.
+    /// The peer's index in the rule's list.
     pub peer: usize,
-    /// The port's place in the rule's list.
+    /// The port's index in the rule's list.
     pub port: usize,
 }
 
-/// What kind of peer a rule matched.
+/// The kind of peer through which a rule matched.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PeerKind {
     /// No peers are given: every peer.
@@ -71,7 +71,7 @@ impl From<&Peer> for PeerKind {
         match peer {
             Peer::Pods(_) => Self::PodSelector,
             Peer::Namespaces(_) | Peer::PodsInNamespaces { .. } => Self::NamespaceSelector,
-            Peer::Block(_) => Self::IpBlock,
+            Peer::IpBlock(_) => Self::IpBlock,
         }
     }
 }
@@ -87,7 +87,7 @@ impl fmt::Display for PeerKind {
     }
 }
 
-/// How a direction is written in a rule's name.
+/// A direction as rule names write it.
 fn word(direction: Direction) -> &'static str {
     match direction {
         Direction::Egress => "egress",

@@ -3,87 +3,87 @@
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
-use crate::compile::{Lack, Provenance, RuleSource, compare, rules_of};
+use crate::compile::{Mismatch, Provenance, RuleSource, compare, rules_of};
 use crate::model::ObjectKey;
-use crate::state::{Holder, PodId};
+use crate::state::{AddressOwner, PodId};
 
 use super::Engine;
 
-/// A judgement and its reasons.
+/// A verdict and its reasons.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Explanation {
-    /// What the tables say.
-    pub judgement: PolicyVerdict,
-    /// Why the source may send it, or may not.
-    pub egress: SideExplanation,
-    /// Why the destination may receive it, or may not.
-    pub ingress: SideExplanation,
+    /// The verdict by the tables.
+    pub verdict: PolicyVerdict,
+    /// Why the source may or may not send it.
+    pub egress: DirectionExplanation,
+    /// Why the destination may or may not receive it.
+    pub ingress: DirectionExplanation,
 }
 
-/// The reasons of one side.
+/// The reasons of one direction.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct SideExplanation {
-    /// What the tables say.
-    pub side: DirectionVerdict,
-    /// The pod whose side it is; `None` if its address is no pod's.
+pub struct DirectionExplanation {
+    /// The direction's verdict by the tables.
+    pub verdict: DirectionVerdict,
+    /// The pod whose policies apply; `None` if the address is not a pod's.
     pub pod: Option<ObjectKey>,
-    /// The policies that select the pod and are about this direction, sorted.
+    /// The policies that select the pod and have rules of this direction, sorted.
     pub policies: Vec<ObjectKey>,
-    /// Whether the pod is isolated in this direction, by one of the policies or by its namespace.
+    /// Whether a policy or the namespace's annotation isolates the pod in this direction.
     pub isolated: bool,
     /// Whether the annotation of its namespace isolates it.
     pub default_deny: bool,
-    /// The rule that allowed; the other side's, where [`DirectionVerdict::AllowedByPeer`] says so.
+    /// The rule that allowed the flow. With [`DirectionVerdict::AllowedByPeer`] it is a rule of the other direction.
     pub rule: Option<Provenance>,
-    /// Where it is denied, the rule that came nearest.
-    pub nearest: Option<Near>,
+    /// Where denied, the rule that came closest to allowing it.
+    pub nearest: Option<NearestRule>,
 }
 
-/// A rule that almost allowed.
+/// The rule that came closest to allowing a denied flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Near {
-    /// The rule; of what did not match, the first that it lists.
+pub struct NearestRule {
+    /// The rule. Where its peer or port did not match, the first that it lists.
     pub rule: Provenance,
-    /// What did not match: one thing, or two if no rule came nearer.
-    pub lacks: Vec<Lack>,
+    /// What did not match: one thing, or two if no rule came closer.
+    pub mismatches: Vec<Mismatch>,
 }
 
 impl Engine {
-    /// Judges a flow and says why.
+    /// Evaluates a flow and explains the verdict.
     pub fn explain(&self, flow: &Flow) -> Explanation {
-        let judgement = self.judge(flow);
+        let verdict = self.evaluate(flow);
         Explanation {
-            judgement,
-            egress: self.explain_side(flow, Direction::Egress, judgement.egress),
-            ingress: self.explain_side(flow, Direction::Ingress, judgement.ingress),
+            verdict,
+            egress: self.explain_direction(flow, Direction::Egress, verdict.egress),
+            ingress: self.explain_direction(flow, Direction::Ingress, verdict.ingress),
         }
     }
 
-    fn explain_side(&self, flow: &Flow, direction: Direction, side: DirectionVerdict) -> SideExplanation {
+    fn explain_direction(&self, flow: &Flow, direction: Direction, verdict: DirectionVerdict) -> DirectionExplanation {
         let own = match direction {
             Direction::Egress => flow.src,
             Direction::Ingress => flow.dst,
         };
-        let pod = match self.state.holder(&own.into()) {
-            Some(Holder::Pod(pod)) => Some(pod),
-            Some(Holder::Node(_)) | None => None,
+        let pod = match self.state.owner(&own.into()) {
+            Some(AddressOwner::Pod(pod)) => Some(pod),
+            Some(AddressOwner::Node(_)) | None => None,
         };
         let sources = pod.map(|pod| self.sources(pod, direction)).unwrap_or_default();
         let default_deny =
             direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
         let policies = pod.map(|pod| self.policies(pod, direction)).unwrap_or_default();
-        SideExplanation {
-            side,
+        DirectionExplanation {
+            verdict,
             pod: pod.and_then(|pod| self.state.pod(pod)).map(|pod| pod.key.clone()),
             isolated: default_deny || policies.iter().any(|(_, isolates)| *isolates),
             policies: policies.into_iter().map(|(key, _)| key).collect(),
             default_deny,
-            rule: side.rule().and_then(|rule| self.provenance(rule, flow)),
-            nearest: if side == DirectionVerdict::Denied { self.nearest(&sources, flow) } else { None },
+            rule: verdict.rule().and_then(|rule| self.provenance(rule, flow)),
+            nearest: if verdict == DirectionVerdict::Denied { self.nearest(&sources, flow) } else { None },
         }
     }
 
-    /// The policies of a pod for a direction, and whether each isolates it.
+    /// The policies of a pod for a direction, each with whether it isolates the pod.
     fn policies(&self, pod: PodId, direction: Direction) -> Vec<(ObjectKey, bool)> {
         let policies = self.state.policies_of(pod).filter_map(|(policy, _)| self.state.policy(policy));
         let applying = policies.filter(|policy| rules_of(policy, direction).is_some());
@@ -100,15 +100,15 @@ impl Engine {
             .collect()
     }
 
-    /// The rule that lacks least: a port before a peer, an except before any other peer.
-    fn nearest(&self, sources: &[RuleSource], flow: &Flow) -> Option<Near> {
-        let weight = |lack: &Lack| match lack {
-            Lack::Port | Lack::PortName(_) => 1,
-            Lack::Excepted(_) => 2,
-            Lack::Peer => 3,
+    /// The rule with the smallest mismatch: a port weighs less than an except, an except less than any other peer.
+    fn nearest(&self, sources: &[RuleSource], flow: &Flow) -> Option<NearestRule> {
+        let weight = |mismatch: &Mismatch| match mismatch {
+            Mismatch::Port | Mismatch::PortName(_) => 1,
+            Mismatch::Excepted(_) => 2,
+            Mismatch::Peer => 3,
         };
         let met = sources.iter().map(|source| compare(&self.state, source, flow));
-        let nearest = met.min_by_key(|met| met.lacks.iter().map(weight).sum::<u32>())?;
-        Some(Near { rule: nearest.provenance, lacks: nearest.lacks })
+        let nearest = met.min_by_key(|met| met.mismatches.iter().map(weight).sum::<u32>())?;
+        Some(NearestRule { rule: nearest.provenance, mismatches: nearest.mismatches })
     }
 }

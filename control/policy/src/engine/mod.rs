@@ -1,7 +1,7 @@
-//! One cluster's policy from changes to tables, and the reasons for what they say.
+//! One cluster's policy: applies changes, renders tables, explains verdicts.
 //!
-//! An [`Engine`] is what the node service, the commands and the tests share: it takes changes, keeps the state and the
-//! tables of the pods in scope in step, and explains a judgement. It knows no I/O and no clock.
+//! The node service, the commands and the tests share [`Engine`]. It keeps the state and the tables of the pods in scope
+//! consistent. No I/O, no clock.
 
 mod explain;
 
@@ -10,33 +10,33 @@ use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
 
 use crate::compile::{Provenance, compare};
 use crate::model::Change;
-use crate::render::tables::{self, Scope, Tables};
+use crate::render::tables::{self, PodScope, Tables};
 use crate::state::{self, State};
 
-pub use explain::{Explanation, Near, SideExplanation};
+pub use explain::{DirectionExplanation, Explanation, NearestRule};
 
-/// How an [`Engine`] reads policies, and for whom.
+/// How an [`Engine`] interprets policies, and for which pods.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Settings {
-    /// Whose sides are enforced.
-    pub scope: Scope,
-    /// Whether a rule's action is honoured cluster-wide. If it is, the sides of all pods are, whatever the scope.
+pub struct EngineSettings {
+    /// The pods whose policies are enforced.
+    pub scope: PodScope,
+    /// Whether one direction's allow applies cluster-wide. If so, the tables cover all pods, whatever the scope.
     pub reach: RuleScope,
 }
 
-impl Settings {
-    /// The Kubernetes API's meaning, for the pods of one node.
+impl EngineSettings {
+    /// Kubernetes' semantics, for the pods of one node.
     pub fn for_node(name: impl Into<String>) -> Self {
-        Self { scope: Scope::Node(name.into()), reach: RuleScope::default() }
+        Self { scope: PodScope::Node(name.into()), reach: RuleScope::default() }
     }
 
-    /// The Kubernetes API's meaning, for all pods.
+    /// Kubernetes' semantics, for all pods.
     pub fn for_all_pods() -> Self {
-        Self { scope: Scope::AllPods, reach: RuleScope::default() }
+        Self { scope: PodScope::AllPods, reach: RuleScope::default() }
     }
 }
 
-/// A cluster's objects and the tables made from them, in step.
+/// A cluster's objects and the tables made from them, always consistent.
 #[derive(Debug)]
 pub struct Engine {
     state: State,
@@ -44,18 +44,18 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Of a cluster of which nothing is known.
-    pub fn new(settings: Settings) -> Self {
+    /// An engine of an empty cluster.
+    pub fn new(settings: EngineSettings) -> Self {
         Self { state: State::default(), tables: Tables::new(settings.scope, settings.reach) }
     }
 
-    /// Takes changes as one: the next [`Engine::policy_set`] has all of them. Whether the set may be another.
+    /// Applies changes atomically: the next [`Engine::policy_set`] contains all of them. Returns whether the set may differ.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> bool {
         changes.into_iter().for_each(|change| self.state.apply(change));
         self.tables.update(&mut self.state)
     }
 
-    /// The tables as of the last change. A clone is cheap and stays as it is.
+    /// The tables after the last change. A clone is cheap and does not change.
     pub fn policy_set(&self) -> &PolicySet {
         self.tables.policy_set()
     }
@@ -65,25 +65,25 @@ impl Engine {
         &self.state
     }
 
-    /// The tables, for other renderings.
+    /// The tables, for other output forms.
     pub fn tables(&self) -> &Tables {
         &self.tables
     }
 
-    /// Judges a flow, opened in this direction, by the tables.
-    pub fn judge(&self, flow: &Flow) -> PolicyVerdict {
+    /// Evaluates a flow in its opening direction.
+    pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
         self.policy_set().evaluate(flow)
     }
 
-    /// The rule that a judgement of the current set names, with the peer and the port through which it matched this
-    /// flow. `None` if the rule is gone, or does not match the flow any more: the judgement is older than the objects.
+    /// The rule that a verdict of the current set names, with the peer and the port through which it matched this flow.
+    /// `None` if the rule no longer exists or no longer matches: the verdict is older than the objects.
     pub fn provenance(&self, rule: RuleRef, flow: &Flow) -> Option<Provenance> {
         let source = &self.tables.rule(rule)?.source;
         let met = compare(&self.state, source, flow);
-        met.lacks.is_empty().then_some(met.provenance)
+        met.mismatches.is_empty().then_some(met.provenance)
     }
 
-    /// How much there is of everything.
+    /// The numbers of objects and of table parts.
     pub fn statistics(&self) -> (state::Statistics, tables::Statistics) {
         (self.state.statistics(), self.tables.statistics())
     }

@@ -1,7 +1,7 @@
-//! The objects of a cluster as the control side keeps them: validated, defaulted, free of the wire format.
+//! The objects of a cluster as the control plane keeps them: validated, defaulted, independent of the wire format.
 //!
-//! A value of these types is well-formed: a block's excepts lie inside it, a port range is in order, an
-//! operator has the values it needs. Whoever converts from the API's own types says what is wrong, and where.
+//! Every value of these types is well-formed: a block contains its excepts, a port range is in order, an operator has the
+//! values it needs. The conversion from the API's types reports errors with their field.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -34,7 +34,7 @@ pub struct Namespace {
     pub name: String,
     /// Its labels, `kubernetes.io/metadata.name` included.
     pub labels: Labels,
-    /// Whether its annotation asks for v1beta1's DefaultDeny (ingress isolation of all its pods).
+    /// Whether v1beta1's DefaultDeny annotation isolates all its pods for ingress.
     pub default_deny_ingress: bool,
 }
 
@@ -47,7 +47,7 @@ pub struct Node {
     pub addresses: Vec<IpAddr>,
 }
 
-/// A Pod, as far as policy needs it.
+/// A Pod, reduced to what policy needs.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Pod {
     /// Namespace and name.
@@ -58,33 +58,34 @@ pub struct Pod {
     pub node: Option<String>,
     /// `status.podIPs`, both families; empty until it has one.
     pub addresses: Vec<IpAddr>,
-    /// `spec.hostNetwork`: it is its node then, and no selector finds it.
+    /// `spec.hostNetwork`: the pod has its node's addresses, and selectors do not match it.
     pub host_network: bool,
-    /// Succeeded or Failed: its address may already be another pod's.
+    /// Succeeded or Failed: another pod may already have its address.
     pub finished: bool,
-    /// Named container ports; a name occurs once a protocol.
+    /// Named container ports; a name occurs once for each protocol.
     pub ports: Vec<NamedPort>,
-    /// What says how long it has had its addresses, and whether it still has them.
-    pub tenure: Tenure,
+    /// Start, creation and deletion: they decide which of two pods owns an address.
+    pub lifetime: PodLifetime,
 }
 
 impl Pod {
-    /// Whether an address that both pods claim is this one's rather than the other's.
+    /// Whether this pod, not the other, owns an address that both claim.
     ///
-    /// A kubelet may give a pod's address to the next while the API server still has the old pod's object. A finished pod
-    /// has no address (`status.phase`, <https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/>), which is seen
-    /// to elsewhere. One that is being deleted yields to one that is not, and then the one that started later has it.
-    /// Where the times do not tell, names do: whoever asks gets the same answer, in whatever order the objects came.
+    /// A kubelet may reuse a pod's address while the API server still has the old pod's object. Callers exclude finished
+    /// pods first, which have no address (`status.phase`,
+    /// <https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/>). A pod that is not being deleted outranks one
+    /// that is, then the later start wins, then the later creation. Names break ties, so the result does not depend on
+    /// the order of events.
     pub fn outranks(&self, other: &Self) -> bool {
-        let rank = |pod: &Self| (!pod.tenure.leaving, pod.tenure.started, pod.tenure.created);
+        let rank = |pod: &Self| (!pod.lifetime.leaving, pod.lifetime.started, pod.lifetime.created);
         rank(self).cmp(&rank(other)).then_with(|| other.key.cmp(&self.key)).is_gt()
     }
 }
 
-/// The times of a pod that say which of two has an address. Seconds of Unix time.
+/// The times that decide which of two pods owns an address. Seconds of Unix time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub struct Tenure {
-    /// `metadata.deletionTimestamp` is there: it is being deleted.
+pub struct PodLifetime {
+    /// Whether `metadata.deletionTimestamp` is set.
     pub leaving: bool,
     /// `status.startTime`.
     pub started: Option<i64>,
@@ -106,7 +107,7 @@ pub struct NamedPort {
 /// A protocol that a NetworkPolicy port can name.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub enum PortProtocol {
-    /// TCP, also where none is given.
+    /// TCP, the default.
     #[default]
     Tcp,
     /// UDP.
@@ -122,8 +123,8 @@ pub struct NetworkPolicy {
     pub key: ObjectKey,
     /// Which pods of its namespace it selects.
     pub pod_selector: Selector,
-    /// Whether it isolates the pods that it selects. A policy of `extensions/v1beta1` does not: there only the
-    /// namespace's annotation isolates, and a policy adds what is allowed then.
+    /// Whether it isolates the pods it selects. A policy of `extensions/v1beta1` does not: there only the namespace's
+    /// annotation isolates, and policies add what is allowed.
     pub isolates: bool,
     /// Its ingress rules, where it isolates for ingress (no rules: nothing is allowed).
     pub ingress: Option<Vec<Rule>>,
@@ -131,7 +132,7 @@ pub struct NetworkPolicy {
     pub egress: Option<Vec<Rule>>,
 }
 
-/// One rule: it allows where a peer *and* a port match.
+/// One rule: allows a flow if a peer *and* a port match.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Rule {
     /// Which peers.
@@ -143,18 +144,18 @@ pub struct Rule {
 /// The peers of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Peers {
-    /// None given: every peer.
+    /// None listed: every peer.
     Every,
-    /// At least one of these. Empty only in the v1beta1 meaning: nothing matches.
+    /// At least one must match. Empty only under v1beta1: nothing matches.
     AnyOf(Vec<Peer>),
 }
 
 /// The ports of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Ports {
-    /// None given: every port and every protocol, ICMP included.
+    /// None listed: every port and every protocol, ICMP included.
     Every,
-    /// At least one of these. Empty only in the v1beta1 meaning: nothing matches.
+    /// At least one must match. Empty only under v1beta1: nothing matches.
     AnyOf(Vec<Port>),
 }
 
@@ -163,25 +164,25 @@ pub enum Ports {
 pub enum Peer {
     /// `podSelector` alone: pods of the policy's own namespace.
     Pods(Selector),
-    /// `namespaceSelector` alone: all pods of the namespaces found.
+    /// `namespaceSelector` alone: all pods of the matching namespaces.
     Namespaces(Selector),
-    /// Both: pods found by the second in namespaces found by the first.
+    /// Both: matching pods of matching namespaces.
     PodsInNamespaces {
-        /// Finds the namespaces.
+        /// Selects the namespaces.
         namespaces: Selector,
-        /// Finds the pods in them.
+        /// Selects the pods in them.
         pods: Selector,
     },
     /// `ipBlock`.
-    Block(Block),
+    IpBlock(IpBlock),
 }
 
 /// An `ipBlock`: addresses in `cidr` and in none of `except`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Block {
+pub struct IpBlock {
     /// The block, host bits cleared.
     pub cidr: IpNet,
-    /// Parts of it that do not match, each strictly inside `cidr`.
+    /// Excluded parts, each strictly inside `cidr`.
     pub except: Vec<IpNet>,
 }
 
@@ -190,16 +191,16 @@ pub struct Block {
 pub struct Port {
     /// Its protocol.
     pub protocol: PortProtocol,
-    /// Which numbers of it.
+    /// The numbers that match.
     pub which: PortMatch,
 }
 
 /// Which port numbers match.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum PortMatch {
-    /// No port given: all of the protocol.
+    /// No port listed: all of the protocol.
     Every,
-    /// From the first to the last, both included; a single number is a range of one.
+    /// From first to last, both inclusive; a single number is a range of one.
     Range {
         /// First number.
         first: u16,
@@ -210,7 +211,7 @@ pub enum PortMatch {
     Name(String),
 }
 
-/// A label selector: all of its requirements must hold; none at all matches everything.
+/// A label selector: all requirements must hold; an empty one matches everything.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Selector {
     /// `matchLabels` as `In` with one value, then `matchExpressions`; sorted.
@@ -222,13 +223,13 @@ pub struct Selector {
 pub struct Requirement {
     /// The label's key.
     pub key: String,
-    /// What must hold of it.
-    pub test: Test,
+    /// The condition.
+    pub operator: LabelOperator,
 }
 
-/// What a requirement asks of a label.
+/// The operator of a requirement, with its values.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub enum Test {
+pub enum LabelOperator {
     /// Present, with one of these values (sorted, at least one).
     In(Vec<String>),
     /// Absent, or with none of these values (sorted, at least one).
@@ -240,15 +241,15 @@ pub enum Test {
 }
 
 impl Selector {
-    /// Whether an object with these labels is found.
+    /// Whether an object with these labels matches.
     pub fn matches(&self, labels: &Labels) -> bool {
         self.requirements.iter().all(|requirement| {
             let value = labels.get(&requirement.key);
-            match &requirement.test {
-                Test::In(values) => value.is_some_and(|value| values.contains(value)),
-                Test::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
-                Test::Exists => value.is_some(),
-                Test::DoesNotExist => value.is_none(),
+            match &requirement.operator {
+                LabelOperator::In(values) => value.is_some_and(|value| values.contains(value)),
+                LabelOperator::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+                LabelOperator::Exists => value.is_some(),
+                LabelOperator::DoesNotExist => value.is_none(),
             }
         })
     }
@@ -259,11 +260,11 @@ impl Selector {
 pub enum Change {
     /// Created or replaced.
     Set(Object),
-    /// Gone.
+    /// Deleted.
     Delete(ObjectRef),
 }
 
-/// Any object that the control side keeps.
+/// Any object that the control plane keeps.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Object {
     /// A Namespace.
@@ -276,7 +277,7 @@ pub enum Object {
     NetworkPolicy(NetworkPolicy),
 }
 
-/// Names any object.
+/// Identifies any object.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum ObjectRef {
     /// A Namespace by its name.
@@ -290,7 +291,7 @@ pub enum ObjectRef {
 }
 
 impl Object {
-    /// What names this object.
+    /// The reference that identifies this object.
     pub fn reference(&self) -> ObjectRef {
         match self {
             Self::Namespace(namespace) => ObjectRef::Namespace(namespace.name.clone()),

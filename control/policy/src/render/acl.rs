@@ -1,9 +1,9 @@
-//! The flat list of six-tuples: what an access list without classes, trees or excepts can take.
+//! A flat list of six-tuples, for access lists without classes, tries or excepts.
 //!
-//! Each direction of a pod has a list of its own, since both sides of a flow must allow it. Excepts are subtracted from
-//! the permits, so that one deny at the end is enough and the order of the permits does not matter to the verdict. They
-//! stand most specific first for whatever looks for the longest prefix. Where the original form knows single ports and
-//! the protocols TCP and UDP, this one has port ranges and SCTP.
+//! Each direction of a pod has its own list, since both ends of a flow must allow it. Excepts are subtracted from the
+//! permits, so one deny at the end is enough and the order of permits does not affect the verdict. Permits are sorted most
+//! specific first, for consumers that use longest-prefix match. The original form has single ports, TCP and UDP; this one
+//! adds port ranges and SCTP.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -12,11 +12,11 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 
-use crate::state::{Holder, PodId, State};
+use crate::state::{AddressOwner, PodId, State};
 
 use super::tables::{ExpandedRule, Expansion, Tables};
 
-/// What an entry does with what it matches.
+/// The action of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Action {
     /// Lets it pass.
@@ -25,32 +25,32 @@ pub enum Action {
     Deny,
 }
 
-/// One entry: source address, source port, destination address, destination port, protocol, action. The source port is
-/// never given: policy does not know any. `None` stands for "any".
+/// One entry: source address, source port, destination address, destination port, protocol, action. `None` means "any".
+/// The source port is always any: policies do not match on it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SixTuple {
-    /// Source address; of an egress list never given, since it is the pod's.
+    /// Source address; `None` in an egress list, which is for one pod.
     pub src: Option<IpNet>,
-    /// Destination address; of an ingress list never given, since it is the pod's.
+    /// Destination address; `None` in an ingress list, which is for one pod.
     pub dst: Option<IpNet>,
     /// Protocol and destination ports.
     pub ports: Option<PortRange>,
-    /// What it does.
+    /// Its action.
     pub action: Action,
 }
 
-/// The list of one direction of an isolated pod: the first entry that matches decides.
+/// The list of one direction of an isolated pod. The first matching entry decides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AccessList {
-    /// Whose list it is.
+    /// The pod.
     pub pod: PodId,
-    /// Of which direction.
+    /// The direction.
     pub direction: Direction,
     /// The entries.
     pub entries: Vec<SixTuple>,
 }
 
-/// The lists of all pods in scope; a direction of a pod that has none is open.
+/// The lists of all pods in scope. A direction without a list is not isolated.
 pub fn render(state: &State, tables: &Tables) -> Vec<AccessList> {
     let expansion = tables.expand();
     let sides = tables.pods().flat_map(|pod| [(pod, Direction::Egress), (pod, Direction::Ingress)]);
@@ -77,12 +77,13 @@ fn access_list(
     Some(AccessList { pod, direction, entries })
 }
 
-/// The addresses with which a pod may always talk: its own, and its node's.
+/// The addresses that policy never denies a pod: its own and its node's.
 pub(super) fn always_reached(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let node = state.node_of(pod);
-    let of_node = state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == Holder::Node(node)));
+    let of_node =
+        state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == AddressOwner::Node(node)));
     let own = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.clone());
-    let own = own.filter(move |address| state.holder(address) == Some(Holder::Pod(pod)));
+    let own = own.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)));
     own.chain(of_node.map(|(address, _)| address))
 }
 
@@ -106,7 +107,7 @@ fn permit(direction: Direction, peer: Option<IpNet>, ports: Option<PortRange>) -
     SixTuple { src, dst, ports, action: Action::Permit }
 }
 
-/// Orders entries so that one comes before every other that matches all that it matches.
+/// Sort key: an entry sorts before every other entry that matches all that it matches.
 fn specificity(entry: &SixTuple) -> impl Ord + use<> {
     let peer = entry.src.or(entry.dst);
     let spare_bits = peer.map_or(u8::MAX, |net| net.max_prefix_len() - net.prefix_len());
@@ -116,7 +117,7 @@ fn specificity(entry: &SixTuple) -> impl Ord + use<> {
 }
 
 impl AccessList {
-    /// Whether the list lets a flow with this peer and destination pass; `ports` is `None` for protocols without ports.
+    /// Whether the list permits a flow with this peer and destination; `ports` is `None` for protocols without ports.
     pub fn permits(&self, peer: IpAddr, ports: Option<(PortProtocol, u16)>) -> bool {
         let matching = |entry: &&SixTuple| {
             entry.src.or(entry.dst).is_none_or(|net| net.contains(&peer))

@@ -2,10 +2,10 @@
 
 use ipnet::IpNet;
 
-use crate::model::Block;
+use crate::model::IpBlock;
 
-/// The prefixes that are left of a block without its excepts, ascending: no prefix of them lies in another.
-pub(crate) fn without_excepts(block: &Block) -> Vec<IpNet> {
+/// The prefixes of a block minus its excepts, ascending and disjoint.
+pub(crate) fn without_excepts(block: &IpBlock) -> Vec<IpNet> {
     let mut left = Vec::new();
     subtract(block.cidr, &block.except.iter().collect::<Vec<_>>(), &mut left);
     left
@@ -19,7 +19,7 @@ fn subtract(net: IpNet, excepts: &[&IpNet], left: &mut Vec<IpNet>) {
     if inside.is_empty() {
         return left.push(net);
     }
-    // An except lies strictly inside, so that there are halves.
+    // The except lies strictly inside, so the net can be halved.
     if let Ok(halves) = net.subnets(net.prefix_len() + 1) {
         halves.for_each(|half| subtract(half, &inside, left));
     }
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_is_the_block_without_its_excepts() {
+    fn subtracting_excepts_leaves_the_rest_of_the_block() {
         for (cidr, except, expected) in [
             ("10.0.0.0/8", vec![], vec!["10.0.0.0/8"]),
             ("10.0.0.0/30", vec!["10.0.0.1/32"], vec!["10.0.0.0/32", "10.0.0.2/31"]),
@@ -40,7 +40,7 @@ mod tests {
             ("10.0.0.0/8", vec!["fd00::/8"], vec!["10.0.0.0/8"]),
         ] {
             let parse = |text: &str| text.parse::<IpNet>().unwrap();
-            let block = Block { cidr: parse(cidr), except: except.into_iter().map(parse).collect() };
+            let block = IpBlock { cidr: parse(cidr), except: except.into_iter().map(parse).collect() };
             let expected: Vec<IpNet> = expected.into_iter().map(parse).collect();
             assert_eq!(without_excepts(&block), expected, "{block:?}");
         }

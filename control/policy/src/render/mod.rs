@@ -1,4 +1,4 @@
-//! From effective rules to what enforces them: bitmap tables for the workers, flat six-tuples, an nftables ruleset.
+//! Renders effective rules: bitmap tables for the workers, six-tuples, an nftables ruleset.
 
 pub mod acl;
 mod blocks;

@@ -1,8 +1,8 @@
-//! An nftables ruleset of the same meaning as the tables, for `nft -f`.
+//! An nftables ruleset equivalent to the tables, for `nft -f`.
 //!
-//! Packets of known connections pass first. What opens one goes through the chain of its source's egress side and then
-//! of its destination's ingress side, found by one verdict map each; a side that allows returns, one that does not drops.
-//! Peers are interval sets, excepts subtracted. Loading the text replaces the table of the same name at once.
+//! Packets of known connections are accepted first. The first packet of a connection passes the egress chain of its source,
+//! then the ingress chain of its destination, each found by a verdict map. A chain returns if it allows the packet and
+//! drops it otherwise. Peers are interval sets with excepts subtracted. Loading the text replaces the table atomically.
 
 use std::fmt::Write;
 use std::net::IpAddr;
@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 use rustc_hash::FxHashMap;
 
-use crate::state::{Holder, PodId, State};
+use crate::state::{AddressOwner, PodId, State};
 
 use super::acl::always_reached;
 use super::tables::{ExpandedRule, Tables};
@@ -22,11 +22,11 @@ pub const TABLE: &str = "penstock";
 /// An address family as nftables names it.
 #[derive(Clone, Copy)]
 struct Family {
-    /// As a prefix of a match.
+    /// Keyword of a match.
     word: &'static str,
-    /// As the type of a set.
+    /// Type of a set.
     set_type: &'static str,
-    /// As a part of a name.
+    /// Suffix of names.
     tag: &'static str,
     is_v4: bool,
 }
@@ -42,8 +42,8 @@ impl Family {
     }
 }
 
-/// The ruleset that enforces the sides of the pods in scope on what the node forwards. Only as both sides must allow: an
-/// action that is honoured cluster-wide has no rendering here.
+/// The ruleset for the pods in scope, on what the node forwards. It needs both directions to allow a flow: cluster-wide
+/// evaluation has no such form.
 pub fn render(state: &State, tables: &Tables) -> String {
     let (mut sets, mut chains) = (String::new(), String::new());
     let mut sides: Vec<(PodId, Direction, u32)> = tables
@@ -81,7 +81,7 @@ pub fn render(state: &State, tables: &Tables) -> String {
     text
 }
 
-/// The chain of a table and the sets of its rules' peers.
+/// The chain of a table, and the sets of its rules' peers.
 fn side_chain(table: u32, rules: &[ExpandedRule<'_>], sets: &mut String, chains: &mut String) {
     let _ = writeln!(chains, "\tchain side_{table} {{");
     for (number, rule) in rules.iter().enumerate() {
@@ -106,7 +106,7 @@ fn side_chain(table: u32, rules: &[ExpandedRule<'_>], sets: &mut String, chains:
     chains.push_str("\t\tdrop\n\t}\n");
 }
 
-/// The families of which there is an address.
+/// The address families that occur.
 fn families_of(peers: &[IpNet]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| peers.iter().any(|net| family.has(&net.addr())))
 }
@@ -118,7 +118,7 @@ fn peer_end(direction: Direction) -> &'static str {
     }
 }
 
-/// The matches of a rule's ports, one for each protocol, each with a blank behind it; an empty one matches everything.
+/// The matches of a rule's ports, one for each protocol, each with a trailing blank; an empty one matches everything.
 fn port_matches(ports: &PortSpec) -> Vec<String> {
     let PortSpec::AnyOf(ranges) = ports else { return vec![String::new()] };
     let mut by_protocol: FxHashMap<PortProtocol, Vec<&PortRange>> = FxHashMap::default();
@@ -138,7 +138,7 @@ fn port_match(protocol: PortProtocol, mut ranges: Vec<&PortRange>) -> String {
         PortProtocol::Sctp => "sctp",
     };
     ranges.sort_unstable_by_key(|range| range.first);
-    // nftables refuses overlapping elements of an anonymous set.
+    // nftables rejects overlapping elements of an anonymous set.
     let mut merged: Vec<(u16, u16)> = Vec::new();
     for range in ranges {
         match merged.last_mut() {
@@ -153,7 +153,7 @@ fn port_match(protocol: PortProtocol, mut ranges: Vec<&PortRange>) -> String {
     format!("{word} dport {{ {} }} ", merged.iter().map(text).collect::<Vec<_>>().join(", "))
 }
 
-/// The pairs of addresses that always reach each other: a pod with itself and with its node.
+/// The pairs of addresses that policy never denies: a pod with itself and with its node.
 fn exempt_set(state: &State, tables: &Tables, family: Family, sets: &mut String) {
     let mut pairs: Vec<(IpAddr, IpAddr)> = Vec::new();
     for pod in tables.pods() {
@@ -191,7 +191,7 @@ fn verdict_map(
 
 fn own_addresses(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let addresses = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.iter().copied());
-    addresses.filter(move |address| state.holder(address) == Some(Holder::Pod(pod)))
+    addresses.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)))
 }
 
 fn set(text: &mut String, name: &str, of: &str, flags: &str, elements: impl Iterator<Item = String>) {

@@ -1,48 +1,48 @@
-//! Classes of pods: what selectors ask, each asked once, its members kept in step with every change.
+//! Classes of pods: each distinct selector of the rules once, with its members updated on every change.
 
 use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::model::{Block, Labels, NamedPort, PortProtocol, Selector, Test};
+use crate::model::{IpBlock, LabelOperator, Labels, NamedPort, PortProtocol, Selector};
 
 use super::registry::Registry;
 
 /// Number of a pod in a [`State`](super::State).
 pub type PodId = u32;
-/// Number of a class in a [`State`](super::State); free again once no rule asks for it.
+/// Number of a class in a [`State`](super::State); reused once no rule references it.
 pub type ClassId = u32;
 
-/// The class of pods whose Namespace is not known yet. Every pod is a peer of a rule for all pods of all namespaces,
-/// but these are not: their namespace's labels could say otherwise once they are known.
+/// The class of pods whose Namespace is not known yet. A rule for all pods of all namespaces matches every pod but these:
+/// its selector must match the namespace's labels, which are unknown.
 pub const NAMESPACE_UNKNOWN: ClassId = 0;
 
-/// What a class of pods (or of their addresses) has in common.
+/// What the pods (or addresses) of a class have in common.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Class {
-    /// Pods that a selector finds in one namespace.
+    /// Pods of one namespace that match a selector.
     InNamespace {
         /// The namespace's name.
         namespace: String,
-        /// Finds the pods.
+        /// Selects the pods.
         pods: Selector,
-        /// Which must have this port, too.
+        /// A port that they must have.
         port: Option<NamedPort>,
     },
-    /// Pods that a selector finds in the namespaces that another finds.
+    /// Pods that match a selector, in namespaces that match another.
     InNamespaces {
-        /// Finds the namespaces.
+        /// Selects the namespaces.
         namespaces: Selector,
-        /// Finds the pods.
+        /// Selects the pods.
         pods: Selector,
-        /// Which must have this port, too.
+        /// A port that they must have.
         port: Option<NamedPort>,
     },
-    /// All pods that have this named port.
+    /// All pods with this named port.
     Port(NamedPort),
-    /// The addresses in a block of pods that have a named port.
+    /// Addresses in a block, of pods with a named port.
     Block {
         /// The block.
-        block: Block,
+        block: IpBlock,
         /// The port.
         port: NamedPort,
     },
@@ -50,26 +50,26 @@ pub enum Class {
     NamespaceUnknown,
 }
 
-/// A class and who is in it.
+/// A class and its members.
 #[derive(Debug)]
 pub(super) struct ClassRecord {
     pub(super) class: Class,
-    /// How many rules ask for it.
+    /// The number of rules that use it.
     pub(super) references: u32,
-    /// Its pods; not kept for a [`Class::Block`], which is about addresses.
+    /// Its pods; empty for a [`Class::Block`], whose members are addresses.
     pub(super) members: FxHashSet<PodId>,
 }
 
-/// Classes by what they ask first of a pod's labels, so that a pod is compared only with those that it may be in.
+/// Classes indexed by a label that their members must have, so that a pod is tested only against candidates.
 #[derive(Default, Debug)]
-pub(super) struct ScopeClasses {
+pub(super) struct ClassIndex {
     /// By key and value of a label that all members have.
     anchored: FxHashMap<String, FxHashMap<String, Vec<ClassId>>>,
-    /// Those that ask for no certain label.
+    /// Classes whose selector requires no specific label.
     others: Vec<ClassId>,
 }
 
-impl ScopeClasses {
+impl ClassIndex {
     pub(super) fn insert(&mut self, class: ClassId, pods: &Selector) {
         match anchor(pods) {
             None => self.others.push(class),
@@ -98,7 +98,7 @@ impl ScopeClasses {
         }
     }
 
-    /// The classes that a pod with these labels may be in.
+    /// The classes that may contain a pod with these labels.
     pub(super) fn candidates<'a>(&'a self, labels: &'a Labels) -> impl Iterator<Item = ClassId> + 'a {
         let anchored = labels.iter().filter_map(|(key, value)| self.anchored.get(key)?.get(value));
         anchored.flatten().chain(&self.others).copied()
@@ -109,24 +109,24 @@ impl ScopeClasses {
     }
 }
 
-/// The requirement that asks for a certain label with the fewest values: what it does not find, the selector does not.
+/// The `In` requirement with the fewest values: what it does not match, the selector does not match.
 fn anchor(selector: &Selector) -> Option<(&str, &[String])> {
-    let certain = selector.requirements.iter().filter_map(|requirement| match &requirement.test {
-        Test::In(values) => Some((requirement.key.as_str(), values.as_slice())),
-        Test::NotIn(_) | Test::Exists | Test::DoesNotExist => None,
+    let certain = selector.requirements.iter().filter_map(|requirement| match &requirement.operator {
+        LabelOperator::In(values) => Some((requirement.key.as_str(), values.as_slice())),
+        LabelOperator::NotIn(_) | LabelOperator::Exists | LabelOperator::DoesNotExist => None,
     });
     certain.min_by_key(|(_, values)| values.len())
 }
 
-/// Namespaces that a selector finds, and the classes of pods in them.
+/// The namespaces that a selector matches, and the classes of pods in them.
 #[derive(Default, Debug)]
-pub(super) struct Scope {
+pub(super) struct NamespaceSelection {
     pub(super) selector: Selector,
     pub(super) namespaces: FxHashSet<u32>,
-    pub(super) classes: ScopeClasses,
+    pub(super) classes: ClassIndex,
 }
 
-/// Which pods carry a label, and which have a named port.
+/// Pods by label and by named port.
 #[derive(Default, Debug)]
 pub(super) struct PodIndex {
     labels: Nested<String>,
@@ -153,7 +153,7 @@ impl PodIndex {
         }
     }
 
-    /// Whether the pod is the first to have this number for the name and protocol.
+    /// Returns whether the pod is the first with this number for the name and protocol.
     pub(super) fn insert_port(&mut self, pod: PodId, port: &NamedPort) -> bool {
         let by_number = match self.ports.get_mut(&port.name) {
             Some(by_number) => by_number,
@@ -164,12 +164,12 @@ impl PodIndex {
         pods.len() == 1
     }
 
-    /// Whether the pod was the last to have this number for the name and protocol.
+    /// Returns whether the pod was the last with this number for the name and protocol.
     pub(super) fn remove_port(&mut self, pod: PodId, port: &NamedPort) -> bool {
         remove(&mut self.ports, &port.name, &(port.protocol, port.number), pod)
     }
 
-    /// All pods that a selector can find, more of them than it does find; `None` if it asks for no certain label.
+    /// A superset of the pods that a selector matches, with its size; `None` if it requires no specific label.
     pub(super) fn candidates<'a>(
         &'a self,
         selector: &'a Selector,
@@ -180,13 +180,13 @@ impl PodIndex {
         Some((sets().map(FxHashSet::len).sum(), sets().flatten().copied()))
     }
 
-    /// The pods that have this port.
+    /// The pods with this port.
     pub(super) fn with_port(&self, port: &NamedPort) -> impl Iterator<Item = PodId> {
         let pods = self.ports.get(&port.name).and_then(|by_number| by_number.get(&(port.protocol, port.number)));
         pods.into_iter().flatten().copied()
     }
 
-    /// Every number that a pod has for this name and protocol, ascending.
+    /// The numbers that pods have for this name and protocol, ascending.
     pub(super) fn numbers(&self, name: &str, protocol: PortProtocol) -> Vec<u16> {
         let numbers = self.ports.get(name).into_iter().flat_map(FxHashMap::keys);
         let mut numbers: Vec<u16> = numbers.filter(|(of, _)| *of == protocol).map(|(_, number)| *number).collect();
@@ -197,7 +197,7 @@ impl PodIndex {
 
 type Nested<V> = FxHashMap<String, FxHashMap<V, FxHashSet<PodId>>>;
 
-/// Whether no pod is left under key and value.
+/// Returns whether no pod is left under key and value.
 fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, pod: PodId) -> bool {
     let Some(by_value) = index.get_mut(key) else { return true };
     let Some(pods) = by_value.get_mut(value) else { return true };
@@ -212,13 +212,13 @@ fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, 
     last
 }
 
-/// All classes that rules ask for.
+/// All classes that rules use.
 #[derive(Debug)]
 pub(super) struct Classes {
     pub(super) registry: Registry<Class, ClassRecord>,
-    pub(super) scopes: Registry<Selector, Scope>,
+    pub(super) selections: Registry<Selector, NamespaceSelection>,
     /// The classes of addresses.
-    pub(super) blocks: Vec<(ClassId, Block, NamedPort)>,
+    pub(super) blocks: Vec<(ClassId, IpBlock, NamedPort)>,
 }
 
 impl Default for Classes {
@@ -228,11 +228,11 @@ impl Default for Classes {
         let record = ClassRecord { class: unknown.clone(), references: 1, members: FxHashSet::default() };
         let number = registry.insert(unknown, record);
         assert_eq!(number, NAMESPACE_UNKNOWN);
-        Self { registry, scopes: Registry::default(), blocks: Vec::new() }
+        Self { registry, selections: Registry::default(), blocks: Vec::new() }
     }
 }
 
-impl Block {
+impl IpBlock {
     /// Whether an address is in the block and in none of its excepts.
     pub fn contains(&self, address: &std::net::IpAddr) -> bool {
         self.cidr.contains(address) && !self.except.iter().any(|except: &IpNet| except.contains(address))

@@ -1,9 +1,9 @@
-//! The cluster as policy sees it: objects, indexes, and selectors evaluated as things change.
+//! The cluster's state: objects, indexes, and selectors evaluated on change.
 //!
-//! A [`State`] takes one change after the other and notes what each made outdated, so that the layers after it look at
-//! that alone: pods whose policies may be others now, addresses whose owner or classes may be. It knows no I/O and no
-//! clock, and the order in which objects come does not matter to what it says in the end. Of two pods that claim one
-//! address the one has it that [outranks](Pod::outranks) the other.
+//! A [`State`] applies one change after another and records what each made outdated: pods whose policies may have changed,
+//! addresses whose owner or classes may have. Later stages process only these. No I/O, no clock; the result does not
+//! depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks) the other
+//! owns it.
 
 mod class;
 mod objects;
@@ -16,7 +16,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{Change, Labels, NetworkPolicy, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
 
-use class::{ClassRecord, Classes, PodIndex, Scope, ScopeClasses};
+use class::{ClassIndex, ClassRecord, Classes, NamespaceSelection, PodIndex};
 pub(crate) use registry::Registry;
 
 pub use class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
@@ -26,7 +26,7 @@ pub type PolicyId = u32;
 /// Number of a node's name in a [`State`].
 pub type NodeNumber = u32;
 
-/// Everything that policy needs to know of a cluster.
+/// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
 pub struct State {
     namespaces: Registry<String, NamespaceRecord>,
@@ -40,24 +40,24 @@ pub struct State {
     outdated: Outdated,
 }
 
-/// What changes made outdated since it was last asked for.
+/// What changes made outdated since the last call of [`State::take_outdated`].
 #[derive(Default, Debug)]
 pub struct Outdated {
-    /// Pods whose policies or enforcement may be others; a number may be no pod's any more.
+    /// Pods whose policies or enforcement may have changed; a number may no longer be in use.
     pub pods: FxHashSet<PodId>,
-    /// Addresses whose owner, or the classes of whose owner, may be others.
+    /// Addresses whose owner, or the owner's classes, may have changed.
     pub addresses: FxHashSet<IpAddr>,
-    /// Port names for which pods have other numbers than before.
+    /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
 }
 
 #[derive(Debug)]
 struct NamespaceRecord {
-    /// Its labels, once the Namespace is known.
+    /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
-    scopes: Vec<u32>,
-    classes: ScopeClasses,
+    selections: Vec<u32>,
+    classes: ClassIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
 }
@@ -65,7 +65,7 @@ struct NamespaceRecord {
 #[derive(Default, Debug)]
 struct NodeRecord {
     name: String,
-    /// Addresses of the Node; `None` while it is not known.
+    /// Addresses of the Node; `None` while it is unknown.
     addresses: Option<Vec<IpAddr>>,
     pods: u32,
 }
@@ -81,7 +81,7 @@ struct PodRecord {
     policies: Vec<PolicyId>,
 }
 
-/// A policy and which pods it selects.
+/// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
     policy: std::sync::Arc<NetworkPolicy>,
@@ -90,16 +90,16 @@ struct PolicyRecord {
     pods: FxHashSet<PodId>,
 }
 
-/// Who says that an address is theirs. A pod has it before a node; the pod that outranks the others, the node that came last.
+/// Who claims an address. A pod takes precedence over a node, a pod over those it outranks, the last node over others.
 #[derive(Default, Debug)]
 struct Claim {
     pods: Vec<PodId>,
     nodes: Vec<NodeNumber>,
 }
 
-/// Who has an address.
+/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Holder {
+pub enum AddressOwner {
     /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
@@ -107,7 +107,7 @@ pub enum Holder {
 }
 
 impl State {
-    /// Takes one change. What it made outdated is added to what [`State::take_outdated`] gives.
+    /// Applies one change and records what it made outdated.
     pub fn apply(&mut self, change: Change) {
         match change {
             Change::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
@@ -121,7 +121,7 @@ impl State {
         }
     }
 
-    /// What changed since this was last called.
+    /// What changed since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
     }
@@ -141,12 +141,12 @@ impl State {
         self.pods.iter().map(|(number, record)| (number, &record.pod))
     }
 
-    /// Whether policy is enforced for the pod and selectors find it: it has an address, its own, and is not finished.
+    /// Whether selectors match the pod and policy is enforced for it: it has addresses of its own and is not finished.
     pub fn is_present(&self, pod: PodId) -> bool {
         self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
     }
 
-    /// The node on which a pod runs.
+    /// The node that runs a pod.
     pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
         self.pods.get(pod)?.node
     }
@@ -182,22 +182,22 @@ impl State {
         self.pods.get(pod).is_some_and(|record| self.namespaces[record.namespace].default_deny_ingress)
     }
 
-    /// The labels of a namespace, if its Namespace is known.
+    /// The labels of a namespace; `None` while its Namespace is unknown.
     pub fn namespace_labels(&self, name: &str) -> Option<&Labels> {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
     }
 
-    /// Who has an address.
-    pub fn holder(&self, address: &IpAddr) -> Option<Holder> {
+    /// The owner of an address.
+    pub fn owner(&self, address: &IpAddr) -> Option<AddressOwner> {
         let claim = self.claims.get(address)?;
         let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
         let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
-        pod.map(Holder::Pod).or(claim.nodes.last().map(|node| Holder::Node(*node)))
+        pod.map(AddressOwner::Pod).or(claim.nodes.last().map(|node| AddressOwner::Node(*node)))
     }
 
-    /// Every address that someone has.
-    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, Holder)> {
-        self.claims.keys().filter_map(|address| Some((*address, self.holder(address)?)))
+    /// Every address with an owner.
+    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, AddressOwner)> {
+        self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
 
     /// The classes of a pod's address, sorted.
@@ -211,13 +211,12 @@ impl State {
         classes
     }
 
-    /// Every number that a pod has for this port name and protocol, ascending.
+    /// The numbers that pods have for this port name and protocol, ascending.
     pub fn numbers(&self, name: &str, protocol: PortProtocol) -> Vec<u16> {
         self.index.numbers(name, protocol)
     }
 
-    /// Keeps a class from now on, until it is released as often as it was acquired. Its members' addresses are outdated
-    /// if it is new.
+    /// Adds a reference to a class. If the class is new, its members' addresses become outdated.
     pub fn acquire(&mut self, class: &Class) -> ClassId {
         if let Some(number) = self.classes.registry.find(class) {
             self.classes.registry[number].references += 1;
@@ -232,9 +231,9 @@ impl State {
                 self.found_in(&self.namespaces[namespace].pods, pods, port.as_ref())
             }
             Class::InNamespaces { namespaces, pods, port } => {
-                let scope = self.acquire_scope(namespaces);
-                self.classes.scopes[scope].classes.insert(number, pods);
-                self.found_in_scope(scope, pods, port.as_ref())
+                let selection = self.acquire_selection(namespaces);
+                self.classes.selections[selection].classes.insert(number, pods);
+                self.found_in_selection(selection, pods, port.as_ref())
             }
             Class::Port(port) => self.index.with_port(port).collect(),
             Class::Block { block, port } => {
@@ -242,7 +241,7 @@ impl State {
                 self.outdate_block(block);
                 Vec::new()
             }
-            Class::NamespaceUnknown => unreachable!("the class is always there"),
+            Class::NamespaceUnknown => unreachable!("this class always exists"),
         };
         for pod in &members {
             let record = &mut self.pods[*pod];
@@ -254,7 +253,7 @@ impl State {
         number
     }
 
-    /// Takes back one [`State::acquire`].
+    /// Drops one reference of [`State::acquire`].
     pub fn release(&mut self, number: ClassId) {
         let record = &mut self.classes.registry[number];
         record.references -= 1;
@@ -275,9 +274,9 @@ impl State {
                 self.forget_if_empty(namespace);
             }
             Class::InNamespaces { namespaces, pods, .. } => {
-                let scope = self.acquire_scope(namespaces);
-                self.classes.scopes[scope].classes.remove(number, pods);
-                self.forget_scope_if_empty(scope);
+                let selection = self.acquire_selection(namespaces);
+                self.classes.selections[selection].classes.remove(number, pods);
+                self.forget_selection_if_empty(selection);
             }
             Class::Block { block, .. } => {
                 self.classes.blocks.retain(|(class, ..)| *class != number);
@@ -287,7 +286,7 @@ impl State {
         }
     }
 
-    /// How many objects and classes there are.
+    /// The numbers of objects and classes.
     pub fn statistics(&self) -> Statistics {
         Statistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
@@ -298,13 +297,13 @@ impl State {
         }
     }
 
-    /// The number of a namespace, which has an entry from now on.
+    /// The number of a namespace; creates its entry if needed.
     fn namespace(&mut self, name: &str) -> u32 {
         self.namespaces.find_or_insert(name, || NamespaceRecord {
             labels: None,
             default_deny_ingress: false,
-            scopes: Vec::new(),
-            classes: ScopeClasses::default(),
+            selections: Vec::new(),
+            classes: ClassIndex::default(),
             pods: FxHashSet::default(),
             policies: FxHashSet::default(),
         })
@@ -319,39 +318,43 @@ impl State {
         }
     }
 
-    fn acquire_scope(&mut self, namespaces: &crate::model::Selector) -> u32 {
-        if let Some(scope) = self.classes.scopes.find(namespaces) {
-            return scope;
+    fn acquire_selection(&mut self, namespaces: &crate::model::Selector) -> u32 {
+        if let Some(selection) = self.classes.selections.find(namespaces) {
+            return selection;
         }
         let found = self
             .namespaces
             .iter()
             .filter(|(_, record)| record.labels.as_ref().is_some_and(|labels| namespaces.matches(labels)));
         let found: FxHashSet<u32> = found.map(|(number, _)| number).collect();
-        let scope = Scope { selector: namespaces.clone(), namespaces: found.clone(), ..Scope::default() };
-        let number = self.classes.scopes.insert(namespaces.clone(), scope);
-        found.into_iter().for_each(|namespace| self.namespaces[namespace].scopes.push(number));
+        let selection = NamespaceSelection {
+            selector: namespaces.clone(),
+            namespaces: found.clone(),
+            ..NamespaceSelection::default()
+        };
+        let number = self.classes.selections.insert(namespaces.clone(), selection);
+        found.into_iter().for_each(|namespace| self.namespaces[namespace].selections.push(number));
         number
     }
 
-    fn forget_scope_if_empty(&mut self, number: u32) {
-        if !self.classes.scopes[number].classes.is_empty() {
+    fn forget_selection_if_empty(&mut self, number: u32) {
+        if !self.classes.selections[number].classes.is_empty() {
             return;
         }
-        let selector = self.classes.scopes[number].selector.clone();
-        let scope = self.classes.scopes.remove(&selector).expect("the scope is known by its number");
-        for namespace in scope.namespaces {
-            self.namespaces[namespace].scopes.retain(|scope| *scope != number);
+        let selector = self.classes.selections[number].selector.clone();
+        let selection = self.classes.selections.remove(&selector).expect("the selection is known by its number");
+        for namespace in selection.namespaces {
+            self.namespaces[namespace].selections.retain(|selection| *selection != number);
         }
     }
 
-    fn outdate_block(&mut self, block: &crate::model::Block) {
+    fn outdate_block(&mut self, block: &crate::model::IpBlock) {
         let inside = self.claims.iter().filter(|(address, claim)| !claim.pods.is_empty() && block.contains(address));
         self.outdated.addresses.extend(inside.map(|(address, _)| *address));
     }
 }
 
-/// How many objects and classes a [`State`] holds.
+/// The numbers of objects and classes in a [`State`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Statistics {
     /// Namespaces known.
@@ -362,7 +365,7 @@ pub struct Statistics {
     pub pods: usize,
     /// Policies.
     pub policies: usize,
-    /// Classes that rules ask for.
+    /// Classes that rules use.
     pub classes: usize,
 }
 

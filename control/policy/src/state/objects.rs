@@ -20,7 +20,7 @@ impl State {
         }
         if record.labels.as_ref() != Some(&namespace.labels) {
             record.labels = Some(namespace.labels);
-            self.rescope(number);
+            self.reselect_namespace(number);
         }
     }
 
@@ -32,22 +32,25 @@ impl State {
             self.outdated.pods.extend(&record.pods);
         }
         record.labels = None;
-        self.rescope(number);
+        self.reselect_namespace(number);
         self.forget_if_empty(name);
     }
 
-    /// Evaluates the namespace selectors against a namespace, and then the classes of its pods.
-    fn rescope(&mut self, number: u32) {
+    /// Evaluates the namespace selectors for a namespace, then the classes of its pods.
+    fn reselect_namespace(&mut self, number: u32) {
         let labels = self.namespaces[number].labels.as_ref();
-        let found =
-            self.classes.scopes.iter().filter(|(_, scope)| labels.is_some_and(|labels| scope.selector.matches(labels)));
-        let scopes: Vec<u32> = found.map(|(scope, _)| scope).collect();
-        let before = std::mem::replace(&mut self.namespaces[number].scopes, scopes.clone());
-        before.into_iter().for_each(|scope| {
-            self.classes.scopes[scope].namespaces.remove(&number);
+        let found = self
+            .classes
+            .selections
+            .iter()
+            .filter(|(_, selection)| labels.is_some_and(|labels| selection.selector.matches(labels)));
+        let selections: Vec<u32> = found.map(|(selection, _)| selection).collect();
+        let before = std::mem::replace(&mut self.namespaces[number].selections, selections.clone());
+        before.into_iter().for_each(|selection| {
+            self.classes.selections[selection].namespaces.remove(&number);
         });
-        scopes.into_iter().for_each(|scope| {
-            self.classes.scopes[scope].namespaces.insert(number);
+        selections.into_iter().for_each(|selection| {
+            self.classes.selections[selection].namespaces.insert(number);
         });
         let pods: Vec<PodId> = self.namespaces[number].pods.iter().copied().collect();
         pods.into_iter().for_each(|pod| self.reclassify(pod));
@@ -87,7 +90,7 @@ impl State {
         self.forget_if_empty(&key.namespace);
     }
 
-    /// Tells pods that the policy selects them, or no longer does.
+    /// Updates the pods that the policy selects, and those it no longer selects.
     fn reassign(&mut self, number: u32, before: &FxHashSet<PodId>, after: &FxHashSet<PodId>) {
         for pod in before.difference(after) {
             self.pods[*pod].policies.retain(|policy| *policy != number);
@@ -102,7 +105,7 @@ impl State {
         self.outdated.pods.extend(before.iter().chain(after));
     }
 
-    /// The number of a node, which has an entry from now on.
+    /// The number of a node; creates its entry if needed.
     pub(super) fn node(&mut self, name: &str) -> NodeNumber {
         self.nodes.find_or_insert(name, || NodeRecord { name: name.to_owned(), ..NodeRecord::default() })
     }

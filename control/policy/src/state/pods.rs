@@ -17,7 +17,7 @@ impl State {
             Some(number) => number,
             None => {
                 let namespace = self.namespace(&key.namespace);
-                // Nothing yet, so that what follows adds all of it.
+                // Empty at first, so that `replace_pod` adds everything.
                 let nothing = Pod { addresses: Vec::new(), finished: true, node: None, ..pod.clone() };
                 let record =
                     PodRecord { pod: nothing, namespace, node: None, classes: Vec::new(), policies: Vec::new() };
@@ -56,7 +56,7 @@ impl State {
         self.reclassify(number);
     }
 
-    /// Follows the pod to another node, and its node's addresses where it is in the host network.
+    /// Moves the pod to its node, and its addresses among the node's if it is in the host network.
     fn move_to_node(&mut self, number: PodId, before: &Pod) {
         let old = self.pods[number].node;
         let new = self.pods[number].pod.node.clone().map(|name| {
@@ -101,7 +101,7 @@ impl State {
         }
     }
 
-    /// Evaluates the policies of the pod's namespace against it.
+    /// Evaluates the policies of the pod's namespace for it.
     fn reselect(&mut self, number: PodId) {
         let record = &self.pods[number];
         let policies = self.namespaces[record.namespace].policies.iter().copied();
@@ -117,7 +117,7 @@ impl State {
         }
     }
 
-    /// Evaluates the classes that the pod may be in against it.
+    /// Evaluates the candidate classes for the pod.
     pub(super) fn reclassify(&mut self, number: PodId) {
         let classes = self.evaluate(&self.pods[number]);
         let record = &mut self.pods[number];
@@ -141,8 +141,8 @@ impl State {
             return Vec::new();
         }
         let namespace = &self.namespaces[record.namespace];
-        let scopes = namespace.scopes.iter().map(|scope| &self.classes.scopes[*scope].classes);
-        let candidates = [&namespace.classes].into_iter().chain(scopes);
+        let selections = namespace.selections.iter().map(|selection| &self.classes.selections[*selection].classes);
+        let candidates = [&namespace.classes].into_iter().chain(selections);
         let candidates = candidates.flat_map(|classes| classes.candidates(&record.pod.labels));
         let mut classes: Vec<ClassId> = candidates
             .filter(|class| match &self.classes.registry[*class].class {
@@ -162,7 +162,7 @@ impl State {
         classes
     }
 
-    /// The pods among these that a selector finds and that have the port, if one is given.
+    /// The pods among these that match a selector, and have the port if one is given.
     pub(super) fn found_in(
         &self,
         pods: &FxHashSet<PodId>,
@@ -172,10 +172,15 @@ impl State {
         pods.iter().copied().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect()
     }
 
-    /// The pods that a selector finds in the namespaces of a scope, and that have the port, if one is given: either all that carry a label which it asks for are
-    /// looked at, or all in these namespaces, whichever are fewer.
-    pub(super) fn found_in_scope(&self, scope: u32, selector: &Selector, port: Option<&NamedPort>) -> Vec<PodId> {
-        let namespaces = &self.classes.scopes[scope].namespaces;
+    /// The pods of a namespace selection that match a selector, and have the port if one is given. Tests either the pods
+    /// with a label that the selector requires or all pods of these namespaces, whichever are fewer.
+    pub(super) fn found_in_selection(
+        &self,
+        selection: u32,
+        selector: &Selector,
+        port: Option<&NamedPort>,
+    ) -> Vec<PodId> {
+        let namespaces = &self.classes.selections[selection].namespaces;
         let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
         let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
         match self.index.candidates(selector) {
@@ -187,7 +192,7 @@ impl State {
         }
     }
 
-    /// Replaces the claims of one claimant; those that stay keep their place.
+    /// Replaces the claims of one claimant; claims that stay keep their position.
     pub(super) fn replace_claims(
         &mut self,
         old: &[IpAddr],
@@ -211,12 +216,12 @@ impl State {
     }
 }
 
-/// Whether a selector finds a pod, and it has the port, if one is given.
+/// Whether a pod matches a selector, and has the port if one is given.
 fn is_member(pod: &Pod, selector: &Selector, port: Option<&NamedPort>) -> bool {
     is_present(pod) && selector.matches(&pod.labels) && port.is_none_or(|port| pod.ports.contains(port))
 }
 
-/// What is in the one sorted list and not in the other.
+/// The elements of the first sorted list that are not in the second.
 fn difference(a: &[ClassId], b: &[ClassId]) -> Vec<ClassId> {
     a.iter().copied().filter(|class| b.binary_search(class).is_err()).collect()
 }

@@ -1,4 +1,4 @@
-//! Objects by key and by a small number.
+//! Values indexed by key and by a small number.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,8 +7,8 @@ use std::ops::{Index, IndexMut};
 
 use rustc_hash::FxHashMap;
 
-/// Gives each key a number, the smallest free one, and keeps a value under both. Whoever removes an entry sees to it
-/// that its number is not in use any more.
+/// Assigns each key the smallest free number and keeps a value under both. Callers remove an entry only when its number is
+/// no longer in use.
 #[derive(Debug)]
 pub(crate) struct Registry<K, V> {
     index: FxHashMap<K, u32>,
@@ -46,7 +46,7 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         number
     }
 
-    /// The number of a key, given one with this value if it has none.
+    /// The number of a key; inserts this value if the key has none.
     pub(crate) fn find_or_insert<Q>(&mut self, key: &Q, value: impl FnOnce() -> V) -> u32
     where
         K: std::borrow::Borrow<Q>,
@@ -88,13 +88,13 @@ impl<K, V> Index<u32> for Registry<K, V> {
     type Output = V;
 
     fn index(&self, number: u32) -> &V {
-        self.entries[number as usize].as_ref().expect("a number in use names an entry")
+        self.entries[number as usize].as_ref().expect("the number is in use")
     }
 }
 
 impl<K, V> IndexMut<u32> for Registry<K, V> {
     fn index_mut(&mut self, number: u32) -> &mut V {
-        self.entries[number as usize].as_mut().expect("a number in use names an entry")
+        self.entries[number as usize].as_mut().expect("the number is in use")
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
     use super::Registry;
 
     #[test]
-    fn numbers_are_small_and_come_back() {
+    fn numbers_are_the_smallest_free_ones() {
         let mut registry = Registry::<String, u8>::default();
         let numbers = ["a", "b", "c"].map(|key| registry.find_or_insert(key, || 0));
         assert_eq!(numbers, [0, 1, 2]);

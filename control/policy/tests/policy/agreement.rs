@@ -9,14 +9,14 @@ use penstock_policy::model::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::build::Cluster;
-use super::naive::{Seen, World};
+use super::naive::{ClusterObjects, Covered};
 use super::random::{ADDRESSES, OTHERS, destinations, history};
 
 /// Takes from a pod that is to be set the addresses that another live pod has: two at a time are not a valid state.
-pub(crate) fn without_conflict(world: &World, change: Change) -> Change {
+pub(crate) fn without_conflict(objects: &ClusterObjects, change: Change) -> Change {
     let Change::Set(Object::Pod(mut pod)) = change else { return change };
     let taken = |address: &IpAddr| {
-        let mut others = world.pods.values().filter(|other| other.key != pod.key && !other.finished);
+        let mut others = objects.pods.values().filter(|other| other.key != pod.key && !other.finished);
         others.any(|other| other.addresses.contains(address))
     };
     pod.addresses = pod.addresses.iter().copied().filter(|address| !taken(address)).collect();
@@ -44,28 +44,28 @@ pub(crate) fn queries(deal: usize) -> impl Iterator<Item = Flow> {
     })
 }
 
-/// What was seen in clusters of this runner, all of whose verdicts agree.
-fn agree(mut runner: TestRunner) -> BTreeSet<Seen> {
-    let seen = RefCell::new(BTreeSet::new());
+/// What was covered in clusters of this runner, all of whose verdicts agree.
+fn agree(mut runner: TestRunner) -> BTreeSet<Covered> {
+    let covered = RefCell::new(BTreeSet::new());
     let outcome = runner.run(&history(), |(start, _)| {
         let mut cluster = Cluster::new([]);
         let mut changes = Vec::new();
-        let mut world = World::default();
+        let mut objects = ClusterObjects::default();
         for object in start {
-            let change = without_conflict(&world, Change::Set(object));
-            world.apply(&change);
+            let change = without_conflict(&objects, Change::Set(object));
+            objects.apply(&change);
             changes.push(change);
         }
         let deal = changes.len();
         cluster.apply(changes);
         for flow in queries(deal) {
-            cluster.judge(&flow);
+            cluster.evaluate(&flow);
         }
-        seen.borrow_mut().append(&mut cluster.seen);
+        covered.borrow_mut().append(&mut cluster.covered);
         Ok(())
     });
     outcome.unwrap_or_else(|failure| panic!("{failure}"));
-    seen.into_inner()
+    covered.into_inner()
 }
 
 fn config(cases: u32) -> Config {
@@ -73,39 +73,39 @@ fn config(cases: u32) -> Config {
 }
 
 #[test]
-fn tables_six_tuples_and_naive_reading_agree_on_every_query() {
+fn tables_six_tuples_and_naive_evaluator_agree_on_every_query() {
     agree(TestRunner::new(config(150)));
 }
 
 /// On clusters that are the same every time, so that what they reach is, too.
 #[test]
-fn agreement_is_reached_on_every_kind_of_outcome() {
-    let seen = agree(TestRunner::new_with_rng(config(300), TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
+fn random_clusters_cover_every_kind_of_verdict() {
+    let covered = agree(TestRunner::new_with_rng(config(300), TestRng::deterministic_rng(RngAlgorithm::ChaCha)));
     for reached in [
-        Seen::NoPod,
-        Seen::Open,
-        Seen::SamePod,
-        Seen::OwnNode,
-        Seen::DeniedWithoutRules,
-        Seen::DeniedByRules,
-        Seen::Excepted,
-        Seen::ByEveryPeer,
-        Seen::ByPods,
-        Seen::ByNamespaces,
-        Seen::ByPodsInNamespaces,
-        Seen::ByBlock,
-        Seen::ByBlockOfPod,
-        Seen::ByEveryPort,
-        Seen::ByPort,
-        Seen::ByRange,
-        Seen::ByProtocol,
-        Seen::ByNameOnIngress,
-        Seen::ByNameOnEgress,
-        Seen::NameLacking,
-        Seen::OtherProtocolAllowed,
-        Seen::OtherProtocolDenied,
-        Seen::Ipv6,
+        Covered::NoPod,
+        Covered::Open,
+        Covered::SamePod,
+        Covered::OwnNode,
+        Covered::DeniedWithoutRules,
+        Covered::DeniedByRules,
+        Covered::Excepted,
+        Covered::ByEveryPeer,
+        Covered::ByPods,
+        Covered::ByNamespaces,
+        Covered::ByPodsInNamespaces,
+        Covered::ByBlock,
+        Covered::ByBlockOfPod,
+        Covered::ByEveryPort,
+        Covered::ByPort,
+        Covered::ByRange,
+        Covered::ByProtocol,
+        Covered::ByNameOnIngress,
+        Covered::ByNameOnEgress,
+        Covered::NameLacking,
+        Covered::OtherProtocolAllowed,
+        Covered::OtherProtocolDenied,
+        Covered::Ipv6,
     ] {
-        assert!(seen.contains(&reached), "no query met {reached:?}");
+        assert!(covered.contains(&reached), "no query met {reached:?}");
     }
 }

@@ -5,11 +5,11 @@ use std::net::IpAddr;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{self, Direction, PolicyVerdict, RuleScope};
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::*;
 use penstock_policy::render::acl::{self, AccessList};
 
-use super::naive::{self, Seen, World};
+use super::naive::{self, ClusterObjects, Covered};
 
 pub(crate) fn key(text: &str) -> ObjectKey {
     let (namespace, name) = text.split_once('/').expect("namespace/name");
@@ -26,10 +26,10 @@ pub(crate) fn labels(text: &str) -> Labels {
 pub(crate) fn selector(text: &str) -> Selector {
     let values = |text: &str| text.split('|').map(str::to_owned).collect();
     let requirement = |text: &str| match (text.split_once("!="), text.split_once('='), text.strip_prefix('!')) {
-        (Some((key, list)), _, _) => Requirement { key: key.to_owned(), test: Test::NotIn(values(list)) },
-        (_, Some((key, list)), _) => Requirement { key: key.to_owned(), test: Test::In(values(list)) },
-        (_, _, Some(key)) => Requirement { key: key.to_owned(), test: Test::DoesNotExist },
-        _ => Requirement { key: text.to_owned(), test: Test::Exists },
+        (Some((key, list)), _, _) => Requirement { key: key.to_owned(), operator: LabelOperator::NotIn(values(list)) },
+        (_, Some((key, list)), _) => Requirement { key: key.to_owned(), operator: LabelOperator::In(values(list)) },
+        (_, _, Some(key)) => Requirement { key: key.to_owned(), operator: LabelOperator::DoesNotExist },
+        _ => Requirement { key: text.to_owned(), operator: LabelOperator::Exists },
     };
     Selector { requirements: text.split_whitespace().map(requirement).collect() }
 }
@@ -63,7 +63,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         host_network: false,
         finished: false,
         ports: ports.iter().map(port).collect(),
-        tenure: Default::default(),
+        lifetime: Default::default(),
     }
 }
 
@@ -105,7 +105,7 @@ pub(crate) fn peer(text: &str) -> Peer {
         };
     }
     let mut nets = text.split_whitespace().filter(|word| *word != "except").map(|net| net.parse().expect("a prefix"));
-    Peer::Block(Block { cidr: nets.next().expect("a block"), except: nets.collect() })
+    Peer::IpBlock(IpBlock { cidr: nets.next().expect("a block"), except: nets.collect() })
 }
 
 /// Peers and ports; an empty list of either means every one.
@@ -139,22 +139,23 @@ pub(crate) fn destination(text: &str) -> (Protocol, u16) {
 
 /// A cluster as objects and as an engine for all pods; every query is put to all evaluators.
 pub(crate) struct Cluster {
-    pub world: World,
+    pub objects: ClusterObjects,
     pub engine: Engine,
     lists: Vec<AccessList>,
-    pub seen: BTreeSet<Seen>,
+    pub covered: BTreeSet<Covered>,
 }
 
 impl Cluster {
     pub(crate) fn new(objects: impl IntoIterator<Item = Object>) -> Self {
-        let engine = Engine::new(Settings::for_all_pods());
-        let mut cluster = Self { world: World::default(), engine, lists: Vec::new(), seen: BTreeSet::new() };
+        let engine = Engine::new(EngineSettings::for_all_pods());
+        let mut cluster =
+            Self { objects: ClusterObjects::default(), engine, lists: Vec::new(), covered: BTreeSet::new() };
         cluster.apply(objects.into_iter().map(Change::Set).collect());
         cluster
     }
 
     pub(crate) fn apply(&mut self, changes: Vec<Change>) {
-        changes.iter().for_each(|change| self.world.apply(change));
+        changes.iter().for_each(|change| self.objects.apply(change));
         self.engine.apply(changes);
         self.lists = acl::render(self.engine.state(), self.engine.tables());
     }
@@ -165,7 +166,7 @@ impl Cluster {
 
     /// An end is `namespace/pod` (its first address) or an address.
     pub(crate) fn address(&self, end: &str) -> IpAddr {
-        end.parse().unwrap_or_else(|_| self.world.pods[&key(end)].addresses[0])
+        end.parse().unwrap_or_else(|_| self.objects.pods[&key(end)].addresses[0])
     }
 
     pub(crate) fn flow(&self, from: &str, to: &str, to_port: &str) -> Flow {
@@ -174,20 +175,20 @@ impl Cluster {
     }
 
     /// Judges by the tables, after asserting that the others say the same of both sides.
-    pub(crate) fn judge(&mut self, flow: &Flow) -> PolicyVerdict {
-        let judgement = self.engine.judge(flow);
-        let expected = self.world.judge(flow, &mut self.seen);
-        let tables = (side(judgement.egress), side(judgement.ingress));
-        assert_eq!(tables, expected, "tables and naive reading of {flow:?} in {:#?}", self.world.objects());
+    pub(crate) fn evaluate(&mut self, flow: &Flow) -> PolicyVerdict {
+        let verdict = self.engine.evaluate(flow);
+        let expected = self.objects.evaluate(flow, &mut self.covered);
+        let tables = (side(verdict.egress), side(verdict.ingress));
+        assert_eq!(tables, expected, "tables and naive reading of {flow:?} in {:#?}", self.objects.objects());
         let (egress, ingress) =
             (self.list_permits(flow, Direction::Egress), self.list_permits(flow, Direction::Ingress));
         assert_eq!(
             (egress, ingress),
-            (judgement.egress.is_allowed(), judgement.ingress.is_allowed()),
+            (verdict.egress.is_allowed(), verdict.ingress.is_allowed()),
             "six-tuples and tables of {flow:?} in {:#?}",
-            self.world.objects()
+            self.objects.objects()
         );
-        judgement
+        verdict
     }
 
     fn list_permits(&self, flow: &Flow, direction: Direction) -> bool {
@@ -195,7 +196,7 @@ impl Cluster {
             Direction::Egress => (flow.src.into(), flow.dst.into()),
             Direction::Ingress => (flow.dst.into(), flow.src.into()),
         };
-        let Some(pod) = self.world.pod_at(own).and_then(|pod| self.engine.state().find_pod(&pod.key)) else {
+        let Some(pod) = self.objects.pod_at(own).and_then(|pod| self.engine.state().find_pod(&pod.key)) else {
             return true;
         };
         let list = self.lists.iter().find(|list| list.pod == pod && list.direction == direction);
@@ -211,9 +212,9 @@ impl Cluster {
     /// Asserts verdicts: `from`, `to`, `port`, whether it is allowed.
     pub(crate) fn check(&mut self, queries: &[(&str, &str, &str, bool)]) {
         for (from, to, port, allowed) in queries {
-            let judgement = self.judge(&self.flow(from, to, port));
-            let got = judgement.egress.is_allowed() && judgement.ingress.is_allowed();
-            assert_eq!(got, *allowed, "{from} to {to} {port}: {judgement:?}");
+            let verdict = self.evaluate(&self.flow(from, to, port));
+            let got = verdict.egress.is_allowed() && verdict.ingress.is_allowed();
+            assert_eq!(got, *allowed, "{from} to {to} {port}: {verdict:?}");
         }
     }
 
@@ -230,19 +231,21 @@ impl Cluster {
 }
 
 /// The tables' words as the naive reading's.
-fn side(side: policy::DirectionVerdict) -> naive::Side {
+fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
     match side {
-        policy::DirectionVerdict::Denied => naive::Side::Denied,
-        policy::DirectionVerdict::NotLocal => naive::Side::NoPod,
-        policy::DirectionVerdict::Open => naive::Side::Open,
-        policy::DirectionVerdict::Allowed(_) | policy::DirectionVerdict::AllowedByPeer(_) => naive::Side::Allowed,
-        policy::DirectionVerdict::Exempt => naive::Side::Exempt,
+        policy::DirectionVerdict::Denied => naive::NaiveVerdict::Denied,
+        policy::DirectionVerdict::NotLocal => naive::NaiveVerdict::NoPod,
+        policy::DirectionVerdict::Open => naive::NaiveVerdict::Open,
+        policy::DirectionVerdict::Allowed(_) | policy::DirectionVerdict::AllowedByPeer(_) => {
+            naive::NaiveVerdict::Allowed
+        }
+        policy::DirectionVerdict::Exempt => naive::NaiveVerdict::Exempt,
     }
 }
 
 /// An engine under which a rule's action is honoured cluster-wide.
 pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
-    let mut engine = Engine::new(Settings { reach: RuleScope::ClusterWide, ..Settings::for_all_pods() });
+    let mut engine = Engine::new(EngineSettings { reach: RuleScope::ClusterWide, ..EngineSettings::for_all_pods() });
     engine.apply(objects.into_iter().map(Change::Set));
     engine
 }

@@ -116,7 +116,7 @@ fn clause_3_a_protocol_without_ports_matches_only_rules_without_ports() {
 }
 
 #[test]
-fn clause_4_selectors_find_what_their_operators_say() {
+fn clause_4_selectors_match_by_their_operators() {
     for (text, from_web, from_db_namespace_pods) in [
         ("pods app=web", true, false),
         ("pods", true, false),
@@ -151,7 +151,7 @@ fn clause_4_selectors_find_what_their_operators_say() {
 }
 
 #[test]
-fn clause_4_a_policy_selects_pods_of_its_own_namespace_alone() {
+fn clause_4_a_policy_selects_only_pods_of_its_own_namespace() {
     with([policy("shop/p", "", Some(vec![]), None)]).check(&[
         ("lab/web", "shop/db", "tcp/1", false),
         ("lab/web", "shop/web", "tcp/1", false),
@@ -160,7 +160,7 @@ fn clause_4_a_policy_selects_pods_of_its_own_namespace_alone() {
 }
 
 #[test]
-fn clause_4_a_block_matches_outside_its_own_excepts_alone() {
+fn clause_4_a_block_matches_except_in_its_own_excepts() {
     let cluster = |peers: &[&str]| with([ingress(peers, &[])]);
     cluster(&["172.16.0.0/12 except 172.16.1.0/24 172.16.1.128/25 172.17.0.0/16"]).check(&[
         ("172.16.0.1", "shop/db", "tcp/1", true),
@@ -218,7 +218,7 @@ fn clause_5_ports_by_number_range_and_protocol() {
 }
 
 #[test]
-fn clause_5_a_name_on_ingress_is_the_selected_pods_own_number() {
+fn clause_5_a_port_name_on_ingress_is_resolved_on_the_selected_pod() {
     with([policy("shop/p", "", Some(vec![rule(&[], &["tcp/http"])]), None)]).check(&[
         ("lab/web", "shop/web", "tcp/80", true),
         ("lab/web", "shop/web", "tcp/8080", false),
@@ -231,7 +231,7 @@ fn clause_5_a_name_on_ingress_is_the_selected_pods_own_number() {
 }
 
 #[test]
-fn clause_5_a_name_on_egress_is_each_peers_own_number() {
+fn clause_5_a_port_name_on_egress_is_resolved_on_each_peer() {
     with([egress(&["namespaces"], &["tcp/http"])]).check(&[
         ("shop/web", "shop/db", "tcp/8080", true),
         ("shop/web", "shop/db", "tcp/80", false),
@@ -243,7 +243,7 @@ fn clause_5_a_name_on_egress_is_each_peers_own_number() {
 }
 
 #[test]
-fn clause_5_a_name_has_a_protocol_and_a_pod_that_lacks_it_is_not_matched() {
+fn clause_5_a_port_name_needs_a_pod_port_of_that_name_and_protocol() {
     with([egress(&["namespaces"], &["tcp/dns"])]).check(&[
         ("shop/web", "lab/web", "tcp/53", true),
         ("shop/web", "lab/web", "udp/53", false),
@@ -257,7 +257,7 @@ fn clause_5_a_name_has_a_protocol_and_a_pod_that_lacks_it_is_not_matched() {
 }
 
 #[test]
-fn clause_5_beside_a_block_or_every_peer_a_name_is_that_of_pods_alone() {
+fn clause_5_a_port_name_matches_only_pods_also_with_a_block_or_every_peer() {
     with([egress(&["10.0.0.0/16 except 10.0.2.1/32"], &["tcp/http"])]).check(&[
         ("shop/web", "shop/db", "tcp/8080", true),
         ("shop/web", "lab/web", "tcp/81", false),
@@ -276,7 +276,7 @@ fn clause_5_beside_a_block_or_every_peer_a_name_is_that_of_pods_alone() {
 }
 
 #[test]
-fn clause_7_a_host_network_pod_is_its_node_and_no_selector_finds_it() {
+fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     let agent = |node: &str, address: &str| {
         let pod = pod("lab/agent", "app=web", &[address], &["http:tcp/80"]);
         Object::Pod(Pod { host_network: true, node: Some(node.to_owned()), ..pod })
@@ -292,7 +292,7 @@ fn clause_7_a_host_network_pod_is_its_node_and_no_selector_finds_it() {
 }
 
 #[test]
-fn clause_7_a_finished_pod_or_one_without_address_is_matched_by_nothing() {
+fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
     let mut cluster = with([ingress(&["pods app=web"], &[]), egress(&["namespaces"], &["tcp/http"])]);
     cluster.set(policy("shop/more", "app=db", Some(vec![rule(&["pods app=web"], &[])]), None));
     cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", true)]);
@@ -306,7 +306,7 @@ fn clause_7_a_finished_pod_or_one_without_address_is_matched_by_nothing() {
 }
 
 #[test]
-fn clause_7_an_address_passes_from_one_pod_to_another_in_either_order_of_events() {
+fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     let old = || Object::Pod(pod("lab/old", "app=old", &["10.0.2.9"], &[]));
     let new = || Object::Pod(pod("lab/new", "app=new", &["10.0.2.9"], &[]));
     let gone = || Change::Delete(ObjectRef::Pod(key("lab/old")));
@@ -319,22 +319,22 @@ fn clause_7_an_address_passes_from_one_pod_to_another_in_either_order_of_events(
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
     cluster.engine.apply([Change::Set(new())]);
     let flow = cluster.flow("10.0.2.9", "shop/db", "tcp/1");
-    assert!(cluster.engine.judge(&flow).is_allowed(), "the last one to claim an address has it");
+    assert!(cluster.engine.evaluate(&flow).is_allowed(), "the last one to claim an address has it");
     // An event of the old pod that claims nothing new does not take it back.
     cluster.engine.apply([Change::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([gone()]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
 
     // The new one goes first: the old one has it again.
     let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
-    assert!(!cluster.engine.judge(&flow).is_allowed());
+    assert!(!cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([Change::Delete(ObjectRef::Pod(key("lab/new")))]);
-    assert!(cluster.engine.judge(&flow).is_allowed());
+    assert!(cluster.engine.evaluate(&flow).is_allowed());
 }
 
 #[test]
-fn clause_7_a_pod_of_a_namespace_that_is_not_known_is_found_by_no_namespace_selector() {
+fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
     let stray = Object::Pod(pod("stray/a", "app=web", &["10.0.3.1"], &["http:tcp/80"]));
     let rules = vec![rule(&["namespaces", "namespaces x!=y"], &[]), rule(&["10.0.3.0/24"], &["udp/1"])];
     let mut cluster = with([policy("shop/p", "app=db", Some(rules), Some(vec![rule(&["namespaces"], &[])])), stray]);
@@ -351,7 +351,7 @@ fn clause_7_a_pod_of_a_namespace_that_is_not_known_is_found_by_no_namespace_sele
 }
 
 #[test]
-fn clause_8_a_pod_and_its_node_always_reach_each_other_and_so_does_a_pod_itself() {
+fn clause_8_a_pod_always_reaches_itself_and_its_node_and_is_reached_by_them() {
     let deny = |namespace: &str| policy(&format!("{namespace}/deny"), "", Some(vec![]), Some(vec![]));
     let mut cluster = with([deny("shop"), deny("lab")]);
     cluster.check(&[
@@ -367,7 +367,7 @@ fn clause_8_a_pod_and_its_node_always_reach_each_other_and_so_does_a_pod_itself(
         ("shop/db", "shop/web", "tcp/1", false),
     ]);
     let flow = cluster.flow("shop/db", "shop/db", "tcp/1");
-    assert_eq!(cluster.judge(&flow).egress, DirectionVerdict::Exempt);
+    assert_eq!(cluster.evaluate(&flow).egress, DirectionVerdict::Exempt);
 }
 
 #[test]
@@ -408,22 +408,31 @@ fn a_rule_is_named_by_policy_direction_peer_and_port() {
 }
 
 #[test]
-fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_what_it_lacks() {
-    use penstock_policy::compile::Lack;
+fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_its_mismatches() {
+    use penstock_policy::compile::Mismatch;
     let into = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["10.0.2.0/24 except 10.0.2.2/32"], &["tcp/sql"])];
     let cluster = with([policy("shop/p", "app=db", Some(into), None), policy("shop/q", "", Some(vec![]), None)]);
-    for (from, port, name, lacks) in [
-        ("shop/web", "tcp/81", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Port]),
-        ("8.8.8.8", "tcp/80", "shop-ingress-p-0-podSelector-0-0", vec![Lack::Peer]),
-        ("lab/probe", "tcp/5432", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Excepted("10.0.2.2/32".parse().unwrap())]),
-        ("lab/web", "tcp/7", "shop-ingress-p-1-ipBlock-0-0", vec![Lack::Port]),
+    for (from, port, name, mismatches) in [
+        ("shop/web", "tcp/81", "shop-ingress-p-0-podSelector-0-0", vec![Mismatch::Port]),
+        ("8.8.8.8", "tcp/80", "shop-ingress-p-0-podSelector-0-0", vec![Mismatch::Peer]),
+        (
+            "lab/probe",
+            "tcp/5432",
+            "shop-ingress-p-1-ipBlock-0-0",
+            vec![Mismatch::Excepted("10.0.2.2/32".parse().unwrap())],
+        ),
+        ("lab/web", "tcp/7", "shop-ingress-p-1-ipBlock-0-0", vec![Mismatch::Port]),
     ] {
         let side = cluster.engine.explain(&cluster.flow(from, "shop/db", port)).ingress;
         assert_eq!(side.policies, [key("shop/p"), key("shop/q")]);
         assert!(side.isolated && !side.default_deny);
         let nearest = side.nearest.expect("there are rules");
-        assert_eq!((nearest.rule.to_string().as_str(), nearest.lacks), (name, lacks), "from {from} to {port}");
+        assert_eq!(
+            (nearest.rule.to_string().as_str(), nearest.mismatches),
+            (name, mismatches),
+            "from {from} to {port}"
+        );
     }
     let open = cluster.engine.explain(&cluster.flow("lab/web", "lab/probe", "tcp/1")).ingress;
-    assert_eq!((open.side, open.isolated, open.policies.len()), (DirectionVerdict::Open, false, 0));
+    assert_eq!((open.verdict, open.isolated, open.policies.len()), (DirectionVerdict::Open, false, 0));
 }

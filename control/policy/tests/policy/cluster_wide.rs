@@ -27,10 +27,10 @@ fn check(engine: &Engine, expected: &[(&str, &str, bool)]) {
         let flow =
             Flow { src: address(from), dst: address(to), protocol: Protocol::TCP, src_port: 40000, dst_port: 80 };
         let explanation = engine.explain(&flow);
-        assert_eq!(explanation.judgement.is_allowed(), *allowed, "{from} to {to}: {explanation:?}");
+        assert_eq!(explanation.verdict.is_allowed(), *allowed, "{from} to {to}: {explanation:?}");
         let by_peer = [&explanation.egress, &explanation.ingress]
             .into_iter()
-            .find(|side| matches!(side.side, DirectionVerdict::AllowedByPeer(_)));
+            .find(|side| matches!(side.verdict, DirectionVerdict::AllowedByPeer(_)));
         assert!(by_peer.is_none_or(|side| side.rule.is_some()), "the other side's rule is named");
     }
 }

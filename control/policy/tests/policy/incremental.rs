@@ -1,7 +1,7 @@
 //! A history of changes ends where a fresh start from its last state does.
 
 use penstock_dataplane::policy::Direction;
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::*;
 use penstock_policy::render::nft;
 use penstock_policy::state::PodId;
@@ -10,7 +10,7 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::agreement::{queries, without_conflict};
 use super::build::*;
-use super::naive::World;
+use super::naive::ClusterObjects;
 use super::random::history;
 
 /// Everything that an engine came to, without the numbers that depend on its history.
@@ -30,32 +30,32 @@ fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
     (state, tables, (set.addresses, set.endpoints, set.tables, set.rules), rules)
 }
 
-fn run(settings: fn() -> Settings, cases: u32) {
+fn run(settings: fn() -> EngineSettings, cases: u32) {
     let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     let result = runner.run(&history(), |(start, batches)| {
-        let mut world = World::default();
+        let mut objects = ClusterObjects::default();
         let mut engine = Engine::new(settings());
         for batch in std::iter::once(start.into_iter().map(Change::Set).collect()).chain(batches) {
             let mut changes = Vec::new();
             for change in batch {
-                let change = without_conflict(&world, change);
-                world.apply(&change);
+                let change = without_conflict(&objects, change);
+                objects.apply(&change);
                 changes.push(change);
             }
             engine.apply(changes);
             let mut fresh = Engine::new(settings());
-            fresh.apply(world.objects().into_iter().map(Change::Set));
+            fresh.apply(objects.objects().into_iter().map(Change::Set));
             prop_assert_eq!(outcome(&engine), outcome(&fresh));
-            for flow in queries(world.pods.len()) {
+            for flow in queries(objects.pods.len()) {
                 let (ours, fresh) = (engine.explain(&flow), fresh.explain(&flow));
                 let sides = |it: &penstock_policy::engine::Explanation| {
-                    let of = |side: &penstock_policy::engine::SideExplanation| {
-                        (std::mem::discriminant(&side.side), side.rule.clone(), side.nearest.clone())
+                    let of = |side: &penstock_policy::engine::DirectionExplanation| {
+                        (std::mem::discriminant(&side.verdict), side.rule.clone(), side.nearest.clone())
                     };
                     (of(&it.egress), of(&it.ingress))
                 };
                 prop_assert_eq!(sides(&ours), sides(&fresh), "{:?}", flow);
-                prop_assert_eq!(ours.egress.side.rule().is_some(), ours.egress.rule.is_some(), "{:?}", flow);
+                prop_assert_eq!(ours.egress.verdict.rule().is_some(), ours.egress.rule.is_some(), "{:?}", flow);
             }
         }
         Ok(())
@@ -64,23 +64,23 @@ fn run(settings: fn() -> Settings, cases: u32) {
 }
 
 #[test]
-fn an_incremental_history_ends_in_the_same_tables_as_a_fresh_start() {
-    run(Settings::for_all_pods, 64);
+fn incremental_updates_and_a_fresh_start_give_equal_tables() {
+    run(EngineSettings::for_all_pods, 64);
 }
 
 #[test]
-fn so_it_does_for_the_pods_of_one_node() {
-    run(|| Settings::for_node("n1"), 64);
+fn incremental_updates_and_a_fresh_start_give_equal_tables_for_one_node() {
+    run(|| EngineSettings::for_node("n1"), 64);
 }
 
 #[test]
-fn a_cluster_that_is_taken_away_leaves_nothing_behind() {
+fn deleting_all_objects_leaves_empty_tables() {
     let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
     let result = runner.run(&history(), |(start, _)| {
-        let mut engine = Engine::new(Settings::for_all_pods());
+        let mut engine = Engine::new(EngineSettings::for_all_pods());
         engine.apply(start.iter().cloned().map(Change::Set));
         engine.apply(start.iter().map(|object| Change::Delete(object.reference())));
-        prop_assert_eq!(outcome(&engine), outcome(&Engine::new(Settings::for_all_pods())));
+        prop_assert_eq!(outcome(&engine), outcome(&Engine::new(EngineSettings::for_all_pods())));
         prop_assert!(!nft::render(engine.state(), engine.tables()).contains("jump"));
         Ok(())
     });
@@ -88,7 +88,7 @@ fn a_cluster_that_is_taken_away_leaves_nothing_behind() {
 }
 
 #[test]
-fn one_pods_new_labels_share_everything_that_they_do_not_touch() {
+fn a_pods_new_labels_rebuild_only_affected_tables() {
     let db = policy("shop/db", "app=db", Some(vec![rule(&["pods app=web"], &["tcp/1"])]), None);
     let mut cluster = Cluster::new([
         namespace("shop", ""),

@@ -8,7 +8,7 @@ use penstock_policy::model::*;
 
 /// The last state of a cluster.
 #[derive(Clone, Default, Debug)]
-pub(crate) struct World {
+pub(crate) struct ClusterObjects {
     pub namespaces: BTreeMap<String, Namespace>,
     pub nodes: BTreeMap<String, Node>,
     pub pods: BTreeMap<ObjectKey, Pod>,
@@ -17,7 +17,7 @@ pub(crate) struct World {
 
 /// What one side says.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) enum Side {
+pub(crate) enum NaiveVerdict {
     NoPod,
     Exempt,
     Open,
@@ -25,9 +25,9 @@ pub(crate) enum Side {
     Denied,
 }
 
-/// What was seen on the way to a verdict: tests assert that they have met each.
+/// What was covered on the way to a verdict: tests assert that they have met each.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) enum Seen {
+pub(crate) enum Covered {
     NoPod,
     Open,
     SamePod,
@@ -53,7 +53,7 @@ pub(crate) enum Seen {
     Ipv6,
 }
 
-impl World {
+impl ClusterObjects {
     pub(crate) fn apply(&mut self, change: &Change) {
         match change.clone() {
             Change::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
@@ -86,31 +86,31 @@ impl World {
             || self.pods.values().filter(in_host_network).any(|pod| pod.addresses.contains(&address))
     }
 
-    pub(crate) fn judge(&self, flow: &Flow, seen: &mut BTreeSet<Seen>) -> (Side, Side) {
+    pub(crate) fn evaluate(&self, flow: &Flow, covered: &mut BTreeSet<Covered>) -> (NaiveVerdict, NaiveVerdict) {
         let (src, dst): (IpAddr, IpAddr) = (flow.src.into(), flow.dst.into());
         let (from, to) = (self.pod_at(src), self.pod_at(dst));
         if src.is_ipv6() {
-            seen.insert(Seen::Ipv6);
+            covered.insert(Covered::Ipv6);
         }
         if let (Some(from), Some(to)) = (from, to)
             && from.key == to.key
         {
-            seen.insert(Seen::SamePod);
-            return (Side::Exempt, Side::Exempt);
+            covered.insert(Covered::SamePod);
+            return (NaiveVerdict::Exempt, NaiveVerdict::Exempt);
         }
         let runs_on = |pod: Option<&Pod>, other: Option<&Pod>, address: IpAddr| {
             let node = pod.and_then(|pod| pod.node.clone());
             other.is_none() && node.is_some_and(|node| self.node_has(&node, address))
         };
         if runs_on(from, to, dst) {
-            seen.insert(Seen::OwnNode);
-            return (Side::Exempt, Side::NoPod);
+            covered.insert(Covered::OwnNode);
+            return (NaiveVerdict::Exempt, NaiveVerdict::NoPod);
         }
         if runs_on(to, from, src) {
-            seen.insert(Seen::OwnNode);
-            return (Side::NoPod, Side::Exempt);
+            covered.insert(Covered::OwnNode);
+            return (NaiveVerdict::NoPod, NaiveVerdict::Exempt);
         }
-        (self.side(from, dst, to, flow, false, seen), self.side(to, src, from, flow, true, seen))
+        (self.side(from, dst, to, flow, false, covered), self.side(to, src, from, flow, true, covered))
     }
 
     fn side(
@@ -120,11 +120,11 @@ impl World {
         peer_pod: Option<&Pod>,
         flow: &Flow,
         ingress: bool,
-        seen: &mut BTreeSet<Seen>,
-    ) -> Side {
+        covered: &mut BTreeSet<Covered>,
+    ) -> NaiveVerdict {
         let Some(own) = own else {
-            seen.insert(Seen::NoPod);
-            return Side::NoPod;
+            covered.insert(Covered::NoPod);
+            return NaiveVerdict::NoPod;
         };
         let mut isolated =
             ingress && self.namespaces.get(&own.key.namespace).is_some_and(|namespace| namespace.default_deny_ingress);
@@ -138,8 +138,8 @@ impl World {
             rules.extend(of_direction.iter().map(|rule| (&policy.key.namespace, rule)));
         }
         if !isolated {
-            seen.insert(Seen::Open);
-            return Side::Open;
+            covered.insert(Covered::Open);
+            return NaiveVerdict::Open;
         }
         let server = if ingress { Some(own) } else { peer_pod };
         for (namespace, rule) in &rules {
@@ -147,19 +147,20 @@ impl World {
             let peer_matches = self.peers_match(namespace, &rule.peers, peer, peer_pod, &mut here);
             let port_matches = ports_match(&rule.ports, server, flow, ingress, &mut here);
             if peer_matches && port_matches {
-                seen.extend(here);
+                covered.extend(here);
                 if !matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP) {
-                    seen.insert(Seen::OtherProtocolAllowed);
+                    covered.insert(Covered::OtherProtocolAllowed);
                 }
-                return Side::Allowed;
+                return NaiveVerdict::Allowed;
             }
-            seen.extend(here.into_iter().filter(|seen| matches!(seen, Seen::Excepted | Seen::NameLacking)));
+            covered
+                .extend(here.into_iter().filter(|covered| matches!(covered, Covered::Excepted | Covered::NameLacking)));
         }
         if !matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP) {
-            seen.insert(Seen::OtherProtocolDenied);
+            covered.insert(Covered::OtherProtocolDenied);
         }
-        seen.insert(if rules.is_empty() { Seen::DeniedWithoutRules } else { Seen::DeniedByRules });
-        Side::Denied
+        covered.insert(if rules.is_empty() { Covered::DeniedWithoutRules } else { Covered::DeniedByRules });
+        NaiveVerdict::Denied
     }
 
     fn peers_match(
@@ -168,10 +169,10 @@ impl World {
         peers: &Peers,
         address: IpAddr,
         pod: Option<&Pod>,
-        seen: &mut BTreeSet<Seen>,
+        covered: &mut BTreeSet<Covered>,
     ) -> bool {
         let Peers::AnyOf(peers) = peers else {
-            seen.insert(Seen::ByEveryPeer);
+            covered.insert(Covered::ByEveryPeer);
             return true;
         };
         let namespace_found = |selector: &Selector| {
@@ -182,33 +183,39 @@ impl World {
             let (matches, by) = match peer {
                 Peer::Pods(pods) => {
                     let found = |pod: &Pod| pod.key.namespace == namespace && pods.matches(&pod.labels);
-                    (pod.is_some_and(found), Seen::ByPods)
+                    (pod.is_some_and(found), Covered::ByPods)
                 }
-                Peer::Namespaces(namespaces) => (namespace_found(namespaces), Seen::ByNamespaces),
+                Peer::Namespaces(namespaces) => (namespace_found(namespaces), Covered::ByNamespaces),
                 Peer::PodsInNamespaces { namespaces, pods } => {
                     let found = namespace_found(namespaces) && pod.is_some_and(|pod| pods.matches(&pod.labels));
-                    (found, Seen::ByPodsInNamespaces)
+                    (found, Covered::ByPodsInNamespaces)
                 }
-                Peer::Block(block) => {
+                Peer::IpBlock(block) => {
                     let excepted = block.except.iter().any(|except| except.contains(&address));
                     if block.cidr.contains(&address) && excepted {
-                        seen.insert(Seen::Excepted);
+                        covered.insert(Covered::Excepted);
                     }
-                    let by = if pod.is_some() { Seen::ByBlockOfPod } else { Seen::ByBlock };
+                    let by = if pod.is_some() { Covered::ByBlockOfPod } else { Covered::ByBlock };
                     (block.cidr.contains(&address) && !excepted, by)
                 }
             };
             if matches {
-                seen.insert(by);
+                covered.insert(by);
             }
             matches
         })
     }
 }
 
-fn ports_match(ports: &Ports, server: Option<&Pod>, flow: &Flow, ingress: bool, seen: &mut BTreeSet<Seen>) -> bool {
+fn ports_match(
+    ports: &Ports,
+    server: Option<&Pod>,
+    flow: &Flow,
+    ingress: bool,
+    covered: &mut BTreeSet<Covered>,
+) -> bool {
     let Ports::AnyOf(ports) = ports else {
-        seen.insert(Seen::ByEveryPort);
+        covered.insert(Covered::ByEveryPort);
         return true;
     };
     ports.iter().any(|port| {
@@ -221,23 +228,23 @@ fn ports_match(ports: &Ports, server: Option<&Pod>, flow: &Flow, ingress: bool, 
             return false;
         }
         let (matches, by) = match &port.which {
-            PortMatch::Every => (true, Seen::ByProtocol),
+            PortMatch::Every => (true, Covered::ByProtocol),
             PortMatch::Range { first, last } => {
-                let by = if first == last { Seen::ByPort } else { Seen::ByRange };
+                let by = if first == last { Covered::ByPort } else { Covered::ByRange };
                 (*first <= flow.dst_port && flow.dst_port <= *last, by)
             }
             PortMatch::Name(name) => {
                 let named = server.map(|pod| pod.ports.as_slice()).unwrap_or_default();
                 let has = |own: &&NamedPort| own.name == *name && own.protocol == port.protocol;
                 if !named.iter().any(|own| has(&own)) {
-                    seen.insert(Seen::NameLacking);
+                    covered.insert(Covered::NameLacking);
                 }
-                let by = if ingress { Seen::ByNameOnIngress } else { Seen::ByNameOnEgress };
+                let by = if ingress { Covered::ByNameOnIngress } else { Covered::ByNameOnEgress };
                 (named.iter().filter(has).any(|own| own.number == flow.dst_port), by)
             }
         };
         if matches {
-            seen.insert(by);
+            covered.insert(by);
         }
         matches
     })

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use penstock_policy::engine::{Engine, Settings};
+use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::*;
 use penstock_policy::render::nft;
 
@@ -51,7 +51,9 @@ fn nft_accepts_the_ruleset_of_a_node() {
     };
     let (refused, _) = nft_check("table inet penstock { nonsense }\n").expect("it worked above");
     assert!(!refused, "the check does check");
-    for settings in [Settings::for_node("n1"), Settings::for_all_pods(), Settings::for_node("nowhere")] {
+    for settings in
+        [EngineSettings::for_node("n1"), EngineSettings::for_all_pods(), EngineSettings::for_node("nowhere")]
+    {
         let mut engine = Engine::new(settings);
         engine.apply(example().into_iter().map(Change::Set));
         let text = nft::render(engine.state(), engine.tables());
@@ -62,7 +64,7 @@ fn nft_accepts_the_ruleset_of_a_node() {
 
 #[test]
 fn only_pods_of_the_node_are_in_its_ruleset() {
-    let mut engine = Engine::new(Settings::for_node("n1"));
+    let mut engine = Engine::new(EngineSettings::for_node("n1"));
     engine.apply(example().into_iter().map(Change::Set));
     let text = nft::render(engine.state(), engine.tables());
     assert!(text.contains("10.0.1.2 : jump side_"), "{text}");

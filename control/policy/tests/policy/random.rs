@@ -63,21 +63,22 @@ fn some_selector() -> impl Strategy<Value = Selector> {
     let values =
         || subsequence(&VALUES[..], 1..3).prop_map(|all| all.into_iter().map(str::to_owned).collect::<Vec<_>>());
     let test = prop_oneof![
-        4 => values().prop_map(Test::In),
-        2 => values().prop_map(Test::NotIn),
-        1 => Just(Test::Exists),
-        1 => Just(Test::DoesNotExist),
+        4 => values().prop_map(LabelOperator::In),
+        2 => values().prop_map(LabelOperator::NotIn),
+        1 => Just(LabelOperator::Exists),
+        1 => Just(LabelOperator::DoesNotExist),
     ];
-    let requirement = (select(&KEYS[..]), test).prop_map(|(key, test)| Requirement { key: key.to_owned(), test });
+    let requirement =
+        (select(&KEYS[..]), test).prop_map(|(key, test)| Requirement { key: key.to_owned(), operator: test });
     prop::collection::vec(requirement, 0..3).prop_map(|requirements| Selector { requirements })
 }
 
-fn some_block() -> impl Strategy<Value = Block> {
+fn some_block() -> impl Strategy<Value = IpBlock> {
     (select(&BLOCKS[..]), subsequence(&BLOCKS[..], 0..4)).prop_map(|(cidr, except)| {
         let parse = |text: &str| text.parse::<ipnet::IpNet>().unwrap();
         let cidr = parse(cidr);
         let except = except.into_iter().map(parse).filter(|except| cidr.contains(except) && *except != cidr).collect();
-        Block { cidr, except }
+        IpBlock { cidr, except }
     })
 }
 
@@ -86,7 +87,7 @@ fn some_peers() -> impl Strategy<Value = Peers> {
         some_selector().prop_map(Peer::Pods),
         some_selector().prop_map(Peer::Namespaces),
         (some_selector(), some_selector()).prop_map(|(namespaces, pods)| Peer::PodsInNamespaces { namespaces, pods }),
-        some_block().prop_map(Peer::Block),
+        some_block().prop_map(Peer::IpBlock),
     ];
     prop_oneof![
         1 => Just(Peers::Every),
@@ -143,8 +144,8 @@ fn some_pod() -> impl Strategy<Value = Object> {
         |(key, labels, node, addresses, (host_network, finished), ports)| {
             let addresses = addresses.into_iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
             let node = node.map(str::to_owned);
-            let tenure = Default::default();
-            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, ports, tenure })
+            let lifetime = Default::default();
+            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, ports, lifetime })
         },
     )
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a capture, in one line.
+//! Errors of captures, each one line.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,45 +19,47 @@ impl CaptureError {
     }
 }
 
-/// What is wrong with a capture.
+/// Why a capture cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Damage {
-    /// It cannot be opened or read.
+    /// Opening or reading failed.
     #[error("cannot be read: {0}")]
     Unreadable(#[from] io::Error),
     /// Neither format's magic number.
-    #[error("is not a capture: give a file in pcap or pcapng format, as tcpdump and Wireshark write")]
+    #[error("is not a capture: use a pcap or pcapng file, as tcpdump and Wireshark write them")]
     NotACapture,
-    /// A link type without a meaning here.
-    #[error("link type {0} is not read: capture on Ethernet (1), Linux cooked (113, 276) or raw IP (101, 228, 229)")]
+    /// An unsupported link type.
+    #[error(
+        "link type {0} is not supported: capture on Ethernet (1), Linux cooked (113, 276) or raw IP (101, 228, 229)"
+    )]
     LinkType(u32),
-    /// A packet of an interface that was not described.
-    #[error("the packet at octet {at} names interface {interface} that no block describes: the file is damaged")]
+    /// A packet of an interface without a description block.
+    #[error("the packet at byte {at} refers to interface {interface}, which no block describes: the file is damaged")]
     Interface {
-        /// Where its block begins.
+        /// Offset of its block.
         at: u64,
-        /// The number it gives.
+        /// The interface number.
         interface: u32,
     },
-    /// A time resolution that cannot be.
+    /// An unsupported time resolution.
     #[error(
-        "interface {interface} has time resolution {resolution:#04x}: 10^-0 to 10^-19 or 2^-0 to 2^-63 can be read"
+        "interface {interface} has time resolution {resolution:#04x}: supported are 10^-0 to 10^-19 and 2^-0 to 2^-63"
     )]
     Resolution {
-        /// Its number in its section.
+        /// The interface's number in its section.
         interface: usize,
         /// The option's value.
         resolution: u8,
     },
-    /// A record or block that is longer than any can be.
-    #[error("what begins at octet {at} is {length} octets long, more than any packet: the file is damaged there")]
+    /// A record or block longer than the maximum.
+    #[error("the record at byte {at} claims {length} bytes, more than any packet: the file is damaged there")]
     TooLong {
-        /// Where it begins.
+        /// Its offset.
         at: u64,
-        /// How long it says that it is.
+        /// The length it claims.
         length: u64,
     },
-    /// A record or block that contradicts itself.
-    #[error("what begins at octet {0} is no packet and no block: the file is damaged there")]
+    /// An inconsistent record or block.
+    #[error("no valid packet or block at byte {0}: the file is damaged there")]
     Malformed(u64),
 }

@@ -12,7 +12,7 @@ use pcap_parser::{SectionHeaderBlock, parse_pcap_header};
 
 use super::buffer::{Buffer, LONGEST};
 use super::error::{CaptureError, Damage};
-use super::ng::{self, Clock, Described};
+use super::ng::{self, InterfaceDescription, TimestampResolution};
 use super::{Interface, InterfaceId, LinkType, Record, Time};
 
 /// A capture file, open for reading from its first packet to its last.
@@ -21,7 +21,7 @@ pub struct CaptureFile {
     number: usize,
     buffer: Buffer,
     format: Format,
-    cut_at: Option<u64>,
+    truncated_at: Option<u64>,
     read: Arc<AtomicU64>,
 }
 
@@ -30,39 +30,39 @@ enum Format {
     PcapNg(PcapNg),
 }
 
-/// What the header of a pcap file says of all its packets.
+/// The header of a pcap file, which applies to all its packets.
 struct Pcap {
     big_endian: bool,
     /// Nanoseconds in a unit of a record's fraction.
     unit: u64,
-    /// Octets of a record's header: 24 in Kuznetzov's modified format, which appends an interface.
+    /// Bytes of a record's header: 24 in Kuznetzov's modified format, which appends an interface.
     header: usize,
     link: LinkType,
     interface: InterfaceId,
 }
 
-/// The section of a pcapng file that is being read.
+/// The current section of a pcapng file.
 #[derive(Default)]
 struct PcapNg {
     big_endian: bool,
-    interfaces: Vec<Described>,
+    interfaces: Vec<InterfaceDescription>,
 }
 
-/// What the next step through a file found.
-enum Step {
+/// What one read step found.
+enum ReadStep {
     Packet(Record),
-    /// Something else, passed over.
+    /// Something else, skipped.
     Other,
     End,
 }
 
-/// Counts what is read of the file itself, compressed or not.
-struct Counted<R> {
+/// Counts the bytes read from the file on disk, compressed or not.
+struct CountingReader<R> {
     input: R,
     read: Arc<AtomicU64>,
 }
 
-impl<R: Read> Read for Counted<R> {
+impl<R: Read> Read for CountingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.input.read(buffer)?;
         self.read.fetch_add(read as u64, Ordering::Relaxed);
@@ -71,16 +71,16 @@ impl<R: Read> Read for Counted<R> {
 }
 
 impl CaptureFile {
-    /// Opens file `number` of a replay. Interfaces that it tells of are added to `interfaces`.
+    /// Opens file `number` of a replay. Appends the interfaces that it describes to `interfaces`.
     ///
     /// # Errors
-    /// The file cannot be read, or is no capture, or is of a link type that is not read.
+    /// The file cannot be read, is not a capture, or has an unsupported link type.
     pub fn open(path: &Path, number: usize, interfaces: &mut Vec<Interface>) -> Result<Self, CaptureError> {
         let file = File::open(path).map_err(|error| CaptureError::new(path, error.into()))?;
         Self::read(path, file, number, interfaces)
     }
 
-    /// Reads a capture from anything; `path` is what errors call it.
+    /// Reads a capture from any reader; errors name it `path`.
     ///
     /// # Errors
     /// As those of [`CaptureFile::open`].
@@ -92,10 +92,10 @@ impl CaptureFile {
     ) -> Result<Self, CaptureError> {
         let read = Arc::new(AtomicU64::new(0));
         let error = |damage| CaptureError::new(path, damage);
-        let input = uncompressed(Counted { input, read: Arc::clone(&read) });
+        let input = uncompressed(CountingReader { input, read: Arc::clone(&read) });
         let mut buffer = Buffer::new(input.map_err(|unreadable| error(unreadable.into()))?);
         let format = format(&mut buffer, number, interfaces).map_err(error)?;
-        Ok(Self { path: path.to_owned(), number, buffer, format, cut_at: None, read })
+        Ok(Self { path: path.to_owned(), number, buffer, format, truncated_at: None, read })
     }
 
     /// Its path.
@@ -103,21 +103,21 @@ impl CaptureFile {
         &self.path
     }
 
-    /// Where the file ends in the middle of a packet, in octets of the uncompressed capture; known at its end.
-    pub fn cut_at(&self) -> Option<u64> {
-        self.cut_at
+    /// The offset in the uncompressed capture at which the file ends inside a packet; known once the end is reached.
+    pub fn truncated_at(&self) -> Option<u64> {
+        self.truncated_at
     }
 
-    /// Octets read of the file so far, as it lies on disk.
-    pub fn octets_read(&self) -> u64 {
+    /// Bytes read from the file on disk so far.
+    pub fn bytes_read(&self) -> u64 {
         self.read.load(Ordering::Relaxed)
     }
 
-    /// Appends the next packet's frame to `frames`, and tells of it; `None` at the end. A frame always has an
-    /// Ethernet header, which is made up where the capture has none.
+    /// Appends the next packet's frame to `frames` and returns its record; `None` at the end. A frame always has an
+    /// Ethernet header; it is synthesized if the capture has none.
     ///
     /// # Errors
-    /// The file cannot be read or is damaged. A file that ends in the middle of a packet only ends there.
+    /// The file cannot be read or is damaged. A file truncated inside a packet is not an error.
     #[inline]
     pub fn next(
         &mut self,
@@ -130,10 +130,10 @@ impl CaptureFile {
                 Format::PcapNg(section) => section.step(&mut self.buffer, frames, self.number, interfaces),
             };
             match step {
-                Ok(Step::Packet(record)) => return Ok(Some(record)),
-                Ok(Step::Other) => {}
-                Ok(Step::End) => {
-                    self.cut_at = (!self.buffer.available().is_empty()).then(|| self.buffer.position());
+                Ok(ReadStep::Packet(record)) => return Ok(Some(record)),
+                Ok(ReadStep::Other) => {}
+                Ok(ReadStep::End) => {
+                    self.truncated_at = (!self.buffer.available().is_empty()).then(|| self.buffer.position());
                     return Ok(None);
                 }
                 Err(damage) => return Err(CaptureError::new(&self.path, damage)),
@@ -142,7 +142,7 @@ impl CaptureFile {
     }
 }
 
-/// The file's octets, uncompressed.
+/// The uncompressed bytes of the file.
 fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
     let mut magic = [0; 2];
     let mut filled = 0;
@@ -162,7 +162,7 @@ fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
     })
 }
 
-/// Which format it is, by its first octets; of pcap the header is read.
+/// Detects the format by its first bytes; reads the header of pcap.
 fn format(buffer: &mut Buffer, file: usize, interfaces: &mut Vec<Interface>) -> Result<Format, Damage> {
     const SECTION_HEADER: [u8; 4] = [0x0a, 0x0d, 0x0d, 0x0a];
     if buffer.want(4)? && buffer.available()[..4] == SECTION_HEADER {
@@ -194,9 +194,9 @@ fn add(interfaces: &mut Vec<Interface>, interface: Interface) -> InterfaceId {
 
 impl Pcap {
     #[inline]
-    fn step(&mut self, buffer: &mut Buffer, frames: &mut Vec<u8>) -> Result<Step, Damage> {
+    fn step(&mut self, buffer: &mut Buffer, frames: &mut Vec<u8>) -> Result<ReadStep, Damage> {
         if !buffer.want(self.header)? {
-            return Ok(Step::End);
+            return Ok(ReadStep::End);
         }
         let [seconds, fraction, captured, original] = self.fields(buffer.available());
         if captured as usize > LONGEST {
@@ -204,24 +204,24 @@ impl Pcap {
         }
         let whole = self.header + captured as usize;
         if !buffer.want(whole)? {
-            return Ok(Step::End);
+            return Ok(ReadStep::End);
         }
         let before = frames.len();
         self.link.append_ethernet(&buffer.available()[self.header..whole], frames);
         buffer.consume(whole);
-        // A fraction beyond a second is added as it stands.
+        // A fraction beyond a second is added unchanged.
         let time = Time(u64::from(seconds) * super::SECOND + u64::from(fraction) * self.unit);
         let captured = (frames.len() - before) as u32;
         let original = self.link.ethernet_len(original).max(captured);
-        Ok(Step::Packet(Record { time, interface: self.interface, captured, original }))
+        Ok(ReadStep::Packet(Record { time, interface: self.interface, captured, original }))
     }
 
     /// The four words of a record's header: seconds, fraction, captured and original length.
     #[inline]
     fn fields(&self, header: &[u8]) -> [u32; 4] {
         std::array::from_fn(|word| {
-            let octets = [header[word * 4], header[word * 4 + 1], header[word * 4 + 2], header[word * 4 + 3]];
-            if self.big_endian { u32::from_be_bytes(octets) } else { u32::from_le_bytes(octets) }
+            let bytes = [header[word * 4], header[word * 4 + 1], header[word * 4 + 2], header[word * 4 + 3]];
+            if self.big_endian { u32::from_be_bytes(bytes) } else { u32::from_le_bytes(bytes) }
         })
     }
 }
@@ -234,21 +234,21 @@ impl PcapNg {
         frames: &mut Vec<u8>,
         file: usize,
         interfaces: &mut Vec<Interface>,
-    ) -> Result<Step, Damage> {
-        let Some(length) = self.block_length(buffer)? else { return Ok(Step::End) };
+    ) -> Result<ReadStep, Damage> {
+        let Some(length) = self.block_length(buffer)? else { return Ok(ReadStep::End) };
         if !buffer.want(length)? {
-            return Ok(Step::End);
+            return Ok(ReadStep::End);
         }
         let at = buffer.position();
-        let octets = &buffer.available()[..length];
+        let bytes = &buffer.available()[..length];
         let parse = if self.big_endian { parse_block_be } else { parse_block_le };
-        let (_, block) = parse(octets).map_err(|_| Damage::Malformed(at))?;
+        let (_, block) = parse(bytes).map_err(|_| Damage::Malformed(at))?;
         let step = match block {
             Block::EnhancedPacket(packet) => {
                 let stamp = u64::from(packet.ts_high) << 32 | u64::from(packet.ts_low);
                 let described = self.described(packet.if_id, at)?;
-                let octets = packet.data.get(..packet.caplen as usize).ok_or(Damage::Malformed(at))?;
-                Step::Packet(described.record(octets, stamp, packet.origlen, frames))
+                let bytes = packet.data.get(..packet.caplen as usize).ok_or(Damage::Malformed(at))?;
+                ReadStep::Packet(described.record(bytes, stamp, packet.origlen, frames))
             }
             Block::SimplePacket(packet) => {
                 let described = self.described(0, at)?;
@@ -256,29 +256,28 @@ impl PcapNg {
                     0 => packet.origlen,
                     snap_length => packet.origlen.min(snap_length),
                 };
-                let octets = packet.data.get(..captured as usize).ok_or(Damage::Malformed(at))?;
-                // It has no time of its own: it is taken to be seen when the capture's clock began.
-                Step::Packet(described.record(octets, 0, packet.origlen, frames))
+                let bytes = packet.data.get(..captured as usize).ok_or(Damage::Malformed(at))?;
+                // A simple packet block has no time: it gets the epoch of the capture's clock.
+                ReadStep::Packet(described.record(bytes, 0, packet.origlen, frames))
             }
             Block::SectionHeader(section) => {
                 *self = Self::begin(&section);
-                Step::Other
+                ReadStep::Other
             }
             Block::InterfaceDescription(block) => {
                 let link = LinkType::from_number(block.linktype.0 as u32)?;
-                let clock = Clock::of(&block, self.big_endian, self.interfaces.len())?;
+                let clock = TimestampResolution::of(&block, self.big_endian, self.interfaces.len())?;
                 let id = add(interfaces, Interface { file, name: ng::name(&block), link });
-                self.interfaces.push(Described { id, link, snap_length: block.snaplen, clock });
-                Step::Other
+                self.interfaces.push(InterfaceDescription { id, link, snap_length: block.snaplen, clock });
+                ReadStep::Other
             }
-            _ => Step::Other,
+            _ => ReadStep::Other,
         };
         buffer.consume(length);
         Ok(step)
     }
 
-    /// The length of the block that comes next, `None` at the end of the file. A section header tells the byte order
-    /// itself.
+    /// The length of the next block, `None` at the end of the file. A section header block defines the byte order.
     #[inline]
     fn block_length(&mut self, buffer: &mut Buffer) -> Result<Option<usize>, Damage> {
         if !buffer.want(12)? {
@@ -300,18 +299,18 @@ impl PcapNg {
         }
     }
 
-    /// A new section: its own byte order, and no interfaces yet.
+    /// Starts a section: its own byte order, no interfaces yet.
     fn begin(section: &SectionHeaderBlock<'_>) -> Self {
         Self { big_endian: section.big_endian(), interfaces: Vec::new() }
     }
 
     #[inline]
-    fn described(&self, interface: u32, at: u64) -> Result<Described, Damage> {
+    fn described(&self, interface: u32, at: u64) -> Result<InterfaceDescription, Damage> {
         self.interfaces.get(interface as usize).copied().ok_or(Damage::Interface { at, interface })
     }
 }
 
-impl Described {
+impl InterfaceDescription {
     #[inline]
     fn record(self, packet: &[u8], stamp: u64, original: u32, frames: &mut Vec<u8>) -> Record {
         let before = frames.len();

@@ -1,26 +1,26 @@
-//! From what a capture's link layer looks like to the Ethernet frame that the pipeline reads.
+//! Conversion of captured link layers to the Ethernet frames that the pipeline parses.
 
 use super::error::Damage;
 
-/// What precedes the IP header in a captured packet (tcpdump.org's link-layer header types).
+/// The link layer before the IP header of a captured packet (tcpdump.org's link-layer header types).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LinkType {
     /// LINKTYPE_ETHERNET, 1.
     Ethernet,
-    /// LINKTYPE_LINUX_SLL, 113: sixteen octets.
+    /// LINKTYPE_LINUX_SLL, 113: 16 bytes.
     LinuxCooked,
-    /// LINKTYPE_LINUX_SLL2, 276: twenty octets.
+    /// LINKTYPE_LINUX_SLL2, 276: 20 bytes.
     LinuxCooked2,
-    /// LINKTYPE_RAW, 101, with LINKTYPE_IPV4, 228, and LINKTYPE_IPV6, 229: nothing.
+    /// LINKTYPE_RAW, 101, LINKTYPE_IPV4, 228, and LINKTYPE_IPV6, 229: no header.
     RawIp,
 }
 
-/// Octets of an Ethernet header.
+/// Bytes of an Ethernet header.
 const ETHERNET: usize = 14;
 
 impl LinkType {
-    /// By its number in a file. The upper half of pcap's field holds flags about the frame check sequence. Some
-    /// systems wrote raw IP as their DLT_RAW, 12 or 14.
+    /// The link type of a number in a file. The upper half of pcap's field holds flags about the frame check sequence.
+    /// Some systems write raw IP as their DLT_RAW, 12 or 14.
     pub(super) fn from_number(number: u32) -> Result<Self, Damage> {
         match number & 0xffff {
             1 => Ok(Self::Ethernet),
@@ -31,7 +31,7 @@ impl LinkType {
         }
     }
 
-    /// Octets before the payload of the link layer.
+    /// Bytes of the link-layer header.
     pub const fn header_len(self) -> usize {
         match self {
             Self::Ethernet => ETHERNET,
@@ -41,16 +41,15 @@ impl LinkType {
         }
     }
 
-    /// How long a packet of this many octets is with an Ethernet header instead of its own. A file may claim any length.
-    pub(super) fn ethernet_len(self, octets: u32) -> u32 {
+    /// The length of a packet of this many bytes after conversion. Saturates: a file may claim any length.
+    pub(super) fn ethernet_len(self, bytes: u32) -> u32 {
         match self {
-            Self::Ethernet => octets,
-            _ => octets.saturating_add(ETHERNET as u32).saturating_sub(self.header_len() as u32),
+            Self::Ethernet => bytes,
+            _ => bytes.saturating_add(ETHERNET as u32).saturating_sub(self.header_len() as u32),
         }
     }
 
-    /// Appends the packet as an Ethernet frame. MACs that the capture does not have are zero; a header that is cut
-    /// leaves a frame that is cut.
+    /// Appends the packet as an Ethernet frame. Unknown MACs are zero; a truncated header gives a truncated frame.
     #[inline]
     pub(super) fn append_ethernet(self, packet: &[u8], frames: &mut Vec<u8>) {
         match self {
@@ -67,7 +66,7 @@ impl LinkType {
                 let ethertype = match packet.first().map(|octet| octet >> 4) {
                     Some(4) => [0x08, 0x00],
                     Some(6) => [0x86, 0xdd],
-                    // No EtherType: what it is cannot be said.
+                    // No EtherType: the payload's type is unknown.
                     _ => [0, 0],
                 };
                 append(&[0; 6], ethertype, packet, frames);
@@ -88,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_link_type_becomes_ethernet() {
+    fn every_link_type_is_converted_to_ethernet() {
         let ip = [0x45, 1, 2, 3];
         let cooked = [&[0, 4, 0, 1, 0, 6, 2, 0, 0, 0, 0, 9, 0, 0, 0x08, 0x00][..], &ip].concat();
         let cooked2 = [&[0x08, 0x00, 0, 0, 0, 0, 0, 3, 0, 1, 4, 6, 2, 0, 0, 0, 0, 9, 0, 0][..], &ip].concat();
@@ -116,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_that_claims_the_longest_length_there_is_has_it() {
+    fn the_longest_possible_record_keeps_its_length() {
         for number in [1, 113, 276, 101] {
             let link = LinkType::from_number(number).unwrap();
             let least = u32::MAX - link.header_len() as u32;

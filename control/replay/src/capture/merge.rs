@@ -1,19 +1,19 @@
-//! Several captures as one, in the order of time.
+//! Several captures merged by time.
 
 use std::path::Path;
 
 use super::{CaptureError, CaptureFile, Interface, Record, Time};
 
-/// The packets of several files, merged by time. Packets of one file keep their order, also where its clock stepped
-/// back; of packets of one time the file named first comes first.
+/// The packets of several files, merged by time. Packets of one file keep their order even if its clock stepped back; of
+/// packets with equal times, the file listed first comes first.
 pub struct Captures {
     files: Vec<CaptureFile>,
-    /// Of each file, where there are several, the packet that comes next.
-    heads: Vec<Option<Head>>,
+    /// With several files, the next packet of each.
+    heads: Vec<Option<PendingRecord>>,
     interfaces: Vec<Interface>,
 }
 
-struct Head {
+struct PendingRecord {
     record: Record,
     frame: Vec<u8>,
 }
@@ -22,7 +22,7 @@ impl Captures {
     /// Opens all files.
     ///
     /// # Errors
-    /// One of them cannot be read or is no capture.
+    /// A file cannot be read or is not a capture.
     pub fn open<P: AsRef<Path>>(paths: &[P]) -> Result<Self, CaptureError> {
         let mut interfaces = Vec::new();
         let mut files = Vec::new();
@@ -39,7 +39,7 @@ impl Captures {
         Ok(captures)
     }
 
-    /// Appends the next packet's frame to `frames`, and tells of it; `None` at the end of all.
+    /// Appends the next packet's frame to `frames` and returns its record; `None` at the end of all files.
     ///
     /// # Errors
     /// A file cannot be read or is damaged.
@@ -52,22 +52,22 @@ impl Captures {
     }
 
     fn next_of_many(&mut self, frames: &mut Vec<u8>) -> Result<Option<Record>, CaptureError> {
-        let time = |head: &Option<Head>| head.as_ref().map(|head| head.record.time);
+        let time = |head: &Option<PendingRecord>| head.as_ref().map(|head| head.record.time);
         let earliest = self.heads.iter().enumerate().filter_map(|(number, head)| Some((time(head)?, number))).min();
         let Some((_, number)): Option<(Time, usize)> = earliest else { return Ok(None) };
-        let Some(Head { record, mut frame }) = self.heads[number].take() else { return Ok(None) };
+        let Some(PendingRecord { record, mut frame }) = self.heads[number].take() else { return Ok(None) };
         frames.extend_from_slice(&frame);
         frame.clear();
         self.heads[number] = self.read(number, frame)?;
         Ok(Some(record))
     }
 
-    fn read(&mut self, number: usize, mut frame: Vec<u8>) -> Result<Option<Head>, CaptureError> {
+    fn read(&mut self, number: usize, mut frame: Vec<u8>) -> Result<Option<PendingRecord>, CaptureError> {
         let record = self.files[number].next(&mut frame, &mut self.interfaces)?;
-        Ok(record.map(|record| Head { record, frame }))
+        Ok(record.map(|record| PendingRecord { record, frame }))
     }
 
-    /// Every interface met so far; [`Record::interface`] indexes it.
+    /// Every interface seen so far, indexed by [`Record::interface`].
     pub fn interfaces(&self) -> &[Interface] {
         &self.interfaces
     }
@@ -77,8 +77,8 @@ impl Captures {
         &self.files
     }
 
-    /// Octets read of all files so far, as they lie on disk.
-    pub fn octets_read(&self) -> u64 {
-        self.files.iter().map(CaptureFile::octets_read).sum()
+    /// Bytes read from all files on disk so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.files.iter().map(CaptureFile::bytes_read).sum()
     }
 }

@@ -1,4 +1,4 @@
-//! Captures: pcap and pcapng read as a stream of Ethernet frames with their times, and pcapng written.
+//! Captures: reads pcap and pcapng as a stream of Ethernet frames with times, writes pcapng.
 //!
 //! Formats: pcap (draft-ietf-opsawg-pcap: either byte order, microseconds or nanoseconds) and pcapng
 //! (draft-ietf-opsawg-pcapng: several sections, interfaces and resolutions), each also compressed by gzip.
@@ -17,28 +17,27 @@ pub use link::LinkType;
 pub use merge::Captures;
 pub use write::CaptureWriter;
 
-/// A moment in nanoseconds since 1970-01-01T00:00:00Z; good until the year 2554.
+/// A time in nanoseconds since 1970-01-01T00:00:00Z; reaches to the year 2554.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Time(pub u64);
 
 /// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
 
-/// What a capture says of a packet besides its octets.
+/// What a capture records of a packet besides its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
-    /// When it was seen.
+    /// When it was captured.
     pub time: Time,
-    /// Where it was seen: the number of the interface among those of all files.
+    /// Where it was captured: index of the interface among those of all files.
     pub interface: InterfaceId,
-    /// Octets of the frame that the capture holds, once it has an Ethernet header.
+    /// Bytes of the frame in the capture, after conversion to Ethernet.
     pub captured: u32,
-    /// Octets that the frame had on the wire, once it has an Ethernet header; more than `captured` where the capture's
-    /// snap length cut it.
+    /// Bytes of the frame on the wire, after conversion to Ethernet; more than `captured` if the snap length truncated it.
     pub original: u32,
 }
 
-/// An interface among those of all files read, in the order in which they were met.
+/// Index of an interface among those of all files, in the order of their first appearance.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct InterfaceId(pub u32);
 
@@ -52,10 +51,10 @@ impl InterfaceId {
 /// An interface of a capture.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Interface {
-    /// Which of the files it is of, from 0.
+    /// The index of its file, from 0.
     pub file: usize,
-    /// Its name, where the capture tells one.
+    /// Its name, if the capture has one.
     pub name: Option<String>,
-    /// What precedes the IP header in its packets.
+    /// The link layer of its packets.
     pub link: LinkType,
 }

@@ -1,28 +1,28 @@
-//! Sections and interfaces of a pcapng file: what a packet's block leaves to be looked up.
+//! Interface descriptions of a pcapng file, to which packet blocks refer.
 
 use pcap_parser::{InterfaceDescriptionBlock, OptionCode, PcapNGOption};
 
 use super::error::Damage;
 use super::{InterfaceId, LinkType, SECOND, Time};
 
-/// What the packets of an interface need.
+/// What decoding the packets of an interface needs.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Described {
+pub(super) struct InterfaceDescription {
     pub(super) id: InterfaceId,
     pub(super) link: LinkType,
     pub(super) snap_length: u32,
-    pub(super) clock: Clock,
+    pub(super) clock: TimestampResolution,
 }
 
-/// How an interface counts time: units in a second, and seconds to be added.
+/// An interface's timestamp resolution: units in a second, and an offset in seconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Clock {
+pub(super) struct TimestampResolution {
     pub(super) units: u64,
     pub(super) offset: i64,
 }
 
-impl Clock {
-    /// The time of a packet. What lies before 1970 is 1970; what lies beyond the type is its end.
+impl TimestampResolution {
+    /// The time of a packet, clamped to 1970 and to the end of the type.
     #[inline]
     pub(super) fn time(self, stamp: u64) -> Time {
         let (seconds, fraction) = (stamp / self.units, stamp % self.units);
@@ -32,8 +32,8 @@ impl Clock {
         Time(total.clamp(0, i128::from(u64::MAX)) as u64)
     }
 
-    /// From an interface's options `if_tsresol` and `if_tsoffset`. The parser reads the first one's binary form
-    /// wrong and the second in one byte order only, so both are read here.
+    /// Reads the interface's options `if_tsresol` and `if_tsoffset` directly: the parser decodes the binary form of the
+    /// first wrongly and the second in one byte order only.
     pub(super) fn of(
         block: &InterfaceDescriptionBlock<'_>,
         big_endian: bool,
@@ -47,12 +47,12 @@ impl Clock {
         };
         let offset = find(&block.options, OptionCode::IfTsoffset).and_then(|value| value.first_chunk::<8>().copied());
         let offset =
-            offset.map_or(0, |octets| if big_endian { i64::from_be_bytes(octets) } else { i64::from_le_bytes(octets) });
+            offset.map_or(0, |bytes| if big_endian { i64::from_be_bytes(bytes) } else { i64::from_le_bytes(bytes) });
         Ok(Self { units, offset })
     }
 }
 
-/// The interface's name, if it is told and readable.
+/// The interface's name, if present and valid UTF-8.
 pub(super) fn name(block: &InterfaceDescriptionBlock<'_>) -> Option<String> {
     let name = find(&block.options, OptionCode::IfName)?;
     let name = std::str::from_utf8(name).ok()?.trim_end_matches('\0');
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stamps_of_every_resolution_become_nanoseconds() {
+    fn timestamps_of_every_resolution_become_nanoseconds() {
         for (units, offset, stamp, expected) in [
             (1_000_000, 0, 1_000_001, 1_000_001_000),
             (1_000_000_000, 0, 5, 5),
@@ -78,7 +78,7 @@ mod tests {
             (1_000_000, -10, 5_000_000, 0),
             (1, i64::MAX, u64::MAX, u64::MAX),
         ] {
-            assert_eq!(Clock { units, offset }.time(stamp), Time(expected), "{stamp}/{units} + {offset}");
+            assert_eq!(TimestampResolution { units, offset }.time(stamp), Time(expected), "{stamp}/{units} + {offset}");
         }
     }
 }

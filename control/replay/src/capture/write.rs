@@ -1,13 +1,13 @@
-//! Captures written: pcapng, little-endian, Ethernet, nanoseconds, a comment a packet.
+//! Writes pcapng: little-endian, Ethernet, nanoseconds, one comment per packet.
 
 use std::io::{self, Write};
 
 use super::{Interface, Record};
 
-/// Writes packets into one section. Interfaces are described when their first packet comes.
+/// Writes packets into one section. Describes an interface before its first packet.
 pub struct CaptureWriter<W> {
     output: W,
-    /// By [`super::InterfaceId`], the interface's number in this file.
+    /// The interface's number in this file, indexed by [`super::InterfaceId`].
     numbers: Vec<Option<u32>>,
     described: u32,
 }
@@ -22,20 +22,20 @@ const IF_TSRESOL: u16 = 9;
 const PADDING: [u8; 3] = [0; 3];
 
 impl<W: Write> CaptureWriter<W> {
-    /// Begins a file.
+    /// Starts a file.
     pub fn new(mut output: W) -> io::Result<Self> {
         const APPLICATION: &str = concat!("penstock ", env!("CARGO_PKG_VERSION"));
         let length = 28 + option_len(APPLICATION.len()) + 4;
         words(&mut output, &[SECTION_HEADER, length as u32, 0x1a2b_3c4d])?;
         output.write_all(&[1, 0, 0, 0])?;
-        // The section's length is left open.
+        // Section length: unspecified.
         output.write_all(&[0xff; 8])?;
         option(&mut output, SHB_USER_APPLICATION, APPLICATION.as_bytes())?;
         words(&mut output, &[0, length as u32])?;
         Ok(Self { output, numbers: Vec::new(), described: 0 })
     }
 
-    /// Writes a packet as it was captured, with its Ethernet header. An empty comment is none.
+    /// Writes a packet as captured, with its Ethernet header. Omits an empty comment.
     pub fn write(&mut self, record: &Record, interface: &Interface, frame: &[u8], comment: &str) -> io::Result<()> {
         let number = self.number(record, interface)?;
         let comment = &comment.as_bytes()[..comment.len().min(usize::from(u16::MAX) - 3)];
@@ -55,7 +55,7 @@ impl<W: Write> CaptureWriter<W> {
         words(&mut self.output, &[length])
     }
 
-    /// The output, with all packets written to it.
+    /// Returns the output, with all packets written to it.
     pub fn into_inner(self) -> W {
         self.output
     }

@@ -1,4 +1,4 @@
-//! The way to an API server: a kubeconfig or the pod's own service account, read anew whenever it has failed.
+//! Access to an API server: a kubeconfig or the pod's service account, read again after every failure.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +11,10 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tower::util::MapResponseLayer;
 
-/// How long a connection may take to be made.
+/// Connection timeout.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// What is known of an API server and of our rights there.
+/// Where the API server's address and our credentials come from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Access {
     /// The service account of the pod that this runs in.
@@ -28,10 +28,10 @@ pub enum Access {
     },
 }
 
-/// Why there is no way to the API server.
+/// Why the API server cannot be accessed.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
-    /// Not in a pod, or one without a service account.
+    /// Not running in a pod, or the pod has no service account.
     #[error("source.in_cluster: {0}: run in a pod with a service account, or set source.kubeconfig instead")]
     NotInCluster(String),
     /// The file is not there, or not a kubeconfig with that context.
@@ -42,8 +42,8 @@ pub enum AccessError {
         /// What is wrong with it.
         reason: String,
     },
-    /// What it says of TLS or of credentials cannot be used.
-    #[error("the API server's access data cannot be used: {0}")]
+    /// Its TLS settings or credentials are unusable.
+    #[error("the API server's access data is unusable: {0}")]
     Unusable(String),
 }
 
@@ -59,25 +59,25 @@ impl Access {
             }
         };
         config.connect_timeout = Some(CONNECT);
-        // Every request has a limit of its own, and what fails is told before it is tried again.
+        // Every request has its own timeout, and failures are reported before a retry.
         config.read_timeout = None;
         config.default_retry = false;
         Ok(config)
     }
 }
 
-/// A client that is made anew when it has failed: tokens, certificates and addresses change.
+/// A client that is rebuilt after a failure: tokens, certificates and addresses change.
 pub(super) struct Connection {
     access: Access,
     current: Mutex<(u64, Client)>,
     busy: Arc<Busy>,
 }
 
-/// How long the server last asked for, in seconds. A refusal of an overloaded server says it in a header alone.
+/// The server's last Retry-After in seconds. An overloaded server sends it only as a header.
 #[derive(Default)]
 struct Busy(AtomicU64);
 
-/// A client, and which one it is.
+/// A client and its generation.
 #[derive(Clone)]
 pub(super) struct Connected {
     number: u64,
@@ -96,7 +96,7 @@ impl Connection {
         Connected { number: *number, client: client.clone() }
     }
 
-    /// Makes a new client from what the files say now, unless another than `failed` is there already.
+    /// Builds a new client from the current files, unless one newer than `failed` exists.
     pub(super) async fn renew(&self, failed: &Connected) -> Result<(), AccessError> {
         if self.get().number != failed.number {
             return Ok(());
@@ -109,7 +109,7 @@ impl Connection {
         Ok(())
     }
 
-    /// How long the server asked to be left alone in its last answer, whatever that was about.
+    /// The Retry-After of the server's last answer.
     pub(super) fn retry_after(&self) -> Option<Duration> {
         Some(self.busy.0.load(Ordering::Relaxed)).filter(|&seconds| seconds > 0).map(Duration::from_secs)
     }

@@ -1,35 +1,33 @@
-//! How long to wait before the next try.
+//! Delays between retries.
 
 use std::time::Duration;
 
 use rand::Rng;
 
-/// The first wait at most …
+/// The longest first delay …
 const FIRST: Duration = Duration::from_millis(250);
-/// … doubled each time up to this.
+/// … doubled on each failure up to this.
 const LONGEST: Duration = Duration::from_secs(30);
-/// While there is nobody to connect to, it is doubled so many times alone: knocking costs a server that is down nothing,
-/// and once it is back what has changed meanwhile must not wait.
+/// While no connection can be made, the delay doubles only this often: attempts cost a server that is down nothing, and
+/// changes must not wait once it is back.
 const DOUBLINGS_UNREACHABLE: u32 = 2;
-/// What a server asks for is taken up to this: it must not silence us for good.
+/// Upper limit for Retry-After, so that a server cannot silence us for good.
 const LONGEST_ASKED: Duration = Duration::from_secs(120);
 
-/// Waits that grow from one failure to the next. They differ between nodes: a server that comes back is not to meet
-/// all of them at once.
+/// Exponential backoff with jitter, so that nodes do not all reconnect to a recovering server at once.
 #[derive(Debug, Default)]
 pub(super) struct Backoff {
     failures: u32,
 }
 
 impl Backoff {
-    /// How long to wait after there was nobody to connect to.
+    /// The delay after a failed connection attempt.
     pub(super) fn next_unreachable(&mut self) -> Duration {
         self.failures = self.failures.min(DOUBLINGS_UNREACHABLE);
         self.next(None)
     }
 
-    /// Between half and all of the present step, which then doubles. What the server asked for is kept to, and
-    /// stretched by up to a quarter.
+    /// Between half and all of the current step; then doubles the step. Honours Retry-After, plus up to a quarter.
     pub(super) fn next(&mut self, asked: Option<Duration>) -> Duration {
         let step = FIRST.saturating_mul(1 << self.failures.min(20)).min(LONGEST);
         self.failures += 1;
@@ -39,12 +37,12 @@ impl Backoff {
         own.max(asked.unwrap_or_default())
     }
 
-    /// All is well again.
+    /// Resets after a success.
     pub(super) fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// How many failures there were since all was well.
+    /// The number of failures since the last success.
     pub(super) fn failures(&self) -> u32 {
         self.failures
     }
@@ -55,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_double_up_to_a_limit_and_are_spread() {
+    fn backoff_doubles_to_a_limit_with_jitter() {
         let mut backoff = Backoff::default();
         let mut step = FIRST;
         for _ in 0..100 {
@@ -71,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_cannot_be_reached_is_tried_every_second() {
+    fn an_unreachable_server_is_retried_every_second() {
         let mut backoff = Backoff::default();
         let waits: Vec<Duration> = (0..20).map(|_| backoff.next_unreachable()).collect();
         let second = Duration::from_secs(1);
@@ -80,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_server_asks_for_is_kept_to_within_reason() {
+    fn retry_after_is_honoured_up_to_a_limit() {
         let asked = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
         assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&asked(7)));
         assert!(asked(1_000_000) <= LONGEST_ASKED.mul_f64(1.25));

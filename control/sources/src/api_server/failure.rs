@@ -1,4 +1,4 @@
-//! What went wrong between us and an API server, told so that someone can mend it.
+//! Failures of API server requests, with the remedy for an operator.
 
 use std::time::Duration;
 
@@ -10,67 +10,67 @@ use crate::Kind;
 /// The role that the manifests ship.
 const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";
 
-/// What went wrong.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
-    /// 401: the server does not know us.
-    #[error("401 Unauthorized: {0}: renew the token or certificate; it is read again at every try")]
+    /// 401: unknown credentials.
+    #[error("401 Unauthorized: {0}: renew the token or certificate; it is read again before every retry")]
     Unauthorized(String),
-    /// 403: it knows us, and does not let us.
+    /// 403: missing permissions.
     #[error(
         "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}"
     )]
     Forbidden {
-        /// What we asked for.
+        /// The resource requested.
         resource: &'static str,
-        /// What the server says.
+        /// The server's message.
         message: String,
     },
-    /// 410: what we know is too old for the server to tell what has changed since.
+    /// 410: the requested resourceVersion is too old.
     #[error("410 Gone: {0}")]
     Gone(String),
-    /// 4xx of another kind: it does not do what we ask.
+    /// Another 4xx.
     #[error("{code}: {message}")]
     Refused {
         /// The status code.
         code: u16,
-        /// What the server says.
+        /// The server's message.
         message: String,
     },
     /// 429 or 5xx.
-    #[error("{code}: {message}: the server is busy or not well")]
+    #[error("{code}: {message}: the server is overloaded or failing")]
     Server {
         /// The status code.
         code: u16,
-        /// What the server says.
+        /// The server's message.
         message: String,
-        /// How long it asks us to wait.
+        /// Its Retry-After.
         retry_after: Option<Duration>,
     },
-    /// No connection could be made.
+    /// The connection failed.
     #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
     Unreachable(String),
-    /// A connection that broke.
+    /// The connection broke.
     #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
     Connection(String),
-    /// No answer for too long.
+    /// No answer within the timeout.
     #[error("no answer within {} s: is the server up, and can it be reached from this node?", .0.as_secs())]
     Slow(Duration),
-    /// A watch ended as soon as it had begun.
+    /// A watch ended right after it started.
     #[error(
-        "a watch ended as soon as it had begun: is the server going down, or is there a proxy that does not stream?"
+        "a watch ended right after it started: is the server shutting down, or is there a proxy that does not stream?"
     )]
     Closed,
-    /// An answer that is no answer.
-    #[error("an answer that cannot be read: {0}: is this an API server?")]
+    /// A malformed answer.
+    #[error("malformed answer: {0}: is this an API server?")]
     Malformed(String),
-    /// The access data cannot be read.
+    /// The access data is unusable.
     #[error(transparent)]
     Access(#[from] AccessError),
 }
 
 impl Failure {
-    /// What an error of the client means, for one kind of objects.
+    /// Classifies a client error of one kind's request.
     pub(super) fn of(error: &kube::Error, kind: Kind) -> Self {
         match error {
             kube::Error::Api(status) => Self::of_status(status, kind),
@@ -83,7 +83,7 @@ impl Failure {
         }
     }
 
-    /// What a status of the API means.
+    /// Classifies an API status.
     pub(super) fn of_status(status: &Status, kind: Kind) -> Self {
         let message = match status.message.trim() {
             "" => status.reason.clone(),
@@ -102,12 +102,12 @@ impl Failure {
         }
     }
 
-    /// Whether there was nobody to connect to.
+    /// Whether no connection could be made.
     pub(super) fn is_unreachable(&self) -> bool {
         matches!(self, Self::Unreachable(_))
     }
 
-    /// How long the server asks us to wait.
+    /// The server's Retry-After.
     pub(super) fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Server { retry_after, .. } => *retry_after,
@@ -115,23 +115,23 @@ impl Failure {
         }
     }
 
-    /// Whether the place in the stream of changes from which we asked is of no use any more.
+    /// Whether the resourceVersion we resumed from is no longer usable.
     pub(super) fn forgets_position(&self) -> bool {
         matches!(self, Self::Gone(_) | Self::Refused { .. } | Self::Malformed(_))
     }
 
-    /// Whether it will not mend itself.
+    /// Whether an operator must act.
     pub(super) fn needs_someone(&self) -> bool {
         matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::Access(_))
     }
 
-    /// Whether another client may fare better.
+    /// Whether a new client may help.
     pub(super) fn asks_for_new_client(&self) -> bool {
         !matches!(self, Self::Gone(_) | Self::Forbidden { .. } | Self::Refused { .. } | Self::Server { .. })
     }
 }
 
-/// Whether the connection could not be made: nothing was asked of a server then.
+/// Whether the error occurred while connecting, before any request.
 fn is_of_connecting(error: &kube::Error) -> bool {
     let first: &(dyn std::error::Error + 'static) = error;
     let mut causes = std::iter::successors(Some(first), |error| error.source());

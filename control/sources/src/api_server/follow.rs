@@ -1,9 +1,8 @@
-//! One kind of objects: listed, then watched, and whatever goes wrong, tried again.
+//! Follows one kind of objects: list, then watch, with retries.
 //!
-//! The client's library has a loop for this, too (`kube::runtime::watcher`). This one differs in what matters on every
-//! node of a large cluster: a watch that ends as soon as it has begun is not begun again without a pause; a
-//! server that does not stream lists is asked for pages from then on; a position that is gone is given up
-//! also when that is told by the status of the answer; bookmarks are seen as the sign of life that they are.
+//! `kube::runtime::watcher` does this too. This loop differs in what matters with many nodes: it pauses before it repeats
+//! a watch that ended at once; it falls back to pages if a server does not stream lists; it drops an expired
+//! resourceVersion also when the answer's status says so; and bookmarks count as signs of life.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -24,17 +23,16 @@ use super::read::Reader;
 use super::{Shared, Timing};
 use crate::Kind;
 
-/// How many objects a page has, as for other clients.
+/// Objects in a page, the same as other clients use.
 const PAGE: u32 = 500;
-/// A watch is to be ended by the server after a time in this range, in seconds, so that connections spread over the
-/// servers that there are.
+/// Range of the watch timeout sent to the server, in seconds; random, so that connections spread over servers.
 const WATCH_TIME: std::ops::Range<u32> = 240..480;
-/// How long to wait after a watch that was short.
+/// Pause after a short watch.
 const PAUSE: Duration = Duration::from_millis(200);
 /// The annotation of the bookmark that ends a streamed list (KEP-3157).
 const END_OF_LIST: &str = "k8s.io/initial-events-end";
 
-/// What is asked of the client's types.
+/// The trait bounds of the client's object types.
 pub(super) trait Sent: Resource + Clone + DeserializeOwned + Debug + Send + 'static {}
 impl<K: Resource + Clone + DeserializeOwned + Debug + Send + 'static> Sent for K {}
 
@@ -43,13 +41,13 @@ pub(super) struct Follower {
     kind: Kind,
     shared: Arc<Shared>,
     backoff: Backoff,
-    /// Whether lists are asked for as a stream.
+    /// Whether to request streamed lists.
     streams: bool,
-    /// Whether lists are asked for in pages. Not after a list whose later pages the server had forgotten.
+    /// Whether to request lists in pages. Off after the server expired a list's continuation token.
     pages: bool,
-    /// Up to which version all changes are known.
+    /// The resourceVersion up to which all changes are known.
     position: Option<String>,
-    /// Whether the last watch has shown that it is one.
+    /// Whether the last watch was healthy.
     proven: bool,
 }
 
@@ -58,7 +56,7 @@ impl Follower {
         Self { kind, shared, backoff: Backoff::default(), streams: true, pages: true, position: None, proven: false }
     }
 
-    /// Follows the kind for ever.
+    /// Follows the kind forever.
     pub(super) async fn run<K: Sent>(mut self, api: impl Fn(Client) -> Api<K> + Send, read: Reader<K>) {
         loop {
             let connected = self.shared.connection.get();
@@ -71,14 +69,14 @@ impl Follower {
             };
             match end {
                 Err(failure) => self.fail(failure, &connected).await,
-                // Something came through it, but a server that ends each watch soon is not to be asked without a pause.
+                // It delivered something, but a server that ends each watch quickly must not be asked without a pause.
                 Ok(()) if watches && began.elapsed() < self.timing().stood => tokio::time::sleep(PAUSE).await,
                 Ok(()) => {}
             }
         }
     }
 
-    /// Lists by pages.
+    /// Lists in pages.
     async fn list<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
         self.shared.store().begin_list(self.kind);
         let mut params = ListParams { limit: self.pages.then_some(PAGE), ..ListParams::default() };
@@ -108,11 +106,11 @@ impl Follower {
         Ok(())
     }
 
-    /// Lists by a stream, which then goes on as a watch. A server that does not do so is asked for pages next.
+    /// Lists by a stream that continues as a watch. Falls back to pages if the server does not support it.
     async fn stream<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
         let mut params = watch_params();
         params.send_initial_events = true;
-        // No version: the list is to be as new as the request.
+        // No version: the list must be as recent as the request.
         match within(self.timing().begin, api.watch(&params, "")).await? {
             Ok(events) => {
                 self.shared.store().begin_list(self.kind);
@@ -129,7 +127,7 @@ impl Follower {
         }
     }
 
-    /// Watches from a version on, until the watch ends.
+    /// Watches from a version until the watch ends.
     async fn watch<K: Sent>(&mut self, api: &Api<K>, version: &str, read: Reader<K>) -> Result<(), Failure> {
         let begun = within(self.timing().begin, api.watch(&watch_params(), version)).await?;
         let events = begun.map_err(|error| Failure::of(&error, self.kind))?;
@@ -139,7 +137,7 @@ impl Follower {
         self.consume(events, read, false).await
     }
 
-    /// Takes events as long as they come; `listing` at the beginning of a stream that lists first.
+    /// Processes events until the stream ends; `listing` until the initial list of a stream is complete.
     async fn consume<K: Sent>(
         &mut self,
         events: impl Stream<Item = kube::Result<WatchEvent<K>>>,
@@ -164,7 +162,7 @@ impl Follower {
                     return Ok(());
                 }
                 Err(_) if self.proven => {
-                    tracing::debug!("API server, {}: a watch fell silent; asking again", self.kind.resource());
+                    tracing::debug!("API server, {}: the watch is silent; restarting it", self.kind.resource());
                     return Ok(());
                 }
                 Err(_) => {
@@ -179,7 +177,7 @@ impl Follower {
         }
     }
 
-    /// Takes one event.
+    /// Processes one event.
     fn take<K: Sent>(&mut self, event: WatchEvent<K>, read: Reader<K>, listing: &mut bool) -> Result<(), Failure> {
         match event {
             WatchEvent::Added(object) | WatchEvent::Modified(object) if *listing => {
@@ -216,18 +214,18 @@ impl Follower {
         Ok(())
     }
 
-    /// A list is complete.
+    /// Completes a list.
     fn listed(&mut self, version: String) {
         let is_first = self.shared.store().end_list(self.kind);
         if !is_first {
-            tracing::info!("API server: all {} listed again", self.kind.resource());
+            tracing::info!("API server: listed all {} again", self.kind.resource());
         }
         self.position = Some(version);
         self.shared.health.listed(self.kind);
         self.shared.changed(self.kind);
     }
 
-    /// An event was taken.
+    /// Records an event.
     fn event(&mut self, position: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
         position.into_iter().for_each(|version| self.advance(version));
@@ -236,7 +234,7 @@ impl Follower {
         }
     }
 
-    /// What is known reaches up to this version, unless it reached further already.
+    /// Advances the known version; never moves back.
     fn advance(&mut self, version: String) {
         let number = |version: &str| version.parse::<u64>().ok();
         let known = self.position.as_deref().and_then(number);
@@ -245,21 +243,20 @@ impl Follower {
         }
     }
 
-    /// The watch is one.
+    /// Marks the watch as healthy.
     fn prove(&mut self) {
         self.proven = true;
         self.backoff.reset();
         self.shared.outages.well(self.kind);
     }
 
-    /// Tells what went wrong, and waits.
+    /// Reports a failure and waits.
     async fn fail(&mut self, failure: Failure, connected: &Connected) {
         let after_good = std::mem::take(&mut self.proven) && self.backoff.failures() == 0;
         if failure.forgets_position() {
             self.position = None;
         }
-        // A first failure after all was well may be a server that moves, or a token that was replaced: it is tried
-        // again before anyone is told.
+        // A first failure may be a server restart or a replaced token: retry once before reporting it.
         let is_gone = matches!(failure, Failure::Gone(_));
         if !(is_gone && self.backoff.failures() == 0 || after_good && !matches!(failure, Failure::Forbidden { .. })) {
             self.shared.outages.lost(self.kind, &failure);
@@ -287,7 +284,7 @@ fn watch_params() -> WatchParams {
     WatchParams { timeout: Some(rand::rng().random_range(WATCH_TIME)), ..WatchParams::default() }
 }
 
-/// What a future gives, if that comes in time.
+/// The result of a future, or a timeout.
 async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, Failure> {
     timeout(limit, future).await.map_err(|_| Failure::Slow(limit))
 }

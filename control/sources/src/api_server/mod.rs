@@ -1,13 +1,13 @@
-//! The API server of a cluster as a source: every kind listed, then watched, for as long as it takes.
+//! The API server as a source: lists and watches every kind.
 //!
-//! A thread of its own follows the four kinds: what they send can be much, and is read there, so that no one else waits
-//! for it. What was known stays known while the server cannot be reached.
+//! Its own thread follows the four kinds, so that large responses do not delay other work. Known objects stay known while
+//! the server is unreachable.
 
 mod access;
 mod backoff;
+mod fail_closed;
 mod failure;
 mod follow;
-mod narrow;
 mod outages;
 mod read;
 mod store;
@@ -34,44 +34,44 @@ use follow::Follower;
 use outages::Outages;
 use store::Store;
 
-/// Changes that come within this time are told together.
+/// Changes within this time form one batch.
 const GATHER: Duration = Duration::from_millis(3);
-/// How often it is said what is still waited for at the start.
+/// Interval of the log message about kinds not yet listed at start.
 const SAY_AWAITED: Duration = Duration::from_secs(10);
 
-/// Why an API server cannot be a source. That it does not answer is none: it is waited for.
+/// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// There is no way to it.
+    /// No access to it.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// There is no thread to be had.
-    #[error("API server: no thread can be started: {0}")]
+    /// The thread cannot be started.
+    #[error("API server: cannot start a thread: {0}")]
     Thread(std::io::Error),
 }
 
-/// An API server that is followed. Dropped, it is left.
+/// A followed API server. Dropping it stops following.
 #[derive(Debug)]
 pub struct ApiServer {
     batches: mpsc::Receiver<Vec<Change>>,
-    /// Dropped, it ends the thread.
+    /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// How long an API server may take.
+/// Timeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Timing {
     /// One page of a list.
     pub page: Duration,
-    /// The beginning of a watch.
+    /// The start of a watch.
     pub begin: Duration,
-    /// Between two objects of a streamed list. A server that does not know of such lists never ends one.
+    /// Between two objects of a streamed list. A server that does not support such lists never ends one.
     pub list_pause: Duration,
-    /// A watch that stood this long was one, though nothing has come.
+    /// A watch open this long is healthy, even without events.
     pub stood: Duration,
-    /// Between two signs of life of a watch. A server sends a bookmark about once a minute (KEP-956); one that sends
-    /// none is asked again from where it was, which costs little.
+    /// Between two signs of life of a watch. A server sends a bookmark about once a minute (KEP-956); a watch without is
+    /// restarted from its position, which costs little.
     pub silence: Duration,
 }
 
@@ -87,14 +87,14 @@ impl Default for Timing {
     }
 }
 
-/// What the followers of all kinds share.
+/// State shared by the followers of all kinds.
 struct Shared {
     timing: Timing,
     connection: Connection,
     health: Arc<SourceHealth>,
     outages: Outages,
     store: Mutex<Store>,
-    /// There may be something to tell.
+    /// Notified when there may be changes to send.
     news: Notify,
 }
 
@@ -108,7 +108,7 @@ impl Shared {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The store has news of a kind.
+    /// Notifies of changes in the store.
     fn changed(&self, kind: Kind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
@@ -117,7 +117,7 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows an API server, and waits until all kinds have been listed.
+    /// Follows an API server; waits until all kinds are listed.
     pub async fn open(
         access: &Access,
         timing: Timing,
@@ -131,24 +131,24 @@ impl ApiServer {
         let body = move || {
             privileges::drop_all();
             runtime.block_on(async {
-                // A client lives in the runtime that it is made in.
+                // A client must be built in the runtime that uses it.
                 let shared = Connection::new(&access).await.map(|connection| Shared::new(connection, timing, health));
                 let told = shared.map(Arc::new);
                 let shared = told.as_ref().ok().cloned();
-                // Without an owner there is nothing to do: the sender of batches sees it.
+                // Without an owner there is nothing to do: sending a batch fails then.
                 let _ = say_begun.send(told);
                 if let Some(shared) = shared {
                     run(shared, sender, stopped).await;
                 }
             });
-            // A look-up of a name that does not answer must not keep the end waiting.
+            // A pending name lookup must not delay shutdown.
             runtime.shutdown_background();
         };
         let thread = thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(OpenError::Thread)?;
         let mut server = Self { batches, stop: Some(stop), thread: Some(thread) };
         let first = match begun.await {
             Ok(shared) => server.first(&*shared?).await,
-            // It has panicked, which is seen at the next batch.
+            // It panicked; the next batch shows it.
             Err(_) => Vec::new(),
         };
         let objects = first.into_iter().filter_map(|change| match change {
@@ -158,13 +158,12 @@ impl ApiServer {
         Ok((server, objects.collect()))
     }
 
-    /// The next changes, as soon as there are any. It may be dropped while it waits without losing any. `None` once
-    /// nothing can come any more.
+    /// The next changes. Cancel-safe: dropping the future loses none. `None` once the source has ended.
     pub async fn next(&mut self) -> Option<Vec<Change>> {
         self.batches.recv().await
     }
 
-    /// All that there is, once all of it has been listed.
+    /// All objects, once every kind is listed.
     async fn first(&mut self, shared: &Shared) -> Vec<Change> {
         let mut say = tokio::time::interval(SAY_AWAITED);
         say.tick().await;
@@ -184,13 +183,13 @@ impl Drop for ApiServer {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
-            // A panic has been told on standard error by then.
+            // A panic has been printed on standard error by then.
             let _ = thread.join();
         }
     }
 }
 
-/// Follows all kinds and tells what changes, until the owner is gone.
+/// Follows all kinds and sends changes until the owner is gone.
 async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let follower = |kind| Follower::new(kind, Arc::clone(&shared));
@@ -203,13 +202,13 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: o
     tasks.spawn(tell(Arc::clone(&shared), batches));
     tokio::select! {
         _ = stopped => {}
-        // None of them ends by itself, so one has panicked; the owner sees the end of the batches.
-        _ = tasks.join_next() => tracing::error!("API server: it is not followed any more"),
+        // They never return, so one has panicked; the owner sees the channel close.
+        _ = tasks.join_next() => tracing::error!("API server: stopped following it after an internal error"),
     }
     // Dropping the tasks ends them.
 }
 
-/// Sends what is new. While nobody takes it, it is gathered further.
+/// Sends changes. Accumulates them while the receiver is busy.
 async fn tell(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>) {
     loop {
         shared.news.notified().await;
@@ -222,13 +221,13 @@ async fn tell(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>) {
     }
 }
 
-/// An error with all of its causes, in one line.
+/// An error with all its causes, in one line.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
         let cause_text = cause.to_string();
-        // Many repeat their cause.
+        // Many errors repeat their cause.
         if !text.contains(&cause_text) {
             // Writing to a string does not fail.
             let _ = write!(text, ": {cause_text}");

@@ -1,4 +1,4 @@
-//! What is told of failures: an outage once, and its end once, however many kinds and tries it touches.
+//! Log messages about outages: one at the start and one at the end, however many kinds and retries are affected.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::failure::Failure;
 use crate::{Kind, SourceHealth};
 
-/// The kinds that cannot be followed at present.
+/// The kinds that currently fail.
 #[derive(Debug)]
 pub(super) struct Outages {
     health: Arc<SourceHealth>,
@@ -16,14 +16,14 @@ pub(super) struct Outages {
 
 #[derive(Debug, Default)]
 struct Present {
-    /// What was told of each kind last.
+    /// The last reported failure of each kind.
     kinds: BTreeMap<Kind, String>,
     since: Option<Instant>,
-    /// What was said in the log since all was well.
+    /// The lines logged since the outage began.
     told: Vec<String>,
 }
 
-/// How many lines one outage has at most: one each for what only someone can mend.
+/// Maximum log lines for one outage: one for each failure that needs an operator.
 const MOST_LINES: usize = 8;
 
 impl Outages {
@@ -31,7 +31,7 @@ impl Outages {
         Self { health, present: Mutex::default() }
     }
 
-    /// A kind cannot be followed.
+    /// A kind fails.
     pub(super) fn lost(&self, kind: Kind, failure: &Failure) {
         let mut present = self.lock();
         let text = failure.to_string();
@@ -39,20 +39,20 @@ impl Outages {
         if before.is_none() {
             self.health.lost(kind);
         }
-        // A server that has just started refuses everyone for a moment, until it has read its own rules: within an outage
-        // such a refusal counts when it comes again.
+        // A server that has just started rejects everyone until it has loaded its authorization rules: during an outage,
+        // such a rejection counts only when it repeats.
         let insists = failure.needs_someone() && before.as_ref() == Some(&text) && !present.told.contains(&text);
         let news = present.told.is_empty() || insists;
         present.since.get_or_insert_with(Instant::now);
         if news && present.told.len() < MOST_LINES {
-            tracing::warn!("API server, {}: {text}; what is known of it stays in force; trying again", kind.resource());
+            tracing::warn!("API server, {}: {text}; known objects stay in force; retrying", kind.resource());
             present.told.push(text);
         } else {
             tracing::debug!("API server, {}: {text}", kind.resource());
         }
     }
 
-    /// A kind is followed.
+    /// A kind is followed again.
     pub(super) fn well(&self, kind: Kind) {
         self.health.connected(kind);
         let mut present = self.lock();
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_is_counted_once_a_kind_and_what_only_someone_can_mend_is_told_when_it_lasts() {
+    fn an_outage_counts_once_per_kind_and_is_logged_when_it_lasts_or_needs_an_operator() {
         let health = Arc::new(SourceHealth::default());
         let outages = Outages::new(Arc::clone(&health));
         let told = || outages.lock().told.len();

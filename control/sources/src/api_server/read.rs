@@ -1,27 +1,27 @@
-//! From what the API server sends to the objects of the model. What was sent is not kept.
+//! Converts API objects to the model. Does not keep the originals.
 
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
 
-use super::narrow::{self, Content};
+use super::fail_closed::{self, Content};
 use crate::Kind;
 use crate::convert::{self, Settings};
 
-/// An object as it was sent, read.
+/// A converted object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Read {
-    /// Which object.
+    /// Its reference.
     pub(super) reference: ObjectRef,
-    /// Its `resourceVersion`: larger is later (KEP-5504). `None` where it is no number; such objects are taken as
-    /// they come.
+    /// Its `resourceVersion`: larger is later (KEP-5504). `None` if it is not a number; such objects are taken in order of
+    /// arrival.
     pub(super) version: Option<u64>,
-    /// What it says.
+    /// Its content.
     pub(super) content: Content,
 }
 
-/// Reads an object of one kind.
+/// Converts an object of one kind.
 pub(super) type Reader<K> = fn(K) -> Read;
 
 pub(super) fn namespace(object: core::Namespace) -> Read {
@@ -39,10 +39,10 @@ pub(super) fn pod(object: core::Pod) -> Read {
     Read { reference: ObjectRef::Pod(key(&object.metadata)), version: version(&object.metadata), content }
 }
 
-/// A policy is read from its own text rather than from the client's type: that would pass over a field that this
-/// version does not know, and with it over what the field restricts.
+/// Policies are read from JSON, not the client's type: that type would silently drop an unknown field, and with it a
+/// restriction.
 pub(super) fn network_policy(object: DynamicObject) -> Read {
-    let content = narrow::policy(&object.metadata, object.data.get("spec"));
+    let content = fail_closed::policy(&object.metadata, object.data.get("spec"));
     Read { reference: ObjectRef::NetworkPolicy(key(&object.metadata)), version: version(&object.metadata), content }
 }
 
@@ -50,9 +50,9 @@ fn content(converted: Result<Object, convert::Invalid>, kind: Kind) -> Content {
     converted.map_or_else(
         |invalid| {
             let meaning = match kind {
-                Kind::Namespace => "no namespaceSelector finds it",
-                Kind::Node => "its addresses are not known to be a node's",
-                Kind::Pod => "no selector finds it, and where it runs its packets are dropped",
+                Kind::Namespace => "no namespaceSelector matches it",
+                Kind::Node => "its addresses are not treated as a node's",
+                Kind::Pod => "no selector matches it, and its packets are dropped on its node",
                 Kind::NetworkPolicy => "it selects nothing",
             };
             Content::Nothing { problem: format!("{invalid}; until then {meaning}") }

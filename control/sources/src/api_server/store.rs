@@ -1,9 +1,8 @@
-//! What is known of a cluster's objects, and what of it has not been told yet: free of I/O.
+//! The cluster's known objects and the changes not yet sent. No I/O.
 //!
-//! Of an object it keeps the name, the version and a fingerprint of its meaning, not the object: whoever is told of the
-//! changes keeps that. Whatever the order in which events come, and however often, what is told ends in the objects'
-//! latest versions: an event that is not newer than what is known of its object is passed over, also
-//! when the object has been deleted since. A list is taken whole or not at all.
+//! Keeps the name, version and content fingerprint of an object, not the object: the receiver of the changes keeps that.
+//! In whatever order and however often events arrive, the changes sent end in the latest versions: an event that is not
+//! newer than the known version is ignored, also for an object deleted since. A list applies as a whole or not at all.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
@@ -12,18 +11,18 @@ use std::hash::{BuildHasher, RandomState};
 use penstock_policy::model::{Change, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::narrow::Content;
+use super::fail_closed::Content;
 use super::read::Read;
 use crate::Kind;
 
-/// How many deleted objects of a kind are remembered, lest a late event bring one back.
+/// Deleted objects remembered for each kind, so that a late event does not bring one back.
 const REMEMBERED: usize = 10_000;
 
-/// What is known of a cluster.
+/// The known objects of a cluster.
 #[derive(Debug, Default)]
 pub(super) struct Store {
     kinds: [Objects; Kind::ALL.len()],
-    /// What has not been told yet, with the number of its coming.
+    /// Changes not yet sent, with their sequence number.
     untold: FxHashMap<ObjectRef, (u64, Change)>,
     coming: u64,
     hasher: RandomState,
@@ -37,31 +36,31 @@ struct Objects {
     deleted: Deleted,
     list: Option<FxHashMap<ObjectRef, Listed>>,
     is_listed: bool,
-    /// How many of the known are not wholly understood.
+    /// The number of known objects that are not fully understood.
     invalid: usize,
 }
 
-/// What is known of an object.
+/// A known object.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     version: Option<u64>,
-    /// Fingerprint of what holds of it; `None` where nothing does.
+    /// Fingerprint of its valid content; `None` if it has none.
     meaning: Option<u64>,
-    /// Fingerprint of what is not understood of it.
+    /// Fingerprint of its problem.
     problem: Option<u64>,
 }
 
-/// An object in a list that is not complete yet.
+/// An object of a list in progress.
 #[derive(Debug)]
 struct Listed {
     known: Known,
-    /// What holds of it, if that is not what was told of it before.
+    /// Its content, if it differs from the known one.
     news: Option<Object>,
-    /// What is not understood, if that has not been told before.
+    /// Its problem, if not yet reported.
     problem: Option<String>,
 }
 
-/// Objects deleted lately, and at which version.
+/// Recently deleted objects and their versions.
 #[derive(Debug, Default)]
 struct Deleted {
     versions: FxHashMap<ObjectRef, u64>,
@@ -69,12 +68,12 @@ struct Deleted {
 }
 
 impl Store {
-    /// A list of all objects of a kind begins. One that was not complete is forgotten.
+    /// Starts a list of all objects of a kind. Discards an incomplete one.
     pub(super) fn begin_list(&mut self, kind: Kind) {
         self.kinds[kind as usize].list = Some(FxHashMap::default());
     }
 
-    /// An object of the list that has begun.
+    /// Adds an object to the list in progress.
     pub(super) fn list(&mut self, kind: Kind, read: Read) {
         let Read { reference, version, content } = read;
         let (meaning, problem, object, text) = fingerprints(&self.hasher, content);
@@ -96,7 +95,7 @@ impl Store {
         }
     }
 
-    /// The list is complete: what is not in it is gone. Whether this was the kind's first.
+    /// Completes the list: objects not in it are deleted. Returns whether this was the kind's first list.
     pub(super) fn end_list(&mut self, kind: Kind) -> bool {
         let objects = &mut self.kinds[kind as usize];
         let Some(mut list) = objects.list.take() else { return false };
@@ -111,14 +110,14 @@ impl Store {
             objects.invalid += usize::from(listed.known.problem.is_some());
             match listed.news.take() {
                 Some(object) => changes.push(Change::Set(object)),
-                // Something held of it before, and now nothing does.
+                // Its content was valid before and is not now.
                 None if listed.known.meaning.is_none() && before.is_some_and(|known| known.meaning.is_some()) => {
                     changes.push(Change::Delete(reference.clone()));
                 }
                 None => {}
             }
         }
-        // In the order of their last changes: of two pods with one address the later one has it.
+        // In order of their last changes: of two pods with one address the later one gets it.
         changes.sort_by_cached_key(|change| list.get(&name_of(change)).and_then(|listed| listed.known.version));
         objects.known = list.into_iter().map(|(reference, listed)| (reference, listed.known)).collect();
         let is_first = !std::mem::replace(&mut objects.is_listed, true);
@@ -126,7 +125,7 @@ impl Store {
         is_first
     }
 
-    /// An object was added or modified. Whether that was news.
+    /// Adds or updates an object. Returns whether anything changed.
     pub(super) fn set(&mut self, kind: Kind, read: Read) -> bool {
         let Read { reference, version, content } = read;
         let objects = &mut self.kinds[kind as usize];
@@ -147,14 +146,14 @@ impl Store {
         true
     }
 
-    /// An object was deleted, at this version. Whether that was news.
+    /// Deletes an object at this version. Returns whether anything changed.
     pub(super) fn delete(&mut self, kind: Kind, reference: ObjectRef, version: Option<u64>) -> bool {
         let objects = &mut self.kinds[kind as usize];
         let Some(known) = objects.known.get(&reference) else {
             objects.deleted.remember(reference, version);
             return false;
         };
-        // Made again since. An old server tells the last version of the object itself.
+        // Created again since. An old server sends the object's own last version.
         if version != known.version && is_late(version, known.version) {
             return false;
         }
@@ -165,20 +164,19 @@ impl Store {
         true
     }
 
-    /// The kinds that have not been listed yet.
+    /// The kinds not listed yet.
     pub(super) fn awaited(&self) -> Vec<Kind> {
         Kind::ALL.into_iter().filter(|&kind| !self.kinds[kind as usize].is_listed).collect()
     }
 
-    /// How many objects of a kind there are, and how many of them are not wholly understood.
+    /// The number of objects of a kind, and how many of them are not fully understood.
     pub(super) fn count(&self, kind: Kind) -> (usize, usize) {
         let objects = &self.kinds[kind as usize];
         (objects.known.len(), objects.invalid)
     }
 
-    /// What has not been told yet: deletions first, then namespaces, nodes, pods and policies, each in the order
-    /// of their coming. `None` while there is nothing, or not all kinds have been listed; the first time it is
-    /// all that there is, and may be empty.
+    /// The changes not yet sent: deletions, then namespaces, nodes, pods and policies, each in order of arrival. `None`
+    /// without changes, or until all kinds are listed; the first result has all objects and may be empty.
     pub(super) fn take(&mut self) -> Option<Vec<Change>> {
         if !self.awaited().is_empty() || (self.started && self.untold.is_empty()) {
             return None;
@@ -213,14 +211,14 @@ impl Deleted {
     }
 }
 
-/// Whether a version is not newer than one that is known.
+/// Whether a version is not newer than a known one.
 fn is_late(version: Option<u64>, known: Option<u64>) -> bool {
     matches!((version, known), (Some(version), Some(known)) if version <= known)
 }
 
 type Fingerprints = (Option<u64>, Option<u64>, Option<Object>, Option<String>);
 
-/// Fingerprints of what holds and of what is not understood, and both as they are.
+/// The fingerprints of content and problem, and both themselves.
 fn fingerprints(hasher: &RandomState, content: Content) -> Fingerprints {
     let (object, problem) = match content {
         Content::Whole(object) => (Some(object), None),
@@ -231,7 +229,7 @@ fn fingerprints(hasher: &RandomState, content: Content) -> Fingerprints {
     (meaning, problem.as_ref().map(|problem| hasher.hash_one(problem)), object, problem)
 }
 
-/// Tells, once, that an object is not understood, or that it is again.
+/// Logs once that an object is not understood, or is understood again.
 fn tell(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, text: Option<String>) {
     if before == now {
         return;

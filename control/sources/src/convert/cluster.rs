@@ -4,17 +4,17 @@ use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use penstock_policy::model::{self, NamedPort, Tenure};
+use penstock_policy::model::{self, NamedPort, PodLifetime};
 use serde::Deserialize;
 
 use super::{At, Invalid, Problem, Settings, names, port};
 
-/// The label that the API server gives to every namespace, its name.
+/// The label with a namespace's name, which the API server sets.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
-/// The annotation that stood for a namespace's isolation in v1beta1.
+/// The annotation that isolated a namespace in v1beta1.
 pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
-/// Converts a Namespace. The name label is added where it is absent, as the API server does.
+/// Converts a Namespace. Adds the name label if absent, as the API server does.
 pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {
     let name = super::name(&namespace.metadata, names::dns_label)?;
     let mut labels = super::labels(&namespace.metadata)?;
@@ -83,20 +83,20 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, Invalid> {
         host_network: spec.and_then(|spec| spec.host_network).unwrap_or(false),
         finished: matches!(phase, Some("Succeeded" | "Failed")),
         ports: named_ports(pod)?,
-        tenure: tenure(pod),
+        lifetime: lifetime(pod),
     })
 }
 
-fn tenure(pod: &Pod) -> Tenure {
+fn lifetime(pod: &Pod) -> PodLifetime {
     let seconds = |time: &Time| time.0.as_second();
-    Tenure {
+    PodLifetime {
         leaving: pod.metadata.deletion_timestamp.is_some(),
         started: pod.status.as_ref().and_then(|status| status.start_time.as_ref()).map(seconds),
         created: pod.metadata.creation_timestamp.as_ref().map(seconds),
     }
 }
 
-/// `status.podIPs`, and `status.podIP` of a pod that has only that.
+/// `status.podIPs`, or else `status.podIP`.
 fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
     let Some(status) = &pod.status else { return Ok(Vec::new()) };
     let at = At::OBJECT;
@@ -113,8 +113,8 @@ fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
     Ok(addresses)
 }
 
-/// The named ports of a pod's containers, sidecars (init containers that keep running) included. The first
-/// of a name and protocol counts, as it does for a Service.
+/// The named ports of a pod's containers and sidecars (init containers that keep running). The first of a name and
+/// protocol counts, as for a Service.
 fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, Invalid> {
     let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
     let at = At::OBJECT;

@@ -1,9 +1,8 @@
-//! The API's objects to the model's: validated, defaulted, each error with the path of its field.
+//! Converts the API's objects to the model: validates, applies defaults, reports errors with their field path.
 //!
-//! Free of I/O: manifests and the API server come through here alike. The rules are those of Kubernetes' own
-//! validation (`pkg/apis/networking/validation` and `pkg/apis/core/validation`), since an object that it refuses
-//! has no meaning that could be enforced. Nothing is narrowed, widened or skipped in silence: what does
-//! not convert is an [`Invalid`].
+//! No I/O: manifests and the API server both use it. The rules are those of Kubernetes' own validation
+//! (`pkg/apis/networking/validation`, `pkg/apis/core/validation`): an object that Kubernetes rejects has no meaning to
+//! enforce. Nothing is silently narrowed, widened or skipped: what does not convert is an [`Invalid`].
 
 mod cluster;
 mod names;
@@ -24,11 +23,11 @@ pub use v1beta1::network_policy as v1beta1_network_policy;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use penstock_policy::model::ObjectKey;
 
-/// Which objects are read, beyond those of the stable API.
+/// Which objects to read beyond the stable API.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Settings {
-    /// Read `extensions/v1beta1` policies and the DefaultDeny annotation of namespaces, in the meaning of the
-    /// original NetworkPolicy proposal. Off: such a policy is an error, and the annotation has no effect.
+    /// Read `extensions/v1beta1` policies and the DefaultDeny annotation of namespaces, with the semantics of the original
+    /// NetworkPolicy proposal. If off, such a policy is an error and the annotation has no effect.
     pub v1beta1: bool,
 }
 
@@ -41,7 +40,7 @@ fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), Problem>) -> Result<Str
     Ok(name)
 }
 
-/// Namespace and name; an object that names no namespace is in `default`, as for every client of the API.
+/// Namespace and name; without a namespace it is `default`, as for every API client.
 fn key(meta: &ObjectMeta) -> Result<ObjectKey, Invalid> {
     let name = name(meta, names::dns_subdomain)?;
     let namespace = meta.namespace.clone().unwrap_or_else(|| "default".to_owned());

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_keep_the_syntax_of_kubernetes() {
+    fn names_follow_kubernetes_syntax() {
         let long = |n: usize| "a".repeat(n);
         type Check = fn(&str) -> Result<(), Problem>;
         let table: [(Check, &[&str], &[&str]); 5] = [

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::{Invalid, Problem};
 
-/// Where a field is inside its object, as `spec.ingress[0].from[1].ipBlock.cidr`.
+/// The location of a field in its object, such as `spec.ingress[0].from[1].ipBlock.cidr`.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct FieldPath(Vec<Step>);
 
@@ -23,12 +23,12 @@ impl FieldPath {
         &self.0
     }
 
-    /// The same field, of an object that is a field of another.
+    /// The path of this field when its object is a field of another.
     pub(crate) fn inside(self, name: &str) -> Self {
         std::iter::once(Step::Field(name.to_owned())).chain(self.0).collect()
     }
 
-    /// The same field, from its object's field of this name on; of another field, it stays as it is.
+    /// The path relative to the field of this name; unchanged if it starts elsewhere.
     pub(crate) fn without(mut self, name: &str) -> Self {
         if matches!(self.0.first(), Some(Step::Field(first)) if first == name) {
             self.0.remove(0);
@@ -36,7 +36,7 @@ impl FieldPath {
         self
     }
 
-    /// Whether it names the object itself.
+    /// Whether it is the object itself.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -53,7 +53,7 @@ impl fmt::Display for FieldPath {
         for (i, step) in self.0.iter().enumerate() {
             match step {
                 Step::Index(index) => write!(f, "[{index}]")?,
-                // A label's key holds dots and slashes: it goes in brackets, as the API's own messages have it.
+                // A label's key contains dots and slashes: put it in brackets, as the API's messages do.
                 Step::Field(name) if name.contains(['.', '/']) => write!(f, "[{name}]")?,
                 Step::Field(name) => write!(f, "{}{name}", if i == 0 { "" } else { "." })?,
             }
@@ -62,7 +62,7 @@ impl fmt::Display for FieldPath {
     }
 }
 
-/// A [`FieldPath`] that is being walked: it lives on the stack, and becomes a path only for an error.
+/// A field path under construction: lives on the stack, and is allocated only for an error.
 #[derive(Clone, Copy, Debug)]
 pub struct At<'a> {
     parent: Option<&'a At<'a>>,
@@ -90,7 +90,7 @@ impl<'a> At<'a> {
         At { parent: Some(self), step: StepRef::Index(index) }
     }
 
-    /// The path to here.
+    /// The path to this field.
     pub fn path(&self) -> FieldPath {
         let mut path = self.parent.map(At::path).unwrap_or_default();
         match self.step {
@@ -101,7 +101,7 @@ impl<'a> At<'a> {
         path
     }
 
-    /// What is wrong here.
+    /// An error at this field.
     pub(crate) fn invalid(&self, problem: Problem) -> Invalid {
         Invalid { field: self.path(), problem }
     }
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_reads_as_in_the_messages_of_the_api() {
+    fn a_field_path_displays_as_in_api_messages() {
         let at = At::OBJECT;
         assert_eq!(at.path().to_string(), "");
         let spec = at.field("spec");

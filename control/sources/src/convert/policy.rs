@@ -8,7 +8,7 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
-use penstock_policy::model::{self, Block, Peer, Peers, Ports, Requirement, Rule, Selector, Test};
+use penstock_policy::model::{self, IpBlock, LabelOperator, Peer, Peers, Ports, Requirement, Rule, Selector};
 
 use super::port::policy_port;
 use super::{At, Invalid, Problem, names};
@@ -24,7 +24,7 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, In
         None => Selector::default(),
     };
     let (isolates_ingress, isolates_egress) = directions(&spec, &spec_at)?;
-    // The rules of a direction that is not isolated have no effect, yet must be valid.
+    // The rules of a direction without isolation have no effect, but must be valid.
     let ingress = rules(spec.ingress.as_deref(), &spec_at.field("ingress"), ingress_rule)?;
     let egress = rules(spec.egress.as_deref(), &spec_at.field("egress"), egress_rule)?;
     Ok(model::NetworkPolicy {
@@ -36,8 +36,8 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, In
     })
 }
 
-/// Whether the policy isolates for ingress and for egress. Without `policyTypes`: ingress always, egress if it
-/// has egress rules.
+/// Whether the policy isolates for ingress and for egress. Default without `policyTypes`: ingress, and egress if it has
+/// egress rules.
 fn directions(spec: &NetworkPolicySpec, at: &At<'_>) -> Result<(bool, bool), Invalid> {
     let types = spec.policy_types.as_deref().unwrap_or_default();
     if types.is_empty() {
@@ -73,7 +73,7 @@ fn egress_rule(rule: &NetworkPolicyEgressRule, at: &At<'_>) -> Result<Rule, Inva
     Ok(Rule { peers, ports: ports(rule.ports.as_deref(), &at.field("ports"))? })
 }
 
-/// The peers of a rule; an empty list means the same as none: every peer.
+/// The peers of a rule; an empty list means every peer, as an absent one.
 fn peers(peers: Option<&[NetworkPolicyPeer]>, at: &At<'_>) -> Result<Peers, Invalid> {
     match peers.unwrap_or_default() {
         [] => Ok(Peers::Every),
@@ -81,7 +81,7 @@ fn peers(peers: Option<&[NetworkPolicyPeer]>, at: &At<'_>) -> Result<Peers, Inva
     }
 }
 
-/// The ports of a rule; an empty list means the same as none: every port and protocol.
+/// The ports of a rule; an empty list means every port and protocol, as an absent one.
 fn ports(ports: Option<&[NetworkPolicyPort]>, at: &At<'_>) -> Result<Ports, Invalid> {
     match ports.unwrap_or_default() {
         [] => Ok(Ports::Every),
@@ -98,7 +98,7 @@ fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {
     let namespaces_at = at.field("namespaceSelector");
     match (&peer.ip_block, &peer.namespace_selector, &peer.pod_selector) {
         (None, None, None) => Err(at.invalid(Problem::EmptyPeer)),
-        (Some(ip_block), None, None) => Ok(Peer::Block(block(ip_block, &at.field("ipBlock"))?)),
+        (Some(ip_block), None, None) => Ok(Peer::IpBlock(block(ip_block, &at.field("ipBlock"))?)),
         (Some(_), Some(_), _) => Err(at.invalid(Problem::BlockBesideSelector("namespaceSelector"))),
         (Some(_), None, Some(_)) => Err(at.invalid(Problem::BlockBesideSelector("podSelector"))),
         (None, None, Some(pods)) => Ok(Peer::Pods(selector(pods, &pods_at)?)),
@@ -110,7 +110,7 @@ fn peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<Peer, Invalid> {
     }
 }
 
-fn block(block: &IPBlock, at: &At<'_>) -> Result<Block, Invalid> {
+fn block(block: &IPBlock, at: &At<'_>) -> Result<IpBlock, Invalid> {
     let cidr = cidr(&block.cidr, &at.field("cidr"))?;
     let excepts_at = at.field("except");
     let except = block.except.iter().flatten().enumerate().map(|(i, text)| {
@@ -121,14 +121,14 @@ fn block(block: &IPBlock, at: &At<'_>) -> Result<Block, Invalid> {
             false => Err(except_at.invalid(Problem::ExceptOutside { except, cidr })),
         }
     });
-    Ok(Block { cidr, except: except.collect::<Result<_, _>>()? })
+    Ok(IpBlock { cidr, except: except.collect::<Result<_, _>>()? })
 }
 
-/// A block, its host bits cleared: the API takes `10.0.0.1/8` for `10.0.0.0/8`.
+/// A block with host bits cleared: the API accepts `10.0.0.1/8` as `10.0.0.0/8`.
 fn cidr(text: &str, at: &At<'_>) -> Result<IpNet, Invalid> {
     let net: IpNet = text.parse().map_err(|_| at.invalid(Problem::Cidr(text.to_owned())))?;
     match net.addr() {
-        // A prefix shorter than the mapping's own covers more than IPv4, and means what it says.
+        // A prefix shorter than the mapped range covers more than IPv4, and is valid.
         IpAddr::V6(address) if address.to_ipv4_mapped().is_some() && net.prefix_len() >= 96 => {
             Err(at.invalid(Problem::Mapped(text.to_owned())))
         }
@@ -136,14 +136,14 @@ fn cidr(text: &str, at: &At<'_>) -> Result<IpNet, Invalid> {
     }
 }
 
-/// A selector of the model. Its requirements are sorted, so that selectors of one meaning are mostly equal.
+/// Converts a selector. Sorts its requirements, so that equal selectors compare equal.
 fn selector(selector: &LabelSelector, at: &At<'_>) -> Result<Selector, Invalid> {
     let mut requirements = Vec::new();
     let labels_at = at.field("matchLabels");
     for (key, value) in selector.match_labels.iter().flatten() {
         let valid = names::label_key(key).and_then(|()| names::label_value(value));
         valid.map_err(|problem| labels_at.field(key).invalid(problem))?;
-        requirements.push(Requirement { key: key.clone(), test: Test::In(vec![value.clone()]) });
+        requirements.push(Requirement { key: key.clone(), operator: LabelOperator::In(vec![value.clone()]) });
     }
     let expressions_at = at.field("matchExpressions");
     for (i, expression) in selector.match_expressions.iter().flatten().enumerate() {
@@ -163,13 +163,13 @@ fn requirement(expression: &LabelSelectorRequirement, at: &At<'_>) -> Result<Req
         Some(_) => Err(values_at.invalid(Problem::UnwantedValues(operator))),
     };
     let test = match expression.operator.as_str() {
-        "In" => Test::In(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("In")))?),
-        "NotIn" => Test::NotIn(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("NotIn")))?),
-        "Exists" => none("Exists").map(|()| Test::Exists)?,
-        "DoesNotExist" => none("DoesNotExist").map(|()| Test::DoesNotExist)?,
+        "In" => LabelOperator::In(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("In")))?),
+        "NotIn" => LabelOperator::NotIn(values()?.ok_or_else(|| values_at.invalid(Problem::NoValues("NotIn")))?),
+        "Exists" => none("Exists").map(|()| LabelOperator::Exists)?,
+        "DoesNotExist" => none("DoesNotExist").map(|()| LabelOperator::DoesNotExist)?,
         other => return Err(at.field("operator").invalid(Problem::Operator(other.to_owned()))),
     };
-    Ok(Requirement { key: expression.key.clone(), test })
+    Ok(Requirement { key: expression.key.clone(), operator: test })
 }
 
 /// The values of an expression, sorted; `None` if there are none.

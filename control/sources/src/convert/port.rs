@@ -38,7 +38,7 @@ pub(super) fn policy_port(port: &NetworkPolicyPort, at: &At<'_>) -> Result<Port,
     Ok(Port { protocol, which })
 }
 
-/// The name that a container gives to one of its ports, if it does.
+/// A container's named port; `None` if it has no name.
 pub(super) fn container_port(port: &ContainerPort, at: &At<'_>) -> Result<Option<NamedPort>, Invalid> {
     let number = number(port.container_port, &at.field("containerPort"))?;
     let protocol = protocol(port.protocol.as_deref(), &at.field("protocol"))?;

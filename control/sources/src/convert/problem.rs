@@ -1,4 +1,4 @@
-//! What can be wrong with a field.
+//! Problems of fields.
 
 use std::net::IpAddr;
 
@@ -10,24 +10,24 @@ use super::FieldPath;
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct Invalid {
-    /// The field, from the object's root.
+    /// The field's path.
     pub field: FieldPath,
-    /// What is wrong with it.
+    /// Its problem.
     pub problem: Problem,
 }
 
-/// What is wrong with a field: names the value and the remedy in one line.
+/// The problem of a field: one line with value and remedy.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Problem {
-    /// A required field is not there.
+    /// A required field is missing.
     #[error("is missing: {0}")]
     Missing(&'static str),
-    /// A name that does not keep its syntax.
-    #[error("{value:?} is no valid {what}: {rule}")]
+    /// A name with invalid syntax.
+    #[error("{value:?} is not a valid {what}: {rule}")]
     Name {
         /// The name.
         value: String,
-        /// What it names.
+        /// The kind of name.
         what: &'static str,
         /// The syntax.
         rule: &'static str,
@@ -45,7 +45,7 @@ pub enum Problem {
     #[error("{0:?} is not a CIDR block: write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8")]
     Cidr(String),
     /// An except that is not inside its block.
-    #[error("{except} is not strictly inside cidr {cidr}: take it out, or name a smaller part of {cidr}")]
+    #[error("{except} is not strictly inside cidr {cidr}: remove it, or name a smaller part of {cidr}")]
     ExceptOutside {
         /// The except.
         except: IpNet,
@@ -53,13 +53,13 @@ pub enum Problem {
         cidr: IpNet,
     },
     /// A peer without any of its three fields.
-    #[error("is an empty peer: give it podSelector, namespaceSelector or ipBlock")]
+    #[error("is an empty peer: set podSelector, namespaceSelector or ipBlock")]
     EmptyPeer,
     /// A peer with a block and a selector.
-    #[error("has ipBlock beside {0}: put them into two peers")]
+    #[error("has both ipBlock and {0}: split them into two peers")]
     BlockBesideSelector(&'static str),
     /// A port number out of range.
-    #[error("{0} is no port number: use 1 to 65535")]
+    #[error("{0} is not a port number: use 1 to 65535")]
     PortNumber(i32),
     /// An endPort below its port.
     #[error("{end} is below port {port}: use {port} to 65535")]
@@ -70,10 +70,10 @@ pub enum Problem {
         end: i32,
     },
     /// An endPort without a port.
-    #[error("{0} has no port to start from: give port a number")]
+    #[error("{0} has no port to start from: set port to a number")]
     EndWithoutPort(i32),
     /// An endPort beside a named port.
-    #[error("{end} is beside the named port {name:?}: a range needs a number as its port")]
+    #[error("{end} is set with the named port {name:?}: a range needs a number as its port")]
     EndWithName {
         /// The endPort.
         end: i32,
@@ -81,19 +81,19 @@ pub enum Problem {
         name: String,
     },
     /// A protocol that a policy or a container port cannot name.
-    #[error("{0:?} is no protocol of a port: use TCP, UDP or SCTP")]
+    #[error("{0:?} is not a port protocol: use TCP, UDP or SCTP")]
     Protocol(String),
     /// A policy type that does not exist.
-    #[error("{0:?} is no policy type: use Ingress or Egress")]
+    #[error("{0:?} is not a policy type: use Ingress or Egress")]
     PolicyType(String),
     /// An operator that does not exist.
-    #[error("{0:?} is no operator: use In, NotIn, Exists or DoesNotExist")]
+    #[error("{0:?} is not an operator: use In, NotIn, Exists or DoesNotExist")]
     Operator(String),
     /// `In` or `NotIn` without values.
     #[error("operator {0} needs at least one value")]
     NoValues(&'static str),
     /// `Exists` or `DoesNotExist` with values.
-    #[error("operator {0} takes no values: take them out, or use In or NotIn")]
+    #[error("operator {0} takes no values: remove them, or use In or NotIn")]
     UnwantedValues(&'static str),
     /// The annotation of a namespace is not the JSON that the proposal defines.
     #[error("is not the isolation that v1beta1 defines ({0}): write {{\"ingress\":{{\"isolation\":\"DefaultDeny\"}}}}")]

@@ -1,7 +1,7 @@
-//! The files of a directory, and what of them holds: free of I/O.
+//! The files of a directory and the objects in force. No I/O.
 //!
-//! Each file has its latest contents and its last good objects. What holds is a set without conflicts: of every
-//! file the latest, if that is valid and goes together with the others, else its last good objects.
+//! Each file has its latest contents and its last valid objects. The objects in force have no conflicts: of every file the
+//! latest contents if they are valid and do not conflict with other files, or else its last valid objects.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,21 +11,21 @@ use penstock_policy::model::{Change, Object, ObjectRef};
 
 use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
 
-/// What became of one or several saves.
+/// The result of one or several saves.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Batch {
-    /// What changed against the last good state: deletions first, then namespaces, nodes, pods, policies.
+    /// Changes since the last batch: deletions first, then namespaces, nodes, pods, policies.
     pub changes: Vec<Change>,
-    /// Errors that were not there before. The objects of their files stay as they last were good.
+    /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
-    /// Files that had an error, and have none any more.
-    pub mended: Vec<PathBuf>,
+    /// Files whose errors are fixed.
+    pub fixed: Vec<PathBuf>,
 }
 
 impl Batch {
-    /// Whether there is nothing to tell.
+    /// Whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
-        self.changes.is_empty() && self.problems.is_empty() && self.mended.is_empty()
+        self.changes.is_empty() && self.problems.is_empty() && self.fixed.is_empty()
     }
 }
 
@@ -33,11 +33,11 @@ type Objects = Arc<[(Object, Origin)]>;
 
 #[derive(Debug)]
 struct File {
-    /// What its contents say now.
+    /// Its latest contents.
     latest: Result<Objects, ManifestErrors>,
-    /// What holds of it.
+    /// Its objects in force.
     good: Objects,
-    /// The errors that were told last.
+    /// The errors reported last.
     told: Vec<ManifestError>,
 }
 
@@ -46,11 +46,11 @@ struct File {
 pub(super) struct Files {
     options: Options,
     files: BTreeMap<PathBuf, File>,
-    /// What held of files that are gone since it was last settled what holds.
+    /// Objects of files deleted since the last [`Files::settle`].
     gone: Vec<Objects>,
-    /// Namespaces that are used and in none of the files.
+    /// Namespaces that objects use and no file defines.
     implied: Vec<Object>,
-    /// Whether a file is other than when it was last settled what holds.
+    /// Whether a file changed since the last [`Files::settle`].
     is_outdated: bool,
 }
 
@@ -59,7 +59,7 @@ impl Files {
         Self { options, files: BTreeMap::new(), gone: Vec::new(), implied: Vec::new(), is_outdated: false }
     }
 
-    /// A file has these contents now, or cannot be read.
+    /// Sets a file's new contents, or the error of reading it.
     pub(super) fn set(&mut self, path: &Path, contents: Result<String, ManifestErrors>) {
         self.is_outdated = true;
         let name: Arc<Path> = Arc::from(path);
@@ -73,12 +73,12 @@ impl Files {
         }
     }
 
-    /// The files that there are.
+    /// The known files.
     pub(super) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         self.files.keys()
     }
 
-    /// A file is gone, and its objects with it.
+    /// Removes a file and its objects.
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
             self.is_outdated = true;
@@ -86,7 +86,7 @@ impl Files {
         }
     }
 
-    /// Settles what holds now, and tells what changed by that.
+    /// Determines the objects in force and returns what changed.
     pub(super) fn settle(&mut self) -> Batch {
         if !std::mem::take(&mut self.is_outdated) {
             return Batch::default();
@@ -98,7 +98,7 @@ impl Files {
         for ((path, file), held) in self.files.iter_mut().zip(held) {
             let of_file = errors.remove(path).unwrap_or_default();
             if of_file.is_empty() && !file.told.is_empty() {
-                batch.mended.push(path.clone());
+                batch.fixed.push(path.clone());
             }
             batch.problems.extend(of_file.iter().filter(|error| !file.told.contains(error)).cloned());
             file.told = of_file;
@@ -115,7 +115,7 @@ impl Files {
         batch
     }
 
-    /// All objects that hold, implied namespaces included.
+    /// All objects in force, implied namespaces included.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
         self.implied.iter().chain(self.written())
     }
@@ -124,11 +124,12 @@ impl Files {
         self.files.values().flat_map(|file| file.good.iter().map(|(object, _)| object))
     }
 
-    /// What can hold of each file, in their order, and the errors of those whose latest contents cannot.
+    /// The objects of each file that can be in force, in the files' order, and the errors of files whose latest contents
+    /// cannot.
     ///
-    /// It starts with the latest of all files, so that an object can move from one file to another, and two pods
-    /// can change their addresses, whatever the order of the saves. As long as two files contradict each
-    /// other, both fall back on their last good objects; those of all files went together when they were settled.
+    /// Starts with the latest contents of all files, so that an object can move between files and two pods can swap their
+    /// addresses, in any order of saves. While two files conflict, both fall back to their last valid objects, which never
+    /// conflict.
     fn hold(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
         let mut errors: BTreeMap<PathBuf, Vec<ManifestError>> = BTreeMap::new();
         let mut held: Vec<Objects> = Vec::new();
@@ -139,7 +140,7 @@ impl Files {
             }
         }
         loop {
-            // Which file each object of the sequence is in.
+            // The file of each object in the sequence.
             let owners: Vec<usize> =
                 held.iter().enumerate().flat_map(|(i, held)| held.iter().map(move |_| i)).collect();
             let conflicts = manifest::conflicts(held.iter().flat_map(|held| held.iter()).map(|(o, at)| (o, at)));
@@ -176,7 +177,7 @@ fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
     files.iter().flat_map(|file| file.iter().map(|(object, _)| object))
 }
 
-/// The changes that lead from some objects to others.
+/// The changes from one set of objects to another.
 fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
     fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
         objects.map(|object| (object.reference(), object)).collect()
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_that_no_file_defines_is_there_as_long_as_it_is_used() {
+    fn an_undefined_namespace_exists_while_objects_use_it() {
         let mut files = Files::new(Options::default());
         let named = r#"+default {"kubernetes.io/metadata.name": "default"}"#;
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_differs_is_a_change() {
+    fn only_differences_are_reported() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
         assert_eq!(told(&files.settle()), ["+x 10.0.0.1", "+y 10.0.0.2"]);
@@ -256,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_file_keeps_its_last_good_objects_and_is_told_once() {
+    fn a_broken_file_keeps_its_last_good_objects_and_is_reported_once() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
@@ -275,11 +276,11 @@ mod tests {
         assert!(matches!(&batch.problems[..], [error] if error.to_string().contains("YAML")), "{batch:?}");
         set(&mut files, "a.yaml", &[("x", "10.0.0.9")]);
         let batch = files.settle();
-        assert_eq!((told(&batch), batch.mended), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
+        assert_eq!((told(&batch), batch.fixed), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
     }
 
     #[test]
-    fn a_file_that_never_was_good_adds_nothing_and_its_end_is_no_change() {
+    fn a_file_that_was_never_valid_adds_and_removes_nothing() {
         let mut files = files();
         files.set(Path::new("a.yaml"), Ok("kind: Pod".to_owned()));
         assert_eq!(files.settle().problems.len(), 1);
@@ -296,11 +297,11 @@ mod tests {
         let batch = files.settle();
         assert!(batch.changes.is_empty(), "{batch:?}");
         let problem = batch.problems[0].to_string();
-        assert_eq!(problem, "b.yaml:1: Pod default/x: is there twice, also at a.yaml:1: take one out, or rename it");
+        assert_eq!(problem, "b.yaml:1: Pod default/x: is defined twice, also at a.yaml:1: remove one, or rename it");
         set(&mut files, "a.yaml", &[("y", "10.0.0.2")]);
         let batch = files.settle();
         assert!(batch.changes.is_empty() && batch.problems.is_empty(), "it is the same object: {batch:?}");
-        assert_eq!(batch.mended, [PathBuf::from("b.yaml")]);
+        assert_eq!(batch.fixed, [PathBuf::from("b.yaml")]);
         set(&mut files, "b.yaml", &[]);
         assert_eq!(told(&files.settle()), ["-x"]);
     }
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn falling_back_can_make_another_file_fall_back() {
+    fn a_fallback_can_force_another_file_to_fall_back() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
@@ -338,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_can_take_the_name_of_another() {
+    fn a_file_can_be_renamed_over_another() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         files.settle();

@@ -1,6 +1,6 @@
-//! A directory of manifests as a source: read at the start, watched while running.
+//! A directory of manifests as a source: read at start, then watched.
 //!
-//! One part knows what of the files holds, the other tells when to look at them again.
+//! `files` decides which objects are in force, `watch` decides when to read files.
 
 mod files;
 mod watch;
@@ -20,14 +20,13 @@ use super::manifest::{self, Fault, ManifestErrors, Options};
 use files::Files;
 use watch::{Message, Watch};
 
-/// How many batches may wait for a slow reader before the directory is looked at less often.
+/// Batches that may wait for a slow reader.
 const WAITING_BATCHES: usize = 16;
 
-/// A directory of manifests that is watched. Dropped, it stops watching.
+/// A watched directory of manifests. Dropping it stops watching.
 ///
-/// A save is applied as a whole: one [`Batch`] holds all of its changes. Errors are logged here, once each, and
-/// leave the objects of their file as they last were good. A directory that goes away leaves all objects as they
-/// are until it is back.
+/// A save is applied as a whole: one [`Batch`] holds all its changes. Errors are logged once each; their files keep their
+/// last valid objects. If the directory disappears, all objects stay until it is back.
 #[derive(Debug)]
 pub struct ManifestDirectory {
     batches: Option<batches::Receiver<Batch>>,
@@ -38,15 +37,15 @@ pub struct ManifestDirectory {
 /// Why a directory cannot be a source.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// It is not there, or no directory.
-    #[error("manifests: {path}: {reason}: name a directory that can be read", path = .path.display())]
+    /// It does not exist or is not a directory.
+    #[error("manifests: {path}: {reason}: set it to a readable directory", path = .path.display())]
     NotADirectory {
         /// The directory.
         path: PathBuf,
-        /// What the system says.
+        /// The system's message.
         reason: String,
     },
-    /// Its manifests have errors: there is no good state to start from.
+    /// Its manifests have errors, and there is no earlier valid state.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
     /// It cannot be watched.
@@ -54,18 +53,18 @@ pub enum OpenError {
     Watch {
         /// The directory.
         path: PathBuf,
-        /// What the system says.
+        /// The system's message.
         reason: String,
     },
 }
 
 impl ManifestDirectory {
-    /// Reads all manifests of a directory, and watches it from then on. The objects are without conflicts.
+    /// Reads all manifests of a directory and starts to watch it.
     pub fn open(path: &Path, settings: Settings) -> Result<(Self, Vec<Object>), OpenError> {
         // Events name files by absolute paths.
         let path = &std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let (messages, inbox) = mpsc::channel();
-        // Watched first, then read: a save in between is seen twice rather than never.
+        // Watch first, then read: a save in between is seen twice, not missed.
         let mut watch = Watch::new(path, messages.clone(), inbox)
             .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;
         let options = Options { settings, ..Options::default() };
@@ -75,7 +74,7 @@ impl ManifestDirectory {
             .map_err(|error| OpenError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
         let batch = files.settle();
         if !batch.problems.is_empty() {
-            // Read at once, two objects that contradict each other are one error, told at the later of them.
+            // Two conflicting objects are one error here, reported at the later one.
             let errors = manifest::read_manifests(&[path], &options).err();
             return Err(OpenError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
         }
@@ -91,8 +90,7 @@ impl ManifestDirectory {
         Ok((Self { batches: Some(receiver), messages, thread: Some(thread) }, objects))
     }
 
-    /// The next batch, as soon as there is one. It may be dropped while it waits without losing a batch. `None`
-    /// once nothing can come any more.
+    /// The next batch. Cancel-safe: dropping the future loses none. `None` once the source has ended.
     pub async fn next(&mut self) -> Option<Batch> {
         self.batches.as_mut()?.recv().await
     }
@@ -100,18 +98,18 @@ impl ManifestDirectory {
 
 impl Drop for ManifestDirectory {
     fn drop(&mut self) {
-        // Without a receiver the thread cannot be waiting for room among the batches.
+        // Without a receiver the thread cannot block on a full channel.
         self.batches = None;
-        // An error means that the thread has ended already.
+        // An error means that the thread has ended.
         let _ = self.messages.send(Message::Stop);
         if let Some(thread) = self.thread.take() {
-            // A panic has been told on standard error by then.
+            // A panic has been printed on standard error by then.
             let _ = thread.join();
         }
     }
 }
 
-/// Logs what a batch says about files.
+/// Logs a batch's errors and fixes.
 fn log(batch: &Batch) {
     for error in &batch.problems {
         tracing::warn!(
@@ -119,10 +117,10 @@ fn log(batch: &Batch) {
             line = error.origin.line,
             object = error.object,
             field = %error.field,
-            "manifest not applied, its last good objects stay: {}", error.fault
+            "manifest not applied, its last valid objects stay: {}", error.fault
         );
     }
-    for file in &batch.mended {
+    for file in &batch.fixed {
         tracing::info!(file = %file.display(), "manifest is good again");
     }
 }

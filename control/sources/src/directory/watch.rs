@@ -1,9 +1,8 @@
-//! When to look at a directory again: file events, gathered until a save is complete.
+//! When to read a directory again: gathers file events until a save is complete.
 //!
-//! A save is several events, and half-written contents can be valid: a truncated file has no objects, and so
-//! denies and allows nothing. So a file that is being written is left alone until it is closed or replaced by a
-//! rename, and events are gathered until they pause. Should the system lose an event, or the directory be made
-//! anew where no event tells, a look once a second finds it.
+//! A save is several events, and half-written contents can be valid: a truncated file has no objects, which would drop its
+//! policies. So a file being written is not read until it is closed or replaced by a rename, and events are gathered until
+//! they pause. A check once a second finds what lost events, or a recreated directory without events, would hide.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -22,28 +21,28 @@ use tokio::sync::mpsc as batches;
 use super::files::{Batch, Files};
 use crate::manifest;
 
-/// A save is taken as complete when its events have paused this long …
+/// A save is complete once its events pause this long …
 const PAUSE: Duration = Duration::from_millis(10);
-/// … or have gone on this long: a policy does not wait longer because other files go on changing.
+/// … or continue this long: a policy must not wait while other files keep changing.
 const LONGEST_GATHERING: Duration = Duration::from_millis(20);
-/// The same for a directory that comes back: it is made first, and filled then.
+/// The same for a directory that returns: it is created first, then filled.
 const PAUSE_OF_RETURN: Duration = Duration::from_millis(50);
 const LONGEST_RETURN: Duration = Duration::from_millis(500);
-/// A file that has been open for writing this long is read as it is.
+/// A file open for writing this long is read anyway.
 const LONGEST_WRITE: Duration = Duration::from_secs(10);
-/// How often it is checked that no event was lost.
+/// Interval of the check for lost events.
 const CHECK: Duration = Duration::from_secs(1);
 
-/// What the watching thread is told.
+/// Messages to the watching thread.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// Something happened to a file.
+    /// A file event.
     Event(notify::Result<Event>),
-    /// The owner is gone.
+    /// The owner was dropped.
     Stop,
 }
 
-/// What tells one state of a file from another.
+/// Distinguishes two states of a file.
 type Stamp = (u64, u64, u64, i64, i64, i64, i64);
 
 fn stamp(data: &Metadata) -> Stamp {
@@ -55,18 +54,18 @@ pub(super) struct Watch {
     path: PathBuf,
     watcher: RecommendedWatcher,
     inbox: Receiver<Message>,
-    /// Device and inode of the directory that is watched; `None` while there is none.
+    /// Device and inode of the watched directory; `None` while it does not exist.
     watched: Option<(u64, u64)>,
     /// Whether the parent is watched for the directory's return.
     parent_watched: bool,
-    /// Why the directory could not be listed, as it was told.
+    /// Why the directory cannot be listed, as reported.
     missing: Option<String>,
     stamps: BTreeMap<PathBuf, Stamp>,
-    /// Files with an event that have not been read since.
+    /// Files with unread events.
     changed: BTreeSet<PathBuf>,
-    /// Files that are being written, and since when.
+    /// Files being written, with the start time.
     writing: BTreeMap<PathBuf, Instant>,
-    /// First and last event since the files were last read.
+    /// First and last event since the last read.
     events: Option<(Instant, Instant)>,
 }
 
@@ -97,7 +96,7 @@ impl Watch {
         self.read(files, Instant::now())
     }
 
-    /// Sends a batch for each save, until nobody wants them any more.
+    /// Sends a batch for each save until the receiver is gone.
     pub(super) fn run(mut self, mut files: Files, batches: &batches::Sender<Batch>) {
         loop {
             match self.inbox.recv_timeout(self.until_due(Instant::now())) {
@@ -114,7 +113,7 @@ impl Watch {
         }
     }
 
-    /// How long to gather further events before the files are read.
+    /// How long to gather events before reading the files.
     fn until_due(&self, now: Instant) -> Duration {
         let (pause, longest) = match self.missing {
             None => (PAUSE, LONGEST_GATHERING),
@@ -137,7 +136,7 @@ impl Watch {
         }
         let now = Instant::now();
         if event.need_rescan() {
-            // Events were lost, the ends of writes among them.
+            // Events were lost, among them possibly closes.
             self.writing.clear();
             self.stamps.clear();
         }
@@ -147,9 +146,9 @@ impl Watch {
                 self.note_file(event.kind, &path, now);
                 concerns_us = true;
             }
-            // The parent, while it is watched, tells of all that happens beside the directory, too.
+            // A watched parent also reports events outside the directory.
             if path == self.path {
-                // Followed at once, so that what happens in it next is told.
+                // Watch it at once, to get its events.
                 self.follow();
                 concerns_us = true;
             }
@@ -162,7 +161,7 @@ impl Watch {
     fn note_file(&mut self, kind: EventKind, path: &Path, now: Instant) {
         let begins_write = match kind {
             EventKind::Modify(ModifyKind::Data(_)) => true,
-            // A link is complete at once.
+            // A link needs no close.
             EventKind::Create(CreateKind::File) => {
                 fs::symlink_metadata(path).is_ok_and(|data| data.is_file() && data.nlink() == 1)
             }
@@ -182,7 +181,7 @@ impl Watch {
         self.changed.insert(path.to_owned());
     }
 
-    /// Looks at the directory, and settles what holds.
+    /// Reads the directory and updates the objects in force.
     fn look(&mut self, files: &mut Files) -> Batch {
         let had_events = self.events.take().is_some();
         self.follow();
@@ -203,7 +202,7 @@ impl Watch {
         }
         let mut batch = files.settle();
         batch.problems.append(&mut problems);
-        tracing::trace!(had_events, changes = batch.changes.len(), "looked at the manifests");
+        tracing::trace!(had_events, changes = batch.changes.len(), "read the manifests");
         batch
     }
 
@@ -214,7 +213,7 @@ impl Watch {
         self.writing.retain(|_, since| now.duration_since(*since) < LONGEST_WRITE);
         for path in &present {
             if self.writing.contains_key(path) {
-                // Its last event, when it is closed, brings it up again.
+                // Its close event triggers the read.
                 continue;
             }
             let current = fs::metadata(path).ok().map(|data| stamp(&data));
@@ -236,18 +235,18 @@ impl Watch {
 
     fn follow(&mut self) {
         if let Err(error) = self.follow_directory() {
-            tracing::debug!(directory = %self.path.display(), "cannot be watched now: {error}");
+            tracing::debug!(directory = %self.path.display(), "cannot watch it now: {error}");
         }
     }
 
-    /// Watches the directory that is at the path now, and the parent while there is none.
+    /// Watches the directory at the path, or its parent while there is none.
     fn follow_directory(&mut self) -> notify::Result<()> {
         let found = fs::metadata(&self.path).ok().filter(Metadata::is_dir).map(|data| (data.dev(), data.ino()));
         if found == self.watched && (found.is_some() || self.parent_watched) {
             return Ok(());
         }
         if self.watched.take().is_some() {
-            // The system has ended the watch itself if the directory was removed.
+            // The kernel removed the watch itself if the directory was deleted.
             let _ = self.watcher.unwatch(&self.path);
         }
         let parent = self.path.parent().filter(|parent| *parent != OsStr::new("")).unwrap_or(Path::new(".")).to_owned();

@@ -1,5 +1,5 @@
-//! What must hold between objects (one name, one object; one address, one pod), and what objects say of others: the
-//! namespaces that no manifest defines.
+//! Checks across objects: one object for a name, one pod for an address; and namespaces that objects use but no manifest
+//! defines.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -10,34 +10,34 @@ use rustc_hash::FxHashMap;
 use super::error::{Fault, ManifestError, Origin};
 use crate::convert::{FieldPath, NAME_LABEL};
 
-/// Two objects that cannot both be.
+/// Two objects that cannot coexist.
 #[derive(Debug)]
 pub(crate) struct Conflict {
-    /// Place of the earlier object in the sequence that was checked.
+    /// Index of the earlier object in the checked sequence.
     pub(crate) first: usize,
-    /// Place of the later one.
+    /// Index of the later one.
     pub(crate) second: usize,
-    /// The error as it is told at the earlier one.
+    /// The error as reported at the earlier one.
     pub(crate) at_first: ManifestError,
-    /// The error as it is told at the later one.
+    /// The error as reported at the later one.
     pub(crate) at_second: ManifestError,
 }
 
-/// An object in the sequence that is checked.
+/// An object in the checked sequence.
 #[derive(Clone, Copy)]
-struct Entry<'a> {
+struct CheckedObject<'a> {
     place: usize,
     object: &'a Object,
     origin: &'a Origin,
 }
 
-/// Finds all objects that repeat an earlier one's name, and all pods that repeat an earlier one's address.
+/// Finds objects that repeat an earlier one's name, and pods that repeat an earlier one's address.
 pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origin)>) -> Vec<Conflict> {
-    let mut names: FxHashMap<ObjectRef, Entry<'_>> = FxHashMap::default();
-    let mut owners: FxHashMap<IpAddr, Entry<'_>> = FxHashMap::default();
+    let mut names: FxHashMap<ObjectRef, CheckedObject<'_>> = FxHashMap::default();
+    let mut owners: FxHashMap<IpAddr, CheckedObject<'_>> = FxHashMap::default();
     let mut conflicts = Vec::new();
     for (place, (object, origin)) in objects.enumerate() {
-        let entry = Entry { place, object, origin };
+        let entry = CheckedObject { place, object, origin };
         if let Some(&first) = names.get(&object.reference()) {
             conflicts.push(conflict(first, entry, None));
             continue;
@@ -55,17 +55,17 @@ pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origi
     conflicts
 }
 
-/// The addresses that only this object may have. A finished pod's may be another's by now, and so may those of one that is
-/// being deleted; a host-network pod's are its node's.
+/// The addresses that only this object may have. Those of a finished or terminating pod may already be another's; those of
+/// a host-network pod are its node's.
 fn owned_addresses(object: &Object) -> &[IpAddr] {
     match object {
-        Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.tenure.leaving => &pod.addresses,
+        Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.lifetime.leaving => &pod.addresses,
         _ => &[],
     }
 }
 
-fn conflict(first: Entry<'_>, second: Entry<'_>, address: Option<IpAddr>) -> Conflict {
-    let error_at = |entry: Entry<'_>, other: Entry<'_>| {
+fn conflict(first: CheckedObject<'_>, second: CheckedObject<'_>, address: Option<IpAddr>) -> Conflict {
+    let error_at = |entry: CheckedObject<'_>, other: CheckedObject<'_>| {
         let fault = match address {
             Some(address) => {
                 Fault::SharedAddress { address, other: other.object.reference(), other_origin: other.origin.clone() }
@@ -79,10 +79,10 @@ fn conflict(first: Entry<'_>, second: Entry<'_>, address: Option<IpAddr>) -> Con
     Conflict { first: first.place, second: second.place, at_first, at_second }
 }
 
-/// The namespaces that are used by pods or policies and not defined among these objects.
+/// The namespaces that pods or policies use and no object here defines.
 ///
-/// In a cluster every object's namespace exists, and carries its name as a label. Manifests often leave the Namespace
-/// out; it is then taken to be there, with that one label.
+/// In a cluster every namespace exists and has its name as a label. Manifests often omit the Namespace; it then counts as
+/// present, with that one label.
 pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) -> Vec<Object> {
     let (mut used, mut defined) = (BTreeSet::new(), BTreeSet::new());
     for object in objects {

@@ -1,4 +1,4 @@
-//! What is wrong with a manifest, and where.
+//! Errors of manifests, with their location.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -9,10 +9,10 @@ use penstock_policy::model::ObjectRef;
 
 use super::super::convert::{FieldPath, Problem};
 
-/// A place in a manifest file.
+/// A location in a manifest file.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Origin {
-    /// The file, as it was named to us; `-` is standard input.
+    /// The file as given; `-` is standard input.
     pub file: Arc<Path>,
     /// Line, from 1; `None` where only the file is known.
     pub line: Option<u64>,
@@ -34,16 +34,16 @@ impl fmt::Display for Origin {
     }
 }
 
-/// What is wrong with a manifest: one line that names file, line, object and field.
+/// An error in a manifest: one line with file, line, object and field.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ManifestError {
     /// Where.
     pub origin: Origin,
-    /// The object, as far as it could be named: `NetworkPolicy shop/web`.
+    /// The object, as far as known: `NetworkPolicy shop/web`.
     pub object: Option<String>,
-    /// The field in the object; empty where the error is not about one field.
+    /// The field; empty if the error is not about one field.
     pub field: FieldPath,
-    /// What is wrong.
+    /// The fault.
     pub fault: Fault,
 }
 
@@ -62,45 +62,45 @@ impl fmt::Display for ManifestError {
     }
 }
 
-/// What is wrong in a manifest.
+/// A fault in a manifest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Fault {
     /// It cannot be read.
     #[error("cannot be read: {0}")]
     Unreadable(String),
     /// A directory without manifests.
-    #[error("holds no manifest: name a directory with *.yaml, *.yml or *.json files in it")]
+    #[error("has no manifest: name a directory with *.yaml, *.yml or *.json files")]
     NoManifests,
     /// It is not YAML.
     #[error("is not valid YAML or JSON: {0}")]
     Syntax(String),
-    /// A document that is no object of the API.
+    /// A document that is not an API object.
     #[error("is not a Kubernetes object: write a mapping with apiVersion and kind")]
     NotAnObject,
-    /// One of our kinds in a version that is not read.
-    #[error("{kind} of apiVersion {version} is not read: use {remedy}")]
+    /// A supported kind in an unsupported version.
+    #[error("{kind} of apiVersion {version} is not supported: use {remedy}")]
     ApiVersion {
         /// The kind.
         kind: String,
         /// The version found.
         version: String,
-        /// What is read.
+        /// What is supported.
         remedy: &'static str,
     },
-    /// A list whose items are no list.
+    /// A list whose items are not a list.
     #[error("is not a list of objects")]
     NotAList,
     /// A value of the wrong type.
     #[error("{0}")]
     Type(String),
-    /// A field of a policy that this version does not know: its meaning could be any.
-    #[error("is not a field that this version knows: correct its spelling, or take it out")]
+    /// A field of a policy that this version does not know: it could mean anything.
+    #[error("is not a field that this version knows: correct its spelling, or remove it")]
     UnknownField,
     /// A field with a wrong value.
     #[error(transparent)]
     Invalid(#[from] Problem),
     /// Two objects of one kind and name.
-    #[error("is there twice, also at {other}: take one out, or rename it")]
+    #[error("is defined twice, also at {other}: remove one, or rename it")]
     Duplicate {
         /// The other one.
         other: Origin,
@@ -112,12 +112,12 @@ pub enum Fault {
         address: IpAddr,
         /// The other pod.
         other: ObjectRef,
-        /// Where that is.
+        /// Its location.
         other_origin: Origin,
     },
 }
 
-/// All that is wrong with a set of manifests; at least one error.
+/// All errors in a set of manifests; at least one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ManifestErrors(pub Vec<ManifestError>);
 

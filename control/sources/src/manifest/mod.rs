@@ -1,8 +1,7 @@
-//! Objects from manifest files: YAML and JSON, one or many documents a file, lists of objects.
+//! Reads objects from manifest files: YAML and JSON, one or many documents in a file, lists of objects.
 //!
-//! A document becomes a tree that knows its lines, then a typed object of the API, then an object of the
-//! model; an error on the way names file, line, object and field. Kinds that are not ours are passed over and told
-//! of in [`Manifests::ignored`].
+//! A document becomes a tree with line numbers, then a typed API object, then a model object. An error names file, line,
+//! object and field. Other kinds are skipped and listed in [`Manifests::ignored`].
 
 mod check;
 mod error;
@@ -23,49 +22,49 @@ use super::convert::{FieldPath, Settings};
 use object::Reader;
 use tree::Node;
 
-/// How manifests are read.
+/// How to read manifests.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Which objects, beyond those of the stable API.
+    /// Which objects to read beyond the stable API.
     pub settings: Settings,
-    /// What a field is that this version does not know.
+    /// How to treat unknown fields.
     pub unknown_fields: UnknownFields,
 }
 
-/// What is done about a field in the spec of a policy that this version does not know. Elsewhere such a field
-/// changes no meaning, and is noted only.
+/// How to treat a field in a policy's spec that this version does not know. Elsewhere an unknown field changes no meaning
+/// and is only noted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum UnknownFields {
-    /// It is an error: a misspelt `from` would otherwise open a rule for everyone.
+    /// An error: a misspelt `from` would otherwise open a rule to everyone.
     #[default]
     Refuse,
-    /// It is noted in [`Document::unknown_fields`].
+    /// Noted in [`Document::unknown_fields`].
     Note,
 }
 
-/// All that was read.
+/// The result of reading manifests.
 #[derive(Debug, Default)]
 pub struct Manifests {
     /// The objects, in the order of files and documents.
     pub documents: Vec<Document>,
-    /// Objects of kinds that are not read.
+    /// Objects of other kinds.
     pub ignored: Vec<Ignored>,
 }
 
 impl Manifests {
-    /// All objects, with the namespaces that they use and none of them defines: those have no label but their name.
+    /// All objects, plus the namespaces that they use and none of them defines, with their name as the only label.
     pub fn objects(&self) -> impl Iterator<Item = Object> {
         let written = || self.documents.iter().map(|document| &document.object);
         implied_namespaces(written()).into_iter().chain(written().cloned())
     }
 }
 
-/// An object, and where it was written.
+/// An object and its location.
 #[derive(Debug)]
 pub struct Document {
     /// The object.
     pub object: Object,
-    /// Where it begins.
+    /// Where it starts.
     pub origin: Origin,
     /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
@@ -73,28 +72,28 @@ pub struct Document {
 }
 
 impl Document {
-    /// Where one of the object's fields is written; where it is absent, what should hold it.
+    /// The location of one of the object's fields, or of its closest parent if the field is absent.
     pub fn origin_of(&self, field: &FieldPath) -> Origin {
         Origin::new(&self.origin.file, self.tree.line_of(field))
     }
 
-    /// A field as it is written; `None` where it is not.
+    /// The value of a field as written; `None` if absent.
     pub fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
         self.tree.at(field).map(Node::to_value)
     }
 }
 
-/// An object of a kind that is not read.
+/// A skipped object of another kind.
 #[derive(Clone, Debug)]
 pub struct Ignored {
-    /// Where it begins.
+    /// Where it starts.
     pub origin: Origin,
     /// Its kind and name: `Service shop/web`.
     pub object: String,
 }
 
-/// Reads manifests: each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, by name, without its
-/// subdirectories) or `-` for standard input. All errors are gathered, those between objects included.
+/// Reads manifests. Each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, sorted by name, without
+/// subdirectories) or `-` for standard input. Collects all errors, conflicts between objects included.
 pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Manifests, ManifestErrors> {
     let mut manifests = Manifests::default();
     let mut errors = Vec::new();
@@ -112,7 +111,7 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
-/// Parses the text of one file; its own errors only, not those with the objects of other files.
+/// Parses the text of one file; does not check for conflicts with other files.
 pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
     let mut manifests = Manifests::default();
     let mut errors = Vec::new();
@@ -148,7 +147,7 @@ fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<Ar
     files
 }
 
-/// The manifests in a directory, by name. Hidden files are left out: editors keep their drafts in them.
+/// The manifests in a directory, sorted by name. Skips hidden files: editors keep drafts in them.
 pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(directory)? {
@@ -161,7 +160,7 @@ pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Whether a path is named as a manifest is.
+/// Whether a path has a manifest's extension.
 pub(crate) fn is_manifest(path: &Path) -> bool {
     let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."));
     let extension = path.extension().and_then(|extension| extension.to_str());

@@ -1,4 +1,4 @@
-//! From a document to the objects in it.
+//! Converts a document to objects.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use super::error::{Fault, ManifestError, Origin};
 use super::tree::Node;
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
-/// The kinds that are read.
+/// The supported kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+enum ManifestKind {
     Namespace,
     Node,
     Pod,
@@ -24,22 +24,22 @@ enum Kind {
     NetworkPolicyV1Beta1,
 }
 
-impl Kind {
+impl ManifestKind {
     fn is_policy(self) -> bool {
         matches!(self, Self::NetworkPolicy | Self::NetworkPolicyV1Beta1)
     }
 }
 
-/// What a document says that it is.
+/// The declared type of a document.
 enum Declared {
-    One(Kind),
-    /// A list; its items are of this kind where they do not say otherwise.
-    List(Option<Kind>),
-    /// Not ours.
+    One(ManifestKind),
+    /// A list; items without a type of their own have this kind.
+    List(Option<ManifestKind>),
+    /// Another kind.
     Other,
 }
 
-/// Reads the objects of a file's documents into `manifests`, and its errors into `errors`.
+/// Converts the documents of a file into `manifests`, and collects errors in `errors`.
 pub(super) struct Reader<'a> {
     pub(super) file: &'a Arc<Path>,
     pub(super) options: &'a Options,
@@ -55,12 +55,12 @@ impl Reader<'_> {
         }
     }
 
-    fn any(&mut self, tree: Node, in_list_of: Option<Kind>) -> Result<(), Box<ManifestError>> {
+    fn any(&mut self, tree: Node, in_list_of: Option<ManifestKind>) -> Result<(), Box<ManifestError>> {
         match self.declared(&tree, in_list_of)? {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
                 for item in tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, Fault::NotAList))? {
-                    // An error in one item does not hide those of the next.
+                    // An error in one item does not hide errors in the next.
                     if let Err(error) = self.any(item, kind) {
                         self.errors.push(*error);
                     }
@@ -74,15 +74,15 @@ impl Reader<'_> {
         }
     }
 
-    /// Which kind a tree declares to be.
-    fn declared(&self, tree: &Node, in_list_of: Option<Kind>) -> Result<Declared, Box<ManifestError>> {
+    /// The declared type of a tree.
+    fn declared(&self, tree: &Node, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(Node::as_str);
         if !tree.is_mapping() {
             return Err(self.error(tree, &[], Fault::NotAnObject));
         }
         let (version, name) = match (text("apiVersion"), text("kind"), in_list_of) {
             (Some(version), Some(name), _) => (version, name),
-            // The items of a typed list need not repeat their type.
+            // The items of a typed list may omit their type.
             (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
             _ => return Err(self.error(tree, &[], Fault::NotAnObject)),
         };
@@ -93,15 +93,17 @@ impl Reader<'_> {
         };
         let kind = match (single, version) {
             ("", "v1") if is_list => return Ok(Declared::List(None)),
-            ("Namespace", "v1") => Kind::Namespace,
-            ("Node", "v1") => Kind::Node,
-            ("Pod", "v1") => Kind::Pod,
-            ("NetworkPolicy", "networking.k8s.io/v1") => Kind::NetworkPolicy,
-            ("NetworkPolicy", "extensions/v1beta1") if self.options.settings.v1beta1 => Kind::NetworkPolicyV1Beta1,
+            ("Namespace", "v1") => ManifestKind::Namespace,
+            ("Node", "v1") => ManifestKind::Node,
+            ("Pod", "v1") => ManifestKind::Pod,
+            ("NetworkPolicy", "networking.k8s.io/v1") => ManifestKind::NetworkPolicy,
+            ("NetworkPolicy", "extensions/v1beta1") if self.options.settings.v1beta1 => {
+                ManifestKind::NetworkPolicyV1Beta1
+            }
             ("NetworkPolicy", "extensions/v1beta1") => {
                 return unread("networking.k8s.io/v1, or the v1beta1 setting with its own meaning");
             }
-            // Other groups have kinds of the same names. In these groups the version must be a slip.
+            // Other groups have kinds of the same names. In these groups a wrong version is an error.
             ("Namespace" | "Node" | "Pod" | "", version) if !version.contains('/') => return unread("v1"),
             ("NetworkPolicy", version) if is_policy_group(version) => return unread("networking.k8s.io/v1"),
             _ => return Ok(Declared::Other),
@@ -109,18 +111,18 @@ impl Reader<'_> {
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
 
-    fn object(&mut self, tree: Node, kind: Kind) -> Result<(), Box<ManifestError>> {
+    fn object(&mut self, tree: Node, kind: ManifestKind) -> Result<(), Box<ManifestError>> {
         let settings = self.options.settings;
         let (object, unknown) = match kind {
-            Kind::Namespace => {
+            ManifestKind::Namespace => {
                 self.typed(&tree, kind, |o: &core::Namespace| convert::namespace(o, settings).map(Object::Namespace))
             }
-            Kind::Node => self.typed(&tree, kind, |o: &core::Node| convert::node(o).map(Object::Node)),
-            Kind::Pod => self.typed(&tree, kind, |o: &core::Pod| convert::pod(o).map(Object::Pod)),
-            Kind::NetworkPolicy => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+            ManifestKind::Node => self.typed(&tree, kind, |o: &core::Node| convert::node(o).map(Object::Node)),
+            ManifestKind::Pod => self.typed(&tree, kind, |o: &core::Pod| convert::pod(o).map(Object::Pod)),
+            ManifestKind::NetworkPolicy => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
                 convert::network_policy(o).map(Object::NetworkPolicy)
             }),
-            Kind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
+            ManifestKind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
                 convert::v1beta1_network_policy(o).map(Object::NetworkPolicy)
             }),
         }?;
@@ -129,16 +131,16 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Reads a tree as a type of the API, and converts that; also tells the fields that the type does not know.
+    /// Deserializes a tree as an API type and converts it; notes the fields that the type does not know.
     fn typed<T: DeserializeOwned>(
         &self,
         tree: &Node,
-        kind: Kind,
+        kind: ManifestKind,
         convert: impl FnOnce(&T) -> Result<Object, Invalid>,
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
         let mut value = tree.to_value();
         if let Value::Object(fields) = &mut value {
-            // They are judged by now, and the typed reader knows no other version of a type than its own.
+            // These are already checked, and the typed reader accepts only its own version.
             fields.remove("apiVersion");
             fields.remove("kind");
         }
@@ -173,7 +175,7 @@ impl Reader<'_> {
 
 const ITEMS: &[&str] = &["items"];
 
-/// Whether a version is of the groups in which Kubernetes itself keeps or kept NetworkPolicy.
+/// Whether a version is of a group in which Kubernetes has or had NetworkPolicy.
 fn is_policy_group(version: &str) -> bool {
     match version.split_once('/') {
         Some((group, _)) => matches!(group, "networking.k8s.io" | "extensions"),
@@ -181,7 +183,7 @@ fn is_policy_group(version: &str) -> bool {
     }
 }
 
-/// What an object is called, as far as it says: `Pod shop/web-1`.
+/// The name of an object, as far as known: `Pod shop/web-1`.
 fn describe(tree: &Node) -> String {
     let kind = tree.get("kind").and_then(Node::as_str).unwrap_or("object");
     let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(Node::as_str);

@@ -1,8 +1,7 @@
-//! A document as a tree that remembers the line of each of its values and keys.
+//! A document as a tree with the line numbers of its values and keys.
 //!
-//! The typed objects of the API know no lines, and an error must name one. So a document is read into this
-//! tree first, the typed object is built from the tree's value, and a field's path finds its line here. JSON
-//! is read the same way: it is a subset of YAML.
+//! The API's types have no line numbers, and an error must name one. So a document becomes this tree, the typed object is
+//! deserialized from it, and a field's path finds its line here. JSON is a subset of YAML and read the same way.
 
 use std::{fmt, mem};
 
@@ -12,23 +11,23 @@ use serde_saphyr::{Spanned, UserMessageFormatter};
 
 use crate::convert::{FieldPath, Step};
 
-/// A value and where it stands.
+/// A value and its location.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Node {
-    /// Line of the value's first character, from 1; 0 where it is not known.
+    /// Line of the value's first character, from 1; 0 if unknown.
     line: u64,
-    kind: Kind,
+    kind: NodeValue,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Kind {
+enum NodeValue {
     Scalar(Value),
     Sequence(Vec<Node>),
-    Mapping(Vec<Entry>),
+    Mapping(Vec<MappingEntry>),
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Entry {
+struct MappingEntry {
     key: String,
     /// Line of the key.
     line: u64,
@@ -38,27 +37,27 @@ struct Entry {
 /// Why a text is not YAML, and where.
 #[derive(Debug)]
 pub(crate) struct Malformed {
-    /// Line, from 1; `None` where the parser does not tell.
+    /// Line, from 1; `None` if the parser does not report it.
     pub(crate) line: Option<u64>,
     /// What is wrong, in one line.
     pub(crate) message: String,
 }
 
-/// Reads all documents of a text; empty ones are left out.
+/// Parses all documents of a text; skips empty ones.
 pub(crate) fn parse(text: &str) -> Result<Vec<Node>, Malformed> {
     let Some(starts) = json_documents(text) else { return parse_yaml(text) };
     let mut nodes = Vec::new();
     for (i, &start) in starts.iter().enumerate() {
         let end = starts.get(i + 1).copied().unwrap_or(text.len());
-        // Empty lines in front keep the line numbers those of the file.
+        // Leading empty lines keep the line numbers of the file.
         let lines_before = text[..start].matches('\n').count();
         nodes.extend(parse_yaml(&format!("{}{}", "\n".repeat(lines_before), &text[start..end]))?);
     }
     Ok(nodes)
 }
 
-/// Where the documents of a text begin that holds several JSON objects with nothing between them, as tools that
-/// print one object after the other write them; YAML would want `---`. `None` for any other text.
+/// The start offsets of several JSON objects without separators, as some tools print them; YAML would need `---`. `None`
+/// for any other text.
 fn json_documents(text: &str) -> Option<Vec<usize>> {
     if !text.trim_start().starts_with('{') {
         return None;
@@ -74,8 +73,8 @@ fn json_documents(text: &str) -> Option<Vec<usize>> {
 }
 
 fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
-    // The limits of the parser's own are for strangers' configuration files. A dump of a whole cluster is
-    // larger; what stays limited is nesting, and what aliases can blow up.
+    // The parser's default limits are for small files. A dump of a whole cluster is larger; nesting and alias expansion
+    // stay limited.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -83,15 +82,15 @@ fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
             max_documents: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
         },
-        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is wanted, as in a name or a label, nothing else
-        // can be meant; where a boolean is wanted, they are refused.
+        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is needed, as in a name or a label, nothing else can be
+        // meant; where a boolean is needed, they are rejected.
         strict_booleans: true,
         with_snippet: false,
     };
     serde_saphyr::from_multiple_with_options::<Node>(text, options).map_err(|error| {
         let line = error.location().map(|location| location.line()).filter(|&line| line > 0);
         let message = error.without_snippet().render_with_formatter(&UserMessageFormatter);
-        // The line is told apart from the message.
+        // The line is reported separately.
         let message = message.split(" at line ").next().unwrap_or_default();
         Malformed { line, message: message.split_whitespace().collect::<Vec<_>>().join(" ") }
     })
@@ -108,9 +107,9 @@ impl Node {
         self.entry(key).map(|entry| &entry.value)
     }
 
-    fn entry(&self, key: &str) -> Option<&Entry> {
+    fn entry(&self, key: &str) -> Option<&MappingEntry> {
         match &self.kind {
-            Kind::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
+            NodeValue::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
             _ => None,
         }
     }
@@ -118,36 +117,35 @@ impl Node {
     /// The text of a string.
     pub(crate) fn as_str(&self) -> Option<&str> {
         match &self.kind {
-            Kind::Scalar(Value::String(text)) => Some(text),
+            NodeValue::Scalar(Value::String(text)) => Some(text),
             _ => None,
         }
     }
 
-    /// The items of the sequence that a mapping's key holds; null counts as none. Itself where there is no
+    /// The items of the sequence under a mapping's key; null counts as empty. Returns the node itself if there is no
     /// sequence.
     pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
-        let Kind::Mapping(entries) = &mut self.kind else { return Err(self) };
+        let NodeValue::Mapping(entries) = &mut self.kind else { return Err(self) };
         let found = entries.iter_mut().find(|entry| entry.key == key);
         match found.map(|entry| &mut entry.value.kind) {
-            Some(Kind::Sequence(items)) => Ok(mem::take(items)),
-            Some(Kind::Scalar(Value::Null)) => Ok(Vec::new()),
+            Some(NodeValue::Sequence(items)) => Ok(mem::take(items)),
+            Some(NodeValue::Scalar(Value::Null)) => Ok(Vec::new()),
             _ => Err(self),
         }
     }
 
     /// Whether this is a mapping.
     pub(crate) fn is_mapping(&self) -> bool {
-        matches!(self.kind, Kind::Mapping(_))
+        matches!(self.kind, NodeValue::Mapping(_))
     }
 
-    /// Line of the field that a path names: that of its key; where the field is absent, that of the deepest
-    /// value on the way to it.
+    /// The line of the field at a path, or of its deepest existing parent.
     pub(crate) fn line_of(&self, path: &FieldPath) -> u64 {
         let (mut node, mut line) = (self, self.line);
         for step in path.steps() {
             let found = match (step, &node.kind) {
-                (Step::Field(name), Kind::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
-                (Step::Index(index), Kind::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
+                (Step::Field(name), NodeValue::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
+                (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
                 _ => None,
             };
             match found {
@@ -158,21 +156,21 @@ impl Node {
         line
     }
 
-    /// The value that a path leads to.
+    /// The value at a path.
     pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
         path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
-            (Step::Field(name), Kind::Mapping(_)) => node.get(name),
-            (Step::Index(index), Kind::Sequence(items)) => items.get(*index),
+            (Step::Field(name), NodeValue::Mapping(_)) => node.get(name),
+            (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index),
             _ => None,
         })
     }
 
-    /// The value without its lines.
+    /// The value without line numbers.
     pub(crate) fn to_value(&self) -> Value {
         match &self.kind {
-            Kind::Scalar(value) => value.clone(),
-            Kind::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
-            Kind::Mapping(entries) => {
+            NodeValue::Scalar(value) => value.clone(),
+            NodeValue::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
+            NodeValue::Mapping(entries) => {
                 let entries = entries.iter().map(|entry| (entry.key.clone(), entry.value.to_value()));
                 Value::Object(entries.collect::<Map<_, _>>())
             }
@@ -182,78 +180,78 @@ impl Node {
 
 impl<'de> Deserialize<'de> for Node {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let spanned = Spanned::<Kind>::deserialize(deserializer)?;
+        let spanned = Spanned::<NodeValue>::deserialize(deserializer)?;
         Ok(Self { line: spanned.referenced.line(), kind: spanned.value })
     }
 }
 
-impl<'de> Deserialize<'de> for Kind {
+impl<'de> Deserialize<'de> for NodeValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(KindVisitor)
+        deserializer.deserialize_any(NodeVisitor)
     }
 }
 
-struct KindVisitor;
+struct NodeVisitor;
 
-impl<'de> Visitor<'de> for KindVisitor {
-    type Value = Kind;
+impl<'de> Visitor<'de> for NodeVisitor {
+    type Value = NodeValue;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a YAML or JSON value")
     }
 
-    fn visit_unit<E>(self) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Null))
+    fn visit_unit<E>(self) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Null))
     }
 
-    fn visit_none<E>(self) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Null))
+    fn visit_none<E>(self) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Null))
     }
 
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Kind, D::Error> {
-        Kind::deserialize(deserializer)
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<NodeValue, D::Error> {
+        NodeValue::deserialize(deserializer)
     }
 
-    fn visit_bool<E>(self, value: bool) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Bool(value)))
+    fn visit_bool<E>(self, value: bool) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Bool(value)))
     }
 
-    fn visit_i64<E>(self, value: i64) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Number(value.into())))
+    fn visit_i64<E>(self, value: i64) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Number(value.into())))
     }
 
-    fn visit_u64<E>(self, value: u64) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::Number(value.into())))
+    fn visit_u64<E>(self, value: u64) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::Number(value.into())))
     }
 
-    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Kind, E> {
+    fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<NodeValue, E> {
         let number =
             Number::from_f64(value).ok_or_else(|| E::custom(format_args!("{value} is not a finite number")))?;
-        Ok(Kind::Scalar(Value::Number(number)))
+        Ok(NodeValue::Scalar(Value::Number(number)))
     }
 
-    fn visit_str<E>(self, value: &str) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::String(value.to_owned())))
+    fn visit_str<E>(self, value: &str) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::String(value.to_owned())))
     }
 
-    fn visit_string<E>(self, value: String) -> Result<Kind, E> {
-        Ok(Kind::Scalar(Value::String(value)))
+    fn visit_string<E>(self, value: String) -> Result<NodeValue, E> {
+        Ok(NodeValue::Scalar(Value::String(value)))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Kind, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<NodeValue, A::Error> {
         let mut nodes = Vec::new();
         while let Some(node) = items.next_element()? {
             nodes.push(node);
         }
-        Ok(Kind::Sequence(nodes))
+        Ok(NodeValue::Sequence(nodes))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Kind, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<NodeValue, A::Error> {
         let mut entries = Vec::new();
         while let Some(key) = map.next_key::<Spanned<String>>()? {
-            entries.push(Entry { key: key.value, line: key.referenced.line(), value: map.next_value()? });
+            entries.push(MappingEntry { key: key.value, line: key.referenced.line(), value: map.next_value()? });
         }
-        Ok(Kind::Mapping(entries))
+        Ok(NodeValue::Mapping(entries))
     }
 }
 
@@ -272,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_knows_its_line() {
+    fn every_field_has_its_line() {
         let text = "\
 # a comment
 a: 1
@@ -304,7 +302,7 @@ b:
     }
 
     #[test]
-    fn documents_are_told_apart_and_empty_ones_left_out() {
+    fn documents_are_split_and_empty_ones_skipped() {
         let text = "# only a comment\n---\na: 1\n---\n# nothing\n--- \n...\n---\nb: 2\n";
         let trees = parse(text).unwrap();
         assert_eq!(trees.iter().map(Node::to_value).collect::<Vec<_>>(), [json!({"a": 1}), json!({"b": 2})]);
@@ -313,7 +311,7 @@ b:
     }
 
     #[test]
-    fn json_is_read_with_its_lines_escapes_and_tabs() {
+    fn json_parses_with_lines_escapes_and_tabs() {
         let trees = parse("{\n\t\"a\": [1,\n\t\t{\"b\": \"x\\/y \\ud83d\\ude00\"}],\n\"c\": {}\n}").unwrap();
         assert_eq!(trees[0].to_value(), json!({"a": [1, {"b": "x/y \u{1f600}"}], "c": {}}));
         assert_eq!(trees[0].line_of(&path(&["a", "1", "b"])), 3);
@@ -321,7 +319,7 @@ b:
     }
 
     #[test]
-    fn json_documents_may_follow_each_other_without_a_separator() {
+    fn json_documents_need_no_separator() {
         let trees = parse("{\"a\": 1}\n{\n  \"b\": 2\n}{\"c\": 3}\n").unwrap();
         assert_eq!(
             trees.iter().map(Node::to_value).collect::<Vec<_>>(),
@@ -339,14 +337,14 @@ b:
     }
 
     #[test]
-    fn anchors_and_merges_are_followed() {
+    fn anchors_and_merges_are_resolved() {
         let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\n").unwrap();
         assert_eq!(trees[0].to_value(), json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}}));
         assert_eq!(trees[0].line_of(&path(&["c", "k"])), 5);
     }
 
     #[test]
-    fn what_is_not_yaml_names_its_line_in_one_line() {
+    fn invalid_yaml_is_a_one_line_error_with_its_line() {
         let deep = format!("a: {}{}", "[".repeat(100_000), "]".repeat(100_000));
         for (text, line, says) in [
             ("a: 1\nb: 2\na: 3\n", 3, "duplicate"),

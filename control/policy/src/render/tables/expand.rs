@@ -1,4 +1,4 @@
-//! Rules with their peers as addresses, for renderings that know no identities.
+//! Rules with their peers as addresses, for output forms without identities.
 
 use std::net::IpAddr;
 
@@ -22,16 +22,16 @@ pub struct Expansion<'a> {
 /// An effective rule with its peers as addresses.
 #[derive(Clone, Debug)]
 pub struct ExpandedRule<'a> {
-    /// The policy's rule that it is, or is a part of.
+    /// The policy's rule it comes from.
     pub source: &'a RuleSource,
-    /// The addresses that are peers, sorted, no two of them one inside the other; `None` for every address.
+    /// The peers' addresses, sorted and disjoint; `None` for every address.
     pub peers: Option<Vec<IpNet>>,
     /// Which destinations match.
     pub ports: &'a PortSpec,
 }
 
 impl Tables {
-    /// Gets ready to expand rules.
+    /// Prepares to expand rules.
     pub fn expand(&self) -> Expansion<'_> {
         let mut addresses: FxHashMap<u32, Vec<IpAddr>> = FxHashMap::default();
         for (address, identity) in self.identities.addresses() {
@@ -42,7 +42,7 @@ impl Tables {
 }
 
 impl<'a> Expansion<'a> {
-    /// The rules of a table by its number, in their order.
+    /// The rules of a table, in order.
     pub fn rules(&self, table: u32) -> Vec<ExpandedRule<'a>> {
         let linked = &self.tables.tables[table].linked;
         (0u32..)
@@ -70,9 +70,9 @@ impl<'a> Expansion<'a> {
     }
 }
 
-/// These prefixes without those that lie in another of them.
+/// Removes prefixes that lie inside another one.
 fn outermost(mut nets: Vec<IpNet>) -> Vec<IpNet> {
-    // A prefix comes right before all that lie in it.
+    // A prefix sorts right before all that lie inside it.
     nets.sort_unstable_by_key(|net| (net.network(), net.prefix_len()));
     let mut result: Vec<IpNet> = Vec::with_capacity(nets.len());
     for net in nets {

@@ -1,4 +1,4 @@
-//! Identities: the classes of addresses that rules cannot tell apart.
+//! Identities: groups of addresses that no rule distinguishes.
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
@@ -10,31 +10,31 @@ use crate::state::{ClassId, Registry};
 
 /// An identity.
 #[derive(Debug)]
-struct Record {
+struct IdentityRecord {
     /// Sorted.
     classes: Box<[ClassId]>,
     /// How many addresses have it.
     addresses: usize,
 }
 
-/// An identity for each set of classes that some pod's address is in.
+/// One identity for each distinct set of classes of a pod's address.
 #[derive(Default, Debug)]
 pub(super) struct Identities {
-    known: Registry<Box<[ClassId]>, Record>,
+    known: Registry<Box<[ClassId]>, IdentityRecord>,
     by_address: FxHashMap<IpAddr, u32>,
     by_class: FxHashMap<ClassId, FxHashSet<u32>>,
-    /// The identities that came or went, with the classes of those that went.
+    /// Identities added or removed; those removed are listed below with their classes.
     changed: FxHashSet<u32>,
-    left: Vec<(u32, Box<[ClassId]>)>,
+    removed: Vec<(u32, Box<[ClassId]>)>,
 }
 
-/// An identity's number among the tables': they count from 1.
+/// The identity number in tables: they count from 1.
 pub(super) fn identity(number: u32) -> Identity {
     Identity(NonZeroU32::new(number + 1).expect("one more than an index is not zero"))
 }
 
 impl Identities {
-    /// Notes which classes a pod's address is in, or that it is no pod's any more.
+    /// Sets the classes of a pod's address; `None` if it is no longer a pod's.
     pub(super) fn set(&mut self, address: IpAddr, classes: Option<Vec<ClassId>>) {
         let number = classes.map(|classes| self.acquire(classes));
         let before = match number {
@@ -52,7 +52,7 @@ impl Identities {
             return number;
         }
         let classes: Box<[ClassId]> = classes.into();
-        let number = self.known.insert(classes.clone(), Record { classes: classes.clone(), addresses: 1 });
+        let number = self.known.insert(classes.clone(), IdentityRecord { classes: classes.clone(), addresses: 1 });
         for class in &classes {
             self.by_class.entry(*class).or_default().insert(number);
         }
@@ -76,14 +76,15 @@ impl Identities {
             }
         }
         self.changed.insert(number);
-        self.left.push((number, classes));
+        self.removed.push((number, classes));
     }
 
-    /// The identities that came or went since this was last called, each with a class that it has or had.
+    /// The identities added or removed since the last call, each once for every class it has or had.
     pub(super) fn take_changed(&mut self) -> Vec<(u32, ClassId)> {
-        let left = std::mem::take(&mut self.left);
-        let left = left.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
-        let mut changed: Vec<_> = left.collect();
+        let removed = std::mem::take(&mut self.removed);
+        let removed =
+            removed.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
+        let mut changed: Vec<_> = removed.collect();
         for number in std::mem::take(&mut self.changed) {
             changed.extend(self.classes(number).iter().map(|class| (number, *class)));
         }
@@ -100,7 +101,7 @@ impl Identities {
         self.by_address.iter().map(|(address, number)| (*address, *number))
     }
 
-    /// The classes of an identity, sorted; none if nobody has it.
+    /// The classes of an identity, sorted; empty if no address has it.
     pub(super) fn classes(&self, number: u32) -> &[ClassId] {
         self.known.get(number).map(|record| &*record.classes).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Effective rules with their classes by number, and the table made from them.
+//! Effective rules with acquired classes, and the rule table built from them.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use penstock_dataplane::policy::{AddressBlock, PeerSpec, RuleSet, RuleSpec, Rule
 use rustc_hash::FxHashMap;
 
 use crate::compile::{EffectivePeers, EffectiveRule};
-use crate::model::Block;
+use crate::model::IpBlock;
 use crate::state::{ClassId, NAMESPACE_UNKNOWN, State};
 
 use super::identities::{Identities, identity};
 
-/// The rules of a side, holding on to the classes that they ask for.
+/// The rules of one table, with references to the classes they use.
 #[derive(Default, Debug)]
 pub(super) struct LinkedRules {
     pub(super) rules: Vec<EffectiveRule>,
@@ -40,13 +40,13 @@ impl LinkedRules {
         self.classes.into_iter().flatten().for_each(|class| state.release(class));
     }
 
-    /// Every class on which rows depend, some more than once.
+    /// Every class that affects rows; may repeat.
     pub(super) fn uses(&self) -> impl Iterator<Item = ClassId> {
         let unknown = (!self.every_pod.is_empty()).then_some(NAMESPACE_UNKNOWN);
         self.classes.iter().flatten().copied().chain(unknown)
     }
 
-    /// The rules of which an identity with these classes is a peer, if they are others than every pod's.
+    /// The rules that match an identity with these classes; `None` if they are those that match every pod.
     pub(super) fn row(&self, classes: &[ClassId]) -> Option<RuleSet> {
         let has = |class: &ClassId| classes.binary_search(class).is_ok();
         let by_class = (0u32..).zip(&self.classes).filter(|(_, peers)| peers.iter().any(has));
@@ -57,12 +57,12 @@ impl LinkedRules {
         (row != self.every_pod).then_some(row)
     }
 
-    /// The identities that are peers of a rule by its classes, some more than once.
+    /// The identities that match a rule by its classes; may repeat.
     pub(super) fn peers(&self, rule: u32, identities: &Identities) -> impl Iterator<Item = u32> {
         self.classes[rule as usize].iter().flat_map(|class| identities.in_class(*class))
     }
 
-    /// Makes the table.
+    /// Builds the table.
     pub(super) fn build(&self, identities: &Identities) -> Arc<RuleTable> {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
         for rule in 0..self.rules.len() as u32 {
@@ -84,7 +84,7 @@ impl LinkedRules {
 }
 
 fn spec(rule: &EffectiveRule) -> RuleSpec {
-    let block = |block: &Block| AddressBlock { cidr: block.cidr, except: block.except.clone() };
+    let block = |block: &IpBlock| AddressBlock { cidr: block.cidr, except: block.except.clone() };
     let peers = match &rule.peers {
         EffectivePeers::Every => PeerSpec::Every,
         EffectivePeers::AnyOf { every_pod, blocks, .. } => {

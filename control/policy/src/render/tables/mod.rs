@@ -1,8 +1,8 @@
-//! The bitmap tables of the workers, kept in step with the state.
+//! The workers' bitmap tables, kept consistent with the state.
 //!
-//! A round of [`Tables::update`] looks only at what the state says is outdated: it finds the sides of the pods that may
-//! have others, compiles those that are new, gives addresses whose classes changed their identities, patches the tables
-//! that name an identity which came or went, and hands all of it to the next [`PolicySet`] at once.
+//! [`Tables::update`] handles only what the state reports as outdated. It finds the table keys of affected pods, compiles
+//! new ones, gives addresses with changed classes their identities, patches tables that contain an added or removed
+//! identity, and publishes all of it in one new [`PolicySet`].
 
 mod expand;
 mod identities;
@@ -16,36 +16,36 @@ use penstock_dataplane::policy::{
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::compile::{self, EffectiveRule, Side};
+use crate::compile::{self, EffectiveRule, TableKey};
 use crate::model::PortProtocol;
-use crate::state::{ClassId, Holder, Outdated, PodId, Registry, State};
+use crate::state::{self, ClassId, Outdated, PodId, Registry, State};
 
 pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
 use linked::LinkedRules;
 
-/// Whose sides a set of tables enforces.
+/// The pods whose policies a set of tables enforces.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Scope {
-    /// Every pod of the cluster: for questions about policy.
+pub enum PodScope {
+    /// Every pod of the cluster: for queries.
     AllPods,
-    /// The pods of one node, by its name: for its workers.
+    /// The pods of the named node: for its workers.
     Node(String),
 }
 
 /// Tables for the pods in scope.
 #[derive(Debug)]
 pub struct Tables {
-    scope: Scope,
+    scope: PodScope,
     endpoints: Registry<PodId, EndpointRecord>,
-    tables: Registry<Arc<Side>, TableRecord>,
+    tables: Registry<Arc<TableKey>, TableRecord>,
     identities: Identities,
     by_class: FxHashMap<ClassId, FxHashSet<u32>>,
     by_name: FxHashMap<(String, PortProtocol), FxHashSet<u32>>,
     set: PolicySet,
 }
 
-/// A pod in scope and its tables; `None` where it is open.
+/// A pod in scope and its tables; `None` where it is not isolated.
 #[derive(Debug)]
 struct EndpointRecord {
     pod: PodId,
@@ -55,8 +55,8 @@ struct EndpointRecord {
 
 #[derive(Debug)]
 struct TableRecord {
-    side: Arc<Side>,
-    /// How many sides of endpoints have it.
+    key: Arc<TableKey>,
+    /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     /// The port names that it resolves on peers.
     names: Vec<(String, PortProtocol)>,
@@ -64,24 +64,23 @@ struct TableRecord {
     table: Arc<RuleTable>,
 }
 
-/// What one round has to do.
+/// The work of one update.
 #[derive(Default)]
-struct Round {
-    /// Endpoints whose tables may be others; a number may be no endpoint's any more.
+struct PendingUpdate {
+    /// Endpoints whose tables may have changed; a number may no longer be in use.
     endpoints: FxHashSet<u32>,
-    /// Tables to make.
-    fresh: FxHashSet<u32>,
-    /// Tables that an endpoint left.
-    left: FxHashSet<u32>,
+    /// Tables to build.
+    to_build: FxHashSet<u32>,
+    /// Tables that an endpoint released.
+    released: FxHashSet<u32>,
 }
 
 impl Tables {
-    /// No tables yet. Cluster-wide reach needs both sides of every flow: the scope is then all pods, whichever is asked
-    /// for.
-    pub fn new(scope: Scope, reach: RuleScope) -> Self {
+    /// No tables yet. Cluster-wide evaluation needs both directions of every flow: it covers all pods, whatever the scope.
+    pub fn new(scope: PodScope, reach: RuleScope) -> Self {
         let scope = match reach {
             RuleScope::BothSides => scope,
-            RuleScope::ClusterWide => Scope::AllPods,
+            RuleScope::ClusterWide => PodScope::AllPods,
         };
         let mut update = PolicySet::default().update();
         update.set_rule_scope(reach);
@@ -96,54 +95,57 @@ impl Tables {
         }
     }
 
-    /// The tables as of the last update.
+    /// The tables after the last update.
     pub fn policy_set(&self) -> &PolicySet {
         &self.set
     }
 
-    /// Brings the tables in step with the state. Whether anything changed.
+    /// Updates the tables from the state. Returns whether anything changed.
     pub fn update(&mut self, state: &mut State) -> bool {
         let Outdated { pods, mut addresses, names } = state.take_outdated();
-        let mut round = Round::default();
+        let mut pending = PendingUpdate::default();
         for name in &names {
-            round.fresh.extend(self.by_name.get(name).into_iter().flatten());
+            pending.to_build.extend(self.by_name.get(name).into_iter().flatten());
         }
         for pod in pods {
-            self.place(state, pod, &mut round);
+            self.assign_tables(state, pod, &mut pending);
         }
-        self.link(state, &mut round);
-        // Linking acquired and released classes; no pod and no port name is outdated by that.
+        self.link(state, &mut pending);
+        // Linking acquires and releases classes; that outdates addresses, but no pod and no port name.
         addresses.extend(state.take_outdated().addresses);
-        if addresses.is_empty() && round.endpoints.is_empty() && round.fresh.is_empty() {
+        if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
             return false;
         }
         for address in &addresses {
-            let classes = match state.holder(address) {
-                Some(Holder::Pod(pod)) => Some(state.classes_at(pod, address)),
-                Some(Holder::Node(_)) | None => None,
+            let classes = match state.owner(address) {
+                Some(state::AddressOwner::Pod(pod)) => Some(state.classes_at(pod, address)),
+                Some(state::AddressOwner::Node(_)) | None => None,
             };
             self.identities.set(*address, classes);
         }
-        self.rebuild(&mut round);
-        self.publish(state, &addresses, &round);
+        self.rebuild(&mut pending);
+        self.publish(state, &addresses, &pending);
         true
     }
 
-    /// Finds the sides of a pod and gives it their tables.
-    fn place(&mut self, state: &State, pod: PodId, round: &mut Round) {
+    /// Finds the table keys of a pod and assigns their tables.
+    fn assign_tables(&mut self, state: &State, pod: PodId, pending: &mut PendingUpdate) {
         if !self.is_in_scope(state, pod) {
             let Some(number) = self.endpoints.find(&pod) else { return };
             let record = self.endpoints.remove(&pod).expect("found above");
-            [record.egress, record.ingress].into_iter().flatten().for_each(|table| self.leave(number, table, round));
-            round.endpoints.insert(number);
+            [record.egress, record.ingress]
+                .into_iter()
+                .flatten()
+                .for_each(|table| self.release_table(number, table, pending));
+            pending.endpoints.insert(number);
             return;
         }
         let open = || EndpointRecord { pod, egress: None, ingress: None };
         let number = self.endpoints.find_or_insert(&pod, open);
-        round.endpoints.insert(number);
+        pending.endpoints.insert(number);
         for direction in [Direction::Egress, Direction::Ingress] {
-            let side = compile::side(state, pod, direction);
-            let table = side.map(|side| self.join(state, number, side, round));
+            let key = compile::table_key(state, pod, direction);
+            let table = key.map(|key| self.assign_table(state, number, key, pending));
             let record = &mut self.endpoints[number];
             let slot = match direction {
                 Direction::Egress => &mut record.egress,
@@ -151,35 +153,35 @@ impl Tables {
             };
             let before = std::mem::replace(slot, table);
             if let Some(before) = before.filter(|before| Some(*before) != table) {
-                self.leave(number, before, round);
+                self.release_table(number, before, pending);
             }
         }
     }
 
     fn is_in_scope(&self, state: &State, pod: PodId) -> bool {
         let here = match &self.scope {
-            Scope::AllPods => true,
-            Scope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
+            PodScope::AllPods => true,
+            PodScope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
         };
         here && state.is_present(pod)
     }
 
-    /// The table of a side, which the endpoint has from now on.
-    fn join(&mut self, state: &State, endpoint: u32, side: Side, round: &mut Round) -> u32 {
-        let table = match self.tables.find(&side) {
+    /// Assigns the table of a key to an endpoint; creates it if needed.
+    fn assign_table(&mut self, state: &State, endpoint: u32, key: TableKey, pending: &mut PendingUpdate) -> u32 {
+        let table = match self.tables.find(&key) {
             Some(table) => table,
             None => {
-                let side = Arc::new(side);
-                let names = compile::names_on_peers(state, &side);
+                let key = Arc::new(key);
+                let names = compile::names_on_peers(state, &key);
                 let nothing = LinkedRules::default();
                 let table = nothing.build(&self.identities);
                 let (endpoints, linked) = (FxHashSet::default(), nothing);
-                let record = TableRecord { side: side.clone(), endpoints, names: names.clone(), linked, table };
-                let number = self.tables.insert(side, record);
+                let record = TableRecord { key: key.clone(), endpoints, names: names.clone(), linked, table };
+                let number = self.tables.insert(key, record);
                 names.into_iter().for_each(|name| {
                     self.by_name.entry(name).or_default().insert(number);
                 });
-                round.fresh.insert(number);
+                pending.to_build.insert(number);
                 number
             }
         };
@@ -187,26 +189,26 @@ impl Tables {
         table
     }
 
-    fn leave(&mut self, endpoint: u32, table: u32, round: &mut Round) {
+    fn release_table(&mut self, endpoint: u32, table: u32, pending: &mut PendingUpdate) {
         self.tables[table].endpoints.remove(&endpoint);
-        round.left.insert(table);
+        pending.released.insert(table);
     }
 
-    /// Compiles the tables to make and forgets those that no endpoint has. Acquires before it releases, so that a class
-    /// which stays in use stays as it is.
-    fn link(&mut self, state: &mut State, round: &mut Round) {
+    /// Compiles the tables to build and removes those without endpoints. Acquires before it releases, so a class that
+    /// stays in use is not rebuilt.
+    fn link(&mut self, state: &mut State, pending: &mut PendingUpdate) {
         let mut unused = Vec::new();
-        for table in &round.left {
+        for table in &pending.released {
             if self.tables[*table].endpoints.is_empty() {
-                let side = self.tables[*table].side.clone();
-                let record = self.tables.remove(&*side).expect("the table is known by its side");
-                round.fresh.remove(table);
+                let key = self.tables[*table].key.clone();
+                let record = self.tables.remove(&*key).expect("the table is known by its key");
+                pending.to_build.remove(table);
                 self.forget_names(*table, &record.names);
                 unused.push((*table, record.linked));
             }
         }
-        for table in &round.fresh {
-            let rules = compile::rules(state, &self.tables[*table].side);
+        for table in &pending.to_build {
+            let rules = compile::rules(state, &self.tables[*table].key);
             let linked = LinkedRules::new(rules, state);
             unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));
         }
@@ -216,11 +218,11 @@ impl Tables {
             }
             linked.unlink(state);
         }
-        for table in &round.fresh {
+        for table in &pending.to_build {
             for class in self.tables[*table].linked.uses() {
                 self.by_class.entry(class).or_default().insert(*table);
             }
-            round.endpoints.extend(&self.tables[*table].endpoints);
+            pending.endpoints.extend(&self.tables[*table].endpoints);
         }
     }
 
@@ -230,14 +232,16 @@ impl Tables {
         }
     }
 
-    /// Makes the fresh tables and patches those that name an identity which came or went.
-    fn rebuild(&mut self, round: &mut Round) {
-        for table in &round.fresh {
+    /// Builds new tables and patches those that contain an added or removed identity.
+    fn rebuild(&mut self, pending: &mut PendingUpdate) {
+        for table in &pending.to_build {
             self.tables[*table].table = self.tables[*table].linked.build(&self.identities);
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
         for (identity, class) in self.identities.take_changed() {
-            for table in self.by_class.get(&class).into_iter().flatten().filter(|table| !round.fresh.contains(table)) {
+            for table in
+                self.by_class.get(&class).into_iter().flatten().filter(|table| !pending.to_build.contains(table))
+            {
                 patches.entry(*table).or_default().insert(identity);
             }
         }
@@ -248,16 +252,16 @@ impl Tables {
                 (identity(number), if classes.is_empty() { None } else { record.linked.row(classes) })
             });
             record.table = Arc::new(record.table.with_identities(rows));
-            round.endpoints.extend(&record.endpoints);
+            pending.endpoints.extend(&record.endpoints);
         }
     }
 
-    /// Hands everything that changed to the next set.
-    fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, round: &Round) {
+    /// Publishes everything that changed in the next set.
+    fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, pending: &PendingUpdate) {
         let mut update = self.set.update();
-        // The set before is not needed any more: what only it held on to is changed in place.
+        // Drops the set before, so that what it alone referenced is changed in place.
         self.set = PolicySet::default();
-        for number in &round.endpoints {
+        for number in &pending.endpoints {
             let isolation = |table: Option<u32>| match table {
                 None => EndpointPolicy::Open,
                 Some(table) => EndpointPolicy::Isolated(self.tables[table].table.clone()),
@@ -269,10 +273,10 @@ impl Tables {
             update.set_endpoint(EndpointId(*number), endpoint);
         }
         for address in addresses {
-            let owner = match state.holder(address) {
+            let owner = match state.owner(address) {
                 None => None,
-                Some(Holder::Node(node)) => Some(AddressOwner::Node(NodeId(node))),
-                Some(Holder::Pod(pod)) => self.identities.at(address).map(|number| AddressOwner::Pod {
+                Some(state::AddressOwner::Node(node)) => Some(AddressOwner::Node(NodeId(node))),
+                Some(state::AddressOwner::Pod(pod)) => self.identities.at(address).map(|number| AddressOwner::Pod {
                     identity: identity(number),
                     endpoint: self.endpoints.find(&pod).map(EndpointId),
                     node: state.node_of(pod).map(NodeId),
@@ -283,18 +287,18 @@ impl Tables {
         self.set = update.finish();
     }
 
-    /// The effective rules of one direction of a pod in scope; `None` if it is open or not in scope.
+    /// The effective rules of one direction of a pod; `None` if it is not isolated or not in scope.
     pub fn rules(&self, pod: PodId, direction: Direction) -> Option<&[EffectiveRule]> {
         Some(&self.tables[self.table_of(pod, direction)?].linked.rules)
     }
 
-    /// The effective rule that a judgement of this set names.
+    /// The effective rule that a verdict of this set names.
     pub fn rule(&self, rule: RuleRef) -> Option<&EffectiveRule> {
         let pod = self.endpoints.get(rule.endpoint.0)?.pod;
         self.rules(pod, rule.direction)?.get(rule.rule as usize)
     }
 
-    /// Which table a direction of a pod in scope has, numbered from 0; `None` if it is open or not in scope.
+    /// The table number of one direction of a pod, from 0; `None` if it is not isolated or not in scope.
     pub fn table_of(&self, pod: PodId, direction: Direction) -> Option<u32> {
         let record = &self.endpoints[self.endpoints.find(&pod)?];
         match direction {
@@ -320,14 +324,14 @@ impl Tables {
     }
 }
 
-/// How many of each there are.
+/// Sizes of a set of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Statistics {
     /// Pods in scope.
     pub endpoints: usize,
-    /// Classes of addresses that rules tell apart.
+    /// Groups of addresses that rules distinguish.
     pub identities: usize,
-    /// Different sides of pods in scope.
+    /// Distinct tables of pods in scope.
     pub tables: usize,
     /// Effective rules in them.
     pub rules: usize,

@@ -44,13 +44,13 @@ fn delete(store: &mut Store, name: &str, version: u64) -> bool {
 }
 
 #[test]
-fn all_of_an_empty_cluster_is_told_too_but_once() {
+fn the_first_list_of_an_empty_cluster_is_reported_once() {
     let (mut store, first) = listed([]);
     assert_eq!((first, store.take()), (Vec::new(), None));
 }
 
 #[test]
-fn an_event_that_is_late_or_repeated_is_no_news_not_even_of_a_deleted_object() {
+fn late_and_repeated_events_are_ignored_also_for_deleted_objects() {
     let (mut store, first) = listed([namespace("a", 9)]);
     assert_eq!(names(&first), ["+Namespace a"]);
     assert!(!set(&mut store, "a", 9) && !set(&mut store, "a", 3) && !delete(&mut store, "a", 8));
@@ -67,7 +67,7 @@ fn an_event_that_is_late_or_repeated_is_no_news_not_even_of_a_deleted_object() {
 }
 
 #[test]
-fn a_list_is_taken_whole_and_what_is_not_in_it_is_gone() {
+fn a_list_replaces_all_objects_of_its_kind() {
     let (mut store, _) = listed([namespace("a", 3), namespace("b", 6), namespace("c", 9)]);
     store.begin_list(Kind::Namespace);
     store.list(Kind::Namespace, namespace("d", 12));
@@ -88,7 +88,7 @@ fn a_list_is_taken_whole_and_what_is_not_in_it_is_gone() {
 }
 
 #[test]
-fn what_is_told_together_is_in_the_order_in_which_it_can_be_taken() {
+fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
     let (mut store, _) = listed([namespace("old", 3)]);
     let node = |name: &str| {
         let object = Object::Node(Node { name: name.to_owned(), addresses: Vec::new() });
@@ -102,7 +102,7 @@ fn what_is_told_together_is_in_the_order_in_which_it_can_be_taken() {
 }
 
 #[test]
-fn what_is_not_understood_is_counted_and_what_held_of_it_does_not_hold_on() {
+fn an_invalid_object_is_counted_and_replaces_its_last_valid_version() {
     let (mut store, _) = listed([namespace("a", 3)]);
     let nothing = |version| Read { content: Content::Nothing { problem: "why".to_owned() }, ..namespace("a", version) };
     assert!(store.set(Kind::Namespace, nothing(6)));
@@ -144,7 +144,7 @@ proptest! {
     /// Each event comes once or several times and early or late, with lists in between: who follows what is told has
     /// what the last versions say.
     #[test]
-    fn in_any_order_and_number_events_end_in_the_last_versions(
+    fn events_in_any_order_end_in_the_last_versions(
         steps in steps(),
         order in prop::collection::vec((any::<prop::sample::Index>(), 0u8..8), 0..200),
     ) {

@@ -1,10 +1,9 @@
-//! Policies that are not wholly understood: of a newer API, or with a fault that the server let pass.
+//! Policies that this version does not fully understand: from a newer API, or with a fault that the server accepted.
 //!
-//! Manifests keep what a file said before; here that would make a node's policy depend on when it was started, and a
-//! restart would lose it in silence. So the same text always has the same meaning, the narrowest: the policy isolates
-//! the pods that it selects (all of its namespace's, if its selector is not understood) in the directions it
-//! names (both, if those are not understood), and of its rules those allow that are understood to the last field.
-//! Policies only add, so whatever was left out could only have allowed more.
+//! Manifests fall back to a file's previous content. Here that would make policy depend on when the daemon started, and a
+//! restart would lose it silently. So the same text always has the same, most restrictive meaning: the policy isolates the
+//! pods it selects (all of its namespace, if the selector is not understood) in the directions it names (both, if those are
+//! not understood), and only its fully understood rules allow. Rules only add, so a rule left out never allows more.
 
 use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
@@ -17,31 +16,31 @@ use serde_json::Value;
 use crate::convert::{self, FieldPath, Step};
 use crate::typed;
 
-/// What an object says.
+/// The interpreted content of an object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Content {
-    /// All of it is understood.
+    /// Fully understood.
     Whole(Object),
-    /// A policy that is not wholly understood: what is left of it allows no more than it would.
+    /// A policy that is partly understood; the rest allows nothing.
     Part {
-        /// What holds of it.
+        /// The restricted policy.
         object: Object,
-        /// What is not understood, and what holds instead.
+        /// What is not understood, and the consequence.
         problem: String,
     },
-    /// Nothing holds of it: it is as if it were not there.
+    /// Not usable: treated as absent.
     Nothing {
-        /// What is not understood, and what that means.
+        /// What is not understood, and the consequence.
         problem: String,
     },
 }
 
-/// What is wrong, and where.
-type Trouble = (FieldPath, String);
+/// A field and its problem.
+type UnsupportedField = (FieldPath, String);
 
 const UNKNOWN: &str = "is not a field that this version knows";
 
-/// Reads a policy from its metadata and its spec.
+/// Interprets a policy from its metadata and spec.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
     let empty = Value::Object(Default::default());
     let spec = spec.unwrap_or(&empty);
@@ -53,26 +52,26 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
     if field.steps().first() != Some(&Step::Field("metadata".to_owned())) {
         field = field.inside("spec");
     }
-    match narrowed(metadata, spec) {
+    match restricted(metadata, spec) {
         Ok((policy, kept, left_out)) => {
             let problem = format!(
-                "{field}: {problem}; until it is understood it isolates its pods, and {kept} of its {} rules allow",
+                "{field}: {problem}; until this is fixed it isolates its pods, and {kept} of its {} rules allow",
                 kept + left_out
             );
             Content::Part { object: Object::NetworkPolicy(policy), problem }
         }
-        // Not even its name is one.
+        // Even its name is invalid.
         Err(_) => Content::Nothing { problem: format!("{field}: {problem}; it selects nothing") },
     }
 }
 
-/// The narrowest reading, with the numbers of rules kept and left out.
-fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), Trouble> {
+/// The most restrictive interpretation, with the numbers of rules kept and left out.
+fn restricted(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy, usize, usize), UnsupportedField> {
     let mut policy = convert(metadata, NetworkPolicySpec::default())?;
     let selector = spec.get("podSelector").map(|selector| pod_selector(metadata, selector));
     policy.pod_selector = selector.and_then(Result::ok).unwrap_or_default();
     let (isolates_ingress, isolates_egress) = directions(metadata, spec);
-    // A field beside the rules may say anything about them.
+    // An unknown field beside the rules may change the meaning of any of them.
     let rules_count = known_fields_only(spec);
     let (mut kept, mut left_out) = (0, 0);
     let mut rules = |name: &str, read: fn(&ObjectMeta, &Value) -> Option<Rule>| -> Vec<Rule> {
@@ -89,17 +88,17 @@ fn narrowed(metadata: &ObjectMeta, spec: &Value) -> Result<(model::NetworkPolicy
     Ok((policy, kept, left_out))
 }
 
-fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, Trouble> {
+fn pod_selector(metadata: &ObjectMeta, selector: &Value) -> Result<Selector, UnsupportedField> {
     let selector = strict::<LabelSelector>(selector)?;
     let spec = NetworkPolicySpec { pod_selector: Some(selector), ..NetworkPolicySpec::default() };
     convert(metadata, spec).map(|policy| policy.pod_selector)
 }
 
-/// In which directions it isolates: ingress and egress.
+/// The directions it isolates: ingress, egress.
 fn directions(metadata: &ObjectMeta, spec: &Value) -> (bool, bool) {
     let (types, egress) = (spec.get("policyTypes"), spec.get("egress"));
     if types.is_none_or(Value::is_null) {
-        // As without the field: egress if there are egress rules, understood or not.
+        // The default without the field: egress if there are egress rules, understood or not.
         let some = egress.is_some_and(|rules| rules.as_array().is_none_or(|rules| !rules.is_empty()));
         return (true, some && !egress.is_some_and(Value::is_null));
     }
@@ -122,16 +121,16 @@ fn egress_rule(metadata: &ObjectMeta, rule: &Value) -> Option<Rule> {
     convert(metadata, spec).ok()?.egress?.pop()
 }
 
-fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, Trouble> {
-    // Of the metadata the names alone are of interest.
+fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::NetworkPolicy, UnsupportedField> {
+    // Only the names of the metadata matter.
     let names =
         ObjectMeta { name: metadata.name.clone(), namespace: metadata.namespace.clone(), ..ObjectMeta::default() };
     convert::network_policy(&NetworkPolicy { metadata: names, spec: Some(spec) })
         .map_err(|invalid| (invalid.field.without("spec"), invalid.problem.to_string()))
 }
 
-/// Reads a value as a type of the API; a field that the type does not know is an error.
-fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
+/// Deserializes a value as an API type; an unknown field is an error.
+fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, UnsupportedField> {
     let (read, unknown) = typed::read(value.clone())?;
     match unknown.into_iter().next() {
         Some(field) => Err((field, UNKNOWN.to_owned())),
@@ -139,7 +138,7 @@ fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, Trouble> {
     }
 }
 
-/// Whether the spec has no field that this version does not know.
+/// Fails if the spec has a field that this version does not know.
 fn known_fields_only(spec: &Value) -> bool {
     let known = ["podSelector", "policyTypes", "ingress", "egress"];
     spec.as_object().is_some_and(|fields| fields.keys().all(|name| known.contains(&name.as_str())))
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_allows_nothing_and_is_told_with_its_field() {
+    fn an_unsupported_field_allows_nothing_and_is_reported() {
         let web = json!({ "matchLabels": { "app": "web" } });
         let good = json!({ "from": [{ "podSelector": {} }] });
         let cases = [
@@ -180,7 +179,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good, { "form": [] }] }),
                 ("1 -", false),
-                "spec.ingress[1].form: is not a field that this version knows; until it is understood it isolates its \
+                "spec.ingress[1].form: is not a field that this version knows; until this is fixed it isolates its \
                  pods, and 1 of its 2 rules allow",
             ),
             (
@@ -197,7 +196,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good, { "ports": [{ "protocol": "QUIC" }] }], "egress": [{}] }),
                 ("1 1", false),
-                "spec.ingress[1].ports[0].protocol: \"QUIC\" is no protocol",
+                "spec.ingress[1].ports[0].protocol: \"QUIC\" is not a port protocol",
             ),
             (json!({ "podSelector": web, "ingress": "all" }), ("0 -", false), "spec.ingress: invalid type"),
             // The selector: every pod of the namespace.
@@ -210,7 +209,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "policyTypes": ["Ingress", "Sideways"], "ingress": [good] }),
                 ("1 0", false),
-                "spec.policyTypes[1]: \"Sideways\" is no policy type",
+                "spec.policyTypes[1]: \"Sideways\" is not a policy type",
             ),
             (
                 json!({ "podSelector": web, "policyTypes": ["Egress"], "egress": [good] }),
@@ -222,7 +221,7 @@ mod tests {
             (
                 json!({ "podSelector": web, "ingress": [good], "egress": [{}], "unless": { "weekday": "Sunday" } }),
                 ("0 0", false),
-                "spec.unless: is not a field that this version knows; until it is understood it isolates its pods, and \
+                "spec.unless: is not a field that this version knows; until this is fixed it isolates its pods, and \
                  0 of its 2 rules allow",
             ),
         ];
@@ -236,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_understood_is_read_as_manifests_are() {
+    fn api_objects_convert_like_manifests() {
         let spec = json!({ "podSelector": {}, "ingress": [{ "from": [], "ports": null }], "policyTypes": null });
         let (policy, problem) = read(spec);
         assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
@@ -245,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_whose_name_is_none_selects_nothing() {
+    fn a_policy_with_an_invalid_name_selects_nothing() {
         let metadata = ObjectMeta { name: Some("Not A Name".to_owned()), ..ObjectMeta::default() };
         assert!(
             matches!(policy(&metadata, None), Content::Nothing { problem } if problem.starts_with("metadata.name: "))
