@@ -43,7 +43,7 @@ fn away_for(length: Duration) {
     }
     let began = Instant::now();
     fixture.server.stop();
-    fixture.daemon.log().wait_for_after(0, "stays in force", Duration::from_secs(10)).unwrap();
+    fixture.daemon.log().wait_for_after(0, "stay in force", Duration::from_secs(10)).unwrap();
 
     // A pod goes, another one gets its address, a third one is created, and a policy changes.
     drop(lab);

@@ -48,7 +48,7 @@ fn during_an_api_server_outage_policies_stay_in_force_and_it_is_logged_once() {
         assert!(Instant::now() < deadline, "the policy is in force");
     }
     fixture.server.stop();
-    fixture.daemon.log().wait_for_after(0, "stays in force", Duration::from_secs(10)).unwrap();
+    fixture.daemon.log().wait_for_after(0, "stay in force", Duration::from_secs(10)).unwrap();
     for _ in 0..5 {
         assert!(allowed.passes() && !denied.passes(), "nothing changes while it is away");
     }
@@ -59,7 +59,7 @@ fn during_an_api_server_outage_policies_stay_in_force_and_it_is_logged_once() {
     while allowed.passes() || !denied.passes() {
         assert!(Instant::now() < deadline, "changes are followed again");
     }
-    let logged = fixture.daemon.log().lines().iter().filter(|line| line.contains("stays in force")).count();
+    let logged = fixture.daemon.log().lines().iter().filter(|line| line.contains("stay in force")).count();
     assert_eq!(logged, 1, "{}", fixture.daemon.log().lines().join("\n"));
 }
 

@@ -81,11 +81,11 @@ fn cleanup_removes_what_a_killed_daemon_left() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0));
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host port\n");
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host veth\n");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
         let again = output(files.command("cleanup"));
-        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host port\n");
+        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host veth\n");
     });
 }
 
@@ -180,7 +180,7 @@ fn when_the_veth_pair_is_deleted_the_daemon_exits_with_an_error_and_pods_stay_cl
         let mut daemon = Daemon::start(&files);
         ip("link del penstock-host");
         assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-        daemon.wait_for("penstock: host_port: interface penstock-host is gone; restart penstock");
+        daemon.wait_for("penstock: host_veth: interface penstock-host is gone; restart penstock");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
         assert_restored(&before);
