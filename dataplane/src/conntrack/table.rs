@@ -338,7 +338,7 @@ impl ConnTable {
     /// saw the other's candidate.
     /// 1. Q saw p tentative: it gave up q for p, the lower one. Q saw p live: it gave up q.
     /// 2. P saw q tentative: it removed q, the higher one, so that Q's confirmation fails; or it could not because q
-    /// had become live, and gave up p. P saw q live: it gave up p.
+    ///    had become live, and gave up p. P saw q live: it gave up p.
     ///
     /// No thread waits: one that finds another's candidate completes that insert instead.
     fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
