@@ -6,7 +6,7 @@
 use super::state::SctpState;
 use crate::packet::SctpChunk;
 
-/// The effect of a packet on its association; see [`super::track::SctpStep`].
+/// The effect of a packet on its association; see [`super::track::PacketEffect`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum SctpStep {
     /// New state, and the tracking words of the packet's sender and receiver.

@@ -8,7 +8,7 @@
 use super::state::TcpState;
 use crate::packet::{TcpFlags, TcpSegment};
 
-/// The effect of a segment on its connection; see [`super::track::TcpStep`].
+/// The effect of a segment on its connection; see [`super::track::PacketEffect`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TcpStep {
     /// New state, and the tracking words of the segment's sender and receiver.
