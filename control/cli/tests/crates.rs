@@ -123,7 +123,7 @@ fn privileged_crates_link_no_terminal_library() {
         let terminal: Vec<_> = TERMINAL.into_iter().filter(|&name| linked.contains(name)).collect();
         assert!(terminal.is_empty(), "{package} links {terminal:?}");
     }
-    // They are looked for under names that they have.
+    // The names above are spelt as the packages are: the command links these.
     let command = links.closure("penstock");
     assert!(["clap", "indicatif", "owo-colors", "ratatui"].iter().all(|&name| command.contains(name)));
 }

@@ -54,16 +54,22 @@ pub enum ConnectionState {
 #[derive(Clone, Copy, Debug)]
 struct PolicyEvaluation {
     index: usize,
-    judgement: PolicyVerdict,
-    occasion: EvaluationReason,
+    policy_verdict: PolicyVerdict,
+    evaluation_reason: EvaluationReason,
 }
 
 struct VerdictObserver<'a>(&'a mut Vec<PolicyEvaluation>);
 
 impl Observer for VerdictObserver<'_> {
     #[inline]
-    fn evaluated(&mut self, index: usize, _: &Flow, judgement: &PolicyVerdict, occasion: EvaluationReason) {
-        self.0.push(PolicyEvaluation { index, judgement: *judgement, occasion });
+    fn evaluated(
+        &mut self,
+        index: usize,
+        _: &Flow,
+        policy_verdict: &PolicyVerdict,
+        evaluation_reason: EvaluationReason,
+    ) {
+        self.0.push(PolicyEvaluation { index, policy_verdict: *policy_verdict, evaluation_reason });
     }
 }
 
@@ -188,14 +194,14 @@ impl Player {
 
     fn count_connections(&mut self) {
         let (snapshot, rules) = self.cluster.parts();
-        for PolicyEvaluation { index, judgement, occasion } in &self.judged {
-            match occasion {
+        for PolicyEvaluation { index, policy_verdict, evaluation_reason } in &self.judged {
+            match evaluation_reason {
                 EvaluationReason::Opened if is_let_through(self.verdicts[*index]) => {
                     self.counters.connections += 1;
-                    let rules_hit = rules.of(&snapshot.policy, judgement);
+                    let rules_hit = rules.of(&snapshot.policy, policy_verdict);
                     rules.hit(rules_hit);
                 }
-                EvaluationReason::Reevaluated if !judgement.is_allowed() => self.counters.cut += 1,
+                EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.cut += 1,
                 EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
             }
         }
@@ -237,13 +243,13 @@ impl Player {
             return (Some(ConnectionState::Related), self.rules_of(packet, frame));
         }
         match self.judged.iter().rfind(|judged| judged.index == index) {
-            Some(PolicyEvaluation { judgement, occasion, .. }) => {
+            Some(PolicyEvaluation { policy_verdict, evaluation_reason, .. }) => {
                 let (snapshot, rules) = self.cluster.parts();
-                let connection_state = match occasion {
+                let connection_state = match evaluation_reason {
                     EvaluationReason::Opened => ConnectionState::New,
                     EvaluationReason::Reevaluated => ConnectionState::Established,
                 };
-                (Some(connection_state), rules.of(&snapshot.policy, judgement))
+                (Some(connection_state), rules.of(&snapshot.policy, policy_verdict))
             }
             None => (Some(ConnectionState::Established), self.rules_of(packet, frame)),
         }

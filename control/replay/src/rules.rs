@@ -54,9 +54,9 @@ impl RuleNames {
 
     /// The rules of a verdict by the current tables.
     #[inline]
-    pub(super) fn of(&mut self, policy: &PolicySet, judgement: &PolicyVerdict) -> Rules {
-        let egress = judgement.egress.rule().map(|rule| self.resolve(policy, rule));
-        let ingress = judgement.ingress.rule().map(|rule| self.resolve(policy, rule));
+    pub(super) fn of(&mut self, policy: &PolicySet, policy_verdict: &PolicyVerdict) -> Rules {
+        let egress = policy_verdict.egress.rule().map(|rule| self.resolve(policy, rule));
+        let ingress = policy_verdict.ingress.rule().map(|rule| self.resolve(policy, rule));
         // If one rule allows both directions, it counts once.
         Rules { egress, ingress: ingress.filter(|_| ingress != egress) }
     }

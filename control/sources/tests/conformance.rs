@@ -199,10 +199,10 @@ impl Tally {
             };
             let (src, dst) = (addresses[&row.from].into(), addresses[&row.to].into());
             let flow = Flow { src, dst, protocol, src_port: 40000, dst_port: row.resolved_port };
-            let judgement = engine.evaluate(&flow);
+            let policy_verdict = engine.evaluate(&flow);
             self.checked += 1;
             self.denied += usize::from(!(row.ingress && row.egress));
-            let sides = (judgement.egress.is_allowed(), judgement.ingress.is_allowed());
+            let sides = (policy_verdict.egress.is_allowed(), policy_verdict.ingress.is_allowed());
             if sides != (row.egress, row.ingress) {
                 self.wrong.push(format!("{place}: {} to {} {} {}", row.from, row.to, row.protocol, row.resolved_port));
             }

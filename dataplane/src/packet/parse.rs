@@ -83,8 +83,7 @@ impl Fragment {
 
 const _: () = assert!(size_of::<Option<Fragment>>() == 8);
 
-/// Where the parts of a packet lie in its frame. All offsets count octets from the start of the frame, are in
-/// order and within it.
+/// Offsets of a packet's parts in its frame, in bytes from the start of the frame. They are in order and within it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Layout {
     /// Start of the IP header.

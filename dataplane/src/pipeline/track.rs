@@ -85,11 +85,11 @@ impl<O: Observer> Tracker<'_, O> {
         hashed: &PreparedFlow,
         route: PacketPath,
     ) -> Result<PacketPath, DroppedPacket> {
-        let refused = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
+        let rejected = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
         match update {
             Update::Accepted(_) => Ok(route),
-            Update::Invalid => refused(DropReason::InvalidState),
-            Update::Revoked => refused(DropReason::ConnectionCut),
+            Update::Invalid => rejected(DropReason::InvalidState),
+            Update::Revoked => rejected(DropReason::ConnectionCut),
             Update::Removed => self.open(packet, hashed),
             Update::Opens => self.open_in_place(connection, packet, hashed),
             Update::ReverseSyn => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
@@ -156,9 +156,9 @@ impl<O: Observer> Tracker<'_, O> {
         }
     }
 
-    /// Whether a connection that this packet enters is to cross the node's own stack: the node has translated it, since a
-    /// pod's packets come from there only then. Of one between two pods that is picked up from its middle that is not known.
-    /// The stack carries it in either case, if there is a port into it.
+    /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
+    /// that comes from the stack was translated there. For a mid-stream pick-up between two local pods this is unknown;
+    /// the stack forwards it either way, if there is a port into it.
     fn enters_via_host(&self, packet: &Packet) -> bool {
         let Flow { src, dst, .. } = packet.flow;
         let known = packet.transport.may_open();
