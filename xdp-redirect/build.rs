@@ -1,4 +1,5 @@
-//! Compiles `src/bpf/redirect.bpf.c` with clang, once for pods' ports and once for the node's, and generates skeletons.
+//! Compiles the BPF programs with clang and generates skeletons: `redirect.bpf.c` once for pods' ports and once for the
+//! node's, and `tcx.bpf.c`.
 
 use std::path::PathBuf;
 use std::process::{Command, exit};
@@ -6,31 +7,34 @@ use std::{env, fs};
 
 use libbpf_cargo::SkeletonBuilder;
 
-const SOURCE: &str = "src/bpf/redirect.bpf.c";
-const HEADER: &str = "src/bpf/translation.h";
+const XDP: &str = "src/bpf/redirect.bpf.c";
+const TCX: &str = "src/bpf/tcx.bpf.c";
+const HEADERS: [&str; 3] = ["src/bpf/neighbour.h", "src/bpf/outcome.h", "src/bpf/translation.h"];
 
 fn main() {
-    println!("cargo:rerun-if-changed={SOURCE}");
-    println!("cargo:rerun-if-changed={HEADER}");
+    for source in [XDP, TCX].iter().chain(&HEADERS) {
+        println!("cargo:rerun-if-changed={source}");
+    }
     println!("cargo:rerun-if-env-changed=CLANG");
     let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
     if let Err(error) = Command::new(&clang).arg("--version").output() {
         fail(&format!("cannot run {clang} ({error}): install clang (Debian: apt-get install clang) or set CLANG"));
     }
-    compile(&clang, "pod.skel.rs", &[]);
-    compile(&clang, "node.skel.rs", &["-DASKS_THE_KERNEL"]);
+    compile(&clang, XDP, "pod.skel.rs", &[]);
+    compile(&clang, XDP, "node.skel.rs", &["-DASKS_THE_KERNEL"]);
+    compile(&clang, TCX, "tcx.skel.rs", &[]);
 }
 
-fn compile(clang: &str, skeleton: &str, defines: &[&str]) {
+fn compile(clang: &str, source: &str, skeleton: &str, defines: &[&str]) {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(skeleton);
     let arguments = ["-Wall", "-Werror"].iter().chain(defines).map(ToString::to_string);
     let built = SkeletonBuilder::new()
-        .source(SOURCE)
+        .source(source)
         .clang(clang)
         .clang_args(arguments.chain(multiarch_headers()))
         .build_and_generate(&out);
     if let Err(error) = built {
-        fail(&format!("cannot compile {SOURCE}: {error:#} (its headers are in Debian's linux-libc-dev)"));
+        fail(&format!("cannot compile {source}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
     // The generated file has inner attributes, which only a module file may contain, hence the include by path in
     // program.rs.

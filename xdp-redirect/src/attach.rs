@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
-use crate::pins::{Pinned, Pins, detach};
+use crate::pins::{Pinned, PinnedProgram, Pins, detach};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{
     AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, SocketError, XdpOutcomeCounts, egress_check,
@@ -96,9 +96,9 @@ impl Attached {
         options: AttachOptions,
         pins: &Pins,
     ) -> Result<Self, AttachError> {
-        let pinned = Pinned { role: options.role, interface: interface.index };
+        let pinned = Pinned { program: PinnedProgram::Xdp(options.role), interface: interface.index };
         if let Some(link) = pins.take(pinned) {
-            match replace_program(&link, &program) {
+            match replace_program(&link, &program.fd) {
                 Ok(()) => {
                     let mode = mode_of(interface);
                     let pin = Some((pins.clone(), pinned));
@@ -201,7 +201,7 @@ fn refused(interface: &Interface, mode: &'static str, source: io::Error) -> Atta
 }
 
 /// The kernel only returns "invalid argument" for an index without an interface.
-fn is_gone(interface: &Interface) -> bool {
+pub(crate) fn is_gone(interface: &Interface) -> bool {
     nix::net::if_::if_nametoindex(interface.name.as_str()) != Ok(interface.index)
 }
 
@@ -224,9 +224,9 @@ fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Resu
 }
 
 /// Replaces the program of a link.
-fn replace_program(link: &OwnedFd, program: &Program) -> io::Result<()> {
+pub(crate) fn replace_program(link: &OwnedFd, program: &OwnedFd) -> io::Result<()> {
     // SAFETY: both descriptors are open and passed by value; no options are given.
-    let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.fd.as_raw_fd(), std::ptr::null()) };
+    let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) };
     if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 

@@ -83,6 +83,16 @@ pub enum AttachError {
         /// What the kernel said.
         source: libbpf_rs::Error,
     },
+    /// The kernel rejected a tcx program.
+    #[error(
+        "cannot attach to interface {interface} by tcx ({source}): Linux 6.6 or newer is needed, or attach = \"xdp\""
+    )]
+    Tcx {
+        /// The interface.
+        interface: String,
+        /// Error of the kernel.
+        source: io::Error,
+    },
     /// The kernel rejected every allowed mode.
     #[error(
         "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"

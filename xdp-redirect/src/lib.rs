@@ -17,6 +17,7 @@ mod own_addresses;
 mod pins;
 mod program;
 mod tag;
+mod tcx;
 mod translation;
 
 pub use attach::{Attached, XdpMode};
@@ -25,9 +26,10 @@ pub use foreign::ForeignProgram;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{XdpOutcome, XdpOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
-pub use pins::{PinError, Pinned, Pins};
+pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
+pub use tcx::{MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxOptions, TcxPrograms, WorkerPair};
 pub use translation::can_find_translated;
 
 use std::fmt;

@@ -1,10 +1,10 @@
-//! Outcomes of packets in the XDP program, and their counters.
+//! Outcomes of packets in the XDP and tcx programs, and their counters.
 
 use std::fmt;
 
 use libbpf_rs::{MapCore, MapFlags};
 
-/// What the program did with a packet, and why. Numbered as `enum outcome` in `src/bpf/redirect.bpf.c`.
+/// What the program did with a packet, and why. Numbered as `enum outcome` in `src/bpf/outcome.h`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(u8)]
 pub enum XdpOutcome {
@@ -35,11 +35,13 @@ pub enum XdpOutcome {
     /// On an uplink, unknown whether the kernel translates its connection (a fragment, or neither TCP nor UDP): passed
     /// to it.
     Undecided,
+    /// At a pod's veth, by tcx: no worker serves the pod yet, or any more. Dropped.
+    NotReady,
 }
 
 impl XdpOutcome {
     /// All outcomes, in the order of their numbers.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -52,6 +54,7 @@ impl XdpOutcome {
         Self::SpoofedSource,
         Self::Translated,
         Self::Undecided,
+        Self::NotReady,
     ];
 
     /// Its name in counters and logs.
@@ -69,6 +72,7 @@ impl XdpOutcome {
             Self::SpoofedSource => "spoofed_source",
             Self::Translated => "translated",
             Self::Undecided => "undecided",
+            Self::NotReady => "not_ready",
         }
     }
 }

@@ -54,11 +54,42 @@ pub struct Pins {
     directory: PathBuf,
 }
 
+/// The program of a pinned link.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PinnedProgram {
+    /// The XDP program in this role.
+    Xdp(Role),
+    /// The tcx program on what a pod sends.
+    FromPod,
+    /// The tcx program on what the node's stack sends to a pod.
+    ToPod,
+}
+
+impl PinnedProgram {
+    const ALL: [Self; 5] =
+        [Self::Xdp(Role::Pod), Self::Xdp(Role::Host), Self::Xdp(Role::Uplink), Self::FromPod, Self::ToPod];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Xdp(Role::Pod) => "pod",
+            Self::Xdp(Role::Host) => "host",
+            Self::Xdp(Role::Uplink) => "uplink",
+            Self::FromPod => "from_pod",
+            Self::ToPod => "to_pod",
+        }
+    }
+
+    /// Whether its interface is the node's end of a pod's veth.
+    pub const fn is_at_pod(self) -> bool {
+        matches!(self, Self::Xdp(Role::Pod) | Self::FromPod | Self::ToPod)
+    }
+}
+
 /// A pinned link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pinned {
-    /// Role of its program.
-    pub role: Role,
+    /// Its program.
+    pub program: PinnedProgram,
     /// Index of its interface, while that exists.
     pub interface: u32,
 }
@@ -164,23 +195,15 @@ impl Pins {
     }
 
     fn path(&self, pinned: Pinned) -> PathBuf {
-        self.directory.join(format!("{}-{}", role_name(pinned.role), pinned.interface))
+        self.directory.join(format!("{}-{}", pinned.program.name(), pinned.interface))
     }
 }
 
 /// Parses a file name.
 fn parse(name: &str) -> Option<Pinned> {
-    let (role, interface) = name.rsplit_once('-')?;
-    let role = [Role::Pod, Role::Host, Role::Uplink].into_iter().find(|&known| role_name(known) == role)?;
-    Some(Pinned { role, interface: interface.parse().ok()? })
-}
-
-const fn role_name(role: Role) -> &'static str {
-    match role {
-        Role::Pod => "pod",
-        Role::Host => "host",
-        Role::Uplink => "uplink",
-    }
+    let (program, interface) = name.rsplit_once('-')?;
+    let program = PinnedProgram::ALL.into_iter().find(|known| known.name() == program)?;
+    Some(Pinned { program, interface: interface.parse().ok()? })
 }
 
 fn is_bpffs(path: &Path) -> bool {
@@ -203,38 +226,43 @@ pub(crate) fn detach(link: &OwnedFd) {
     let result = unsafe { libbpf_sys::bpf_link_detach(link.as_raw_fd()) };
     if result != 0 {
         let error = io::Error::from_raw_os_error(-result);
-        tracing::debug!(%error, "the XDP program was detached already");
+        tracing::debug!(%error, "the program was detached already");
     }
 }
 
-/// The kernel's information about an XDP link; `None` for another kind of link.
+/// The kernel's information about an XDP or tcx link; `None` for another kind of link.
 pub(crate) fn link_info(link: &OwnedFd) -> Option<libbpf_sys::bpf_link_info> {
     let mut info = libbpf_sys::bpf_link_info::default();
     let mut length = size_of::<libbpf_sys::bpf_link_info>() as u32;
     let to = (&raw mut info).cast();
     // SAFETY: `to` points to `length` bytes that live across the call; the kernel writes at most `length`.
     let result = unsafe { libbpf_sys::bpf_obj_get_info_by_fd(link.as_raw_fd(), to, &mut length) };
-    (result == 0 && info.type_ == libbpf_sys::BPF_LINK_TYPE_XDP).then_some(info)
+    let is_known = matches!(info.type_, libbpf_sys::BPF_LINK_TYPE_XDP | libbpf_sys::BPF_LINK_TYPE_TCX);
+    (result == 0 && is_known).then_some(info)
 }
 
-/// Index of the interface that an XDP link is attached to; `None` if that is gone or it is another kind of link.
+/// Index of the interface that a link is attached to; `None` if that is gone or it is another kind of link.
 fn interface_of(link: &OwnedFd) -> Option<u32> {
     let info = link_info(link)?;
     // SAFETY: the kernel has filled in this part of the union according to the type; it is a plain number.
-    let index = unsafe { info.__bindgen_anon_1.xdp.ifindex };
+    let index = unsafe {
+        match info.type_ {
+            libbpf_sys::BPF_LINK_TYPE_TCX => info.__bindgen_anon_1.tcx.ifindex,
+            _ => info.__bindgen_anon_1.xdp.ifindex,
+        }
+    };
     (index != 0).then_some(index)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Pinned, parse, role_name};
-    use crate::Role;
+    use super::{Pinned, PinnedProgram, parse};
 
     #[test]
-    fn pin_names_encode_role_and_interface_and_other_names_are_ignored() {
-        for role in [Role::Pod, Role::Host, Role::Uplink] {
-            let pinned = Pinned { role, interface: 4_294_967_295 };
-            assert_eq!(parse(&format!("{}-{}", role_name(role), pinned.interface)), Some(pinned));
+    fn pin_names_encode_program_and_interface_and_other_names_are_ignored() {
+        for program in PinnedProgram::ALL {
+            let pinned = Pinned { program, interface: 4_294_967_295 };
+            assert_eq!(parse(&format!("{}-{}", program.name(), pinned.interface)), Some(pinned));
         }
         for other in ["", "pod", "pod-", "pod-x", "pod--1", "pod-4294967296", "map-3"] {
             assert_eq!(parse(other), None, "{other:?}");

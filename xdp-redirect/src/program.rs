@@ -65,7 +65,7 @@ macro_rules! open {
         constants.bridged = u32::from($options.bridge.is_some());
         // In wire order, independent of the machine's byte order.
         let [a, b, c, d, e, f] = $options.bridge.unwrap_or_default();
-        constants.bridge_mac = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
+        constants.bridge_mac.parts = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
         open.maps.local_pods.reuse_fd($shared.local_pods.map().as_fd()).map_err(failed)?;
         open.maps.alive.reuse_fd($shared.liveness.map().as_fd()).map_err(failed)?;
         open

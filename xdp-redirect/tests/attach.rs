@@ -271,7 +271,10 @@ fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
 
         let redirect = Redirect::pinned(root.open()).unwrap();
         let there = redirect.pins().unwrap().links();
-        assert_eq!(there, [Pinned { role: Role::Pod, interface: interface.index }]);
+        assert_eq!(
+            there,
+            [Pinned { program: penstock_xdp_redirect::PinnedProgram::Xdp(Role::Pod), interface: interface.index }]
+        );
         let after = redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
         assert_eq!(after.mode(), &XdpMode::Native);
         assert_ne!(program(ip("-d link show dev v")), Some(first), "another program has its place");

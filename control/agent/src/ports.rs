@@ -140,7 +140,7 @@ impl Ports {
         let permanent: Vec<u32> = self.permanent.iter().map(|open| open.attached.interface().index).collect();
         for pinned in pins.links() {
             let index = pinned.interface;
-            match netstate.links.get(&index).filter(|_| pinned.role == Role::Pod) {
+            match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
                 None if permanent.contains(&index) => {}

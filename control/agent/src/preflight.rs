@@ -154,7 +154,7 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
         (Err(error), _) | (_, Err(error)) => return Some(Finding::error(error.to_string())),
     };
     for (pinned, tag) in &tags {
-        let own = if pinned.role == Role::Pod { own } else { of_node };
+        let own = if pinned.program.is_at_pod() { own } else { of_node };
         match tag {
             Ok(tag) if *tag == own => {}
             Ok(tag) => {

@@ -13,17 +13,14 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-#define FAMILY_INET 2 /* AF_INET and AF_INET6, whose header is not for BPF */
-#define FAMILY_INET6 10
-
-enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG,
-	       SPOOFED_SOURCE, TRANSLATED, UNDECIDED, OUTCOMES };
+#include "neighbour.h"
+#include "outcome.h"
 
 const volatile __u32 on_miss = XDP_DROP; /* action on a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only packets to local pods */
 const volatile __u32 pod = 0;            /* the peer is a pod, no other kind of neighbour */
 const volatile __u32 bridged = 0;        /* the interface is a port of the bridge with this MAC */
-const volatile __u16 bridge_mac[3] = {};
+const volatile struct mac bridge_mac = {};
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
@@ -36,7 +33,6 @@ struct { /* a socket of the serving process while it lives; shared by all */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
 
-struct mac { __u16 parts[3]; };
 struct { /* a pod's MAC by each of its addresses and by ::; empty while unknown */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 32); __type(key, struct in6_addr); __type(value, struct mac);
 } own SEC(".maps");
@@ -47,98 +43,6 @@ static __always_inline int done(__u32 outcome, int action)
 	if (count)
 		*count += 1;
 	return action;
-}
-
-/* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here without extension headers before them. A
- * packet that the kernel would forward is not neighbour discovery: it would bypass the workers. */
-static __always_inline int is_neighbour_discovery(struct xdp_md *ctx, const struct ethhdr *eth, const void *end)
-{
-	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
-	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
-	const __u8 *to = ip6->daddr.s6_addr;
-	const __u16 *mac = (const void *)eth->h_dest;
-	struct bpf_fib_lookup route = { .family = FAMILY_INET6, .ifindex = ctx->ingress_ifindex };
-
-	if (ip6->nexthdr != IPPROTO_ICMPV6 || ip6->hop_limit != 255 || (const void *)(icmp6 + 1) > end)
-		return 0;
-	if (icmp6->icmp6_type < 133 || icmp6->icmp6_type > 137)
-		return 0;
-	if (bridged && (mac[0] != bridge_mac[0] || mac[1] != bridge_mac[1] || mac[2] != bridge_mac[2]))
-		return 1; /* to a neighbour on the bridge: the node does not route it */
-	if ((to[0] == 0xff && (to[1] & 0x0f) == 2) || (to[0] == 0xfe && (to[1] & 0xc0) == 0x80))
-		return 1; /* link scope */
-	__builtin_memcpy(route.ipv6_src, &ip6->saddr, sizeof(route.ipv6_src));
-	__builtin_memcpy(route.ipv6_dst, &ip6->daddr, sizeof(route.ipv6_dst));
-	return bpf_fib_lookup(ctx, &route, sizeof(route), 0) == BPF_FIB_LKUP_RET_NOT_FWDED;
-}
-
-static __always_inline int is_mac(const struct mac *mac, const __u8 *bytes)
-{
-	const __u16 *parts = (const void *)bytes;
-
-	return mac->parts[0] == parts[0] && mac->parts[1] == parts[1] && mac->parts[2] == parts[2];
-}
-
-static __always_inline struct in6_addr mapped(const __u8 *ip4)
-{
-	struct in6_addr address = {};
-
-	address.s6_addr[10] = address.s6_addr[11] = 0xff;
-	__builtin_memcpy(&address.s6_addr[12], ip4, 4);
-	return address;
-}
-
-struct arp { /* of IPv4 over Ethernet (RFC 826) */
-	__be16 hardware, protocol; __u8 hardware_len, protocol_len; __be16 operation;
-	__u8 sender_mac[ETH_ALEN], sender[4], target_mac[ETH_ALEN], target[4];
-};
-
-/* A known pod must name itself as the sender, or nobody in a probe for a free address (RFC 5227). Otherwise each request
- * would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. */
-static __always_inline int is_own_arp(const struct ethhdr *eth, const void *end)
-{
-	const struct arp *arp = (const void *)(eth + 1);
-	struct in6_addr sender = {};
-	const struct mac *mac = bpf_map_lookup_elem(&own, &sender);
-
-	if (!mac)
-		return 1;
-	if ((const void *)(arp + 1) > end || !is_mac(mac, eth->h_source) || !is_mac(mac, arp->sender_mac))
-		return 0;
-	sender = mapped(arp->sender);
-	return !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(&own, &sender);
-}
-
-/* Its own address; or a link-local one that it chooses itself, as long as the map has room. */
-static __always_inline int is_own_address(const struct mac *mac, const struct in6_addr *address)
-{
-	struct in6_addr key = *address;
-
-	if (bpf_map_lookup_elem(&own, &key))
-		return 1;
-	return key.s6_addr[0] == 0xfe && (key.s6_addr[1] & 0xc0) == 0x80 &&
-	       bpf_map_update_elem(&own, &key, mac, BPF_NOEXIST) == 0;
-}
-
-/* No pod is a router, so it may neither advertise nor redirect. A known pod may solicit from its own address, or from none
- * to probe for a free one, and advertise only its own (RFC 4861 sections 4.3 and 4.4). */
-static __always_inline int is_own_discovery(const struct ethhdr *eth, const void *end)
-{
-	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
-	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
-	const struct in6_addr *target = (const void *)(icmp6 + 1);
-	struct in6_addr none = {};
-	const struct mac *mac = bpf_map_lookup_elem(&own, &none);
-
-	if (icmp6->icmp6_type == 134 || icmp6->icmp6_type == 137)
-		return 0;
-	if (!mac)
-		return 1;
-	if (!is_mac(mac, eth->h_source))
-		return 0;
-	if (icmp6->icmp6_type == 136)
-		return (const void *)(target + 1) <= end && is_own_address(mac, &ip6->saddr) && is_own_address(mac, target);
-	return is_own_address(mac, &ip6->saddr); /* :: is in the map */
 }
 
 #ifdef ASKS_THE_KERNEL
@@ -196,6 +100,8 @@ int penstock(struct xdp_md *ctx)
 	const struct ethhdr *eth = (void *)(long)ctx->data;
 	const struct iphdr *ip4 = (void *)(eth + 1);
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
+	/* Read one by one: without `volatile` clang takes the constant for zero. */
+	const struct mac bridge = { { bridge_mac.parts[0], bridge_mac.parts[1], bridge_mac.parts[2] } };
 	struct in6_addr to = {}, from = {};
 	const __u16 *longest;
 	__u32 process = 0;
@@ -209,7 +115,7 @@ int penstock(struct xdp_md *ctx)
 		return done(NOT_IP, XDP_PASS);
 	switch (eth->h_proto) {
 	case bpf_htons(ETH_P_ARP):
-		return pod && !is_own_arp(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
+		return pod && !is_own_arp(&own, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
 	case bpf_htons(ETH_P_8021Q):
 	case bpf_htons(ETH_P_8021AD): /* the kernel treats VLAN 0 as untagged: a pod could bypass the workers */
 		return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);
@@ -224,8 +130,8 @@ int penstock(struct xdp_md *ctx)
 		break;
 	case bpf_htons(ETH_P_IPV6):
 		whole = (void *)(ip6 + 1) <= end;
-		if (whole && is_neighbour_discovery(ctx, eth, end))
-			return pod && !is_own_discovery(eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
+		if (whole && is_neighbour_discovery(ctx, ctx->ingress_ifindex, bridged ? &bridge : 0, eth, end))
+			return pod && !is_own_discovery(&own, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
 		if (whole) {
 			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
 			__builtin_memcpy(&from, &ip6->saddr, sizeof(from));

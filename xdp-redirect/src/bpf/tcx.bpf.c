@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* Programs at the node's ends of pods' veths (tcx), and at the veth pair of each worker.
+ *
+ *   pod ── from_pod ──▶ pair ──▶ worker ──▶ pair ── from_worker ──▶ pod, or the node's stack as if the pod had sent it
+ *   the node's stack ── to_pod ──▶ pair
+ *
+ * A frame on a pair carries in its Ethernet addresses what the other side must know (struct tag). Pods cannot write these:
+ * the programs replace both addresses of each frame that enters or leaves a pair. */
+#include <stddef.h>
+#include <linux/bpf.h>
+#include <linux/icmpv6.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/pkt_cls.h>
+#include <bpf/bpf_core_read.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "neighbour.h"
+#include "outcome.h"
+
+#define MAX_PORTS 4096
+#define MAX_WORKERS 64
+
+const volatile __u32 open_without_workers = 0; /* pass packets to the kernel while no process serves the sockets */
+const volatile __u32 workers = 1;              /* in use of `pairs` */
+const volatile __u32 pairs[MAX_WORKERS] = {};  /* interface index of the node's end of each worker's pair */
+const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
+
+struct interface { /* the node's end of a pod's veth */
+	__u16 port;         /* the number that workers know it by */
+	__u16 bridged;      /* it is a port of the bridge with this MAC */
+	struct mac bridge;
+	__u16 unused;
+};
+struct { /* by interface index; without an entry everything is dropped */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, MAX_PORTS); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32); __type(value, struct interface);
+} interfaces SEC(".maps");
+
+struct target { /* where a worker's packets for a port go */
+	__u32 interface; /* 0: there is no such port */
+	struct mac node, pod;
+};
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_PORTS); __type(key, __u32); __type(value, struct target); } targets SEC(".maps");
+
+/* Sizes of struct in6_addr and struct mac: clang leaves these types out of BTF where only an inner map has them. */
+struct own { __uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 32); __uint(key_size, 16); __uint(value_size, 6); };
+struct { /* by interface index: a pod's MAC by each of its addresses and by :: */
+	__uint(type, BPF_MAP_TYPE_HASH_OF_MAPS); __uint(max_entries, MAX_PORTS); __type(key, __u32);
+	__array(values, struct own);
+} own_addresses SEC(".maps");
+
+struct counters { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); };
+struct { /* by interface index: packets by outcome */
+	__uint(type, BPF_MAP_TYPE_HASH_OF_MAPS); __uint(max_entries, MAX_PORTS); __type(key, __u32);
+	__array(values, struct counters);
+} outcomes SEC(".maps");
+
+struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d): the interface by which their packets enter the node's stack, or 0 */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct in6_addr); __type(value, __u32);
+} pod_addresses SEC(".maps");
+
+struct { /* a socket of the serving process while it lives */
+	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
+} alive SEC(".maps");
+
+extern void *bpf_cast_to_kern_ctx(void *) __ksym;
+struct sk_buff { __u8 ip_summed : 2; } __attribute__((preserve_access_index));
+#define CHECKSUM_PARTIAL 3 /* include/linux/skbuff.h */
+
+/* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
+struct tag {
+	__u8 to_local, to_kind, flags, unused;
+	__be16 port;
+	__u8 from_local, from_kind;
+	__be32 interface;
+} __attribute__((packed));
+
+#define LOCAL 0x02
+#define TO_WORKER 0xfa   /* `port`, `interface`: the pod at whose veth the frame was */
+#define FROM_WORKER 0xfb /* `port`: the pod that it is for, or whose packet it is */
+
+enum { /* flags of a frame to a worker */
+	CHECKSUM_OPEN = 1, /* the transport checksum is that of the pseudo header */
+	FROM_NODE = 2,     /* from the node's stack to the pod, otherwise from the pod */
+	LOCAL_PROCESS = 4, /* sent by the node itself, not forwarded */
+};
+enum { /* flags of a frame from a worker */
+	TO_NODE = 1, /* to the node's stack: as the pod's, or with port NO_PORT as the pair's */
+};
+#define NO_PORT 0xffff
+
+static __always_inline int count(__u32 interface, __u32 outcome, int action)
+{
+	void *counters = bpf_map_lookup_elem(&outcomes, &interface);
+	__u64 *packets = counters ? bpf_map_lookup_elem(counters, &outcome) : 0;
+
+	if (packets)
+		*packets += 1;
+	return action;
+}
+
+/* Which worker: the same for both directions of a connection. A later fragment may meet another worker than the first:
+ * workers share what they know of fragments, too. */
+static __always_inline __u32 pair_of(struct __sk_buff *skb)
+{
+	struct { union { struct iphdr ip4; struct ipv6hdr ip6; }; } head = {};
+	__u32 ports = 0, sum, offset, index;
+	__u8 protocol;
+
+	if (workers < 2)
+		return pairs[0];
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		if (bpf_skb_load_bytes(skb, ETH_HLEN, &head.ip4, sizeof(head.ip4)))
+			return pairs[0];
+		sum = head.ip4.saddr ^ head.ip4.daddr;
+		protocol = head.ip4.frag_off & bpf_htons(0x3fff) ? 0 : head.ip4.protocol;
+		offset = head.ip4.ihl * 4;
+	} else {
+		if (bpf_skb_load_bytes(skb, ETH_HLEN, &head.ip6, sizeof(head.ip6)))
+			return pairs[0];
+		sum = head.ip6.saddr.s6_addr32[0] ^ head.ip6.saddr.s6_addr32[1] ^ head.ip6.saddr.s6_addr32[2] ^
+		      head.ip6.saddr.s6_addr32[3] ^ head.ip6.daddr.s6_addr32[0] ^ head.ip6.daddr.s6_addr32[1] ^
+		      head.ip6.daddr.s6_addr32[2] ^ head.ip6.daddr.s6_addr32[3];
+		protocol = head.ip6.nexthdr;
+		offset = sizeof(head.ip6);
+	}
+	if (protocol == IPPROTO_TCP || protocol == IPPROTO_UDP || protocol == IPPROTO_SCTP)
+		bpf_skb_load_bytes(skb, ETH_HLEN + offset, &ports, sizeof(ports));
+	sum = (sum ^ (ports >> 16) ^ (ports & 0xffff)) * 0x9e3779b1u;
+	index = ((__u64)sum * workers) >> 32;
+	return index < MAX_WORKERS ? pairs[index] : pairs[0];
+}
+
+static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags)
+{
+	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
+	struct tag tag = {
+		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(at->port),
+		.from_local = LOCAL, .from_kind = TO_WORKER, .interface = bpf_htonl(skb->ifindex),
+	};
+
+	tag.flags = flags | (BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL ? CHECKSUM_OPEN : 0);
+	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
+		return count(skb->ifindex, NOT_IP, TC_ACT_SHOT);
+	return count(skb->ifindex, REDIRECTED, bpf_redirect(pair_of(skb), 0));
+}
+
+/* No process serves the sockets, and then policy is not enforced by setting. */
+static __always_inline int is_open(void)
+{
+	__u32 process = 0;
+
+	return open_without_workers && !bpf_map_lookup_elem(&alive, &process);
+}
+
+/* Bytes of address resolution that must be readable: an IPv6 header and a neighbour message with its target. */
+#define RESOLUTION (ETH_HLEN + sizeof(struct ipv6hdr) + sizeof(struct icmp6hdr) + sizeof(struct in6_addr))
+
+static __always_inline int pull(struct __sk_buff *skb)
+{
+	return bpf_skb_pull_data(skb, skb->len < RESOLUTION ? skb->len : RESOLUTION);
+}
+
+/* What a pod sends. */
+SEC("tcx/ingress")
+int from_pod(struct __sk_buff *skb)
+{
+	__u32 interface = skb->ifindex;
+	const struct interface *at;
+	const struct ethhdr *eth;
+	const void *end;
+	void *own;
+
+	/* The kernel clears marks on the way out of a pod's namespace (skb_scrub_packet in net/core/skbuff.c). */
+	if (skb->mark == passed) {
+		skb->mark = 0;
+		return TC_ACT_OK;
+	}
+	if (is_open())
+		return count(interface, NO_SOCKET, TC_ACT_OK);
+	/* The kernel treats VLAN 0 as untagged: a pod could bypass the workers. */
+	if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))
+		return count(interface, VLAN_TAG, TC_ACT_SHOT);
+	at = bpf_map_lookup_elem(&interfaces, &interface);
+	own = bpf_map_lookup_elem(&own_addresses, &interface);
+	if (pull(skb))
+		return count(interface, NOT_IP, TC_ACT_SHOT);
+	eth = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	if ((const void *)(eth + 1) > end)
+		return count(interface, NOT_IP, TC_ACT_SHOT);
+	switch (skb->protocol) {
+	case bpf_htons(ETH_P_ARP):
+		if (own && !is_own_arp(own, eth, end))
+			return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
+		return count(interface, ARP, TC_ACT_OK);
+	case bpf_htons(ETH_P_IPV6):
+		if ((const void *)(eth + 1) + sizeof(struct ipv6hdr) <= end &&
+		    is_neighbour_discovery(skb, interface, at && at->bridged ? &at->bridge : 0, eth, end)) {
+			if (own && !is_own_discovery(own, eth, end))
+				return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
+			return count(interface, NEIGHBOUR_DISCOVERY, TC_ACT_OK);
+		}
+		break;
+	case bpf_htons(ETH_P_IP):
+		break;
+	default:
+		return count(interface, NOT_IP, TC_ACT_OK);
+	}
+	if (!at)
+		return count(interface, NOT_READY, TC_ACT_SHOT);
+	return redirect_to_worker(skb, at, 0);
+}
+
+/* Whether a packet that the node's stack sends has the source of a local pod, but did not come from that pod. A pod's packets
+ * enter the stack by its interface, after the workers have checked them. The kernel records that interface, which
+ * forwarding and translation keep; it is 0 for what the node itself sends. */
+static __always_inline int is_spoofed(struct __sk_buff *skb)
+{
+	struct in6_addr from = {};
+	const __u32 *enters;
+	long unread;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		from.s6_addr32[2] = bpf_htonl(0xffff);
+		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, saddr), &from.s6_addr32[3], 4);
+	} else {
+		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), &from, sizeof(from));
+	}
+	if (unread)
+		return 1;
+	enters = bpf_map_lookup_elem(&pod_addresses, &from);
+	return enters && (!*enters || *enters != skb->ingress_ifindex);
+}
+
+/* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */
+SEC("tcx/egress")
+int to_pod(struct __sk_buff *skb)
+{
+	__u32 interface = skb->ifindex;
+	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
+	struct ipv6hdr ip6;
+	__u8 type;
+
+	if (is_open())
+		return count(interface, NO_SOCKET, TC_ACT_OK);
+	switch (skb->protocol) {
+	case bpf_htons(ETH_P_ARP):
+		return TC_ACT_OK;
+	case bpf_htons(ETH_P_IPV6): /* the kernel forwards no packet with hop limit 255 */
+		if (!bpf_skb_load_bytes(skb, ETH_HLEN, &ip6, sizeof(ip6)) && ip6.nexthdr == IPPROTO_ICMPV6 && ip6.hop_limit == 255 &&
+		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip6), &type, sizeof(type)) && type >= 133 && type <= 137)
+			return TC_ACT_OK;
+		break;
+	case bpf_htons(ETH_P_IP):
+		break;
+	default:
+		return TC_ACT_OK;
+	}
+	if (!at)
+		return count(interface, NOT_READY, TC_ACT_SHOT);
+	if (is_spoofed(skb))
+		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
+	return redirect_to_worker(skb, at, FROM_NODE | (skb->ingress_ifindex ? 0 : LOCAL_PROCESS));
+}
+
+/* What a worker sends, at the node's end of its pair. */
+SEC("tcx/ingress")
+int from_worker(struct __sk_buff *skb)
+{
+	const struct target *target;
+	struct mac macs[2];
+	struct tag tag;
+	__u32 port;
+
+	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER)
+		return TC_ACT_SHOT;
+	bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
+	if (tag.flags & TO_NODE && tag.port == bpf_htons(NO_PORT))
+		return TC_ACT_OK;
+	port = bpf_ntohs(tag.port);
+	target = bpf_map_lookup_elem(&targets, &port);
+	if (!target || !target->interface)
+		return TC_ACT_SHOT;
+	macs[0] = tag.flags & TO_NODE ? target->node : target->pod;
+	macs[1] = tag.flags & TO_NODE ? target->pod : target->node;
+	if (bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0))
+		return TC_ACT_SHOT;
+	if (!(tag.flags & TO_NODE))
+		return bpf_redirect_peer(target->interface, 0);
+	skb->mark = passed;
+	return bpf_redirect(target->interface, BPF_F_INGRESS);
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,376 @@
+//! The tcx programs at pods' veths, for packets that are whole: not segmented, and on the kernel's side of its translation.
+//!
+//! One set of programs serves all pods; what they must know of an interface is in maps. [`TcxPrograms::attach_pod`]
+//! attaches it to a pod's veth, where everything is dropped until [`PodVeth::serve`]. Packets go to a worker through its
+//! veth pair ([`WorkerPair`]), and come back the same way.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::mem::MaybeUninit;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+
+use crate::attach::{is_gone, replace_program};
+use crate::liveness::ProcessLiveness;
+use crate::local_pods::key;
+use crate::pins::{Pinned, PinnedProgram, Pins, detach};
+use crate::{AttachError, Interface, LoadError, OwnAddressesError, XdpOutcome, XdpOutcomeCounts, own_addresses};
+
+#[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod skeleton {
+    include!(concat!(env!("OUT_DIR"), "/tcx.skel.rs"));
+}
+
+/// Ports that the programs tell apart, as `MAX_PORTS` in `src/bpf/tcx.bpf.c`.
+pub const MAX_TCX_PORTS: u16 = 4096;
+/// Workers that packets can be spread over, as `MAX_WORKERS` in `src/bpf/tcx.bpf.c`.
+pub const MAX_TCX_WORKERS: usize = 64;
+/// Addresses of a pod, its link-local ones included, as `own` in `src/bpf/tcx.bpf.c`.
+const MAX_OWN_ADDRESSES: u32 = 32;
+
+/// How to load the programs.
+#[derive(Clone, Debug)]
+pub struct TcxOptions {
+    /// By worker: interface index of the node's end of its pair. From 1 to [`MAX_TCX_WORKERS`].
+    pub pairs: Vec<u32>,
+    /// Whether packets pass to the kernel once the process has ended ([`TcxPrograms::alive`]); otherwise they are dropped.
+    pub open_without_workers: bool,
+    /// Where links are pinned, so that they outlast the process.
+    pub pins: Option<Pins>,
+}
+
+/// A pod as the programs must know it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ServedPort {
+    /// The number that workers know it by; below [`MAX_TCX_PORTS`].
+    pub port: u16,
+    /// MAC of the node towards the pod: that of the veth's end, or of the bridge that it is a port of.
+    pub node_mac: [u8; 6],
+    /// MAC of the pod's end.
+    pub pod_mac: [u8; 6],
+    /// MAC address of the bridge that the interface belongs to, if any.
+    pub bridge: Option<[u8; 6]>,
+}
+
+/// The loaded programs and their maps.
+#[derive(Debug)]
+pub struct TcxPrograms {
+    from_pod: OwnedFd,
+    to_pod: OwnedFd,
+    from_worker: OwnedFd,
+    maps: Arc<Maps>,
+    liveness: ProcessLiveness,
+    pins: Option<Pins>,
+}
+
+#[derive(Debug)]
+struct Maps {
+    interfaces: MapHandle,
+    targets: MapHandle,
+    own_addresses: MapHandle,
+    outcomes: MapHandle,
+    pod_addresses: MapHandle,
+}
+
+impl TcxPrograms {
+    /// Loads the programs through the verifier. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or root), and Linux 6.6 for
+    /// tcx.
+    pub fn load(options: &TcxOptions) -> Result<Self, LoadError> {
+        let failed = |source| LoadError::new("the tcx programs", source);
+        let mut storage = MaybeUninit::uninit();
+        let mut open = skeleton::TcxSkelBuilder::default().open(&mut storage).map_err(failed)?;
+        let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
+        constants.open_without_workers = options.open_without_workers.into();
+        constants.workers = options.pairs.len().min(MAX_TCX_WORKERS) as u32;
+        constants.pairs.iter_mut().zip(&options.pairs).for_each(|(constant, &pair)| *constant = pair);
+        // Not 0, which every packet has that nothing has marked.
+        constants.passed = rand::random::<u32>() | 1;
+        let (own, outcomes) = (new_own_addresses().map_err(failed)?, new_outcomes().map_err(failed)?);
+        open.maps.own_addresses.set_inner_map_fd(own.as_fd()).map_err(failed)?;
+        open.maps.outcomes.set_inner_map_fd(outcomes.as_fd()).map_err(failed)?;
+        let liveness = ProcessLiveness::create()?;
+        open.maps.alive.reuse_fd(liveness.map().as_fd()).map_err(failed)?;
+        let loaded = open.load().map_err(failed)?;
+        let program = |program: BorrowedFd<'_>| program.try_clone_to_owned().map_err(|error| failed(error.into()));
+        let map = |map| MapHandle::try_from(map).map_err(failed);
+        Ok(Self {
+            from_pod: program(loaded.progs.from_pod.as_fd())?,
+            to_pod: program(loaded.progs.to_pod.as_fd())?,
+            from_worker: program(loaded.progs.from_worker.as_fd())?,
+            maps: Arc::new(Maps {
+                interfaces: map(&*loaded.maps.interfaces)?,
+                targets: map(&*loaded.maps.targets)?,
+                own_addresses: map(&*loaded.maps.own_addresses)?,
+                outcomes: map(&*loaded.maps.outcomes)?,
+                pod_addresses: map(&*loaded.maps.pod_addresses)?,
+            }),
+            liveness,
+            pins: options.pins.clone(),
+        })
+    }
+
+    /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.
+    pub fn alive(&self) -> BorrowedFd<'_> {
+        self.liveness.socket()
+    }
+
+    /// The pins, if links are pinned.
+    pub fn pins(&self) -> Option<&Pins> {
+        self.pins.as_ref()
+    }
+
+    /// Attaches to the node's end of a worker's pair: what the worker sends is delivered.
+    pub fn attach_worker(&self, pair: &Interface) -> Result<WorkerPair, AttachError> {
+        let link = create_link(self.from_worker.as_fd(), pair, libbpf_sys::BPF_TCX_INGRESS)?;
+        Ok(WorkerPair { interface: pair.clone(), _link: link })
+    }
+
+    /// Attaches to the node's end of a pod's veth, in the calling thread's network namespace. Everything except address
+    /// resolution is dropped until [`PodVeth::serve`]. Pinned links of this interface are taken over: no packet passes
+    /// meanwhile that the old programs would have dropped.
+    pub fn attach_pod(&self, interface: &Interface) -> Result<PodVeth, AttachError> {
+        let kernel = |source: libbpf_rs::Error| AttachError::Load {
+            interface: interface.name.clone(),
+            source: LoadError::new("the maps of an interface", source),
+        };
+        let (own, outcomes) = (new_own_addresses().map_err(kernel)?, new_outcomes().map_err(kernel)?);
+        let index = interface.index.to_ne_bytes();
+        self.maps.interfaces_remove(interface.index);
+        for (map, inner) in [(&self.maps.own_addresses, &own), (&self.maps.outcomes, &outcomes)] {
+            map.update(&index, &inner.as_fd().as_raw_fd().to_ne_bytes(), MapFlags::ANY).map_err(kernel)?;
+        }
+        // What the pod sends first: until both are attached, nothing that it sends passes.
+        let from_pod = self.attach(interface, PinnedProgram::FromPod, &self.from_pod, libbpf_sys::BPF_TCX_INGRESS)?;
+        let to_pod = self.attach(interface, PinnedProgram::ToPod, &self.to_pod, libbpf_sys::BPF_TCX_EGRESS)?;
+        Ok(PodVeth {
+            interface: interface.clone(),
+            maps: Arc::clone(&self.maps),
+            own,
+            outcomes,
+            served: None,
+            links: [from_pod, to_pod],
+        })
+    }
+
+    fn attach(
+        &self,
+        interface: &Interface,
+        program: PinnedProgram,
+        descriptor: &OwnedFd,
+        hook: libbpf_sys::bpf_attach_type,
+    ) -> Result<TcxLink, AttachError> {
+        let pinned = Pinned { program, interface: interface.index };
+        let Some(pins) = &self.pins else {
+            return Ok(TcxLink { link: create_link(descriptor.as_fd(), interface, hook)?, pin: None, kept: false });
+        };
+        let pin = Some((pins.clone(), pinned));
+        if let Some(link) = pins.take(pinned) {
+            match replace_program(&link, descriptor) {
+                Ok(()) => return Ok(TcxLink { link, pin, kept: false }),
+                Err(error) => {
+                    tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
+                    pins.remove(pinned);
+                }
+            }
+        }
+        let link = create_link(descriptor.as_fd(), interface, hook)?;
+        pins.pin(pinned, link.as_fd())
+            .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
+        Ok(TcxLink { link, pin, kept: false })
+    }
+
+    /// Marks this address as a local pod's, whose packets enter the node's stack by this interface: with any other, or if
+    /// the node itself sends it, a packet to a pod with this source is dropped. `None`: no packet may have it.
+    pub fn set_pod_address(&self, address: IpAddr, enters_by: Option<u32>) -> Result<(), libbpf_rs::Error> {
+        self.maps.pod_addresses.update(&key(address), &enters_by.unwrap_or(0).to_ne_bytes(), MapFlags::ANY)
+    }
+
+    /// This address is no local pod's any more. Removing a missing address is not an error.
+    pub fn remove_pod_address(&self, address: IpAddr) -> Result<(), libbpf_rs::Error> {
+        match self.maps.pod_addresses.delete(&key(address)) {
+            Err(error) if error.kind() != libbpf_rs::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Maps {
+    fn interfaces_remove(&self, interface: u32) {
+        // It may not be there.
+        let _ = self.interfaces.delete(&interface.to_ne_bytes());
+    }
+
+    fn set_target(&self, port: u16, target: &[u8; TARGET]) -> Result<(), libbpf_rs::Error> {
+        self.targets.update(&u32::from(port).to_ne_bytes(), target, MapFlags::ANY)
+    }
+}
+
+/// Size of `struct interface` and of `struct target` in `src/bpf/tcx.bpf.c`.
+const INTERFACE: usize = 12;
+const TARGET: usize = 16;
+
+impl ServedPort {
+    fn interface(&self) -> [u8; INTERFACE] {
+        let mut bytes = [0; INTERFACE];
+        bytes[..2].copy_from_slice(&self.port.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&u16::from(self.bridge.is_some()).to_ne_bytes());
+        bytes[4..10].copy_from_slice(&self.bridge.unwrap_or_default());
+        bytes
+    }
+
+    fn target(&self, interface: u32) -> [u8; TARGET] {
+        let mut bytes = [0; TARGET];
+        bytes[..4].copy_from_slice(&interface.to_ne_bytes());
+        bytes[4..10].copy_from_slice(&self.node_mac);
+        bytes[10..].copy_from_slice(&self.pod_mac);
+        bytes
+    }
+}
+
+/// A pair of a worker, attached. Dropping it detaches the program.
+#[derive(Debug)]
+pub struct WorkerPair {
+    interface: Interface,
+    _link: OwnedFd,
+}
+
+impl WorkerPair {
+    /// The node's end.
+    pub fn interface(&self) -> &Interface {
+        &self.interface
+    }
+}
+
+/// A link, pinned or not. Dropping it detaches the program.
+#[derive(Debug)]
+struct TcxLink {
+    link: OwnedFd,
+    pin: Option<(Pins, Pinned)>,
+    kept: bool,
+}
+
+impl Drop for TcxLink {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        // Closing the link would suffice if no recently forked child could hold a copy.
+        detach(&self.link);
+        if let Some((pins, pinned)) = &self.pin {
+            pins.unlink(*pinned);
+        }
+    }
+}
+
+/// The node's end of a pod's veth with both programs attached. Dropping it detaches them.
+#[derive(Debug)]
+pub struct PodVeth {
+    interface: Interface,
+    maps: Arc<Maps>,
+    own: MapHandle,
+    outcomes: MapHandle,
+    served: Option<u16>,
+    links: [TcxLink; 2],
+}
+
+impl PodVeth {
+    /// The interface.
+    pub fn interface(&self) -> &Interface {
+        &self.interface
+    }
+
+    /// From now on packets go to the workers as those of this port, and the workers' packets for this port to the pod.
+    pub fn serve(&mut self, served: &ServedPort) -> Result<(), libbpf_rs::Error> {
+        if self.served != Some(served.port) {
+            self.stop_serving();
+        }
+        // First the way to the pod: an answer may come at once.
+        self.maps.set_target(served.port, &served.target(self.interface.index))?;
+        self.maps.interfaces.update(&self.interface.index.to_ne_bytes(), &served.interface(), MapFlags::ANY)?;
+        self.served = Some(served.port);
+        Ok(())
+    }
+
+    /// From now on every packet is dropped, except address resolution.
+    pub fn stop_serving(&mut self) {
+        self.maps.interfaces_remove(self.interface.index);
+        if let Some(port) = self.served.take()
+            && let Err(error) = self.maps.set_target(port, &[0; TARGET])
+        {
+            tracing::error!(interface = %self.interface, %error, "cannot take the port from the tcx programs");
+        }
+    }
+
+    /// Sets MAC and addresses of the pod: ARP and neighbour discovery that claim others are dropped. Before the first call
+    /// the programs cannot verify them.
+    pub fn set_own_addresses(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnAddressesError> {
+        own_addresses::set(&self.own, mac, addresses)
+            .map_err(|source| OwnAddressesError { interface: self.interface.name.clone(), source })
+    }
+
+    /// Counters of both programs, by outcome.
+    pub fn outcomes(&self) -> Result<XdpOutcomeCounts, libbpf_rs::Error> {
+        XdpOutcomeCounts::read(&self.outcomes)
+    }
+
+    /// Leaves the programs attached if they are pinned; otherwise detaches them.
+    pub fn keep(mut self) {
+        self.links.iter_mut().for_each(|link| link.kept = link.pin.is_some());
+    }
+}
+
+impl Drop for PodVeth {
+    fn drop(&mut self) {
+        self.stop_serving();
+        for map in [&self.maps.own_addresses, &self.maps.outcomes] {
+            // It may be gone already.
+            let _ = map.delete(&self.interface.index.to_ne_bytes());
+        }
+    }
+}
+
+fn new_own_addresses() -> Result<MapHandle, libbpf_rs::Error> {
+    MapHandle::create(MapType::Hash, Some("own"), 16, 6, MAX_OWN_ADDRESSES, &map_options())
+}
+
+fn new_outcomes() -> Result<MapHandle, libbpf_rs::Error> {
+    MapHandle::create(MapType::PercpuArray, Some("outcomes"), 4, 8, XdpOutcome::ALL.len() as u32, &map_options())
+}
+
+fn map_options() -> libbpf_sys::bpf_map_create_opts {
+    libbpf_sys::bpf_map_create_opts {
+        sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
+        ..Default::default()
+    }
+}
+
+/// Attaches a program as the first one of the hook, so that no other program can pass packets before it.
+fn create_link(
+    program: BorrowedFd<'_>,
+    interface: &Interface,
+    hook: libbpf_sys::bpf_attach_type,
+) -> Result<OwnedFd, AttachError> {
+    let options = libbpf_sys::bpf_link_create_opts {
+        sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
+        flags: libbpf_sys::BPF_F_BEFORE,
+        ..Default::default()
+    };
+    // SAFETY: the options live across the call and contain their own size; the rest is passed by value.
+    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), interface.index as i32, hook, &options) };
+    if result >= 0 {
+        // SAFETY: the call has just returned this descriptor, and nothing else owns it.
+        return Ok(unsafe { OwnedFd::from_raw_fd(result) });
+    }
+    let source = io::Error::from_raw_os_error(-result);
+    let name = interface.name.clone();
+    Err(match source.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: name },
+        Some(libc::ENODEV) => AttachError::NoInterface { name },
+        Some(libc::EINVAL) if is_gone(interface) => AttachError::NoInterface { name },
+        _ => AttachError::Tcx { interface: name, source },
+    })
+}

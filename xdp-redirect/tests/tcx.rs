@@ -1,0 +1,404 @@
+//! The tcx programs on real veths. These tests need root; each has its own temporary network namespaces.
+//!
+//! A packet socket on the worker's end of a pair stands for the worker.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::panic::resume_unwind;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sched::{CloneFlags, unshare};
+use penstock_xdp_redirect::{
+    Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WorkerPair, XdpOutcome,
+};
+use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
+
+const TO_WORKER: [u8; 2] = [2, 0xfa];
+const FROM_WORKER: [u8; 2] = [2, 0xfb];
+const CHECKSUM_OPEN: u8 = 1;
+const FROM_NODE: u8 = 2;
+const LOCAL_PROCESS: u8 = 4;
+const TO_NODE: u8 = 1;
+const NO_PORT: u16 = 0xffff;
+
+fn ip(arguments: &str) -> String {
+    let output = Command::new("ip").args(arguments.split_whitespace()).output().expect("iproute2 is installed");
+    assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn in_namespace(test: impl FnOnce() + Send) {
+    let run = || {
+        unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
+        ip("link set dev lo up");
+        test();
+    };
+    if let Err(panic) = thread::scope(|scope| scope.spawn(run).join()) {
+        resume_unwind(panic);
+    }
+}
+
+/// A pod: a thread in a network namespace of its own, which runs what it is sent.
+struct Pod {
+    number: u8,
+    jobs: Sender<Box<dyn FnOnce() + Send>>,
+}
+
+impl Pod {
+    /// The pod 10.0.0.`number` behind the interface `v{number}`.
+    fn new(number: u8) -> Self {
+        let (jobs, todo) = channel::<Box<dyn FnOnce() + Send>>();
+        let (tid, began) = channel();
+        thread::spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
+            tid.send(nix::unistd::gettid()).unwrap();
+            todo.into_iter().for_each(|job| job());
+        });
+        let pod = Self { number, jobs };
+        ip(&format!("link add name v{number} type veth peer name eth0 netns {}", began.recv().unwrap()));
+        ip(&format!("link set dev v{number} up"));
+        ip(&format!("route add 10.0.0.{number}/32 dev v{number}"));
+        pod.run(move || {
+            ip("link set dev lo up");
+            ip("link set dev eth0 up");
+            ip(&format!("addr add 10.0.0.{number}/24 dev eth0"));
+            // As the node's address and the other pods': all by the node.
+            let node = node_mac(number);
+            for other in (1..=9).chain([254]).filter(|&other| other != number) {
+                let mac = node.map(|byte| format!("{byte:02x}")).join(":");
+                ip(&format!("neigh add 10.0.0.{other} lladdr {mac} dev eth0"));
+            }
+        });
+        let mac = pod.mac().map(|byte| format!("{byte:02x}")).join(":");
+        ip(&format!("neigh add 10.0.0.{number} lladdr {mac} dev v{number}"));
+        pod
+    }
+
+    fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        let (answer, result) = channel();
+        self.jobs.send(Box::new(move || answer.send(job()).unwrap())).unwrap();
+        result.recv().unwrap()
+    }
+
+    fn mac(&self) -> [u8; 6] {
+        self.run(|| parse_mac(&ip("link show dev eth0")))
+    }
+
+    fn address(&self) -> IpAddr {
+        Ipv4Addr::new(10, 0, 0, self.number).into()
+    }
+
+    fn interface(&self) -> Interface {
+        Interface::by_name(&format!("v{}", self.number)).unwrap()
+    }
+
+    fn served(&self, port: u16) -> ServedPort {
+        ServedPort {
+            port,
+            node_mac: parse_mac(&ip(&format!("link show dev v{}", self.number))),
+            pod_mac: self.mac(),
+            bridge: None,
+        }
+    }
+}
+
+/// The MAC of the node's end of a pod's veth, before the pod's thread can ask for it: set by the test.
+fn node_mac(number: u8) -> [u8; 6] {
+    [2, 0, 0, 0, 0xee, number]
+}
+
+fn parse_mac(shown: &str) -> [u8; 6] {
+    let text = shown.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).expect("it has a MAC");
+    let bytes: Vec<u8> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).unwrap()).collect();
+    bytes.try_into().unwrap()
+}
+
+/// A packet socket on an interface: frames as they are on the wire.
+struct Raw(Socket, SockAddr);
+
+impl Raw {
+    fn open(interface: &str) -> Self {
+        let all = i32::from((libc::ETH_P_ALL as u16).to_be());
+        let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(all))).unwrap();
+        let mut storage = SockAddrStorage::zeroed();
+        // SAFETY: the storage is larger than this plain structure, and zeroed.
+        let address = unsafe { storage.view_as::<libc::sockaddr_ll>() };
+        address.sll_family = libc::AF_PACKET as u16;
+        address.sll_protocol = all as u16;
+        address.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
+        // SAFETY: the length is that of the structure that was written.
+        let address = unsafe { SockAddr::new(storage, size_of::<libc::sockaddr_ll>() as u32) };
+        socket.bind(&address).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        Self(socket, address)
+    }
+
+    fn send(&self, frame: &[u8]) {
+        assert_eq!(self.0.send_to(frame, &self.1).unwrap(), frame.len());
+    }
+
+    /// The next IPv4 frame that came in; `None` if there is none for 200 ms.
+    fn next(&self) -> Option<Vec<u8>> {
+        loop {
+            let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
+            let (length, from) = self.0.recv_from(&mut buffer).ok()?;
+            // SAFETY: the kernel has written the address of a packet socket, and so many bytes of the buffer.
+            let (kind, frame) = unsafe {
+                let at = from.as_ptr().cast::<libc::sockaddr_ll>();
+                ((*at).sll_pkttype, buffer[..length].iter().map(|byte| byte.assume_init()).collect::<Vec<u8>>())
+            };
+            if kind != libc::PACKET_OUTGOING && frame[12..14] == [8, 0] {
+                return Some(frame);
+            }
+        }
+    }
+}
+
+/// The programs, a worker's pair, and two pods on ports 5 and 6.
+struct Node {
+    programs: TcxPrograms,
+    worker: Raw,
+    _pair: WorkerPair,
+    pods: [Pod; 2],
+    veths: [PodVeth; 2],
+}
+
+impl Node {
+    fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(open_without_workers: bool) -> Self {
+        ip("link add name pn0 type veth peer name px0");
+        ip("link set dev pn0 up");
+        ip("link set dev px0 up");
+        ip("addr add 10.0.0.254/32 dev lo");
+        let pair = Interface::by_name("pn0").unwrap();
+        let options = TcxOptions { pairs: vec![pair.index], open_without_workers, pins: None };
+        let programs = TcxPrograms::load(&options).unwrap();
+        let attached = programs.attach_worker(&pair).unwrap();
+        let pods = [1, 2].map(|number| {
+            let pod = Pod::new(number);
+            let mac = node_mac(number).map(|byte| format!("{byte:02x}")).join(":");
+            ip(&format!("link set dev v{number} address {mac}"));
+            pod
+        });
+        let mut veths = [0, 1].map(|index| programs.attach_pod(&pods[index].interface()).unwrap());
+        for (index, veth) in veths.iter_mut().enumerate() {
+            veth.serve(&pods[index].served(5 + index as u16)).unwrap();
+            programs.set_pod_address(pods[index].address(), Some(pods[index].interface().index)).unwrap();
+        }
+        Self { programs, worker: Raw::open("px0"), _pair: attached, pods, veths }
+    }
+}
+
+/// A UDP socket in the calling thread's namespace.
+fn udp(address: IpAddr) -> UdpSocket {
+    let socket = UdpSocket::bind(SocketAddr::new(address, 4000)).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    socket
+}
+
+/// Makes a frame that a worker received one that it sends: to this port.
+fn to(mut frame: Vec<u8>, port: u16, flags: u8) -> Vec<u8> {
+    frame[..2].copy_from_slice(&FROM_WORKER);
+    frame[2] = flags;
+    frame[4..6].copy_from_slice(&port.to_be_bytes());
+    // The receiver does not know that the checksum is open; UDP over IPv4 may have none (RFC 768).
+    frame[40..42].fill(0);
+    frame
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn expect(veth: &PodVeth, outcome: XdpOutcome, count: u64) {
+    wait_until(outcome.name(), || veth.outcomes().unwrap().get(outcome) >= count);
+    assert_eq!(veth.outcomes().unwrap().get(outcome), count, "{outcome}: {:?}", veth.outcomes());
+}
+
+#[test]
+fn a_pods_packets_reach_the_worker_with_their_port_and_go_on_to_a_pod_or_the_node() {
+    in_namespace(|| {
+        let node = Node::new();
+        let [a, b] = &node.pods;
+        let (from, other, host) = (a.address(), b.address(), IpAddr::from([10, 0, 0, 254]));
+        let send = move |to| udp(from).send_to(b"hello", SocketAddr::new(to, 4000)).unwrap();
+        a.run(move || send(other));
+        let frame = node.worker.next().expect("it reaches the worker");
+        let interface = node.pods[0].interface().index.to_be_bytes();
+        let tag = [&TO_WORKER[..], &[CHECKSUM_OPEN, 0, 0, 5], &TO_WORKER, &interface].concat();
+        assert_eq!(frame[..12], tag[..]);
+        assert!(frame.ends_with(b"hello"));
+        expect(&node.veths[0], XdpOutcome::Redirected, 1);
+
+        let (ready, bound) = channel();
+        let (received, result) = channel();
+        let _ = b.jobs.send(Box::new(move || {
+            let (socket, mut buffer) = (udp(other), [0; 16]);
+            ready.send(()).unwrap();
+            received
+                .send(socket.recv_from(&mut buffer).map(|(length, from)| (buffer[..length].to_vec(), from)))
+                .unwrap();
+        }));
+        bound.recv().unwrap();
+        node.worker.send(&to(frame, 6, 0));
+        assert_eq!(
+            result.recv().unwrap().unwrap(),
+            (b"hello".to_vec(), SocketAddr::new(from, 4000)),
+            "to the other pod"
+        );
+
+        let (socket, mut buffer) = (udp(host), [0; 16]);
+        a.run(move || send(host));
+        let frame = node.worker.next().expect("what is for the node reaches the worker first");
+        node.worker.send(&to(frame, 5, TO_NODE));
+        let (length, sender) = socket.recv_from(&mut buffer).expect("to the node's stack, as the pod's own");
+        assert_eq!((&buffer[..length], sender), (&b"hello"[..], SocketAddr::new(from, 4000)));
+        assert!(node.worker.next().is_none(), "what a worker has handed to the stack does not come back");
+    });
+}
+
+#[test]
+fn what_the_nodes_stack_sends_to_a_pod_reaches_the_worker_first() {
+    in_namespace(|| {
+        let node = Node::new();
+        let to = SocketAddr::new(node.pods[1].address(), 4000);
+        udp(IpAddr::from([10, 0, 0, 254])).send_to(b"hello", to).unwrap();
+        let frame = node.worker.next().expect("it reaches the worker");
+        assert_eq!(frame[..3], [TO_WORKER[0], TO_WORKER[1], CHECKSUM_OPEN | FROM_NODE | LOCAL_PROCESS]);
+        assert_eq!(frame[4..6], [0, 6]);
+        // A process of the node that takes a pod's address is not that pod.
+        ip("addr add 10.0.0.1/32 dev lo");
+        udp(node.pods[0].address()).send_to(b"forged", to).unwrap();
+        expect(&node.veths[1], XdpOutcome::SpoofedSource, 1);
+        node.programs.set_pod_address(IpAddr::from([10, 0, 0, 254]), None).unwrap();
+        udp(IpAddr::from([10, 0, 0, 254])).send_to(b"of a pod without worker", to).unwrap();
+        expect(&node.veths[1], XdpOutcome::SpoofedSource, 2);
+        node.programs.remove_pod_address(IpAddr::from([10, 0, 0, 254])).unwrap();
+        udp(IpAddr::from([10, 0, 0, 254])).send_to(b"again", to).unwrap();
+        assert!(node.worker.next().expect("only this one").ends_with(b"again"));
+    });
+}
+
+#[test]
+fn a_veth_that_is_not_served_drops_all_but_address_resolution() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        node.veths[0].stop_serving();
+        let (from, to) = (node.pods[0].address(), SocketAddr::new(node.pods[1].address(), 4000));
+        node.pods[0].run(move || udp(from).send_to(b"early", to).unwrap());
+        expect(&node.veths[0], XdpOutcome::NotReady, 1);
+        udp(IpAddr::from([10, 0, 0, 254])).send_to(b"early", SocketAddr::new(from, 4000)).unwrap();
+        expect(&node.veths[0], XdpOutcome::NotReady, 2);
+        node.pods[0].run(|| {
+            ip("neigh del 10.0.0.254 dev eth0");
+            udp(IpAddr::from([10, 0, 0, 1])).send_to(b"resolve first", "10.0.0.254:4000").unwrap();
+        });
+        let arp = || node.veths[0].outcomes().unwrap().get(XdpOutcome::Arp);
+        wait_until("ARP passes", || arp() > 0);
+        assert!(node.worker.next().is_none(), "nothing reaches a worker");
+    });
+}
+
+#[test]
+fn without_the_process_packets_pass_only_where_the_setting_says_so() {
+    for open in [false, true] {
+        in_namespace(|| {
+            let Node { programs, worker, pods: [a, _b], veths: [veth, _other], .. } = Node::with(open);
+            let from = a.address();
+            let send = move || udp(from).send_to(b"hello", "10.0.0.254:4000").unwrap();
+            let socket = udp(IpAddr::from([10, 0, 0, 254]));
+            socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+            a.run(send);
+            assert!(worker.next().is_some() && socket.recv_from(&mut [0; 16]).is_err(), "the process lives");
+            drop(programs);
+            // The kernel takes a closed socket out of the map after a grace period.
+            wait_until("it is as set", || {
+                a.run(send);
+                socket.recv_from(&mut [0; 16]).is_ok() == open
+            });
+            assert_eq!(veth.outcomes().unwrap().get(XdpOutcome::NoSocket) > 0, open);
+        });
+    }
+}
+
+#[test]
+fn pinned_programs_stay_and_the_next_process_takes_them_over() {
+    in_namespace(|| {
+        let root = Path::new("/sys/fs/bpf/penstock-test-tcx");
+        let pins = Pins::open(root).unwrap();
+        let load = || {
+            let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: Some(pins.clone()) };
+            TcxPrograms::load(&options).unwrap()
+        };
+        ip("addr add 10.0.0.254/32 dev lo");
+        let pod = Pod::new(1);
+        let mac = node_mac(1).map(|byte| format!("{byte:02x}")).join(":");
+        ip(&format!("link set dev v1 address {mac}"));
+        let pinned = || {
+            let mut programs: Vec<PinnedProgram> = pins.links().into_iter().map(|link| link.program).collect();
+            programs.sort_by_key(|program| format!("{program:?}"));
+            programs
+        };
+        load().attach_pod(&pod.interface()).unwrap().keep();
+        assert_eq!(pinned(), [PinnedProgram::FromPod, PinnedProgram::ToPod]);
+        let from = pod.address();
+        let socket = udp(IpAddr::from([10, 0, 0, 254]));
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let send = move || udp(from).send_to(b"hello", "10.0.0.254:4000").unwrap();
+        pod.run(send);
+        assert!(socket.recv_from(&mut [0; 16]).is_err(), "closed while no process is there");
+        let next = load();
+        let veth = next.attach_pod(&pod.interface()).unwrap();
+        pod.run(send);
+        expect(&veth, XdpOutcome::NotReady, 1);
+        drop(veth);
+        assert_eq!(pinned(), []);
+        pod.run(send);
+        assert!(socket.recv_from(&mut [0; 16]).is_ok(), "detached");
+        pins.close();
+    });
+}
+
+#[test]
+fn no_frame_of_a_pod_passes_for_a_workers() {
+    in_namespace(|| {
+        let node = Node::new();
+        let from = node.pods[0].address();
+        let to_b = SocketAddr::new(node.pods[1].address(), 4000);
+        node.pods[0].run(move || udp(from).send_to(b"hello", to_b).unwrap());
+        let frame = node.worker.next().unwrap();
+        for (flags, port) in [(0, 6_u16), (TO_NODE, 5), (TO_NODE, NO_PORT), (FROM_NODE | LOCAL_PROCESS, 6)] {
+            for kind in [TO_WORKER, FROM_WORKER] {
+                let mut forged = to(frame.clone(), port, flags);
+                forged[..2].copy_from_slice(&kind);
+                forged[6..8].copy_from_slice(&kind);
+                let sent = forged.clone();
+                node.pods[0].run(move || Raw::open("eth0").send(&sent));
+                let seen = node.worker.next().expect("it reaches the worker");
+                assert_eq!((&seen[..2], &seen[4..6]), (&TO_WORKER[..], &[0, 5][..]), "as the pod's: {flags} {port}");
+                assert_eq!(seen[2] & FROM_NODE, 0);
+                assert_eq!(seen[14..], forged[14..]);
+            }
+        }
+        // On the pair, what no worker has tagged goes nowhere, nor what is tagged for a port that is not there.
+        let socket = udp(IpAddr::from([10, 0, 0, 254]));
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let mut to_node = frame;
+        to_node[30..34].copy_from_slice(&[10, 0, 0, 254]);
+        node.worker.send(&to_node);
+        node.worker.send(&to(to_node.clone(), 7, TO_NODE));
+        assert!(socket.recv_from(&mut [0; 16]).is_err());
+    });
+}
