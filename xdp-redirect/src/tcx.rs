@@ -56,6 +56,14 @@ pub struct ServedPort {
     pub bridge: Option<[u8; 6]>,
 }
 
+/// The kernel did not change a map of the tcx programs.
+#[derive(Debug, thiserror::Error)]
+#[error("{thing}: the kernel does not change the maps of the tcx programs ({source}): is memory short, or are there too many pods?")]
+pub struct TcxMapError {
+    thing: String,
+    source: libbpf_rs::Error,
+}
+
 /// The loaded programs and their maps.
 #[derive(Debug)]
 pub struct TcxPrograms {
@@ -185,14 +193,17 @@ impl TcxPrograms {
 
     /// Marks this address as a local pod's, whose packets enter the node's stack by this interface: with any other, or if
     /// the node itself sends it, a packet to a pod with this source is dropped. `None`: no packet may have it.
-    pub fn set_pod_address(&self, address: IpAddr, enters_by: Option<u32>) -> Result<(), libbpf_rs::Error> {
-        self.maps.pod_addresses.update(&key(address), &enters_by.unwrap_or(0).to_ne_bytes(), MapFlags::ANY)
+    pub fn set_pod_address(&self, address: IpAddr, enters_by: Option<u32>) -> Result<(), TcxMapError> {
+        let set = self.maps.pod_addresses.update(&key(address), &enters_by.unwrap_or(0).to_ne_bytes(), MapFlags::ANY);
+        set.map_err(|source| TcxMapError { thing: format!("address {address}"), source })
     }
 
     /// This address is no local pod's any more. Removing a missing address is not an error.
-    pub fn remove_pod_address(&self, address: IpAddr) -> Result<(), libbpf_rs::Error> {
+    pub fn remove_pod_address(&self, address: IpAddr) -> Result<(), TcxMapError> {
         match self.maps.pod_addresses.delete(&key(address)) {
-            Err(error) if error.kind() != libbpf_rs::ErrorKind::NotFound => Err(error),
+            Err(source) if source.kind() != libbpf_rs::ErrorKind::NotFound => {
+                Err(TcxMapError { thing: format!("address {address}"), source })
+            }
             _ => Ok(()),
         }
     }
@@ -284,15 +295,17 @@ impl PodVeth {
     }
 
     /// From now on packets go to the workers as those of this port, and the workers' packets for this port to the pod.
-    pub fn serve(&mut self, served: &ServedPort) -> Result<(), libbpf_rs::Error> {
+    pub fn serve(&mut self, served: &ServedPort) -> Result<(), TcxMapError> {
         if self.served != Some(served.port) {
             self.stop_serving();
         }
+        let index = self.interface.index;
         // First the way to the pod: an answer may come at once.
-        self.maps.set_target(served.port, &served.target(self.interface.index))?;
-        self.maps.interfaces.update(&self.interface.index.to_ne_bytes(), &served.interface(), MapFlags::ANY)?;
-        self.served = Some(served.port);
-        Ok(())
+        let set = self.maps.set_target(served.port, &served.target(index)).and_then(|()| {
+            self.served = Some(served.port);
+            self.maps.interfaces.update(&index.to_ne_bytes(), &served.interface(), MapFlags::ANY)
+        });
+        set.map_err(|source| TcxMapError { thing: format!("interface {}", self.interface), source })
     }
 
     /// From now on every packet is dropped, except address resolution.

@@ -1,11 +1,12 @@
-//! New veths whose pod is not known yet are closed: an XDP program without sockets drops and counts their packets, so
+//! New veths whose pod is not known yet are closed: their programs drop and count their packets, so
 //! that a pod that starts before its object arrives sends nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use penstock_xdp_redirect::{Attached, Interface, XdpOutcomeCounts};
+use penstock_xdp_redirect::{Interface, XdpOutcomeCounts};
 
 use super::config::{Config, InterfacePattern, StartupMode};
+use super::ports::InterfacePrograms;
 use crate::discovery::{Link, NetworkState};
 
 /// The closed interfaces, and those that must stay open.
@@ -16,7 +17,7 @@ pub(super) struct ClosedInterfaces {
     uplinks: BTreeSet<String>,
     /// Interfaces that existed before the daemon, or turned out to be no pod's.
     ignored: BTreeSet<u32>,
-    closed: BTreeMap<u32, Attached>,
+    closed: BTreeMap<u32, InterfacePrograms>,
 }
 
 impl ClosedInterfaces {
@@ -64,12 +65,12 @@ impl ClosedInterfaces {
     }
 
     /// Adds an interface that is closed now.
-    pub(super) fn put(&mut self, attached: Attached) {
+    pub(super) fn put(&mut self, attached: InterfacePrograms) {
         self.closed.insert(attached.interface().index, attached);
     }
 
-    /// Removes and returns the program of an interface that is about to be served.
-    pub(super) fn take(&mut self, index: u32) -> Option<Attached> {
+    /// Removes and returns the programs of an interface that is about to be served.
+    pub(super) fn take(&mut self, index: u32) -> Option<InterfacePrograms> {
         self.closed.remove(&index)
     }
 
@@ -102,11 +103,11 @@ impl ClosedInterfaces {
     /// Each closed interface with the counters of its program.
     pub(super) fn counted(&self) -> Vec<(String, XdpOutcomeCounts)> {
         let all = self.closed.values();
-        all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes().ok()?))).collect()
+        all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
     }
 
     /// All programs that are attached.
-    pub(super) fn into_attached(self) -> impl Iterator<Item = Attached> {
+    pub(super) fn into_attached(self) -> impl Iterator<Item = InterfacePrograms> {
         self.closed.into_values()
     }
 }

@@ -21,7 +21,7 @@ use penstock_sources::Source;
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;
-use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
+use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
 use super::objects::Objects;
 use super::operation::{Listeners, Operation};
@@ -31,9 +31,10 @@ use super::preflight::{self, Finding, Level};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
 use super::{RunError, logging};
-use crate::discovery::{Events, HostVeth, HostVethError, Lifetime, Netlink, NetworkState, PodProblem};
+use super::node_path::NodePath;
+use crate::discovery::{Events, Netlink, NetworkState, PodProblem};
 pub(super) use start::clear_pins;
-use start::{leave_cores_to_workers, other_threads, pair_mtu, redirect, start_clearing_thread, start_dataplane};
+use start::{leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane};
 
 /// How often the network is read without an event, to catch changes that no event reported.
 const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
@@ -121,7 +122,7 @@ struct Daemon<'a> {
     clearing_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
     ports: Ports,
-    host_veth: HostVeth,
+    node_path: NodePath,
     problems: BTreeSet<PodProblem>,
     /// Pod addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
@@ -149,24 +150,16 @@ impl<'a> Daemon<'a> {
         if let Some(after) = config.debug.worker_panics_after {
             tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
         }
-        let redirect = redirect(config)?;
-        let was_closed = redirect.pins().is_some_and(|pins| !pins.links().is_empty());
+        let pins = pins(config)?;
+        let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
         let dataplane = start_dataplane(config)?;
         leave_cores_to_workers(config, &[gettid()]);
         let operation = operation(&dataplane)?;
-        let lifetime = match config.fail.mode {
-            FailMode::Closed => Lifetime::Node,
-            FailMode::Open => Lifetime::Daemon,
-        };
-        let host_veth = HostVeth::create(&netlink, &config.host_veth, pair_mtu(config, &netstate), lifetime).await;
-        let host_veth = host_veth.map_err(|error| match error {
-            HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
-            other => RunError::failed(other),
-        })?;
-        let ports = Ports::new(redirect, config, &netstate, host_veth.found_leftovers());
+        let (programs, node_path) = open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins).await?;
+        let ports = Ports::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));
@@ -180,7 +173,7 @@ impl<'a> Daemon<'a> {
             clearing_thread,
             dataplane,
             ports,
-            host_veth,
+            node_path,
             problems: BTreeSet::new(),
             unrouted: BTreeMap::new(),
             operation,
@@ -204,14 +197,22 @@ impl<'a> Daemon<'a> {
     async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
         // Read again: now the host veth pair exists.
         self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
-        let (workers, node) = (self.host_veth.workers().clone(), self.host_veth.node().clone());
-        let inside = self.host_veth.enter_workers_netns().map_err(RunError::failed)?;
-        let opened = self.ports.open_host(&self.dataplane, &workers, &node);
-        drop(inside);
-        opened.map_err(RunError::failed)?;
-        self.ports.check_sources(&node).map_err(RunError::bad_input)?;
+        match &self.node_path {
+            NodePath::HostVeth(host_veth) => {
+                let inside = host_veth.enter_workers_netns().map_err(RunError::failed)?;
+                let opened = self.ports.open_host(&self.dataplane, host_veth.workers(), host_veth.node());
+                drop(inside);
+                opened.map_err(RunError::failed)?;
+                self.ports.check_sources(host_veth.node()).map_err(RunError::bad_input)?;
+            }
+            NodePath::Pairs(pairs) => {
+                self.ports.open_pairs(&self.dataplane, pairs.pairs()).map_err(RunError::bad_input)?;
+            }
+        }
         self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
-        for name in &self.config.uplinks {
+        // With tcx the programs on pods' veths see what comes from outside.
+        let uplinks = if self.config.attach == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
+        for name in uplinks {
             let link = self.netstate.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
@@ -235,8 +236,10 @@ impl<'a> Daemon<'a> {
     /// the rest depends on: the private netns of the host veth, the socket in it, and before them the map that the
     /// programs check.
     fn arrange_close_order(&mut self) -> io::Result<()> {
-        if let Some(namespace) = self.host_veth.namespace() {
-            self.close_first.hold(namespace)?;
+        if self.config.fail.mode == FailMode::Open {
+            if let Some(namespace) = self.node_path.namespace() {
+                self.close_first.hold(namespace)?;
+            }
             self.ports.add_close_first(&self.dataplane, &mut self.close_first)?;
         }
         Ok(())
@@ -305,7 +308,7 @@ impl<'a> Daemon<'a> {
     /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, host_veth, close_first, publisher, clearing_thread, .. } = self;
+        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, .. } = self;
         drop(close_first);
         publisher.end();
         // A panic has been reported on standard error.
@@ -318,7 +321,7 @@ impl<'a> Daemon<'a> {
                 Ok(())
             }
             OnExit::Restore => {
-                let removed = host_veth.remove().await;
+                let removed = node_path.remove().await;
                 ports.restore();
                 removed
             }

@@ -21,6 +21,7 @@ mod exporter;
 pub mod logging;
 mod metrics;
 mod node_context;
+mod node_path;
 mod nonblocking_writer;
 mod objects;
 mod operation;

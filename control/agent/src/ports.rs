@@ -1,10 +1,11 @@
-//! The open ports: interfaces with AF_XDP sockets in the workers and an attached XDP program.
+//! The open ports: interfaces whose packets attached programs hand to the workers.
 //!
 //! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` tells programs and
 //! routes which addresses are local pods', `view` gives read access.
 
 mod addresses;
 mod open;
+mod programs;
 mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,13 +16,16 @@ use std::time::{Duration, Instant};
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::worker::Dataplane;
-use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, Interface, ModeChoice, OnMiss, Redirect, Role};
+use penstock_xdp_redirect::{AttachError, AttachOptions, Interface, ModeChoice, OnMiss, Role};
 
 use super::close_first::CloseFirstFds;
 use super::closed_interfaces::{ClosedInterfaces, interface};
 use super::config::{Config, FailMode};
-use crate::discovery::{Link, NetworkState, PodPort, Sysctls};
+use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
+use addresses::Announced;
 use open::{AttachedPort, OpenError, PodAttachment, mtu};
+use programs::OpenPair;
+pub(super) use programs::{InterfacePrograms, Programs};
 pub(super) use view::PortCounters;
 
 /// How long an interface's queue may be busy before that is logged: a closed queue stays busy until the kernel's
@@ -32,16 +36,17 @@ const ETHERNET_HEADER: u32 = 14;
 
 /// All open ports.
 pub(super) struct Ports {
-    redirect: Redirect,
+    programs: Programs,
     on_miss: OnMiss,
     mode: ModeChoice,
     /// The longest frame, with its Ethernet header, that a socket takes.
     longest: u16,
     permanent: Vec<AttachedPort>,
+    pairs: Vec<OpenPair>,
     pods: BTreeMap<u32, PodAttachment>,
     closed_interfaces: ClosedInterfaces,
     /// Addresses that the programs treat as local pods', each with the longest frame for it.
-    announced: BTreeMap<IpAddr, u16>,
+    announced: BTreeMap<IpAddr, Announced>,
     /// Addresses to withdraw from the programs after the next snapshot is published.
     retracted: BTreeSet<IpAddr>,
     /// Links that could not be opened, with the reason that was logged.
@@ -58,9 +63,9 @@ pub(super) struct Ports {
 impl Ports {
     /// No ports yet. The interfaces in `netstate` existed before; an earlier daemon may have left its settings on them
     /// (`found_leftovers`).
-    pub(super) fn new(redirect: Redirect, config: &Config, netstate: &NetworkState, found_leftovers: bool) -> Self {
+    pub(super) fn new(programs: Programs, config: &Config, netstate: &NetworkState, found_leftovers: bool) -> Self {
         Self {
-            redirect,
+            programs,
             on_miss: match config.fail.mode {
                 FailMode::Closed => OnMiss::Drop,
                 FailMode::Open => OnMiss::Pass,
@@ -68,6 +73,7 @@ impl Ports {
             mode: config.xdp.mode.choice(),
             longest: mtu(config.umem.frame_size.largest_packet() + ETHERNET_HEADER),
             permanent: Vec::new(),
+            pairs: Vec::new(),
             pods: BTreeMap::new(),
             closed_interfaces: ClosedInterfaces::new(config, netstate),
             announced: BTreeMap::new(),
@@ -97,16 +103,33 @@ impl Ports {
     /// From now on the programs drop packets of the node's stack with a local pod's source address, except those from
     /// the workers. `node` is the node's end of the pair; the calling thread is in the node's namespace.
     pub(super) fn check_sources(&self, node: &Link) -> Result<(), AttachError> {
-        self.permanent.iter().try_for_each(|open| open.attached.check_sources_on(&interface(node)))
+        self.permanent.iter().try_for_each(|open| match &open.programs {
+            InterfacePrograms::Xdp(attached) => attached.check_sources_on(&interface(node)),
+            InterfacePrograms::Tcx { .. } | InterfacePrograms::Pairs(_) => Ok(()),
+        })
+    }
+
+    /// Opens the workers' pairs, and the node's stack through them.
+    pub(super) fn open_pairs(&mut self, dataplane: &Dataplane, pairs: &[WorkerVeth]) -> Result<(), OpenError> {
+        for (worker, pair) in pairs.iter().enumerate() {
+            let open = self.open_pair(dataplane, worker, pair)?;
+            self.pairs.push(open);
+        }
+        if let Some(first) = pairs.first() {
+            let node = self.open_node_by_pairs(dataplane, &first.node)?;
+            self.permanent.push(node);
+        }
+        Ok(())
     }
 
     /// Registers the files that the kernel closes first when this process dies, so that all pods are open at once: the
     /// last added goes first.
     pub(super) fn add_close_first(&self, dataplane: &Dataplane, first: &mut CloseFirstFds) -> io::Result<()> {
-        for open in &self.permanent {
-            dataplane.each_descriptor(open.id, |file| first.hold(file))?;
+        let pairs = self.pairs.iter().map(|pair| pair.id);
+        for id in self.permanent.iter().map(|open| open.id).chain(pairs) {
+            dataplane.each_descriptor(id, |file| first.hold(file))?;
         }
-        first.hold(self.redirect.alive())
+        first.hold(self.programs.alive())
     }
 
     /// Opens an uplink: packets for local pods come in by it; none is sent out by it.
@@ -136,8 +159,8 @@ impl Ports {
     /// Takes over programs that an earlier daemon pinned and this one has not opened: pods' interfaces stay closed,
     /// others are released.
     pub(super) fn take_over_pinned(&mut self, netstate: &NetworkState) {
-        let Some(pins) = self.redirect.pins().cloned() else { return };
-        let permanent: Vec<u32> = self.permanent.iter().map(|open| open.attached.interface().index).collect();
+        let Some(pins) = self.programs.pins().cloned() else { return };
+        let permanent: Vec<u32> = self.permanent.iter().map(|open| open.programs.interface().index).collect();
         for pinned in pins.links() {
             let index = pinned.interface;
             match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
@@ -153,7 +176,7 @@ impl Ports {
     fn close(&mut self, interface: &Interface, netstate: &NetworkState) {
         let bridge = netstate.links.get(&interface.index).and_then(|link| netstate.bridge_mac(link));
         let options = AttachOptions { on_miss: OnMiss::Drop, bridge, ..self.options(Role::Pod) };
-        match self.redirect.attach(interface, options) {
+        match self.programs.attach(interface, options) {
             Ok(attached) => {
                 tracing::info!(%interface, "closed until its pod is known");
                 self.closed_interfaces.put(attached);
@@ -256,14 +279,14 @@ impl Ports {
     pub(super) fn keep(self) {
         let Self { permanent, pods, closed_interfaces, settings, .. } = self;
         let open =
-            permanent.into_iter().chain(pods.into_values().map(|attachment| attachment.open)).map(|open| open.attached);
-        open.chain(closed_interfaces.into_attached()).for_each(Attached::keep);
+            permanent.into_iter().chain(pods.into_values().map(|attachment| attachment.open)).map(|open| open.programs);
+        open.chain(closed_interfaces.into_attached()).for_each(InterfacePrograms::keep);
         settings.keep();
     }
 
     /// Detaches all programs.
     pub(super) fn restore(self) {
-        let pins = self.redirect.pins().cloned();
+        let pins = self.programs.pins().cloned();
         drop(self);
         if let Some(pins) = pins {
             pins.close();

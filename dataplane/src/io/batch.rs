@@ -3,7 +3,7 @@
 use xsk_rs::FrameDesc;
 
 use super::Umem;
-use crate::pipeline::Frames;
+use crate::pipeline::{BATCH, Frames};
 use crate::prefetch::prefetch;
 
 /// Frames received on one queue. They belong to the worker that received them until it passes them on.
@@ -28,8 +28,36 @@ impl<'a> RxBatch<'a> {
         Self { umem, frames }
     }
 
+    /// The first `count` frames, and the others.
+    pub(crate) fn split(self, count: usize) -> (RxBatch<'a>, RxBatch<'a>) {
+        let (first, rest) = self.frames.split_at_mut(count);
+        (RxBatch { umem: self.umem, frames: first }, RxBatch { umem: self.umem, frames: rest })
+    }
+
+    /// Sorts the frames by `keys`, of which there is one for each, and the keys with them; frames of equal keys keep
+    /// their order.
+    pub(crate) fn sort_by(&mut self, keys: &mut [u16]) {
+        let mut order = [0_u32; BATCH];
+        let order = &mut order[..self.frames.len()];
+        for (index, (place, key)) in order.iter_mut().zip(keys.iter()).enumerate() {
+            *place = u32::from(*key) << 16 | index as u32;
+        }
+        // With the index in it no two are equal. The stable sort would allocate.
+        order.sort_unstable();
+        let mut old = [FrameDesc::default(); BATCH];
+        old[..self.frames.len()].copy_from_slice(self.frames);
+        for ((frame, key), place) in self.frames.iter_mut().zip(keys).zip(order) {
+            (*frame, *key) = (old[*place as usize & 0xffff], (*place >> 16) as u16);
+        }
+    }
+
+    /// The frame at this index.
+    pub(crate) fn frame(&self, index: usize) -> FrameDesc {
+        self.frames[index]
+    }
+
     /// Total bytes of all frames.
-    pub(crate) fn bytes(&self) -> u64 {
+    pub(crate) fn total_bytes(&self) -> u64 {
         self.frames.iter().map(|frame| frame.lengths().data() as u64).sum()
     }
 }

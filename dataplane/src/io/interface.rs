@@ -23,6 +23,8 @@ pub const fn largest_mtu(frame_size: u32) -> u32 {
 pub struct InterfaceFacts {
     /// Its name.
     pub name: String,
+    /// Its index.
+    pub index: u32,
     /// Its MTU.
     pub mtu: u32,
     /// Whether it is up.
@@ -50,7 +52,8 @@ impl InterfaceFacts {
         let mtu = request.mtu().map_err(|error| failed("reading its MTU", error))?;
         let up = request.is_up().map_err(|error| failed("reading its flags", error))?;
         let (queues, tx_queues) = request.queues();
-        Ok(Self { name: name.to_owned(), mtu, up, queues, tx_queues })
+        let index = nix::net::if_::if_nametoindex(name).map_err(|_| missing())?;
+        Ok(Self { name: name.to_owned(), index, mtu, up, queues, tx_queues })
     }
 
     /// Rejects an interface that is down or whose packets may be longer than a frame.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
-use super::dataplane::PortRequest;
-use super::inbox::{Command, WorkerInbox};
+use super::dataplane::{PortPath, PortRequest};
+use super::inbox::{Command, WorkerInbox, WorkerPath};
 use super::ports::{OpenPort, OpenQueue, PortTable};
 use super::statistics::{PortCounters, QueueDepths, Traffic, WorkerCounters};
 use super::{MAX_PORTS, WorkerDied};
@@ -90,19 +90,25 @@ impl PortControl {
     }
 
     pub(super) fn open(&mut self, request: &PortRequest) -> Result<PortId, PortError> {
-        let PortRequest { interface, queues, patience } = request;
+        let PortRequest { interface, path, patience } = request;
         let facts = InterfaceFacts::read(interface)?;
         facts.check(self.shared.umem.config().frame_size)?;
         let published = self.shared.snapshot.load_full();
         let Some(id) = self.ports.vacant(&published) else {
             return Err(PortError::TooManyPorts { interface: interface.clone(), max: MAX_PORTS });
         };
-        let opened =
-            self.open_queues(&facts, queues.unwrap_or(facts.queues).max(1), *patience).and_then(|(sockets, open)| {
-                let counters = self.workers().map(|_| Arc::default()).collect();
-                self.ports.insert(id, OpenPort { interface: interface.clone(), queues: open, counters });
-                self.attach(id, sockets)
-            });
+        let opened = match *path {
+            PortPath::Queues(count) => {
+                self.open_queues(&facts, count.unwrap_or(facts.queues).max(1), None, *patience)
+            }
+            PortPath::PairOf(worker) => self.open_queues(&facts, 1, Some(worker), *patience),
+            PortPath::Pairs | PortPath::NodeByPairs => Ok((Vec::new(), Vec::new())),
+        };
+        let opened = opened.and_then(|(sockets, open)| {
+            let counters = self.workers().map(|_| Arc::default()).collect();
+            self.ports.insert(id, OpenPort { interface: interface.clone(), queues: open, counters });
+            self.attach(id, *path, facts.index, sockets)
+        });
         match opened {
             Ok(()) => Ok(id),
             Err(error) => {
@@ -115,11 +121,12 @@ impl PortControl {
         }
     }
 
-    /// Opens every queue's socket, or none. Queues are distributed evenly over the workers.
+    /// Opens every queue's socket, or none. Queues are distributed evenly over the workers, unless one is given.
     fn open_queues(
         &mut self,
         facts: &InterfaceFacts,
         count: u32,
+        worker: Option<usize>,
         patience: Duration,
     ) -> Result<(Vec<XskQueue>, Vec<OpenQueue>), PortError> {
         let (mut sockets, mut open) = (Vec::new(), Vec::new());
@@ -133,7 +140,7 @@ impl PortControl {
             match result {
                 Ok((socket, entry)) => {
                     sockets.push(socket);
-                    open.push(entry);
+                    open.push(OpenQueue { worker: worker.unwrap_or(entry.worker), ..entry });
                 }
                 Err(error) => {
                     self.close_queues(sockets, open);
@@ -193,18 +200,30 @@ impl PortControl {
     }
 
     /// Passes the queues to the workers and announces the port to all of them.
-    fn attach(&mut self, id: PortId, sockets: Vec<XskQueue>) -> Result<(), PortError> {
+    fn attach(
+        &mut self,
+        id: PortId,
+        path: PortPath,
+        interface: u32,
+        sockets: Vec<XskQueue>,
+    ) -> Result<(), PortError> {
         let port = self.ports.get(id).expect("the port was just inserted");
         let owners: Vec<usize> = port.queues.iter().map(|queue| queue.worker).collect();
         let mut own: Vec<Vec<XskQueue>> = self.workers().map(|_| Vec::new()).collect();
         for (socket, &worker) in sockets.into_iter().zip(&owners) {
             own[worker].push(socket);
         }
+        let mut path_of = |worker: usize| match path {
+            PortPath::Pairs => WorkerPath::PodThroughPair(interface),
+            PortPath::NodeByPairs => WorkerPath::NodeThroughPair,
+            PortPath::PairOf(_) if !own[worker].is_empty() => WorkerPath::Pair(own[worker].remove(0)),
+            _ if own[worker].is_empty() => WorkerPath::Other(owners[worker % owners.len()]),
+            _ => WorkerPath::Own(std::mem::take(&mut own[worker])),
+        };
         let counters = port.counters.clone();
         self.ask(self.workers(), |worker, done| Command::Attach {
             port: id,
-            queues: std::mem::take(&mut own[worker]),
-            owner: owners[worker % owners.len()],
+            path: path_of(worker),
             counters: counters[worker].clone(),
             done,
         })?;

@@ -31,10 +31,25 @@ pub(crate) struct HeldFrames {
     pub(crate) queues: Vec<QueueDepth>,
 }
 
+/// How a worker reaches a new port.
+#[derive(Debug)]
+pub(crate) enum WorkerPath {
+    /// By its own queues, of which there is at least one.
+    Own(Vec<XskQueue>),
+    /// By handing packets off to this worker.
+    Other(usize),
+    /// It is the worker's pair, with this queue.
+    Pair(XskQueue),
+    /// A pod's port through the worker's pair: its packets were at the interface with this index.
+    PodThroughPair(u32),
+    /// The node's stack through the worker's pair.
+    NodeThroughPair,
+}
+
 /// A command of the control side. It is executed between two poll iterations, when the worker holds no packet.
 pub(crate) enum Command {
-    /// A port is open: `queues` are this worker's own; without any it hands packets off to `owner`.
-    Attach { port: PortId, queues: Vec<XskQueue>, owner: usize, counters: Arc<PortCounters>, done: Sender<()> },
+    /// A port is open.
+    Attach { port: PortId, path: WorkerPath, counters: Arc<PortCounters>, done: Sender<()> },
     /// Nothing may be sent on this port any more.
     Unroute { port: PortId, done: Sender<()> },
     /// Detach the port's queues.

@@ -4,6 +4,9 @@
 //! workers, receive a batch from each of its queues and evaluate it, send everything for its own ports in one go per
 //! port, hand the rest off to the workers that own those ports, free completed frames, refill. Without work it spins
 //! for a while and then sleeps.
+//!
+//! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
+//! packets of many ports ([`PortPath`]).
 
 mod config;
 mod control;
@@ -19,10 +22,11 @@ mod run;
 mod stages;
 mod state;
 mod statistics;
+mod tag;
 mod verdicts;
 
 pub use config::{Config, CoreId, Polling};
-pub use dataplane::{Dataplane, PortRequest, available_cores};
+pub use dataplane::{Dataplane, PortPath, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
 pub use privileges::{Priority, drop_capabilities};

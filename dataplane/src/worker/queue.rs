@@ -17,7 +17,7 @@ use crate::pipeline::BATCH;
 /// number the cost of two system calls per packet is negligible.
 const BUSY: u32 = 256;
 
-/// A queue of one of a worker's ports.
+/// A queue of one of a worker's ports, or of its pair.
 pub(super) struct PortQueue {
     pub(super) port: PortId,
     pub(super) xsk: XskQueue,
@@ -25,6 +25,8 @@ pub(super) struct PortQueue {
     /// Packets to send in this iteration, with their ingress ports. At most a batch.
     frames: Vec<FrameDesc>,
     ingress: Vec<PortId>,
+    /// Of a pair: their egress ports, and what was sent on each, for those ports' counters.
+    pub(super) pair: Option<PairTraffic>,
     /// The kernel must be woken: the TX ring contains packets that it has not taken.
     unsent: bool,
     /// Whether it is on the list of queues with work left.
@@ -37,8 +39,25 @@ pub(super) struct PortQueue {
     moved: u32,
 }
 
+/// The ports of frames on a pair.
+pub(super) struct PairTraffic {
+    egress: Vec<PortId>,
+    sent: Vec<(PortId, usize)>,
+}
+
+impl PairTraffic {
+    pub(super) fn new() -> Self {
+        Self { egress: Vec::with_capacity(BATCH), sent: Vec::with_capacity(BATCH) }
+    }
+
+    /// The ports and lengths of the frames that were sent since the last call.
+    pub(super) fn take_sent(&mut self) -> impl Iterator<Item = (PortId, usize)> + '_ {
+        self.sent.drain(..)
+    }
+}
+
 impl PortQueue {
-    pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
+    pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>, pair: Option<PairTraffic>) -> Self {
         let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
         Self {
             port,
@@ -46,6 +65,7 @@ impl PortQueue {
             counters,
             frames,
             ingress,
+            pair,
             unsent: false,
             listed: false,
             quiet: None,
@@ -56,9 +76,12 @@ impl PortQueue {
 
     /// Adds a packet to send. `true`: there is a full batch, which must be put into the ring.
     #[inline]
-    pub(super) fn push(&mut self, frame: FrameDesc, ingress: PortId) -> bool {
+    pub(super) fn push(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) -> bool {
         self.frames.push(frame);
         self.ingress.push(ingress);
+        if let Some(pair) = &mut self.pair {
+            pair.egress.push(port);
+        }
         self.frames.len() >= BATCH
     }
 
@@ -96,6 +119,10 @@ impl PortQueue {
         let bytes: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
         self.counters.tx_bytes.add(bytes as u64);
+        if let Some(pair) = &mut self.pair {
+            let ports = pair.egress.drain(..).zip(&self.frames).take(sent);
+            pair.sent.extend(ports.map(|(port, frame)| (port, frame.lengths().data())));
+        }
         rejected.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
         left_joined
     }

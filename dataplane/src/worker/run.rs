@@ -15,8 +15,10 @@ use super::inbox::Command;
 use super::processor::Processor;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
+use super::tag::FrameTag;
 use crate::Snapshot;
-use crate::io::XskQueue;
+use crate::forward::PortId;
+use crate::io::{RxBatch, XskQueue};
 use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
@@ -30,16 +32,23 @@ const HOUSEKEEPING: u32 = 64;
 /// Poll iterations between polls of inactive queues while others are active.
 const POLL_ALL: u32 = 16;
 
-/// A worker: its state, its packet processing, and its sleep logic.
+/// A worker: its packets' way, and its sleep logic.
 pub(super) struct Worker<P> {
-    state: WorkerState,
-    processor: P,
-    snapshot: Cache<Arc<ArcSwap<Snapshot>>, Arc<Snapshot>>,
+    path: PacketPath<P>,
     commands: Receiver<Command>,
     epoll: Epoll,
     polling: Polling,
     timer: StageTimer,
+    shared: Arc<WorkerShared>,
+    /// The batch that is being processed, apart from what processes it.
     received: [FrameDesc; BATCH],
+}
+
+/// What processes a batch: evaluates it and passes its frames on.
+struct PacketPath<P> {
+    state: WorkerState,
+    processor: P,
+    snapshot: Cache<Arc<ArcSwap<Snapshot>>, Arc<Snapshot>>,
     verdicts: [Verdict; BATCH],
 }
 
@@ -55,17 +64,16 @@ impl<P: Processor> Worker<P> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(shared.inboxes[index].wake_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
         let snapshot = Cache::new(shared.snapshot.clone());
-        let state = WorkerState::new(index, shared);
+        let state = WorkerState::new(index, shared.clone());
+        let verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         Ok(Self {
-            state,
-            processor,
-            snapshot,
+            path: PacketPath { state, processor, snapshot, verdicts },
             commands,
             epoll,
             polling,
             timer,
+            shared,
             received: [FrameDesc::default(); BATCH],
-            verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
         })
     }
 
@@ -76,26 +84,26 @@ impl<P: Processor> Worker<P> {
         let mut stalled_sleep = STALLED_SLEEP.0;
         let mut busy_since: Option<Instant> = None;
         loop {
-            if self.state.inbox().take_command_pending() && !self.handle_commands() {
-                return self.state.release_all(&mut self.received);
+            if self.path.state.inbox().take_command_pending() && !self.handle_commands() {
+                return self.path.state.release_all(&mut self.received);
             }
             let timed = self.timer.begin();
             // The only clock read of an iteration: the previous iteration ends where this one begins.
             let now = Instant::now();
             if let Some(since) = busy_since.take() {
-                self.state.counters().busy_iterations.record(now.duration_since(since));
+                self.path.state.counters().busy_iterations.record(now.duration_since(since));
             }
-            let epoch = self.snapshot.load().epoch;
-            self.state.counters().set_epoch(epoch);
-            self.state.timed = timed;
+            let epoch = self.path.snapshot.load().epoch;
+            self.path.state.counters().set_epoch(epoch);
+            self.path.state.timed = timed;
             let iteration = self.poll_once(now, until_poll_all == 0);
             until_housekeeping -= 1;
             // After an iteration without work all queues are polled, so that none waits while the worker spins or
             // before it sleeps.
             until_poll_all = if iteration.busy { until_poll_all.checked_sub(1).unwrap_or(POLL_ALL) } else { 0 };
             if !iteration.busy || until_housekeeping == 0 {
-                self.processor.housekeeping(epoch, now, iteration.busy);
-                self.state.unwatch_busy(&self.epoll);
+                self.path.processor.housekeeping(epoch, now, iteration.busy);
+                self.path.state.unwatch_busy(&self.epoll);
                 until_housekeeping = HOUSEKEEPING;
             }
             if iteration.busy {
@@ -104,7 +112,7 @@ impl<P: Processor> Worker<P> {
                 stalled_sleep = STALLED_SLEEP.0;
                 continue;
             }
-            self.state.counters().empty_rounds.add(1);
+            self.path.state.counters().empty_rounds.add(1);
             match self.polling {
                 Polling::Adaptive { spin } if now.duration_since(last_busy) >= spin => {
                     self.sleep(if iteration.stalled { stalled_sleep } else { LONGEST_SLEEP });
@@ -117,31 +125,31 @@ impl<P: Processor> Worker<P> {
 
     /// One poll iteration: over all queues if `all`, otherwise over the active ones.
     fn poll_once(&mut self, now: Instant, all: bool) -> PollIteration {
-        let mut iteration = PollIteration { busy: self.state.take_handed_off() > 0, ..PollIteration::default() };
+        let mut iteration = PollIteration { busy: self.path.state.take_handed_off() > 0, ..PollIteration::default() };
         if all {
-            for index in 0..self.state.queues.len() {
+            for index in 0..self.path.state.queues.len() {
                 iteration.busy |= self.receive(index, now);
             }
         } else {
-            for position in 0..self.state.active.len() {
-                iteration.busy |= self.receive(self.state.active[position], now);
+            for position in 0..self.path.state.active.len() {
+                iteration.busy |= self.receive(self.path.state.active[position], now);
             }
         }
-        self.state.deactivate_quiet();
-        self.state.flush(&mut self.received, &mut iteration);
-        let timed = self.state.timed.take();
-        let counters = self.state.counters();
+        self.path.state.deactivate_quiet();
+        self.path.state.flush(&mut self.received, &mut iteration);
+        let timed = self.path.state.timed.take();
+        let counters = self.path.state.counters();
         counters.rounds.add(1);
         self.timer.end(timed, iteration.busy, &counters.stages);
         iteration
     }
 
-    /// Receives and evaluates one batch of one queue. `false`: there was none.
+    /// Receives and processes one batch of one queue. `false`: there was none.
     fn receive(&mut self, index: usize, now: Instant) -> bool {
-        let Some(queue) = self.state.queues[index].as_mut() else { return false };
-        let (shared, ingress) = (&self.state.shared, queue.port);
-        let before = self.state.timed.as_mut().map_or(0, TimedIteration::read_clock);
-        let mut batch = queue.xsk.receive(&shared.umem, &mut self.received, now);
+        let state = &mut self.path.state;
+        let Some(queue) = state.queues[index].as_mut() else { return false };
+        let before = state.timed.as_mut().map_or(0, TimedIteration::read_clock);
+        let batch = queue.xsk.receive(&self.shared.umem, &mut self.received, now);
         let count = batch.len();
         if count == 0 {
             queue.quiet = queue.quiet.map(|iterations| iterations + 1);
@@ -149,8 +157,96 @@ impl<P: Processor> Worker<P> {
         }
         // Counted first: meanwhile the headers are fetched from the sender's core.
         queue.counters.rx_packets.add(count as u64);
-        queue.counters.rx_bytes.add(batch.bytes());
-        self.state.counters().count_batch(count);
+        queue.counters.rx_bytes.add(batch.total_bytes());
+        let ingress = queue.port;
+        state.counters().count_batch(count);
+        state.mark_active(index);
+        if state.is_pair(index) {
+            self.path.process_tagged(batch, ingress, now, before);
+        } else {
+            self.path.process(batch, ingress, now, before);
+        }
+        true
+    }
+
+    /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed.
+    fn sleep(&mut self, longest: u16) {
+        let longest = if self.path.state.watch_all(&self.epoll) { longest } else { UNWATCHED_SLEEP };
+        if !self.path.state.inbox().prepare_sleep() {
+            return;
+        }
+        let before = Instant::now();
+        let mut events = [EpollEvent::empty(); 16];
+        // An interruption by a signal is just another wake-up.
+        let _ = self.epoll.wait(&mut events, EpollTimeout::from(longest));
+        self.path.state.inbox().resume();
+        let counters = self.path.state.counters();
+        counters.sleeps.add(1);
+        counters.asleep_nanoseconds.add(before.elapsed().as_nanos() as u64);
+    }
+
+    /// Executes commands of the control side. `false`: the worker must end.
+    fn handle_commands(&mut self) -> bool {
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Attach { port, path, counters, done } => {
+                    self.path.state.attach(port, path, counters);
+                    let _ = done.send(());
+                }
+                Command::Unroute { port, done } => {
+                    self.path.state.unroute(port);
+                    let _ = done.send(());
+                }
+                Command::Detach { port, done } => {
+                    let queues = self.path.state.detach(port, &mut self.received);
+                    for xsk in &queues {
+                        let _ = self.epoll.delete(xsk.as_fd());
+                    }
+                    let _ = done.send(queues);
+                }
+                Command::Count { done } => {
+                    self.path.state.flush(&mut self.received, &mut PollIteration::default());
+                    let _ = done.send(self.path.state.held_frames());
+                }
+                Command::Panic => panic!("panic requested by a test"),
+                Command::Stop => return false,
+            }
+        }
+        true
+    }
+}
+
+impl<P: Processor> PacketPath<P> {
+    /// Processes a batch of a pair: by port, those of one port in their order. Frames without the tag of an open port are
+    /// dropped as the pair's own.
+    fn process_tagged(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant, before: u64) {
+        let host = self.snapshot.load().forwarding.host();
+        let mut ports = [pair.0; BATCH];
+        let ports = &mut ports[..batch.len()];
+        for (index, port) in ports.iter_mut().enumerate() {
+            let ingress = FrameTag::read(batch.bytes(index)).and_then(|tag| self.state.ingress_of(tag, host));
+            *port = ingress.unwrap_or(pair).0;
+        }
+        if ports.iter().any(|port| *port != ports[0]) {
+            batch.sort_by(ports);
+        }
+        let mut read_since = before;
+        for of_port in ports.chunk_by(|one, next| one == next) {
+            let (part, rest) = batch.split(of_port.len());
+            let ingress = PortId(of_port[0]);
+            if ingress != pair {
+                self.state.count_received(ingress, part.len(), part.total_bytes());
+            }
+            self.process(part, ingress, now, read_since);
+            batch = rest;
+            read_since = self.state.timed.as_mut().map_or(0, TimedIteration::read_clock);
+        }
+    }
+
+    /// Evaluates a batch received on `ingress` and passes its frames on. It was read from the ring since `before` on the
+    /// stage clock, if the iteration is timed.
+    fn process(&mut self, mut batch: RxBatch<'_>, ingress: PortId, now: Instant, before: u64) {
+        let count = batch.len();
         let snapshot = self.snapshot.load();
         match &mut self.state.timed {
             None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
@@ -160,12 +256,13 @@ impl<P: Processor> Worker<P> {
                 iteration.received(count, ring_read, stages);
             }
         }
-        self.state.mark_active(index);
         for position in 0..count {
-            let frame = self.received[position];
             match self.verdicts[position] {
-                Verdict::Forward(port) => self.state.forward(frame, port, ingress),
-                Verdict::Drop(reason) => self.state.drop_frame(frame, ingress, reason),
+                Verdict::Forward(port) => {
+                    self.state.set_origin(batch.bytes(position), port, ingress);
+                    self.state.forward(batch.frame(position), port, ingress);
+                }
+                Verdict::Drop(reason) => self.state.drop_frame(batch.frame(position), ingress, reason),
             }
         }
         if let Some(replies) = self.processor.replies() {
@@ -174,52 +271,5 @@ impl<P: Processor> Worker<P> {
                 self.state.reply(bytes, port, ingress);
             }
         }
-        true
-    }
-
-    /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed.
-    fn sleep(&mut self, longest: u16) {
-        let longest = if self.state.watch_all(&self.epoll) { longest } else { UNWATCHED_SLEEP };
-        if !self.state.inbox().prepare_sleep() {
-            return;
-        }
-        let before = Instant::now();
-        let mut events = [EpollEvent::empty(); 16];
-        // An interruption by a signal is just another wake-up.
-        let _ = self.epoll.wait(&mut events, EpollTimeout::from(longest));
-        self.state.inbox().resume();
-        let counters = self.state.counters();
-        counters.sleeps.add(1);
-        counters.asleep_nanoseconds.add(before.elapsed().as_nanos() as u64);
-    }
-
-    /// Executes commands of the control side. `false`: the worker must end.
-    fn handle_commands(&mut self) -> bool {
-        while let Ok(command) = self.commands.try_recv() {
-            match command {
-                Command::Attach { port, queues, owner, counters, done } => {
-                    self.state.attach(port, queues, owner, counters);
-                    let _ = done.send(());
-                }
-                Command::Unroute { port, done } => {
-                    self.state.unroute(port);
-                    let _ = done.send(());
-                }
-                Command::Detach { port, done } => {
-                    let queues = self.state.detach(port, &mut self.received);
-                    for xsk in &queues {
-                        let _ = self.epoll.delete(xsk.as_fd());
-                    }
-                    let _ = done.send(queues);
-                }
-                Command::Count { done } => {
-                    self.state.flush(&mut self.received, &mut PollIteration::default());
-                    let _ = done.send(self.state.held_frames());
-                }
-                Command::Panic => panic!("panic requested by a test"),
-                Command::Stop => return false,
-            }
-        }
-        true
     }
 }

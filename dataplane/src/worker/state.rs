@@ -6,10 +6,11 @@ use nix::sys::epoll::Epoll;
 use xsk_rs::FrameDesc;
 
 use super::control::WorkerShared;
-use super::inbox::{HandOff, HeldFrames, WorkerInbox};
-use super::queue::PortQueue;
+use super::inbox::{HandOff, HeldFrames, WorkerInbox, WorkerPath};
+use super::queue::{PairTraffic, PortQueue};
 use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
+use super::tag::{self, FrameTag};
 use crate::forward::PortId;
 use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
 use crate::pipeline::{BATCH, DropReason};
@@ -38,6 +39,10 @@ enum PortRoute {
 struct PortEntry {
     route: PortRoute,
     counters: Option<Arc<PortCounters>>,
+    /// Index of its interface, if it is a pod's that is reached through the pair.
+    interface: Option<u32>,
+    /// It is the node's stack, reached through the pair.
+    is_node: bool,
 }
 
 /// All state of a worker except its processor and its sleep logic.
@@ -51,6 +56,8 @@ pub(super) struct WorkerState {
     /// Indices of queues with packets to send, frames to free or a fill ring to refill.
     dirty: Vec<usize>,
     ports: Vec<PortEntry>,
+    /// Index of the queue of this worker's pair, if it has one.
+    pair: Option<usize>,
     cache: FrameCache,
     /// Packets to hand off at the end of this iteration, by worker.
     hand_off_queues: Vec<Vec<HandOff>>,
@@ -79,6 +86,7 @@ impl WorkerState {
             active: Vec::new(),
             dirty: Vec::new(),
             ports: Vec::new(),
+            pair: None,
             cache: FrameCache::new(),
             hand_off_queues,
             rejected: Vec::with_capacity(BATCH),
@@ -106,7 +114,7 @@ impl WorkerState {
     pub(super) fn forward(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) {
         match self.ports.get(port.index()).map_or(PortRoute::Gone, |entry| entry.route) {
             PortRoute::Own(index) => {
-                let full = self.queue(index).push(frame, ingress);
+                let full = self.queue(index).push(frame, port, ingress);
                 self.schedule(index);
                 if full {
                     self.transmit(index);
@@ -162,6 +170,12 @@ impl WorkerState {
         let Some(queue) = self.queues[index].as_mut() else { return };
         let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.timed, &mut self.rejected);
         self.shared.counters[self.index].joined.add(joined as u64);
+        for (port, bytes) in queue.pair.iter_mut().flat_map(PairTraffic::take_sent) {
+            if let Some(counters) = self.ports.get(port.index()).and_then(|entry| entry.counters.as_deref()) {
+                counters.tx_packets.add(1);
+                counters.tx_bytes.add(bytes as u64);
+            }
+        }
         if !self.rejected.is_empty() {
             let reason = if queue.xsk.is_dead() { DropReason::PortGone } else { DropReason::TxRingFull };
             self.drop_rejected(reason);
@@ -265,25 +279,91 @@ impl WorkerState {
         HeldFrames { cached: self.cache.len() as u32, queues: self.queues.iter().flatten().map(depth).collect() }
     }
 
-    /// Adds a port: with queues of its own, or through the worker that owns it.
-    pub(super) fn attach(&mut self, port: PortId, queues: Vec<XskQueue>, owner: usize, counters: Arc<PortCounters>) {
-        let mut route = PortRoute::Other(owner);
-        for xsk in queues {
-            let vacant = self.queues.iter().position(Option::is_none);
-            let index = vacant.unwrap_or_else(|| {
-                self.queues.push(None);
-                self.queues.len() - 1
-            });
-            self.queues[index] = Some(PortQueue::new(port, xsk, counters.clone()));
-            route = PortRoute::Own(index);
-        }
-        // Reserve capacity, so that neither list has to grow while packets move.
-        self.active.reserve(self.queues.len() - self.active.len());
-        self.dirty.reserve(self.queues.len() - self.dirty.len());
+    /// Adds a port that is reached on this path.
+    pub(super) fn attach(&mut self, port: PortId, path: WorkerPath, counters: Arc<PortCounters>) {
+        let (mut interface, mut is_node) = (None, false);
+        let route = match path {
+            WorkerPath::Own(queues) => {
+                let last = queues.into_iter().map(|xsk| self.add_queue(port, xsk, &counters, None)).last();
+                last.map_or(PortRoute::Gone, PortRoute::Own)
+            }
+            WorkerPath::Other(owner) => PortRoute::Other(owner),
+            WorkerPath::Pair(xsk) => {
+                let index = self.add_queue(port, xsk, &counters, Some(PairTraffic::new()));
+                self.pair = Some(index);
+                PortRoute::Own(index)
+            }
+            WorkerPath::PodThroughPair(at) => {
+                interface = Some(at);
+                self.through_pair()
+            }
+            WorkerPath::NodeThroughPair => {
+                is_node = true;
+                self.through_pair()
+            }
+        };
         if self.ports.len() <= port.index() {
             self.ports.resize(port.index() + 1, PortEntry::default());
         }
-        self.ports[port.index()] = PortEntry { route, counters: Some(counters) };
+        self.ports[port.index()] = PortEntry { route, counters: Some(counters), interface, is_node };
+    }
+
+    fn through_pair(&self) -> PortRoute {
+        self.pair.map_or(PortRoute::Gone, PortRoute::Own)
+    }
+
+    /// Adds a queue; returns its index.
+    fn add_queue(
+        &mut self,
+        port: PortId,
+        xsk: XskQueue,
+        counters: &Arc<PortCounters>,
+        pair: Option<PairTraffic>,
+    ) -> usize {
+        let vacant = self.queues.iter().position(Option::is_none);
+        let index = vacant.unwrap_or_else(|| {
+            self.queues.push(None);
+            self.queues.len() - 1
+        });
+        self.queues[index] = Some(PortQueue::new(port, xsk, counters.clone(), pair));
+        // Reserve capacity, so that neither list has to grow while packets move.
+        self.active.reserve(self.queues.len() - self.active.len());
+        self.dirty.reserve(self.queues.len() - self.dirty.len());
+        index
+    }
+
+    /// Whether frames of this queue carry tags.
+    #[inline]
+    pub(super) fn is_pair(&self, index: usize) -> bool {
+        self.pair == Some(index)
+    }
+
+    /// The port that a tagged frame is a packet of, if the tag is of an open port: for what the node's stack sends to a
+    /// pod that is `host`.
+    #[inline]
+    pub(super) fn ingress_of(&self, tag: FrameTag, host: Option<PortId>) -> Option<PortId> {
+        let entry = self.ports.get(tag.port.index())?;
+        let is_current = entry.interface == Some(tag.interface);
+        if !is_current { None } else if tag.from_node { host } else { Some(tag.port) }
+    }
+
+    /// Before a frame is sent to the node's stack through the pair: makes it a packet of the pod's port that it came from.
+    #[inline]
+    pub(super) fn set_origin(&self, frame: &mut [u8], port: PortId, ingress: PortId) {
+        if let Some(entry) = self.ports.get(port.index())
+            && entry.is_node
+        {
+            tag::set_port(frame, ingress);
+        }
+    }
+
+    /// Counts packets that were received through the pair for this port.
+    #[inline]
+    pub(super) fn count_received(&self, port: PortId, packets: usize, bytes: u64) {
+        if let Some(counters) = self.ports.get(port.index()).and_then(|entry| entry.counters.as_deref()) {
+            counters.rx_packets.add(packets as u64);
+            counters.rx_bytes.add(bytes);
+        }
     }
 
     /// Stops sending packets on a port.
@@ -300,6 +380,7 @@ impl WorkerState {
         let taken = leaving.filter_map(Option::take).map(PortQueue::into_xsk).collect();
         self.active.retain(|&index| self.queues[index].is_some());
         self.dirty.retain(|&index| self.queues[index].is_some());
+        self.pair = self.pair.filter(|&index| self.queues[index].is_some());
         taken
     }
 

@@ -43,6 +43,10 @@ pub struct Config {
     /// NICs and tunnel devices on which packets for local pods arrive.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
+    /// Where programs take pods' packets: `"xdp"` on their veths, or `"tcx"` there, which leaves packets whole and keeps the
+    /// node's routes as they are.
+    #[serde(default)]
+    pub attach: Attach,
     /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
@@ -160,6 +164,17 @@ fn default_pod_interfaces() -> Vec<InterfacePattern> {
 
 fn default_pod_bridges() -> Vec<InterfacePattern> {
     vec![InterfacePattern::try_from("cni0".to_owned()).expect("a valid pattern")]
+}
+
+/// Where programs take pods' packets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attach {
+    /// By XDP on their veths, with a socket for each.
+    #[default]
+    Xdp,
+    /// By tcx on their veths; Linux 6.6 or newer.
+    Tcx,
 }
 
 /// What applies while no daemon runs (`[fail]`).

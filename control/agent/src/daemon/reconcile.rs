@@ -9,7 +9,7 @@ use penstock_policy::model::{ObjectKey, Pod};
 
 use super::Daemon;
 use crate::RunError;
-use crate::discovery::{HostVethError, PodProblem, pod_ports};
+use crate::discovery::{PodProblem, pod_ports};
 use crate::node_context::NodeNetwork;
 
 impl Daemon<'_> {
@@ -38,10 +38,7 @@ impl Daemon<'_> {
     /// before the pod is published, and a gone pod's port is closed after a snapshot without it. Each step may wait for
     /// the kernel, so none runs while [`Publisher`](crate::publisher::Publisher) inputs are locked.
     pub(super) async fn reconcile(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        // Both ends of a veth pair are deleted together: checking one is enough.
-        if !self.netstate.links.contains_key(&self.host_veth.node().index) {
-            return Err(RunError::failed(HostVethError::Gone(self.host_veth.node().name.clone())));
-        }
+        self.node_path.check(&self.netstate).map_err(RunError::failed)?;
         self.ports.close_new_interfaces(&self.netstate);
         let largest = self.config.umem.frame_size.largest_packet();
         let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
@@ -71,7 +68,7 @@ impl Daemon<'_> {
     }
 
     async fn update_routes(&mut self) {
-        let rejected = match self.host_veth.set_routes(&self.ports.pod_routes()).await {
+        let rejected = match self.node_path.set_routes(&self.ports.pod_routes()).await {
             Ok(rejected) => rejected,
             Err(error) => return tracing::warn!(%error, "cannot read the node's routes; trying again"),
         };

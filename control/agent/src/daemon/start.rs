@@ -10,11 +10,13 @@ use nix::unistd::{Pid, gettid};
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_privileges as privileges;
-use penstock_xdp_redirect::{PinError, Pins, Redirect};
+use penstock_xdp_redirect::{PinError, Pins, Redirect, TcxOptions, TcxPrograms};
 
-use crate::config::{Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority};
+use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority};
 use crate::connections::ClearingJobs;
-use crate::discovery::NetworkState;
+use crate::discovery::{HostVeth, HostVethError, Lifetime, Netlink, NetworkState, WorkerPairs};
+use crate::node_path::NodePath;
+use crate::ports::Programs;
 use crate::publisher::Publisher;
 use crate::{RunError, preflight};
 
@@ -37,17 +39,58 @@ pub(super) fn start_clearing_thread(
     })
 }
 
-/// Loads the XDP programs. Takes over links that an earlier daemon pinned, or removes them where this one pins none.
-pub(super) fn redirect(config: &Config) -> Result<Redirect, RunError> {
+/// Where links are pinned, if they are. Removes what an earlier daemon pinned where this one pins none.
+pub(super) fn pins(config: &Config) -> Result<Option<Pins>, RunError> {
     let root = &config.fail.pins;
     match config.fail.mode {
         FailMode::Closed => {
-            let pins = Pins::open(root).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
-            Redirect::pinned(pins).map_err(RunError::bad_input)
+            Ok(Some(Pins::open(root).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?))
         }
         FailMode::Open => {
             clear_pins(root).map_err(RunError::bad_input)?;
-            Redirect::new().map_err(RunError::bad_input)
+            Ok(None)
+        }
+    }
+}
+
+/// Loads the programs, and makes the interfaces between the node's stack and the workers. On an error neither is left.
+pub(super) async fn open_programs(
+    config: &Config,
+    netlink: &Netlink,
+    netstate: &NetworkState,
+    workers: usize,
+    pins: Option<Pins>,
+) -> Result<(Programs, NodePath), RunError> {
+    let mtu = pair_mtu(config, netstate);
+    let failed = |error| match error {
+        HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
+        other => RunError::failed(other),
+    };
+    if config.attach == Attach::Xdp {
+        let redirect = match pins {
+            Some(pins) => Redirect::pinned(pins),
+            None => Redirect::new(),
+        };
+        let redirect = redirect.map_err(RunError::bad_input)?;
+        let lifetime = match config.fail.mode {
+            FailMode::Closed => Lifetime::Node,
+            FailMode::Open => Lifetime::Daemon,
+        };
+        let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
+        return Ok((Programs::Xdp(redirect), NodePath::HostVeth(host_veth)));
+    }
+    let pairs = WorkerPairs::create(netlink, workers, mtu).await.map_err(failed)?;
+    let options = TcxOptions {
+        pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
+        open_without_workers: config.fail.mode == FailMode::Open,
+        pins,
+    };
+    let loaded = TcxPrograms::load(&options).and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
+    match loaded {
+        Ok(programs) => Ok((programs, NodePath::Pairs(pairs))),
+        Err(error) => {
+            pairs.remove().await.unwrap_or_else(|error| tracing::warn!(%error, "cannot remove the workers' pairs"));
+            Err(RunError::bad_input(error))
         }
     }
 }
@@ -134,7 +177,7 @@ pub(super) fn other_threads() -> Vec<Pid> {
 }
 
 /// The pair's MTU: the largest of the pods' interfaces, at least 1500, at most what a frame holds.
-pub(super) fn pair_mtu(config: &Config, netstate: &NetworkState) -> u32 {
+fn pair_mtu(config: &Config, netstate: &NetworkState) -> u32 {
     let behind = netstate.behind();
     let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);

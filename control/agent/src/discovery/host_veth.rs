@@ -25,10 +25,11 @@ use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
 use super::network_state::Link;
 use super::private_netns::{NetnsGuard, PrivateNetns};
 use super::sysctl::{Sysctl, Sysctls};
+use super::worker_pairs::clear_pairs;
 use crate::config;
 
 /// Interface alias that marks both ends of the pair as Penstock's.
-const ALIAS: &str = "penstock host port";
+pub(super) const ALIAS: &str = "penstock host port";
 
 /// Why the host veth cannot be set up.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +66,8 @@ pub struct PodRoute {
     pub link: u32,
     /// MTU towards the pod, in bytes.
     pub mtu: u32,
+    /// Index of the interface by which the pod's packets enter the node's stack: its veth, or the bridge of that.
+    pub enters_by: u32,
 }
 
 /// How long the pair lives.
@@ -292,7 +295,7 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
 }
 
 /// Allows one daemon per network namespace: two would attach to the same pods.
-fn lock() -> Result<UnixDatagram, HostVethError> {
+pub(super) fn lock() -> Result<UnixDatagram, HostVethError> {
     let bound = SocketAddr::from_abstract_name(b"penstock").and_then(|name| UnixDatagram::bind_addr(&name));
     bound.map_err(|_| HostVethError::Running)
 }
@@ -451,7 +454,7 @@ pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Re
         }
     }
     clear(netlink, config).await?;
-    Ok(there)
+    Ok(clear_pairs(netlink).await? || there)
 }
 
 /// Deletes our rules and the pair of these names, and the routes with the pair.

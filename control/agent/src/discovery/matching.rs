@@ -23,6 +23,8 @@ pub struct PodPort {
     pub mtu: u32,
     /// Name of the host side's bridge, if it has one.
     pub bridge: Option<String>,
+    /// Index of the interface by which its packets enter the node's stack: the host side, or its bridge.
+    pub enters_by: u32,
     /// The pod.
     pub pod: ObjectKey,
     /// All addresses of the pod.
@@ -212,8 +214,10 @@ fn pod_port(
     }
     let Some(peer_mac) = link.peer_mac else { return Err(PodProblem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
-    let (own_mac, mtu, bridge) = (link.mac, link.mtu, netstate.master_of(link).map(|bridge| bridge.name.clone()));
-    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, pod: pod_key, addresses })
+    let master = netstate.master_of(link);
+    let (enters_by, bridge) = (master.unwrap_or(link).index, master.map(|bridge| bridge.name.clone()));
+    let (own_mac, mtu) = (link.mac, link.mtu);
+    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, enters_by, pod: pod_key, addresses })
 }
 
 #[cfg(test)]

@@ -5,21 +5,33 @@ use std::net::IpAddr;
 
 use super::open::mtu;
 use super::{ETHERNET_HEADER, Ports};
-use crate::discovery::PodRoute;
+use crate::discovery::{PodPort, PodRoute};
+
+/// What the programs know of a local pod's address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Announced {
+    /// The longest frame for it, with its Ethernet header; 0 if its pod is not served.
+    longest: u16,
+    /// Index of the interface by which its packets enter the node's stack.
+    enters_by: Option<u32>,
+}
 
 impl Ports {
     /// Tells the programs which addresses are local pods', and the longest packet that uplinks may hand over for each:
     /// zero for pods that are not served. Call it before a snapshot with them is published, and [`Ports::retract`]
     /// after it, so that nobody else can use a pod's address in between.
     pub(crate) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
-        let longest = |route: PodRoute| self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER)));
-        let mut wanted: BTreeMap<IpAddr, u16> = unserved.iter().map(|&address| (address, 0)).collect();
-        wanted.extend(self.pod_routes().into_iter().map(|(address, route)| (address, longest(route))));
-        let local = self.redirect.local_pods();
-        for (&address, &longest) in
-            wanted.iter().filter(|&(address, longest)| self.announced.get(address) != Some(longest))
+        let of = |route: PodRoute| Announced {
+            longest: self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER))),
+            enters_by: Some(route.enters_by),
+        };
+        let mut wanted: BTreeMap<IpAddr, Announced> =
+            unserved.iter().map(|&address| (address, Announced::default())).collect();
+        wanted.extend(self.pod_routes().into_iter().map(|(address, route)| (address, of(route))));
+        for (&address, announced) in
+            wanted.iter().filter(|&(address, announced)| self.announced.get(address) != Some(announced))
         {
-            if let Err(error) = local.insert(address, longest) {
+            if let Err(error) = self.programs.announce(address, announced.longest, announced.enters_by) {
                 tracing::error!(%error, "cannot announce a pod's address: packets from outside do not reach it, and may use it as their source");
             }
         }
@@ -33,7 +45,7 @@ impl Ports {
     /// Withdraws addresses that are no local pod's any more.
     pub(crate) fn retract(&mut self) {
         for address in std::mem::take(&mut self.retracted) {
-            if let Err(error) = self.redirect.local_pods().remove(address) {
+            if let Err(error) = self.programs.retract(address) {
                 tracing::error!(%error, "cannot withdraw a pod's address: packets for it still go to the workers");
             }
         }
@@ -46,7 +58,8 @@ impl Ports {
         let mut routes = BTreeMap::new();
         for served in [false, true] {
             for attachment in self.pods.values().filter(|attachment| attachment.served == served) {
-                let route = PodRoute { link: attachment.last.link, mtu: attachment.last.mtu };
+                let PodPort { link, mtu, enters_by, .. } = attachment.last;
+                let route = PodRoute { link, mtu, enters_by };
                 routes.extend(attachment.last.addresses.iter().map(|&address| (address, route)));
             }
         }

@@ -1,16 +1,20 @@
-//! Turns an interface into a port: sockets in the workers, a program on the interface.
+//! Turns an interface into a port: with XDP by sockets in the workers and a program on the interface, with tcx by programs
+//! on the interface that lead to the workers' pairs.
 
 use std::collections::BTreeSet;
 
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
-use penstock_dataplane::worker::{Dataplane, PortRequest};
-use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, XdpMode};
+use penstock_dataplane::worker::{Dataplane, PortPath, PortRequest};
+use penstock_xdp_redirect::{
+    AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
+};
 
+use super::programs::{InterfacePrograms, OpenPair, Programs};
 use super::Ports;
 use crate::closed_interfaces::interface;
-use crate::discovery::{Link, PodPort, keep_answering_arp};
+use crate::discovery::{Link, PodPort, WorkerVeth, keep_answering_arp};
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
@@ -21,12 +25,14 @@ pub(crate) enum OpenError {
     Attach(#[from] AttachError),
     #[error(transparent)]
     Socket(#[from] SocketError),
+    #[error(transparent)]
+    Map(#[from] TcxMapError),
 }
 
-/// An attached interface. Dropping it detaches the program; [`Ports`] closes the port.
+/// An attached interface. Dropping it detaches the programs; [`Ports`] closes the port.
 pub(super) struct AttachedPort {
     pub(super) id: PortId,
-    pub(super) attached: Attached,
+    pub(super) programs: InterfacePrograms,
     pub(super) port: Port,
 }
 
@@ -47,16 +53,71 @@ impl Ports {
         options: AttachOptions,
         port: PodPort,
     ) -> Result<PodAttachment, OpenError> {
-        let open = self.open(dataplane, link, options, forwarding_port(&port))?;
-        for name in std::iter::once(&port.name).chain(&port.bridge) {
-            if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers) {
-                tracing::warn!(interface = name, %error, "cannot loosen rp_filter: the pod's ARP may go unanswered");
+        let open = match self.programs {
+            Programs::Xdp(_) => {
+                let open = self.open(dataplane, link, options, forwarding_port(&port, None))?;
+                for name in std::iter::once(&port.name).chain(&port.bridge) {
+                    if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers) {
+                        tracing::warn!(interface = name, %error, "cannot loosen rp_filter: the pod's ARP may go unanswered");
+                    }
+                }
+                open
             }
-        }
-        let attachment = PodAttachment { open, last: port, served: true };
-        attachment.sync_own_addresses();
+            Programs::Tcx { .. } => self.open_by_tcx(dataplane, link, options, &port)?,
+        };
+        let mut attachment = PodAttachment { open, last: port, served: true };
+        attachment.update_programs();
         tracing::info!(pod = %attachment.last.pod, interface = attachment.last.name, port = %attachment.open.id, "attached");
         Ok(attachment)
+    }
+
+    /// A port whose packets the tcx programs take to the workers' pairs. They do so once the pod is served.
+    fn open_by_tcx(
+        &mut self,
+        dataplane: &Dataplane,
+        link: &Link,
+        options: AttachOptions,
+        port: &PodPort,
+    ) -> Result<AttachedPort, OpenError> {
+        let programs = self.attach(link, options)?;
+        let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new(link.name.as_str()) };
+        match dataplane.open_port(&request) {
+            Ok(id) => Ok(AttachedPort { id, programs, port: forwarding_port(port, Some(id)) }),
+            Err(error) => {
+                // A closed interface stays closed.
+                if self.closed_interfaces.closes() {
+                    self.closed_interfaces.put(programs);
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Opens a worker's pair: the socket, the XDP program at its end, and the tcx program at the node's.
+    pub(super) fn open_pair(
+        &mut self,
+        dataplane: &Dataplane,
+        worker: usize,
+        pair: &WorkerVeth,
+    ) -> Result<OpenPair, OpenError> {
+        let Programs::Tcx { tcx, xdp } = &self.programs else { unreachable!("only tcx has pairs") };
+        let request = PortRequest { path: PortPath::PairOf(worker), ..PortRequest::new(pair.worker.name.as_str()) };
+        let id = dataplane.open_port(&request)?;
+        let attached = xdp.attach(&interface(&pair.worker), AttachOptions::new(Role::Host))?;
+        let given = dataplane.with_sockets(id, |sockets| {
+            sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
+        });
+        given??;
+        Ok(OpenPair { id, _far: attached, _near: tcx.attach_worker(&interface(&pair.node))? })
+    }
+
+    /// The node's stack as a port, through the workers' pairs.
+    pub(super) fn open_node_by_pairs(&self, dataplane: &Dataplane, near: &Link) -> Result<AttachedPort, OpenError> {
+        let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
+        let id = dataplane.open_port(&request)?;
+        let (own_mac, peer_mac) = PortRequest::macs(None);
+        let port = Port { kind: PortKind::Host, own_mac, peer_mac, mtu: mtu(near.mtu), addresses: Vec::new() };
+        Ok(AttachedPort { id, programs: InterfacePrograms::Pairs(interface(near)), port })
     }
 
     /// First the sockets, then the program, then the sockets into its map: until the last step packets are dropped.
@@ -77,9 +138,12 @@ impl Ports {
             );
         }
         let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
-            let given = dataplane.with_sockets(id, |sockets| {
-                sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
-            });
+            let given = match &attached {
+                InterfacePrograms::Xdp(attached) => dataplane.with_sockets(id, |sockets| {
+                    sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
+                }),
+                InterfacePrograms::Tcx { .. } | InterfacePrograms::Pairs(_) => Ok(Ok(())),
+            };
             match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
                 Ok(()) => Ok(attached),
                 Err(error) => {
@@ -92,7 +156,7 @@ impl Ports {
             }
         });
         match attached {
-            Ok(attached) => Ok(AttachedPort { id, attached, port }),
+            Ok(programs) => Ok(AttachedPort { id, programs, port }),
             Err(error) => {
                 if let Err(error) = dataplane.close_port(id) {
                     tracing::error!(interface = link.name, %error, "cannot close the port");
@@ -112,15 +176,17 @@ impl Ports {
         AttachOptions { on_miss: self.on_miss, mode, ..AttachOptions::new(role) }
     }
 
-    fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<Attached, AttachError> {
-        // Reuses the program that closed the interface if its options match; otherwise the new program replaces it.
+    fn attach(&mut self, link: &Link, options: AttachOptions) -> Result<InterfacePrograms, AttachError> {
+        // Reuses the programs that closed the interface if their options match; otherwise new ones replace them.
         match self.closed_interfaces.take(link.index) {
-            Some(closed) if closed.options() == options => return Ok(closed),
+            Some(closed) if closed.options() == Some(options) => return Ok(closed),
             Some(closed) => closed.keep(),
             None => {}
         }
-        let attached = self.redirect.attach(&interface(link), options)?;
-        log_mode(&attached);
+        let attached = self.programs.attach(&interface(link), options)?;
+        if let InterfacePrograms::Xdp(attached) = &attached {
+            log_mode(attached);
+        }
         Ok(attached)
     }
 }
@@ -131,23 +197,28 @@ impl PodAttachment {
         tracing::info!(pod = %self.last.pod, interface = self.last.name, "pod gone; its interface stays closed");
         self.served = false;
         self.open.port.addresses.clear();
-        self.sync_own_addresses();
+        self.update_programs();
     }
 
-    /// Limits the pod to its own addresses in ARP and neighbour discovery.
-    fn sync_own_addresses(&self) {
+    /// Tells the programs where the pod is, and limits it to its own addresses in ARP and neighbour discovery.
+    fn update_programs(&mut self) {
+        let PodPort { own_mac, peer_mac, name, .. } = &self.last;
+        if let Err(error) = self.open.programs.serve(self.open.id, *own_mac, *peer_mac) {
+            tracing::error!(interface = name, %error, "the pod has no network");
+        }
         let none = BTreeSet::new();
         let addresses = if self.served { &self.last.addresses } else { &none };
-        if let Err(error) = self.open.attached.set_own_addresses(self.last.peer_mac.0, addresses) {
+        if let Err(error) = self.open.programs.set_own_addresses(peer_mac.0, addresses) {
             tracing::error!(%error, "cannot set the pod's own addresses: it may claim others in ARP and neighbour discovery");
         }
     }
 
     pub(super) fn take(&mut self, port: PodPort) {
-        self.open.port = forwarding_port(&port);
+        let by_pairs = matches!(self.open.programs, InterfacePrograms::Tcx { .. }).then_some(self.open.id);
+        self.open.port = forwarding_port(&port, by_pairs);
         self.last = port;
         self.served = true;
-        self.sync_own_addresses();
+        self.update_programs();
     }
 }
 
@@ -177,11 +248,13 @@ fn log_mode(attached: &Attached) {
     }
 }
 
-fn forwarding_port(port: &PodPort) -> Port {
+/// `by_pairs`: its number if it is reached through the workers' pairs, where MAC addresses say which port a frame is for.
+fn forwarding_port(port: &PodPort, by_pairs: Option<PortId>) -> Port {
+    let (own_mac, peer_mac) = by_pairs.map_or((port.own_mac, port.peer_mac), |id| PortRequest::macs(Some(id)));
     Port {
         kind: PortKind::Pod,
-        own_mac: port.own_mac,
-        peer_mac: port.peer_mac,
+        own_mac,
+        peer_mac,
         mtu: mtu(port.mtu),
         addresses: port.addresses.iter().copied().map(Address::from).collect(),
     }

@@ -2,10 +2,11 @@
 
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
-use penstock_xdp_redirect::{XdpMode, XdpOutcomeCounts};
+use penstock_xdp_redirect::XdpOutcomeCounts;
 
 use super::Ports;
 use super::open::{AttachedPort, PodAttachment};
+use super::programs::AttachMode;
 use crate::discovery::PodPort;
 use crate::port_layout::{OpenPort, PortLayout, ServedPod};
 
@@ -14,7 +15,7 @@ pub(crate) struct PortCounters {
     pub(crate) id: PortId,
     pub(crate) kind: PortKind,
     pub(crate) pod: Option<ObjectKey>,
-    pub(crate) mode: XdpMode,
+    pub(crate) mode: AttachMode,
     pub(crate) outcomes: Option<XdpOutcomeCounts>,
 }
 
@@ -23,7 +24,7 @@ impl Ports {
     pub(crate) fn layout(&self) -> PortLayout {
         let placed = |open: &AttachedPort, pod: Option<ServedPod>| OpenPort {
             id: open.id,
-            interface: open.attached.interface().name.clone(),
+            interface: open.programs.interface().name.clone(),
             port: open.port.clone(),
             pod,
         };
@@ -72,8 +73,8 @@ impl Ports {
             id: open.id,
             kind: open.port.kind,
             pod,
-            mode: open.attached.mode().clone(),
-            outcomes: open.attached.outcomes().ok(),
+            mode: open.programs.mode(),
+            outcomes: open.programs.outcomes(),
         };
         all.map(counted).collect()
     }

@@ -112,6 +112,7 @@ mod tests {
             peer_mac: Mac::default(),
             mtu,
             bridge: None,
+            enters_by: 7,
             pod: ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() },
             addresses: BTreeSet::new(),
         };

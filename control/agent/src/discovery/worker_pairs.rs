@@ -1,0 +1,109 @@
+//! The workers' veth pairs with `attach = "tcx"`: the programs on pods' veths put packets into a pair, the worker's socket
+//! is at its other end.
+//!
+//! Nothing in the node's routes, rules or settings refers to them. They are removed at the end, and what a killed daemon
+//! left is made anew by the next.
+
+use std::os::unix::net::UnixDatagram;
+
+use rtnetlink::{LinkUnspec, LinkVeth};
+
+use super::host_veth::{ALIAS, HostVethError, lock};
+use super::netlink::{Netlink, NetlinkError};
+use super::network_state::Link;
+use super::sysctl::{Sysctl, Sysctls};
+
+/// A worker's pair.
+#[derive(Clone, Debug)]
+pub struct WorkerVeth {
+    /// The end that programs put packets into, and where the worker's come out.
+    pub node: Link,
+    /// The end with the worker's socket.
+    pub worker: Link,
+}
+
+/// The pairs of all workers, up. Take them down with [`WorkerPairs::remove`].
+#[derive(Debug)]
+pub struct WorkerPairs {
+    netlink: Netlink,
+    pairs: Vec<WorkerVeth>,
+    /// Keeps other daemons out.
+    _lock: UnixDatagram,
+}
+
+impl WorkerPairs {
+    /// Creates a pair for each of this many workers, with this MTU. On an error nothing new is left.
+    pub async fn create(netlink: &Netlink, workers: usize, mtu: u32) -> Result<Self, HostVethError> {
+        let lock = lock()?;
+        clear_pairs(netlink).await?;
+        let mut pairs = Vec::new();
+        for worker in 0..workers {
+            match create(netlink, worker, mtu).await {
+                Ok(pair) => pairs.push(pair),
+                Err(error) => {
+                    if let Err(error) = clear_pairs(netlink).await {
+                        tracing::warn!(%error, "cannot remove the workers' veth pairs");
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Self { netlink: netlink.clone(), pairs, _lock: lock })
+    }
+
+    /// By worker.
+    pub fn pairs(&self) -> &[WorkerVeth] {
+        &self.pairs
+    }
+
+    /// Removes the pairs.
+    pub async fn remove(self) -> Result<(), HostVethError> {
+        clear_pairs(&self.netlink).await.map(drop)
+    }
+}
+
+/// Names of a worker's pair: the node's end and the worker's.
+fn names(worker: usize) -> [String; 2] {
+    [format!("penstock-w{worker}"), format!("penstock-x{worker}")]
+}
+
+async fn create(netlink: &Netlink, worker: usize, mtu: u32) -> Result<WorkerVeth, HostVethError> {
+    let [node, far] = names(worker);
+    let pair = LinkVeth::new(&node, &far).mtu(mtu).alias(ALIAS).build();
+    let made = netlink.handle.link().add(pair).execute().await;
+    made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;
+    Ok(WorkerVeth { node: set_up(netlink, &node, mtu).await?, worker: set_up(netlink, &far, mtu).await? })
+}
+
+async fn set_up(netlink: &Netlink, name: &str, mtu: u32) -> Result<Link, HostVethError> {
+    let mut kept = Sysctls::default();
+    // The stack sends nothing on a pair by itself, and takes workers' errors that have an address of the node.
+    for (sysctl, value) in [(Sysctl::v6(name, "disable_ipv6"), 1), (Sysctl::v4(name, "accept_local"), 1)] {
+        let named = sysctl.to_string();
+        kept.set(sysctl, value).map_err(|error| HostVethError::Sysctl { sysctl: named, error })?;
+    }
+    // The settings are deleted with the pair: nothing to restore.
+    kept.keep();
+    let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(false).up().build();
+    let set = netlink.handle.link().set(up).execute().await;
+    set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
+    netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
+}
+
+/// Deletes the pairs of all workers, of which an earlier daemon may have had more. Returns whether there were any.
+pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError> {
+    let state = netlink.network_state().await?;
+    let ours = state.links.values().filter(|link| {
+        link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS)
+    });
+    let mut there = false;
+    for link in ours {
+        there = true;
+        let gone = netlink.handle.link().del(link.index).execute().await;
+        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
+            Err(error) if !error.is_gone() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(there)
+}

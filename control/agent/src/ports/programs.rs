@@ -1,0 +1,179 @@
+//! The programs on interfaces, by `attach`: XDP on a pod's veth, or tcx there with XDP on the far ends of the workers' pairs.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+
+use penstock_dataplane::forward::{Mac, PortId};
+use penstock_xdp_redirect::{
+    AttachError, AttachOptions, Attached, Interface, OwnAddressesError, Pins, PodVeth, Redirect, ServedPort,
+    TcxMapError, TcxPrograms, WorkerPair, XdpMode, XdpOutcomeCounts,
+};
+
+/// The loaded programs.
+pub(crate) enum Programs {
+    /// `attach = "xdp"`.
+    Xdp(Redirect),
+    /// `attach = "tcx"`.
+    Tcx {
+        /// At pods' veths and the near ends of the pairs.
+        tcx: TcxPrograms,
+        /// At the far ends of the pairs.
+        xdp: Redirect,
+    },
+}
+
+impl Programs {
+    /// The pins of the programs at pods' veths, if links are pinned.
+    pub(crate) fn pins(&self) -> Option<&Pins> {
+        match self {
+            Self::Xdp(redirect) => redirect.pins(),
+            Self::Tcx { tcx, .. } => tcx.pins(),
+        }
+    }
+
+
+    /// The socket whose closing tells programs that the process is gone.
+    pub(super) fn alive(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Xdp(redirect) => redirect.alive(),
+            Self::Tcx { tcx, .. } => tcx.alive(),
+        }
+    }
+
+    /// Attaches to a pod's veth, or with XDP to another interface. Until it is served everything is dropped.
+    pub(super) fn attach(
+        &self,
+        interface: &Interface,
+        options: AttachOptions,
+    ) -> Result<InterfacePrograms, AttachError> {
+        Ok(match self {
+            Self::Xdp(redirect) => InterfacePrograms::Xdp(redirect.attach(interface, options)?),
+            Self::Tcx { tcx, .. } => InterfacePrograms::Tcx { veth: tcx.attach_pod(interface)?, options },
+        })
+    }
+
+    /// Marks an address as a local pod's. The longest frame for it matters to uplinks, and is 0 for a pod without a port.
+    /// `enters_by`: the interface by which the pod's packets enter the node's stack.
+    pub(super) fn announce(
+        &self,
+        address: IpAddr,
+        longest: u16,
+        enters_by: Option<u32>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        match self {
+            Self::Xdp(redirect) => Ok(redirect.local_pods().insert(address, longest)?),
+            Self::Tcx { tcx, .. } => Ok(tcx.set_pod_address(address, enters_by)?),
+        }
+    }
+
+    /// Withdraws an address that is no local pod's any more.
+    pub(super) fn retract(&self, address: IpAddr) -> Result<(), Box<dyn std::error::Error>> {
+        match self {
+            Self::Xdp(redirect) => Ok(redirect.local_pods().remove(address)?),
+            Self::Tcx { tcx, .. } => Ok(tcx.remove_pod_address(address)?),
+        }
+    }
+}
+
+/// How an interface is attached.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum AttachMode {
+    Xdp(XdpMode),
+    Tcx,
+}
+
+impl fmt::Display for AttachMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Xdp(mode) => mode.fmt(f),
+            Self::Tcx => f.pad("tcx"),
+        }
+    }
+}
+
+/// The programs on one interface. Dropping it detaches them.
+pub(crate) enum InterfacePrograms {
+    Xdp(Attached),
+    Tcx {
+        veth: PodVeth,
+        options: AttachOptions,
+    },
+    /// The node's stack through the workers' pairs, which have the programs.
+    Pairs(Interface),
+}
+
+impl InterfacePrograms {
+    pub(crate) fn interface(&self) -> &Interface {
+        match self {
+            Self::Xdp(attached) => attached.interface(),
+            Self::Tcx { veth, .. } => veth.interface(),
+            Self::Pairs(interface) => interface,
+        }
+    }
+
+    /// The options that it was attached with, where they matter.
+    pub(super) fn options(&self) -> Option<AttachOptions> {
+        match self {
+            Self::Xdp(attached) => Some(attached.options()),
+            Self::Tcx { options, .. } => Some(*options),
+            Self::Pairs(_) => None,
+        }
+    }
+
+    pub(crate) fn mode(&self) -> AttachMode {
+        match self {
+            Self::Xdp(attached) => AttachMode::Xdp(attached.mode().clone()),
+            Self::Tcx { .. } | Self::Pairs(_) => AttachMode::Tcx,
+        }
+    }
+
+    pub(crate) fn outcomes(&self) -> Option<XdpOutcomeCounts> {
+        match self {
+            Self::Xdp(attached) => attached.outcomes().ok(),
+            Self::Tcx { veth, .. } => veth.outcomes().ok(),
+            Self::Pairs(_) => Some(XdpOutcomeCounts::default()),
+        }
+    }
+
+    /// Limits the pod behind it to its own addresses in ARP and neighbour discovery.
+    pub(super) fn set_own_addresses(
+        &self,
+        mac: [u8; 6],
+        addresses: &BTreeSet<IpAddr>,
+    ) -> Result<(), OwnAddressesError> {
+        match self {
+            Self::Xdp(attached) => attached.set_own_addresses(mac, addresses),
+            Self::Tcx { veth, .. } => veth.set_own_addresses(mac, addresses),
+            Self::Pairs(_) => Ok(()),
+        }
+    }
+
+    /// With tcx: its packets are those of this port from now on, between these MAC addresses of the node and the pod.
+    pub(super) fn serve(&mut self, port: PortId, node: Mac, pod: Mac) -> Result<(), TcxMapError> {
+        match self {
+            Self::Tcx { veth, options } => {
+                let bridge = options.bridge;
+                veth.serve(&ServedPort { port: port.0, node_mac: bridge.unwrap_or(node.0), pod_mac: pod.0, bridge })
+            }
+            Self::Xdp(_) | Self::Pairs(_) => Ok(()),
+        }
+    }
+
+    /// Leaves pinned programs attached.
+    pub(super) fn keep(self) {
+        match self {
+            Self::Xdp(attached) => attached.keep(),
+            Self::Tcx { veth, .. } => veth.keep(),
+            Self::Pairs(_) => {}
+        }
+    }
+}
+
+/// A worker's pair as a port: the XDP program with the worker's socket at the far end, tcx at the near one.
+pub(super) struct OpenPair {
+    pub(super) id: PortId,
+    pub(super) _far: Attached,
+    pub(super) _near: WorkerPair,
+}
