@@ -37,11 +37,13 @@ pub enum XdpOutcome {
     Undecided,
     /// At a pod's veth, by tcx: no worker serves the pod yet, or any more. Dropped.
     NotReady,
+    /// At a pod's veth, by tcx: sent to the pod by the node's stack, and redirected to a worker.
+    FromStack,
 }
 
 impl XdpOutcome {
     /// All outcomes, in the order of their numbers.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -55,6 +57,7 @@ impl XdpOutcome {
         Self::Translated,
         Self::Undecided,
         Self::NotReady,
+        Self::FromStack,
     ];
 
     /// Its name in counters and logs.
@@ -73,6 +76,7 @@ impl XdpOutcome {
             Self::Translated => "translated",
             Self::Undecided => "undecided",
             Self::NotReady => "not_ready",
+            Self::FromStack => "from_stack",
         }
     }
 }

@@ -58,7 +58,9 @@ pub struct ServedPort {
 
 /// The kernel did not change a map of the tcx programs.
 #[derive(Debug, thiserror::Error)]
-#[error("{thing}: the kernel does not change the maps of the tcx programs ({source}): is memory short, or are there too many pods?")]
+#[error(
+    "{thing}: the kernel does not change the maps of the tcx programs ({source}): is memory short, or are there too many pods?"
+)]
 pub struct TcxMapError {
     thing: String,
     source: libbpf_rs::Error,

@@ -28,6 +28,8 @@ pub struct DaemonConfig {
     pub node: String,
     /// Its directory of manifests.
     pub manifests: PathBuf,
+    /// Where programs take pods' packets; [`Attach::of_run`] unless a test needs one of the two.
+    pub attach: Attach,
     /// Further top-level keys, in TOML.
     pub keys: String,
     /// Keys of the section `[conntrack]`, in TOML.
@@ -42,6 +44,36 @@ pub struct DaemonConfig {
     pub environment: Vec<(String, String)>,
 }
 
+/// Where programs take pods' packets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Attach {
+    /// By XDP on their veths.
+    Xdp,
+    /// By tcx on their veths.
+    Tcx,
+}
+
+impl Attach {
+    /// That of this run of the tests: XDP, or what `PENSTOCK_TEST_ATTACH` says.
+    ///
+    /// # Panics
+    /// If that is neither `xdp` nor `tcx`.
+    pub fn of_run() -> Self {
+        match std::env::var("PENSTOCK_TEST_ATTACH").as_deref() {
+            Err(_) | Ok("xdp") => Self::Xdp,
+            Ok("tcx") => Self::Tcx,
+            Ok(other) => panic!("PENSTOCK_TEST_ATTACH={other}: write xdp or tcx"),
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Xdp => "xdp",
+            Self::Tcx => "tcx",
+        }
+    }
+}
+
 impl DaemonConfig {
     /// Defaults, with the memory that a few pods need, and without a connection table file, admin API
     /// and metrics.
@@ -49,6 +81,7 @@ impl DaemonConfig {
         Self {
             node: node.into(),
             manifests: manifests.into(),
+            attach: Attach::of_run(),
             keys: String::new(),
             conntrack: "mapping = \"off\"\n".into(),
             sections: "[umem]\nmemory = \"64MiB\"\n".into(),
@@ -60,14 +93,15 @@ impl DaemonConfig {
 
     /// As TOML.
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, keys, conntrack, sections, admin, metrics, environment: _ } = self;
+        let Self { node, manifests, attach, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
         // Daemons of several nodes share a machine, so each has its own file or none.
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
         let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
-            "node = \"{node}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
-             [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}"
+            "node = \"{node}\"\nattach = \"{}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
+             [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}",
+            attach.name()
         )
     }
 }

@@ -19,7 +19,7 @@ mod router;
 mod scratch;
 
 pub use cleanup::CleanupGuard;
-pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
+pub use daemon::{Attach, Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use namespace::{DIRECTORY, Namespace};
 pub use netlink::{Netlink, RouteVia, network_state};

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::load::Generator;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pod, pods};
 use crate::forger::{Forger, kernel_lost};
@@ -47,7 +48,7 @@ fn assert_at_rest(fixture: &Fixture) {
 
 #[test]
 fn an_empty_fill_ring_drops_by_reason_and_other_ports_lose_nothing() {
-    let fixture = Fixture::of(&pods(3), |_, _| {});
+    let fixture = Fixture::of(&pods(3), |_, config| config.attach = Attach::Xdp);
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
     let epoch = Instant::now();
     let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
@@ -87,7 +88,10 @@ fn an_empty_fill_ring_drops_by_reason_and_other_ports_lose_nothing() {
 #[test]
 fn a_full_tx_ring_drops_by_reason_and_other_ports_lose_nothing() {
     // With the smallest rings, one batch from each of three pods exceeds the fourth pod's ring.
-    let fixture = Fixture::of(&pods(5), |_, config| config.sections += "ring_size = 64\n");
+    let fixture = Fixture::of(&pods(5), |_, config| {
+        config.attach = Attach::Xdp;
+        config.sections += "ring_size = 64\n";
+    });
     let to = SocketAddr::new(fixture.site("node").address(false).unwrap(), 7000);
     let sniffer = Sniffer::start(fixture.site("node"), to);
     let stream = Stream::start(fixture.site("test/pod-0"), ALLOWED, to, Instant::now());
@@ -124,7 +128,7 @@ fn a_full_tx_ring_drops_by_reason_and_other_ports_lose_nothing() {
 
 #[test]
 fn a_receiver_that_does_not_read_causes_no_loss_for_others() {
-    let fixture = Fixture::of(&pods(3), |_, _| {});
+    let fixture = Fixture::of(&pods(3), |_, config| config.attach = Attach::Xdp);
     let slow = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 9);
     // It is not read and fills up quickly.
     let _full = fixture.site("test/pod-1").namespace.run(|| std::net::UdpSocket::bind(slow)).unwrap();
@@ -153,6 +157,7 @@ fn a_pod_without_frames_is_reported_and_stays_closed() {
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");
     // Frames for five ports: the host port and those of four pods, the late one included.
     let mut fixture = Fixture::of(&(pods(3) + &late), |_, config| {
+        config.attach = Attach::Xdp;
         config.sections = "[umem]\nframes = 330\nring_size = 64\n".into();
     });
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);

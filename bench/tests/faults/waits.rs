@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::Namespace;
+use penstock_bench::testbed::{Attach, Namespace};
 use penstock_dataplane::conntrack;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::worker::{Config, Dataplane, PortRequest};
@@ -43,7 +43,7 @@ fn ping(fixture: &Fixture, to: (u32, IpAddr)) -> ProbeOutcome {
 
 #[test]
 fn a_policy_change_does_not_wait_for_a_port_that_cannot_be_opened_yet() {
-    let mut fixture = Fixture::of(&pods(2), |_, _| {});
+    let mut fixture = Fixture::of(&pods(2), |_, config| config.attach = Attach::Xdp);
     let pod_1 = fixture.target("test/pod-1", false);
     let addresses: [IpAddr; 2] = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];
     let late = pod("late", "10.244.1.77", "fd00:10:244:1::77");

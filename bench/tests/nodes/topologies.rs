@@ -6,6 +6,7 @@ use std::time::Duration;
 use penstock_bench::expectation::Expectation;
 use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::EchoConnection;
+use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, SERVICES, Wiring};
 
@@ -37,7 +38,8 @@ fn every_cell_is_as_expected(wiring: Wiring) {
     assert_telling(&fixture, &matrix);
     fixture.assert_as_expected(&matrix);
     // By which path the denied packets arrived: through the uplink, except ICMP echo, which the kernel may translate;
-    // or through the kernel and the host veth.
+    // or through the kernel, and with tcx always.
+    let by_uplink = wiring.uplink && Attach::of_run() == Attach::Xdp;
     for node in [0, 1] {
         let statistics = fixture.statistics(node);
         let denied = |port: &str| {
@@ -45,7 +47,7 @@ fn every_cell_is_as_expected(wiring: Wiring) {
             line.is_some_and(|line| line.contains("ingress_denied"))
         };
         assert!(
-            denied("(node)") && denied("(uplink)") == wiring.uplink,
+            denied("(node)") && denied("(uplink)") == by_uplink,
             "{wiring:?}, node {node}:\n{}",
             statistics.join("\n")
         );

@@ -62,7 +62,7 @@ fn spoofed(setup: &ServiceFixture) -> u64 {
     let count = |port: &penstock_admin::types::PortStatus| {
         [&port.drops, &port.xdp].into_iter().filter_map(|by| by.get("spoofed_source")).sum::<u64>()
     };
-    setup.fixture.status().ports.iter().filter(|port| port.kind != "pod").map(count).sum()
+    setup.fixture.status().ports.iter().map(count).sum()
 }
 
 fn setup(by_uplink: bool) -> ServiceFixture {

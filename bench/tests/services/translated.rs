@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use penstock_bench::load::transfer;
 use penstock_bench::probe::{ProbeOutcome, Protocol};
-use penstock_bench::testbed::DaemonConfig;
+use penstock_bench::testbed::{Attach, DaemonConfig};
 
 use crate::service::{BACKENDS, BackendPath, CLOSED, OWN, ServiceFixture, WEB, service};
 
@@ -74,7 +74,7 @@ fn a_service_is_reachable_and_ingress_policy_sees_the_client_address() {
             assert_eq!(setup.probe("test/pod-2", v6, protocol), other, "{what}\n{}", setup.logs());
         }
         setup.fixture.assert_as_expected(&setup.fixture.matrix());
-        if let BackendPath::ByUplink = backend {
+        if let (BackendPath::ByUplink, Attach::Xdp) = (backend, Attach::of_run()) {
             assert!(setup.logs().contains(" translated "), "{}", setup.logs());
         }
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
+use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, ScratchDir, network_state};
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -58,7 +58,8 @@ fn sigterm_and_sigint_restore_links_routes_and_settings() {
         let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
         assert_ne!(state_of(&cluster), before, "a running daemon has its links and routes");
         for pod in cluster.node.pods() {
-            assert!(cluster.node.netlink().has_xdp(pod.interface()).unwrap(), "{}", pod.interface());
+            let has_xdp = cluster.node.netlink().has_xdp(pod.interface()).unwrap();
+            assert_eq!(has_xdp, config.attach == Attach::Xdp, "{}", pod.interface());
         }
         daemon.signal(signal).unwrap();
         let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();

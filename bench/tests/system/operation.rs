@@ -144,7 +144,11 @@ fn status_flows_and_metrics_match_the_packets() {
         assert_eq!(pod.connections > 0, name == "test/pod-0", "who opens a connection has it: {pod:?}");
         let port = status.ports.iter().find(|port| port.pod.as_deref() == Some(name)).unwrap();
         assert!(port.rate.rx_packets > 100.0 && port.total.tx_bytes > 100_000, "{port:?}");
-        assert!(port.queue.receiving > 0 && port.queue.size >= port.queue.receiving, "{port:?}");
+        // The socket is the port's own, or that of the worker's pair.
+        let of_socket =
+            if port.mode == "tcx" { status.ports.iter().find(|port| port.kind == "pair") } else { Some(port) };
+        let queue = &of_socket.unwrap().queue;
+        assert!(queue.receiving > 0 && queue.size >= queue.receiving, "{queue:?}");
     }
     assert_eq!(status.drops.get("ingress_denied"), Some(&3), "three attempts: {:?}", status.drops);
     let frames = status.frames;

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use penstock_bench::load::transfer;
-use penstock_bench::testbed::Offload;
+use penstock_bench::testbed::{Attach, Offload};
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -15,6 +15,7 @@ const POLICY: &str =
 /// Pods in this XDP mode; the last one has a policy.
 fn fixture(mode: &str) -> Fixture {
     Fixture::of(&(pods(3) + &policy("some", "pod-2", POLICY)), |_, config| {
+        config.attach = Attach::Xdp;
         config.sections += &format!("[xdp]\nmode = \"{mode}\"\n");
     })
 }

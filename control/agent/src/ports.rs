@@ -26,7 +26,7 @@ use addresses::Announced;
 use open::{AttachedPort, OpenError, PodAttachment, mtu};
 use programs::OpenPair;
 pub(super) use programs::{InterfacePrograms, Programs};
-pub(super) use view::PortCounters;
+pub(super) use view::{PortCounters, PortRole};
 
 /// How long an interface's queue may be busy before that is logged: a closed queue stays busy until the kernel's
 /// deferred work is done.

@@ -3,12 +3,11 @@
 use std::fmt::Display;
 
 use penstock_admin::table::align_columns;
-use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::{DataplaneStatistics, KernelDrops};
 use penstock_xdp_redirect::{XdpOutcome, XdpOutcomeCounts};
 
-use super::ports::PortCounters;
+use super::ports::{PortCounters, PortRole};
 
 /// One table of the ports and of the interfaces that wait for their pod, and one of the workers.
 pub(super) fn statistics(
@@ -22,8 +21,9 @@ pub(super) fn statistics(
         let counted = ports.iter().find(|counted| counted.id == counters.port);
         let behind = match counted {
             Some(PortCounters { pod: Some(pod), .. }) => pod.to_string(),
-            Some(PortCounters { kind: PortKind::Host, .. }) => "(node)".to_owned(),
-            Some(PortCounters { kind: PortKind::Uplink, .. }) => "(uplink)".to_owned(),
+            Some(PortCounters { role: PortRole::Host, .. }) => "(node)".to_owned(),
+            Some(PortCounters { role: PortRole::Uplink, .. }) => "(uplink)".to_owned(),
+            Some(PortCounters { role: PortRole::Pair, .. }) => "(pair)".to_owned(),
             _ => "(no pod)".to_owned(),
         };
         let outcomes = counted.and_then(|counted| counted.outcomes);

@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, QueueDepths};
 use penstock_policy::flow;
@@ -57,13 +56,4 @@ impl DaemonView<'_> {
 /// A connection's identifier as text.
 pub(crate) fn identifier(connection: u64) -> String {
     format!("{connection:016x}")
-}
-
-/// A port's kind as text.
-pub(crate) fn kind(kind: PortKind) -> &'static str {
-    match kind {
-        PortKind::Pod => "pod",
-        PortKind::Host => "host",
-        PortKind::Uplink => "uplink",
-    }
 }

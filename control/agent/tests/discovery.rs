@@ -27,7 +27,8 @@ async fn routes(netlink: &Netlink, pods: &[&Pod]) -> BTreeMap<IpAddr, PodRoute> 
     let netstate = netlink.network_state().await.unwrap();
     let route = |pod: &&Pod| {
         let link = netstate.link(&pod.veth).unwrap();
-        [&pod.v4, &pod.v6].map(|text| (address(text), PodRoute { link: link.index, mtu: link.mtu, enters_by: link.index }))
+        [&pod.v4, &pod.v6]
+            .map(|text| (address(text), PodRoute { link: link.index, mtu: link.mtu, enters_by: link.index }))
     };
     pods.iter().flat_map(route).collect()
 }

@@ -98,9 +98,7 @@ impl PortControl {
             return Err(PortError::TooManyPorts { interface: interface.clone(), max: MAX_PORTS });
         };
         let opened = match *path {
-            PortPath::Queues(count) => {
-                self.open_queues(&facts, count.unwrap_or(facts.queues).max(1), None, *patience)
-            }
+            PortPath::Queues(count) => self.open_queues(&facts, count.unwrap_or(facts.queues).max(1), None, *patience),
             PortPath::PairOf(worker) => self.open_queues(&facts, 1, Some(worker), *patience),
             PortPath::Pairs | PortPath::NodeByPairs => Ok((Vec::new(), Vec::new())),
         };
@@ -200,13 +198,7 @@ impl PortControl {
     }
 
     /// Passes the queues to the workers and announces the port to all of them.
-    fn attach(
-        &mut self,
-        id: PortId,
-        path: PortPath,
-        interface: u32,
-        sockets: Vec<XskQueue>,
-    ) -> Result<(), PortError> {
+    fn attach(&mut self, id: PortId, path: PortPath, interface: u32, sockets: Vec<XskQueue>) -> Result<(), PortError> {
         let port = self.ports.get(id).expect("the port was just inserted");
         let owners: Vec<usize> = port.queues.iter().map(|queue| queue.worker).collect();
         let mut own: Vec<Vec<XskQueue>> = self.workers().map(|_| Vec::new()).collect();

@@ -344,7 +344,13 @@ impl WorkerState {
     pub(super) fn ingress_of(&self, tag: FrameTag, host: Option<PortId>) -> Option<PortId> {
         let entry = self.ports.get(tag.port.index())?;
         let is_current = entry.interface == Some(tag.interface);
-        if !is_current { None } else if tag.from_node { host } else { Some(tag.port) }
+        if !is_current {
+            None
+        } else if tag.from_node {
+            host
+        } else {
+            Some(tag.port)
+        }
     }
 
     /// Before a frame is sent to the node's stack through the pair: makes it a packet of the pod's port that it came from.

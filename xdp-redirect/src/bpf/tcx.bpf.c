@@ -20,6 +20,7 @@
 
 #include "neighbour.h"
 #include "outcome.h"
+#include "translation.h"
 
 #define MAX_PORTS 4096
 #define MAX_WORKERS 64
@@ -136,7 +137,7 @@ static __always_inline __u32 pair_of(struct __sk_buff *skb)
 	return index < MAX_WORKERS ? pairs[index] : pairs[0];
 }
 
-static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags)
+static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags, __u32 outcome)
 {
 	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
 	struct tag tag = {
@@ -147,7 +148,7 @@ static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struc
 	tag.flags = flags | (BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL ? CHECKSUM_OPEN : 0);
 	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
 		return count(skb->ifindex, NOT_IP, TC_ACT_SHOT);
-	return count(skb->ifindex, REDIRECTED, bpf_redirect(pair_of(skb), 0));
+	return count(skb->ifindex, outcome, bpf_redirect(pair_of(skb), 0));
 }
 
 /* No process serves the sockets, and then policy is not enforced by setting. */
@@ -214,16 +215,23 @@ int from_pod(struct __sk_buff *skb)
 	}
 	if (!at)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
-	return redirect_to_worker(skb, at, 0);
+	return redirect_to_worker(skb, at, 0, REDIRECTED);
 }
 
-/* Whether a packet that the node's stack sends has the source of a local pod, but did not come from that pod. A pod's packets
- * enter the stack by its interface, after the workers have checked them. The kernel records that interface, which
- * forwarding and translation keep; it is 0 for what the node itself sends. */
+/* Whether this is a local pod's address, and the packet did not enter the stack by that pod's interface. */
+static __always_inline int is_another_pods(struct __sk_buff *skb, const struct in6_addr *from)
+{
+	const __u32 *enters = bpf_map_lookup_elem(&pod_addresses, from);
+
+	return enters && (!*enters || *enters != skb->ingress_ifindex);
+}
+
+/* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did
+ * not come from that pod. A pod's packets enter the stack by its interface, after the workers have checked them. The kernel
+ * records that interface, which forwarding and translation keep; it is 0 for what the node itself sends. */
 static __always_inline int is_spoofed(struct __sk_buff *skb)
 {
 	struct in6_addr from = {};
-	const __u32 *enters;
 	long unread;
 
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
@@ -234,8 +242,10 @@ static __always_inline int is_spoofed(struct __sk_buff *skb)
 	}
 	if (unread)
 		return 1;
-	enters = bpf_map_lookup_elem(&pod_addresses, &from);
-	return enters && (!*enters || *enters != skb->ingress_ifindex);
+	if (is_another_pods(skb, &from))
+		return 1;
+	/* A reply spoofed as a Service's backend would leave with the Service's address. */
+	return source_before(skb, skb->protocol == bpf_htons(ETH_P_IP), &from) && is_another_pods(skb, &from);
 }
 
 /* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */
@@ -266,7 +276,7 @@ int to_pod(struct __sk_buff *skb)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
 	if (is_spoofed(skb))
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
-	return redirect_to_worker(skb, at, FROM_NODE | (skb->ingress_ifindex ? 0 : LOCAL_PROCESS));
+	return redirect_to_worker(skb, at, FROM_NODE | (skb->ingress_ifindex ? 0 : LOCAL_PROCESS), FROM_STACK);
 }
 
 /* What a worker sends, at the node's end of its pair. */

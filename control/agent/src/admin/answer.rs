@@ -14,9 +14,10 @@ use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
 use penstock_sources::Kind;
 
+use crate::ports::PortRole;
 use crate::query::FlowScan;
 use crate::samples::Sample;
-use crate::view::{DaemonView, LiveCounters, identifier, kind};
+use crate::view::{DaemonView, LiveCounters, identifier};
 
 impl DaemonView<'_> {
     fn engine(&self) -> &Engine {
@@ -125,7 +126,7 @@ impl DaemonView<'_> {
                 types::PortStatus {
                     port: counters.port.0,
                     interface: counters.interface.clone(),
-                    kind: known.map_or("pod", |counted| kind(counted.kind)).to_owned(),
+                    kind: known.map_or(PortRole::Pod, |counted| counted.role).name().to_owned(),
                     pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
                     mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),

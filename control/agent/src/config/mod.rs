@@ -103,7 +103,7 @@ pub struct Config {
 }
 
 /// The top-level keys that are not sections.
-const KEYS: [&str; 6] = ["node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
+const KEYS: [&str; 7] = ["attach", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
 /// Keys that were renamed: the deprecated name and the current one. Both are accepted.
 const RENAMED_KEYS: [(&str, &str); 2] = [("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke")];

@@ -93,9 +93,10 @@ async fn set_up(netlink: &Netlink, name: &str, mtu: u32) -> Result<Link, HostVet
 /// Deletes the pairs of all workers, of which an earlier daemon may have had more. Returns whether there were any.
 pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError> {
     let state = netlink.network_state().await?;
-    let ours = state.links.values().filter(|link| {
-        link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS)
-    });
+    let ours = state
+        .links
+        .values()
+        .filter(|link| link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS));
     let mut there = false;
     for link in ours {
         there = true;

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::conntrack::ConnTable;
-use penstock_dataplane::forward::PortKind;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
@@ -16,6 +15,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, FamilyType};
+use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::scans::StateCounts;
 use crate::view::{self, DaemonView, LiveCounters};
@@ -25,7 +25,7 @@ use crate::view::{self, DaemonView, LiveCounters};
 pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
     depths: QueueDepths,
-    /// By port number: kind, namespace and name of its pod, XDP outcomes.
+    /// By port number: role, namespace and name of its pod, XDP outcomes.
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
@@ -46,7 +46,7 @@ pub(crate) struct Scrape {
 
 #[derive(Debug)]
 struct PortLabels {
-    kind: PortKind,
+    role: PortRole,
     namespace: String,
     pod: String,
     xdp: Vec<(String, u64)>,
@@ -79,7 +79,7 @@ impl Scrape {
             let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
             (
                 counted.id.0,
-                PortLabels { kind: counted.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp },
+                PortLabels { role: counted.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp },
             )
         });
         let log = view.dataplane.verdicts();
@@ -190,7 +190,7 @@ impl Scrape {
         self.statistics.ports.iter().try_for_each(|port| {
             let named = self.ports.get(&port.port.0);
             let text = |get: fn(&PortLabels) -> &str| named.map_or("", get);
-            let kind = named.map_or("pod", |named| view::kind(named.kind));
+            let kind = named.map_or(PortRole::Pod, |named| named.role).name();
             let labels = [
                 ("interface", port.interface.as_str()),
                 ("kind", kind),

@@ -11,8 +11,8 @@ use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
 };
 
-use super::programs::{InterfacePrograms, OpenPair, Programs};
 use super::Ports;
+use super::programs::{InterfacePrograms, OpenPair, Programs};
 use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, WorkerVeth, keep_answering_arp};
 
@@ -108,7 +108,7 @@ impl Ports {
             sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
         });
         given??;
-        Ok(OpenPair { id, _far: attached, _near: tcx.attach_worker(&interface(&pair.node))? })
+        Ok(OpenPair { id, far: attached, _near: tcx.attach_worker(&interface(&pair.node))? })
     }
 
     /// The node's stack as a port, through the workers' pairs.

@@ -33,7 +33,6 @@ impl Programs {
         }
     }
 
-
     /// The socket whose closing tells programs that the process is gone.
     pub(super) fn alive(&self) -> BorrowedFd<'_> {
         match self {
@@ -174,6 +173,6 @@ impl InterfacePrograms {
 /// A worker's pair as a port: the XDP program with the worker's socket at the far end, tcx at the near one.
 pub(super) struct OpenPair {
     pub(super) id: PortId,
-    pub(super) _far: Attached,
+    pub(super) far: Attached,
     pub(super) _near: WorkerPair,
 }

@@ -10,10 +10,41 @@ use super::programs::AttachMode;
 use crate::discovery::PodPort;
 use crate::port_layout::{OpenPort, PortLayout, ServedPod};
 
+/// What is behind a port, for those who look.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PortRole {
+    Pod,
+    Host,
+    Uplink,
+    /// The packets of many ports, between programs and a worker.
+    Pair,
+}
+
+impl PortRole {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Pod => "pod",
+            Self::Host => "host",
+            Self::Uplink => "uplink",
+            Self::Pair => "pair",
+        }
+    }
+}
+
+impl From<PortKind> for PortRole {
+    fn from(kind: PortKind) -> Self {
+        match kind {
+            PortKind::Pod => Self::Pod,
+            PortKind::Host => Self::Host,
+            PortKind::Uplink => Self::Uplink,
+        }
+    }
+}
+
 /// A port with the counters of its program.
 pub(crate) struct PortCounters {
     pub(crate) id: PortId,
-    pub(crate) kind: PortKind,
+    pub(crate) role: PortRole,
     pub(crate) pod: Option<ObjectKey>,
     pub(crate) mode: AttachMode,
     pub(crate) outcomes: Option<XdpOutcomeCounts>,
@@ -71,11 +102,18 @@ impl Ports {
         let all = self.permanent.iter().map(|open| (open, None)).chain(pods);
         let counted = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortCounters {
             id: open.id,
-            kind: open.port.kind,
+            role: open.port.kind.into(),
             pod,
             mode: open.programs.mode(),
             outcomes: open.programs.outcomes(),
         };
-        all.map(counted).collect()
+        let pairs = self.pairs.iter().map(|pair| PortCounters {
+            id: pair.id,
+            role: PortRole::Pair,
+            pod: None,
+            mode: AttachMode::Xdp(pair.far.mode().clone()),
+            outcomes: pair.far.outcomes().ok(),
+        });
+        all.map(counted).chain(pairs).collect()
     }
 }

@@ -5,6 +5,7 @@ mod forwarding;
 mod joined;
 mod lifecycle;
 mod net;
+mod pairs;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
