@@ -105,7 +105,7 @@ pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
                 findings.extend(preflight::programs(config));
-                findings.extend(preflight::source_check());
+                findings.extend(preflight::attachable(config));
                 match netlink.network_state().await {
                     Ok(netstate) => findings.extend(preflight::pods(config, &netstate, objects.resolved_pods())),
                     Err(error) => findings.push(Finding::error(error.to_string())),

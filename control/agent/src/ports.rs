@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::worker::Dataplane;
-use penstock_xdp_redirect::{AttachError, AttachOptions, Interface, ModeChoice, OnMiss, Role};
+use penstock_xdp_redirect::{AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role};
 
 use super::close_first::CloseFirstFds;
 use super::closed_interfaces::{ClosedInterfaces, interface};
@@ -163,11 +163,16 @@ impl Ports {
         let permanent: Vec<u32> = self.permanent.iter().map(|open| open.programs.interface().index).collect();
         for pinned in pins.links() {
             let index = pinned.interface;
+            // Of a daemon with the other `attach`. It goes when this one's programs are there.
+            let is_foreign = self.programs.are_xdp() != matches!(pinned.program, PinnedProgram::Xdp(_));
             match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
-                None if permanent.contains(&index) => {}
+                None if permanent.contains(&index) && !is_foreign => {}
                 None => pins.remove(pinned),
+            }
+            if is_foreign {
+                pins.remove(pinned);
             }
         }
     }

@@ -15,9 +15,11 @@ use nix::unistd::Pid;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
-use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
+use penstock_xdp_redirect::{
+    Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated, try_source_check,
+};
 
-use super::config::{Config, MidstreamPickup};
+use super::config::{Attach, Config, MidstreamPickup};
 use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
 /// How much a finding matters.
@@ -123,7 +125,11 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
             Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
-    if !config.uplinks.is_empty() {
+    if !config.uplinks.is_empty() && config.attach == Attach::Tcx {
+        findings.push(Finding::ok(
+            "uplinks: not used with attach = \"tcx\": the programs on pods' veths see what comes from outside",
+        ));
+    } else if !config.uplinks.is_empty() {
         let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
         findings.push(kernel::translation(can_find_translated()));
         // After an error the start fails anyway.
@@ -177,8 +183,24 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
     }))
 }
 
+/// Checks that the kernel accepts the programs that it is configured to attach.
+pub(super) fn attachable(config: &Config) -> Option<Finding> {
+    match config.attach {
+        Attach::Xdp => source_check(),
+        Attach::Tcx => Some(tcx()),
+    }
+}
+
+fn tcx() -> Finding {
+    let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
+    match TcxPrograms::load(&options) {
+        Ok(_) => Finding::ok("attach: the kernel accepts the tcx programs"),
+        Err(error) => Finding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
+    }
+}
+
 /// Checks that the kernel accepts the program that verifies sources.
-pub(super) fn source_check() -> Option<Finding> {
+fn source_check() -> Option<Finding> {
     Some(match try_source_check()? {
         Ok(()) => Finding::ok("source check: the kernel can verify sources of packets from the node's stack"),
         Err(error) => Finding::error(error.to_string()),

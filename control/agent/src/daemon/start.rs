@@ -79,7 +79,7 @@ pub(super) async fn open_programs(
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
         return Ok((Programs::Xdp(redirect), NodePath::HostVeth(host_veth)));
     }
-    let pairs = WorkerPairs::create(netlink, workers, mtu).await.map_err(failed)?;
+    let pairs = WorkerPairs::create(netlink, &config.host_veth, workers, mtu).await.map_err(failed)?;
     let options = TcxOptions {
         pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
         open_without_workers: config.fail.mode == FailMode::Open,

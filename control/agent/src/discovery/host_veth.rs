@@ -114,6 +114,8 @@ impl HostVeth {
         lifetime: Lifetime,
     ) -> Result<Self, HostVethError> {
         let lock = lock()?;
+        // Of an earlier daemon with `attach = "tcx"`.
+        clear_pairs(netlink).await?;
         for name in [config.node.as_str(), config.workers.as_str()] {
             if netlink.link(name).await?.is_some_and(|link| !link.veth || link.alias.as_deref() != Some(ALIAS)) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
@@ -438,6 +440,12 @@ async fn is_complete(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> 
 /// Removes what an earlier daemon left. Returns whether there was anything.
 pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
     let _lock = lock()?;
+    let had_pair = clear_host_veth(netlink, config).await?;
+    Ok(clear_pairs(netlink).await? || had_pair)
+}
+
+/// Removes the host veth of an earlier daemon, its rules and what else it changed. Returns whether there was anything.
+pub(super) async fn clear_host_veth(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
     let mut there = false;
     for name in [config.node.as_str(), config.workers.as_str()] {
         if let Some(link) = netlink.link(name).await? {
@@ -454,7 +462,7 @@ pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Re
         }
     }
     clear(netlink, config).await?;
-    Ok(clear_pairs(netlink).await? || there)
+    Ok(there)
 }
 
 /// Deletes our rules and the pair of these names, and the routes with the pair.

@@ -8,10 +8,11 @@ use std::os::unix::net::UnixDatagram;
 
 use rtnetlink::{LinkUnspec, LinkVeth};
 
-use super::host_veth::{ALIAS, HostVethError, lock};
+use super::host_veth::{ALIAS, HostVethError, clear_host_veth, lock};
 use super::netlink::{Netlink, NetlinkError};
 use super::network_state::Link;
 use super::sysctl::{Sysctl, Sysctls};
+use crate::config;
 
 /// A worker's pair.
 #[derive(Clone, Debug)]
@@ -32,9 +33,16 @@ pub struct WorkerPairs {
 }
 
 impl WorkerPairs {
-    /// Creates a pair for each of this many workers, with this MTU. On an error nothing new is left.
-    pub async fn create(netlink: &Netlink, workers: usize, mtu: u32) -> Result<Self, HostVethError> {
+    /// Creates a pair for each of this many workers, with this MTU. What an earlier daemon left is removed first, be it
+    /// pairs or a host veth. On an error nothing new is left.
+    pub async fn create(
+        netlink: &Netlink,
+        host_veth: &config::HostVeth,
+        workers: usize,
+        mtu: u32,
+    ) -> Result<Self, HostVethError> {
         let lock = lock()?;
+        clear_host_veth(netlink, host_veth).await?;
         clear_pairs(netlink).await?;
         let mut pairs = Vec::new();
         for worker in 0..workers {

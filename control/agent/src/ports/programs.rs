@@ -25,6 +25,11 @@ pub(crate) enum Programs {
 }
 
 impl Programs {
+    /// Whether programs at pods' veths are XDP.
+    pub(super) fn are_xdp(&self) -> bool {
+        matches!(self, Self::Xdp(_))
+    }
+
     /// The pins of the programs at pods' veths, if links are pinned.
     pub(crate) fn pins(&self) -> Option<&Pins> {
         match self {
