@@ -17,13 +17,13 @@ use super::daemon::{DaemonArgs, failure, json};
 /// which is in use, and a second one would double what a packet costs there; `penstock status` and the metrics count by pod.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-States have the names of nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT, REPLIED and so on); CUT is a connection that
+States have the names of nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT, REPLIED and so on); REVOKED is a connection that
 policy has ended. CONNECTION is the number that the verdict log has for it.
 
 Examples:
   penstock flows
   penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
-  penstock flows --state CUT --watch
+  penstock flows --state REVOKED --watch
   penstock flows --json | jq '.flows[] | select(.idle_seconds > 60)'")]
 pub(super) struct Args {
     #[command(flatten)]

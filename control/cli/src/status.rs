@@ -83,7 +83,7 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
 
 fn workers(status: &Status) -> Vec<Vec<String>> {
     let heading =
-        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "TURN P50", "P99", "WAITING"];
+        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "POLL P50", "P99", "WAITING"];
     let time = |seconds: Option<f64>| seconds.map_or_else(String::new, |seconds| format!("{:.1} us", seconds * 1e6));
     let told = status.workers.iter().map(|worker| {
         vec![
@@ -94,8 +94,8 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
             percent(worker.awake),
             short(worker.packets_per_second),
             format!("{:.1}", worker.packets_per_batch),
-            time(worker.turn_median_seconds),
-            time(worker.turn_p99_seconds),
+            time(worker.poll_iteration_median_seconds),
+            time(worker.poll_iteration_p99_seconds),
             worker.handed_over.to_string(),
         ]
     });
@@ -128,7 +128,7 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
         "TX BIT/S",
         "DROPS/S",
         "RINGS",
-        "DROPPED BY CAUSE",
+        "DROPPED BY REASON",
     ];
     let told = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));

@@ -15,7 +15,7 @@ use ratatui::widgets::{Block, Paragraph, Row, Table};
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, percent, short};
 
-/// Watch a running daemon: rates by pod and port, drops by cause, how busy workers are
+/// Watch a running daemon: rates by pod and port, drops by reason, how busy workers are
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Keys: q ends it; r, t, d and n sort ports by received, sent, dropped packets a second and by name; p pauses.
@@ -44,7 +44,7 @@ enum SortOrder {
 /// The state of the screen.
 struct View {
     status: Status,
-    /// Drops a second by cause, since the look before.
+    /// Drops a second by reason, since the look before.
     drops: Vec<(String, f64)>,
     order: SortOrder,
     paused: bool,
@@ -155,9 +155,9 @@ impl View {
     }
 
     fn draw_drops(&self, frame: &mut Frame<'_>, area: Rect) {
-        let rows = self.drops.iter().map(|(cause, rate)| Row::new([cause.clone(), short(*rate)]));
+        let rows = self.drops.iter().map(|(reason, rate)| Row::new([reason.clone(), short(*rate)]));
         let table = Table::new(rows, [Constraint::Min(20), Constraint::Length(8)]);
-        frame.render_widget(table.block(Block::bordered().title("drops a second, by cause")), area);
+        frame.render_widget(table.block(Block::bordered().title("drops a second, by reason")), area);
     }
 
     fn sorted(&self) -> Vec<&PortStatus> {
@@ -179,9 +179,9 @@ fn name(port: &PortStatus) -> String {
 
 /// Causes that dropped something between two looks, the most frequent first.
 fn drop_rates(before: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, seconds: f64) -> Vec<(String, f64)> {
-    let more = |(cause, count): (&String, &u64)| {
-        let more = count.saturating_sub(before.get(cause).copied().unwrap_or(0));
-        (more > 0).then(|| (cause.clone(), more as f64 / seconds))
+    let more = |(reason, count): (&String, &u64)| {
+        let more = count.saturating_sub(before.get(reason).copied().unwrap_or(0));
+        (more > 0).then(|| (reason.clone(), more as f64 / seconds))
     };
     let mut rates: Vec<(String, f64)> = now.iter().filter_map(more).collect();
     rates.sort_by(|(_, one), (_, other)| other.total_cmp(one));
@@ -268,8 +268,8 @@ mod tests {
             awake: 0.5,
             packets_per_second: 123_456.0,
             packets_per_batch: 4.0,
-            turn_median_seconds: None,
-            turn_p99_seconds: None,
+            poll_iteration_median_seconds: None,
+            poll_iteration_p99_seconds: None,
             handed_over: 0,
             stages: Default::default(),
         };
