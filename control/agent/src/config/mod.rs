@@ -102,7 +102,11 @@ pub struct Config {
 const KEYS: [&str; 6] = ["node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
 /// Keys that were renamed: the deprecated name and the current one. Both are accepted.
-const RENAMED_KEYS: [(&str, &str); 2] = [("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke")];
+const RENAMED_KEYS: [(&str, &str); 3] = [
+    ("host_port", "host_veth"),
+    ("conntrack.on_cut", "conntrack.on_revoke"),
+    ("conntrack.pick_up", "conntrack.midstream_pickup"),
+];
 
 impl Config {
     /// Makes relative paths start at `directory`.
@@ -305,7 +309,7 @@ pub struct Conntrack {
     /// Most connections of one pod; default: a quarter of `entries`.
     pub quota: Option<u32>,
     /// How long after a start that found no table a mid-stream TCP segment may open a connection.
-    pub pick_up: MidstreamPickup,
+    pub midstream_pickup: MidstreamPickup,
     /// The file that it lives in.
     pub mapping: TableMapping,
     /// What happens to a connection that a policy change denies.
@@ -319,7 +323,7 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 20,
             quota: None,
-            pick_up: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
+            midstream_pickup: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
             mapping: TableMapping::default(),
             on_revoke: OnRevoke::Drop,
             timeouts: BTreeMap::new(),
@@ -341,7 +345,7 @@ impl Conntrack {
             entries: self.entries as usize,
             quota: self.quota,
             timeouts,
-            midstream_pickup: match self.pick_up {
+            midstream_pickup: match self.midstream_pickup {
                 MidstreamPickup::Always | MidstreamPickup::Deprecated(true) => conntrack::MidStreamPickup::Always,
                 MidstreamPickup::Deprecated(false) => conntrack::MidStreamPickup::Never,
                 MidstreamPickup::For(time) => {
