@@ -2,6 +2,9 @@
 //!
 //! `PENSTOCK_NODE=worker-1` sets a top-level key, `PENSTOCK_UMEM__MEMORY=1GiB` one of a section: two underscores stand
 //! for the dot. Values are parsed as TOML; anything else is text.
+//!
+//! Not `figment` or `config`: both name the layer of an error, but neither its line in the file, and neither has
+//! deprecated keys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
