@@ -311,7 +311,7 @@ fn commands_query_the_daemon_and_report_errors() {
     for (arguments, logged) in [
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": unknown; use one of "),
         (&["flows", "--pod", "test/none"], "penstock: pod test/none is unknown"),
-        (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
+        (&["dump", bundle.to_str().unwrap()], "exists already; give another name"),
         (&["top"], "standard output is not a terminal: use penstock status"),
     ] {
         let output = open.command(arguments);

@@ -1,4 +1,4 @@
-//! `penstock status`: how a running daemon is.
+//! `penstock status`: the state of a running daemon.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,14 +12,18 @@ use super::Failure;
 use super::daemon::{DaemonArgs, json, percent, short};
 use super::style;
 
-/// Say how a running daemon is: workers, ports, pods, and whether policy is in force
+/// Show a running daemon: workers, ports, pods, and whether policy is in force
 ///
-/// A pod is *enforced* once its own rules and all that is known of its peers are in force on every worker: no packet
-/// that a worker judges from then on is judged under anything older. `in force` names the snapshot.
+/// A pod is enforced once its own rules, and all that is known of its peers, are in force on every worker: from then on no
+/// packet is evaluated under anything older. IN FORCE is the snapshot under which a worker evaluates. Rates are those of
+/// the last one or two seconds. RINGS has frames that wait to receive packets, and frames that are being sent. Clocks are those of
+/// the processor's time stamp counter per packet since the start, from one poll iteration in 64.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Rates are those of the last one or two seconds. Rings show frames waiting to receive into and being sent. Clocks are
-the processor's time stamp counter's, since the start, from one turn in many.
+Exit codes:
+  0  printed
+  1  the daemon sent no valid answer
+  2  bad input: arguments, or no daemon listens at the socket
 
 Examples:
   penstock status
@@ -28,7 +32,7 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Print all there is, as JSON
+    /// Print everything as JSON
     #[arg(long)]
     json: bool,
 }

@@ -1,4 +1,4 @@
-//! `penstock top`: a running daemon at a glance, again and again.
+//! `penstock top`: rates and load of a running daemon, refreshed.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
@@ -15,10 +15,18 @@ use ratatui::widgets::{Block, Paragraph, Row, Table};
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, percent, short};
 
-/// Watch a running daemon: rates by pod and port, drops by reason, how busy workers are
+/// Watch a running daemon: rates by pod and port, drops by reason, load of the workers
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Keys: q ends it; r, t, d and n sort ports by received, sent, dropped packets a second and by name; p pauses.
+Keys:
+  r, t, d, n  sort ports by packets received, sent, dropped per second, or by name
+  p           pause
+  q, Esc      quit
+
+Exit codes:
+  0  quit
+  1  the terminal failed, or the daemon sent no valid answer
+  2  bad input: arguments, no terminal, or no daemon listens at the socket
 
 Examples:
   penstock top
@@ -26,7 +34,7 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Seconds between two looks
+    /// Seconds between two queries
     #[arg(long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
 }
