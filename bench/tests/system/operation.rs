@@ -278,7 +278,7 @@ fn commands_query_the_daemon_and_report_errors() {
     assert_eq!(json["node"], "node");
     let flows = open.print(&["flows", "--pod", "test/pod-0", "--protocol", "tcp"]);
     assert!(
-        flows.contains("test/pod-1 [fd00:10:244:1::11]:8080  ESTABLISHED") && flows.contains("1 connections"),
+        flows.contains("test/pod-1 [fd00:10:244:1::11]:8080  ESTABLISHED") && flows.contains("1 connection\n"),
         "{flows}"
     );
     let explain = ["explain", "--live", "--from", "test/pod-0", "--to", "test/pod-1", "--port"];

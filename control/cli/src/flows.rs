@@ -96,6 +96,7 @@ fn text(flows: &Flows) -> String {
     let mut text = align_columns(&rows);
     let shown = flows.flows.len();
     text.push_str(&match flows.matching {
+        1 if shown == 1 => "1 connection\n".to_owned(),
         matching if matching == shown => format!("{shown} connections\n"),
         matching => format!("{shown} of {matching} connections; list more with --limit\n"),
     });
