@@ -48,8 +48,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     })?;
     let written = write(&dump, file);
     written.with_context(|| format!("cannot write {}", args.file.display()))?;
-    let told = format!("{}: {} files\n", args.file.display(), dump.files.len());
-    io::stdout().write_all(told.as_bytes()).or_else(Failure::from_output)
+    let answer = format!("{}: {} files\n", args.file.display(), dump.files.len());
+    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }
 
 fn write(dump: &Dump, to: impl Write) -> io::Result<()> {

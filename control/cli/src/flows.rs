@@ -151,8 +151,8 @@ mod tests {
             idle_seconds: 3,
             expires_seconds: 40,
         };
-        let told = text(&Flows { matching: 2, flows: vec![flow] });
-        let lines: Vec<&str> = told.lines().collect();
+        let listed = text(&Flows { matching: 2, flows: vec![flow] });
+        let lines: Vec<&str> = listed.lines().collect();
         assert_eq!(
             lines[1],
             "00c0ffee00c0ffee  TCP       shop/web 10.1.0.5:40000  [fd00::7]:80  ESTABLISHED  open    shop-ingress-db-0-all-0-0  3 s   40 s"

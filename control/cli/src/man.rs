@@ -37,8 +37,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         let directory = args.directory.display();
         Failure::bad_input(format_args!("{directory}: cannot be written: {error}: name a directory that can"))
     })?;
-    let told = format!("{}: {} pages\n", args.directory.display(), pages.len());
-    io::stdout().write_all(told.as_bytes()).or_else(Failure::from_output)
+    let answer = format!("{}: {} pages\n", args.directory.display(), pages.len());
+    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }
 
 /// All pages, by name.

@@ -89,7 +89,7 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
     let heading =
         ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "POLL P50", "P99", "WAITING"];
     let time = |seconds: Option<f64>| seconds.map_or_else(String::new, |seconds| format!("{:.1} us", seconds * 1e6));
-    let told = status.workers.iter().map(|worker| {
+    let rows = status.workers.iter().map(|worker| {
         vec![
             worker.worker.to_string(),
             worker.core.to_string(),
@@ -103,21 +103,21 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
             worker.handed_over.to_string(),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 /// Clocks a packet by stage; a worker that has timed none yet has none to show.
 fn stages(status: &Status) -> Vec<Vec<String>> {
     let heading = std::iter::once("CLOCKS/PACKET".to_owned())
         .chain(Stage::ALL.iter().map(|stage| stage.name().replace('_', " ").to_uppercase()));
-    let told = status.workers.iter().map(|worker| {
+    let rows = status.workers.iter().map(|worker| {
         let clocks = Stage::ALL.iter().map(|stage| match worker.stages.packets {
             0 => "-".to_owned(),
             packets => (worker.stages.clocks.get(stage.name()).copied().unwrap_or(0) / packets).to_string(),
         });
         std::iter::once(format!("worker {}", worker.worker)).chain(clocks).collect()
     });
-    std::iter::once(heading.collect()).chain(told).collect()
+    std::iter::once(heading.collect()).chain(rows).collect()
 }
 
 fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
@@ -134,7 +134,7 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
         "RINGS",
         "DROPPED BY REASON",
     ];
-    let told = ports.iter().map(|port| {
+    let rows = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
         let kernel = port.kernel_drops.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
         let drops: BTreeMap<String, u64> = port.drops.clone().into_iter().chain(kernel).collect();
@@ -152,13 +152,13 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
             pairs(&drops),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
     let heading = ["POD", "ADDRESSES", "INTERFACE", "CHANGED", "PUBLISHED", "ENFORCED", "CONNECTIONS"];
     let number = |epoch: Option<u32>| epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string());
-    let told = pods.iter().map(|pod| {
+    let rows = pods.iter().map(|pod| {
         let enforced = match (&pod.waiting, pod.enforced) {
             (Some(waiting), _) => format!("no network: {waiting}"),
             (None, true) => "yes".to_owned(),
@@ -174,7 +174,7 @@ fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
             pod.connections.to_string(),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 /// `name count` of all.

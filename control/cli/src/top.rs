@@ -60,9 +60,9 @@ struct View {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let client = args.daemon.client()?;
-    let ask = || client.get::<Status>("/v1/status", &()).map_err(failure);
+    let query = || client.get::<Status>("/v1/status", &()).map_err(failure);
     // Before switching screens, so that errors appear on the normal screen.
-    let status = ask()?;
+    let status = query()?;
     if !io::stdout().is_terminal() {
         return Err(Failure::bad_input("standard output is not a terminal: use penstock status, which prints once"));
     }
@@ -89,7 +89,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             if Instant::now() >= due {
                 due = Instant::now() + interval;
                 if !view.paused {
-                    view.update(ask()?);
+                    view.update(query()?);
                 }
             }
         }

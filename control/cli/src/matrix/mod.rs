@@ -93,7 +93,7 @@ impl Matrix {
 }
 
 /// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
-/// policy can tell apart is who, and any port shows it.
+/// policy distinguishes is the pods, and any port shows that.
 fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
     let number = |protocol: PortProtocol, number| {
         ProtocolPort::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)

@@ -115,7 +115,7 @@ fn with_fail_mode_open_the_kernel_forwards_once_the_daemon_is_killed() {
         let before = node_state();
         for _ in 0..2 {
             let daemon = Daemon::start(&files);
-            assert_eq!(reaches(&web, &db), [false; 2], "judged");
+            assert_eq!(reaches(&web, &db), [false; 2], "evaluated");
             assert_eq!(reaches_node(&web), [true; 4]);
             daemon.end(Signal::SIGKILL);
             // The process is gone. (While it goes, the kernel closes its sockets one by one.)
