@@ -330,7 +330,7 @@ pub struct Conntrack {
     /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,
     /// How long an idle connection is kept, by state, under the names of the kernel's nf_conntrack settings: for
-    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: the kernel's.
+    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of nf_conntrack.
     #[schemars(schema_with = "schema::timeouts")]
     pub timeouts: BTreeMap<String, TimeSpan>,
 }
