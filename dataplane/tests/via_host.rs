@@ -226,7 +226,7 @@ fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
     assert_eq!(node.verdict(HOST, &tcp(a, b, ACK, (1001, 5001))), Verdict::Forward(B));
     node.publish(false);
     let (verdict, replies) = node.send(B, &tcp(b, a, ACK, (5001, 1001)));
-    assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked));
     assert_eq!(replies.iter().map(|reply| reply.0).collect::<Vec<_>>(), [B, HOST], "the sender, then the other end");
 }
 

@@ -147,7 +147,7 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "ttl_expired",
         "egress_denied",
         "ingress_denied",
-        "connection_cut",
+        "connection_revoked",
         "no_connection",
         "invalid_state",
         "fragment",
@@ -159,7 +159,7 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "new",
         "established",
         "related",
-        "cut",
+        "revoked",
     ];
     let missing: Vec<_> = causes.iter().filter(|name| !met.contains(**name)).collect();
     assert!(missing.is_empty(), "no case meets {missing:?}");

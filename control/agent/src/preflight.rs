@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
-use penstock_xdp_redirect::{Pins, ProgramTag, Role, can_find_translated, try_source_check};
+use penstock_xdp_redirect::{MINIMUM_KERNEL, Pins, ProgramTag, Role, can_find_translated, try_source_check};
 
 use super::config::{Config, MidstreamPickup};
 use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
@@ -91,9 +91,9 @@ fn deprecated_settings(config: &Config) -> Vec<Finding> {
 }
 
 fn deprecated_pickup(config: &Config) -> Option<Finding> {
-    let MidstreamPickup::Deprecated(always) = config.conntrack.pick_up else { return None };
+    let MidstreamPickup::Deprecated(always) = config.conntrack.midstream_pickup else { return None };
     let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
-    Some(Finding::warning(format!("conntrack.pick_up = {always}: deprecated; write {now}")))
+    Some(Finding::warning(format!("conntrack.midstream_pickup = {always}: deprecated; write {now}")))
 }
 
 /// Checks that the source exists, without reading it.
@@ -273,7 +273,8 @@ fn af_xdp(opened: io::Result<()>) -> Finding {
     match opened {
         Ok(()) => Finding::ok("AF_XDP: supported"),
         Err(error) => Finding::error(format!(
-            "AF_XDP: cannot open a socket ({error}); use Linux 5.11 or later with CONFIG_XDP_SOCKETS"
+            "AF_XDP: cannot open a socket ({error}); use Linux {}.{} or later with CONFIG_XDP_SOCKETS",
+            MINIMUM_KERNEL.0, MINIMUM_KERNEL.1
         )),
     }
 }

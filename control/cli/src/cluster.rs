@@ -11,16 +11,16 @@ use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifes
 
 use super::Failure;
 
-/// Which manifests, and how they are read.
+/// Options of the commands that read manifests.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct ManifestArgs {
-    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(super) manifests: Vec<PathBuf>,
-    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
     #[arg(long)]
     v1beta1: bool,
-    /// A flow that a rule of one side allows is allowed on the other side, too
+    /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long)]
     cluster_wide: bool,
 }
@@ -28,13 +28,13 @@ pub(super) struct ManifestArgs {
 /// The same, where they may also be left out.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct OptionalManifestArgs {
-    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
     #[arg(long, value_name = "PATH", num_args = 1..)]
     manifests: Vec<PathBuf>,
-    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
     #[arg(long, requires = "manifests")]
     v1beta1: bool,
-    /// A flow that a rule of one side allows is allowed on the other side, too
+    /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long, requires = "manifests")]
     cluster_wide: bool,
 }

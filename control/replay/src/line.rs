@@ -146,7 +146,7 @@ impl ConnectionState {
             Self::New => "new",
             Self::Established => "established",
             Self::Related => "related",
-            Self::Cut => "cut",
+            Self::Revoked => "revoked",
         }
     }
 }

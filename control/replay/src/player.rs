@@ -47,7 +47,7 @@ pub enum ConnectionState {
     /// Is an ICMP error about one.
     Related,
     /// Belongs to one that policy has revoked.
-    Cut,
+    Revoked,
 }
 
 /// One policy evaluation for a packet.
@@ -85,7 +85,7 @@ pub struct PacketCounters {
     /// Connections opened.
     pub connections: u64,
     /// Connections revoked by a policy change.
-    pub cut: u64,
+    pub revoked: u64,
 }
 
 /// Plays a capture under one set of objects.
@@ -201,7 +201,7 @@ impl Player {
                     let rules_hit = rules.of(&snapshot.policy, policy_verdict);
                     rules.hit(rules_hit);
                 }
-                EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.cut += 1,
+                EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.revoked += 1,
                 EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
             }
         }
@@ -230,8 +230,8 @@ impl Player {
         let none = (None, Rules::default());
         let EntryPoint::Port(_) = entry else { return none };
         let verdict = self.verdicts[index];
-        if verdict == Verdict::Drop(DropReason::ConnectionCut) {
-            return (Some(ConnectionState::Cut), Rules::default());
+        if verdict == Verdict::Drop(DropReason::ConnectionRevoked) {
+            return (Some(ConnectionState::Revoked), Rules::default());
         }
         if verdict == Verdict::Drop(DropReason::InvalidState) {
             return (Some(ConnectionState::Established), self.rules_of(packet, frame));

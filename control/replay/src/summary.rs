@@ -46,7 +46,7 @@ pub struct Connections {
     /// Opened.
     pub opened: u64,
     /// Revoked later by a policy change.
-    pub cut: u64,
+    pub revoked: u64,
 }
 
 /// The packets with one reason.
@@ -100,7 +100,7 @@ impl Summary {
                 deny: counters.denied.iter().sum(),
                 kernel: counters.kernel.iter().sum(),
             },
-            connections: Connections { opened: counters.connections, cut: counters.cut },
+            connections: Connections { opened: counters.connections, revoked: counters.revoked },
             reasons,
             rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
             never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
@@ -124,11 +124,11 @@ impl fmt::Display for Summary {
         writeln!(f, "  allow      {:>13}", grouped(self.verdicts.allow))?;
         writeln!(f, "  deny       {:>13}", grouped(self.verdicts.deny))?;
         writeln!(f, "  kernel     {:>13}", grouped(self.verdicts.kernel))?;
-        let cut = match self.connections.cut {
+        let revoked = match self.connections.revoked {
             0 => String::new(),
-            cut => format!("  ({} cut)", grouped(cut)),
+            revoked => format!("  ({} revoked)", grouped(revoked)),
         };
-        writeln!(f, "connections  {:>13}{cut}", grouped(self.connections.opened))?;
+        writeln!(f, "connections  {:>13}{revoked}", grouped(self.connections.opened))?;
         if !self.reasons.is_empty() {
             let rows = self.reasons.iter().map(|r| (format!("{} {}", r.verdict, r.reason), r.packets));
             columns(f, "reason", "packets", rows)?;

@@ -89,7 +89,7 @@ impl<O: Observer> Tracker<'_, O> {
         match update {
             Update::Accepted(_) => Ok(route),
             Update::Invalid => rejected(DropReason::InvalidState),
-            Update::Revoked => rejected(DropReason::ConnectionCut),
+            Update::Revoked => rejected(DropReason::ConnectionRevoked),
             Update::Removed => self.open(packet, hashed),
             Update::Opens => self.open_in_place(connection, packet, hashed),
             Update::ReverseSyn => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
@@ -220,7 +220,7 @@ impl<O: Observer> Tracker<'_, O> {
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(route),
                     Update::Revoked => {
-                        Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+                        Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
                     }
                     // Ended again within the same instant: the sender will try again.
                     _ => Err(DropReason::InvalidState.into()),
@@ -248,7 +248,7 @@ impl<O: Observer> Tracker<'_, O> {
         // The node translates what is quoted back to what its receiver knows.
         let route = if connection.via_host() && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
         if connection.is_revoked() {
-            Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+            Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
         } else {
             Ok(route)
         }

@@ -102,8 +102,11 @@ impl DaemonView<'_> {
                     awake: 1.0 - share(counters.asleep, earlier.asleep),
                     packets_per_second: packets as f64 / seconds,
                     packets_per_batch: if batches == 0 { 0.0 } else { packets as f64 / batches as f64 },
-                    turn_median_seconds: counters.busy_iterations.quantile(0.5).map(|time| time.as_secs_f64()),
-                    turn_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
+                    poll_iteration_median_seconds: counters
+                        .busy_iterations
+                        .quantile(0.5)
+                        .map(|time| time.as_secs_f64()),
+                    poll_iteration_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
                     stages: stages(&counters.stages),
                 }

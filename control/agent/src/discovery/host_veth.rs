@@ -28,7 +28,14 @@ use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
 
 /// Interface alias that marks both ends of the pair as Penstock's.
-const ALIAS: &str = "penstock host port";
+const ALIAS: &str = "penstock host veth";
+/// The alias that earlier versions set. A pair that one of them left is taken over or removed like any other.
+const EARLIER_ALIAS: &str = "penstock host port";
+
+/// Whether this link is an end of the pair, and not another program's.
+fn is_our_end(link: &Link) -> bool {
+    link.veth && matches!(link.alias.as_deref(), Some(ALIAS | EARLIER_ALIAS))
+}
 
 /// Why the host veth cannot be set up.
 #[derive(Debug, thiserror::Error)]
@@ -112,7 +119,7 @@ impl HostVeth {
     ) -> Result<Self, HostVethError> {
         let lock = lock()?;
         for name in [config.node.as_str(), config.workers.as_str()] {
-            if netlink.link(name).await?.is_some_and(|link| !link.veth || link.alias.as_deref() != Some(ALIAS)) {
+            if netlink.link(name).await?.is_some_and(|link| !is_our_end(&link)) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
             }
         }
@@ -438,7 +445,7 @@ pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Re
     let mut there = false;
     for name in [config.node.as_str(), config.workers.as_str()] {
         if let Some(link) = netlink.link(name).await? {
-            if !link.veth || link.alias.as_deref() != Some(ALIAS) {
+            if !is_our_end(&link) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
             }
             there = true;

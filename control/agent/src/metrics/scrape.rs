@@ -143,9 +143,9 @@ impl Scrape {
             "Packets that came in by a port and were dropped, by drop reason",
             |add| {
                 self.each_port(|labels, port| {
-                    port.traffic
-                        .drops()
-                        .try_for_each(|(cause, count)| add.count(&[labels, &[("cause", cause.name())]].concat(), count))
+                    port.traffic.drops().try_for_each(|(reason, count)| {
+                        add.count(&[labels, &[("reason", reason.name())]].concat(), count)
+                    })
                 })
             },
         )?;
@@ -222,8 +222,8 @@ impl Scrape {
             "penstock_drops",
             "Packets dropped by workers, by drop reason; closed ports included",
             |add| {
-                let causes = penstock_dataplane::DropReason::ALL.iter();
-                causes.copied().try_for_each(|cause| add.count(&[("cause", cause.name())], total.dropped(cause)))
+                let mut reasons = penstock_dataplane::DropReason::ALL.iter().copied();
+                reasons.try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
             },
         )?;
         to.family(
@@ -305,7 +305,7 @@ impl Scrape {
         })?;
         to.family(
             FamilyType::Histogram,
-            "penstock_worker_turn_seconds",
+            "penstock_worker_poll_iteration_seconds",
             "Duration of a worker's poll iterations with packets",
             |add| {
                 workers().try_for_each(|(n, worker)| {

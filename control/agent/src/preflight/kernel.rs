@@ -4,12 +4,11 @@ use std::path::Path;
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+use penstock_xdp_redirect::MINIMUM_KERNEL;
 
 use super::{Finding, effective_capabilities};
 use crate::config::{Config, FailMode, OnExit, XdpMode};
 
-/// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
-const LEAST: (u32, u32) = (5, 10);
 /// The first kernel that can send more than 32 packets per wake-up (`XDP_MAX_TX_SKB_BUDGET`).
 const BUDGET: (u32, u32) = (6, 17);
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
@@ -36,16 +35,17 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
 }
 
 fn version(release: &str) -> Finding {
+    let (least_major, least_minor) = MINIMUM_KERNEL;
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
-        (Some(major), Some(minor)) if (major, minor) < LEAST => Finding::error(format!(
-            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use 5.10 or later"
+        (Some(major), Some(minor)) if (major, minor) < MINIMUM_KERNEL => Finding::error(format!(
+            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use {least_major}.{least_minor} or later"
         )),
         (Some(major), Some(minor)) if (major, minor) < BUDGET => Finding::warning(format!(
             "kernel {release}: sends at most 32 packets per wake-up, which slows bulk traffic; 6.17 or later sends more"
         )),
         (Some(_), Some(_)) => Finding::ok(format!("kernel {release}")),
-        _ => Finding::warning(format!("kernel {release:?}: unknown version; use 5.10 or later")),
+        _ => Finding::warning(format!("kernel {release:?}: unknown version; use {least_major}.{least_minor} or later")),
     }
 }
 

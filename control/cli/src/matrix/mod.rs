@@ -17,21 +17,27 @@ use penstock_policy::render::tables::PodScope;
 use super::Failure;
 use super::cluster::ManifestArgs;
 
-/// Show which pods reach which
+/// Show which pods reach which pods
 ///
-/// Without --port, all named ports of pods and all port numbers in policies are taken together.
+/// Without --port it combines every port that a pod names or a policy mentions: a cell shows whether all, some or none of
+/// them are allowed.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  shown
+  1  the output cannot be written
+  2  bad input: manifests, a port, or a file that cannot be written
+
 Examples:
   penstock matrix --manifests policies/ --port 8080/TCP
   penstock matrix --manifests policies/ --html matrix.html")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
-    /// PORT/PROTOCOL, the port by its number or its name, or a protocol without ports; may be given several times
+    /// PORT/PROTOCOL, the port by number or by name, or a protocol without ports; may be repeated
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: Vec<ProtocolPort>,
-    /// Write a page that needs nothing but itself, with the deciding rules and a filter by port, instead
+    /// Instead, write a self-contained HTML page with the deciding rules and a filter by port
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
 }
@@ -87,7 +93,7 @@ impl Matrix {
 }
 
 /// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
-/// policy can tell apart is who, and any port shows it.
+/// policy distinguishes is the pods, and any port shows that.
 fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
     let number = |protocol: PortProtocol, number| {
         ProtocolPort::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
