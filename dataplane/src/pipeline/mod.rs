@@ -24,7 +24,7 @@ pub use timed::StageClocks;
 
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
-use crate::forward::{Forwarding, Port, PortId, PortKind};
+use crate::forward::{Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::PolicyVerdict;
 use crate::reply::{OnRevoke, Replies};
@@ -190,7 +190,7 @@ impl Pipeline {
             verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return;
         };
-        let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
+        let admitted = self.admit_all(snapshot, port, frames, verdicts);
         let connections = &*self.connections;
         let from_host = port.kind == PortKind::Host;
         let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, from_host };
@@ -212,7 +212,7 @@ impl Pipeline {
     #[inline(never)]
     fn admit_all<F: Frames>(
         &mut self,
-        forwarding: &Forwarding,
+        snapshot: &Snapshot,
         port: &Port,
         frames: &mut F,
         verdicts: &mut [Verdict; BATCH],
@@ -220,7 +220,7 @@ impl Pipeline {
         let (mut admitted, mut located) = (0, 0);
         for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
             let slot = &mut self.slots[admitted];
-            match admit::admit(forwarding, port, frames.bytes(index), &mut slot.packet) {
+            match admit::admit(snapshot, port, frames.bytes(index), &mut slot.packet) {
                 Ok(()) => {
                     slot.index = index;
                     slot.hashed = self.connections.prepare(&slot.packet.flow);
@@ -236,6 +236,7 @@ impl Pipeline {
         self.locate(located..admitted);
         admitted
     }
+
     /// Prefetches the connection entries of some slots, whose tags have arrived meanwhile.
     #[inline(never)]
     fn locate(&mut self, slots: Range<usize>) {
@@ -257,7 +258,7 @@ fn conclude(
     allowed: Result<PacketPath, DroppedPacket>,
 ) -> Verdict {
     let dropped = match allowed {
-        Ok(route) => match dispatch::dispatch(&snapshot.forwarding, port, frame, packet, route, open) {
+        Ok(route) => match dispatch::dispatch(snapshot, port, frame, packet, route, open) {
             Ok(egress) => return Verdict::Forward(egress),
             Err(reason) => DroppedPacket { reason, revoked_at: None, route },
         },

@@ -69,7 +69,7 @@ impl Pipeline {
             return StageClocks::default();
         };
         let start = clocks::now();
-        let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
+        let admitted = self.admit_all(snapshot, port, frames, verdicts);
         let parsed = clocks::now();
         let mut observer = Timing { inner: observer, began: 0, took: 0, evaluations: 0 };
         let connections = &*self.connections;
