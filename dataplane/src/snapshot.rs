@@ -44,13 +44,13 @@ impl Snapshot {
     }
 
     /// The port of the local pod with this address.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn pod_port(&self, address: Address) -> Option<PortId> {
         self.policy.find(address).port()
     }
 
     /// The egress port for `destination`: its pod's port, otherwise the host port.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn next_hop(&self, destination: Address) -> Option<PortId> {
         self.pod_port(destination).or(self.forwarding.host())
     }

@@ -107,11 +107,11 @@ impl<O: Observer> Tracker<'_, O> {
         hashed: &PreparedFlow,
     ) -> Result<PacketPath, DroppedPacket> {
         let ends = self.snapshot.policy.ends(&packet.flow);
-        self.evaluate(&packet.flow, &ends, EvaluationReason::Opened)?;
+        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
         if !old.replace(hashed.orientation(), &packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(packet, hashed, &ends)
+        self.enter(packet, hashed, ends)
     }
 
     /// A SYN on a live connection from the answering side.
@@ -160,11 +160,11 @@ impl<O: Observer> Tracker<'_, O> {
     /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
     /// that comes from the stack was translated there. For a mid-stream pick-up between two local pods this is unknown;
     /// the stack forwards it either way, if there is a port into it.
-    fn enters_via_host(&self, packet: &Packet, ends: &FlowEnds) -> bool {
+    fn enters_via_host(&self, packet: &Packet, ends: FlowEnds<'_>) -> bool {
         let is_pod = |end: &AddressEntry| end.port().is_some();
         let known = packet.transport.may_open();
         let has_host = self.snapshot.forwarding.host().is_some();
-        has_host && is_pod(&ends.src) && (self.from_host || !known && is_pod(&ends.dst))
+        has_host && is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst))
     }
 
     fn is_pod(&self, address: Address) -> bool {
@@ -198,12 +198,17 @@ impl<O: Observer> Tracker<'_, O> {
     #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
         let ends = self.snapshot.policy.ends(&packet.flow);
-        self.evaluate(&packet.flow, &ends, EvaluationReason::Opened)?;
-        self.enter(packet, hashed, &ends)
+        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
+        self.enter(packet, hashed, ends)
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, packet: &Packet, hashed: &PreparedFlow, ends: &FlowEnds) -> Result<PacketPath, DroppedPacket> {
+    fn enter(
+        &mut self,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+        ends: FlowEnds<'_>,
+    ) -> Result<PacketPath, DroppedPacket> {
         let via_host = self.enters_via_host(packet, ends);
         let route = match ends.dst.port() {
             _ if via_host && !self.from_host => PacketPath::ViaHost,
@@ -273,14 +278,14 @@ impl<O: Observer> Tracker<'_, O> {
 
     /// Evaluates policy in the direction in which the connection is opened.
     fn evaluate_flow(&mut self, flow: &Flow, evaluation_reason: EvaluationReason) -> Result<(), DropReason> {
-        self.evaluate(flow, &self.snapshot.policy.ends(flow), evaluation_reason)
+        self.evaluate(flow, self.snapshot.policy.ends(flow), evaluation_reason)
     }
 
     /// The same, with what is known of the flow's ends.
     fn evaluate(
         &mut self,
         flow: &Flow,
-        ends: &FlowEnds,
+        ends: FlowEnds<'_>,
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         self.observer.before_evaluation();
@@ -297,6 +302,6 @@ impl<O: Observer> Tracker<'_, O> {
 }
 
 /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
-fn owner(ends: &FlowEnds) -> OwnerId {
+fn owner(ends: FlowEnds<'_>) -> OwnerId {
     OwnerId(ends.src.port().or(ends.dst.port()).map_or(u16::MAX, |port| port.0))
 }

@@ -134,11 +134,18 @@ const SHARDS: usize = 1024;
 #[derive(Clone, Copy, Debug)]
 struct AddressSlot {
     address: Address,
-    /// `None` if the slot is free.
-    entry: Option<AddressEntry>,
+    /// [`AddressEntry::UNKNOWN`] if the slot is free.
+    entry: AddressEntry,
 }
 
-const FREE: AddressSlot = AddressSlot { address: Address::from_bits(0), entry: None };
+impl AddressSlot {
+    const FREE: Self = Self { address: Address::from_bits(0), entry: AddressEntry::UNKNOWN };
+
+    #[inline]
+    fn is_free(&self) -> bool {
+        self.entry == AddressEntry::UNKNOWN
+    }
+}
 
 /// A persistent hash map in shards; a modified copy shares all shards but one.
 ///
@@ -155,7 +162,7 @@ pub(super) struct AddressMap {
 
 impl Default for AddressMap {
     fn default() -> Self {
-        let empty: Arc<[AddressSlot]> = Arc::new([FREE]);
+        let empty: Arc<[AddressSlot]> = Arc::new([AddressSlot::FREE]);
         Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), owned: 0, local: Arc::default() }
     }
 }
@@ -181,17 +188,17 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 
 impl AddressMap {
     /// The entry of an address.
-    #[inline]
-    pub(super) fn find(&self, address: Address) -> AddressEntry {
+    #[inline(always)]
+    pub(super) fn find(&self, address: Address) -> &AddressEntry {
         let hash = hash(address);
         let slots = &*self.shards[shard_of(hash)];
         let mut at = slot_of(hash, slots.len());
         loop {
-            match slots[at].entry {
-                None => return AddressEntry::UNKNOWN,
-                Some(entry) if slots[at].address == address => return entry,
-                Some(_) => at = (at + 1) & (slots.len() - 1),
+            // A free slot has the entry of an unknown address.
+            if slots[at].address == address || slots[at].is_free() {
+                return &slots[at].entry;
             }
+            at = (at + 1) & (slots.len() - 1);
         }
     }
 
@@ -202,7 +209,7 @@ impl AddressMap {
 
     /// Sets or removes the owner of an address.
     pub(super) fn set_owner(&mut self, address: Address, owner: Option<AddressOwner>) {
-        let before = self.find(address);
+        let before = *self.find(address);
         let mut after = before;
         after.set_owner(owner);
         self.owned += usize::from(after.owner().is_some());
@@ -226,35 +233,28 @@ impl AddressMap {
     }
 
     fn set_local_address(&mut self, address: Address, local: LocalAddress) {
-        let before = self.find(address);
+        let before = *self.find(address);
         self.replace(address, before, AddressEntry { local, ..before });
     }
 
+    /// Replaces the entry of an address, which is `before`.
     fn replace(&mut self, address: Address, before: AddressEntry, after: AddressEntry) {
-        if before != after {
-            self.set(address, (after != AddressEntry::UNKNOWN).then_some(after));
+        if before == after {
+            return;
         }
-    }
-
-    /// Sets or removes the entry of an address.
-    fn set(&mut self, address: Address, entry: Option<AddressEntry>) {
         let shard = &mut Arc::make_mut(&mut self.shards)[shard_of(hash(address))];
-        let known = find_slot(shard, address);
-        match (known, entry) {
-            (Some(at), Some(entry)) => Arc::make_mut(shard)[at].entry = Some(entry),
-            (None, Some(entry)) => {
-                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
-                if (used + 1) * 4 > shard.len() * 3 {
-                    *shard = rehash(shard, shard.len() * 2, address);
-                }
-                insert(Arc::make_mut(shard), AddressSlot { address, entry: Some(entry) });
+        let used = shard.iter().filter(|slot| !slot.is_free()).count();
+        if after == AddressEntry::UNKNOWN {
+            let slots = if (used - 1) * 4 < shard.len() { (shard.len() / 2).max(1) } else { shard.len() };
+            *shard = rehash(shard, slots, address);
+        } else if before == AddressEntry::UNKNOWN {
+            if (used + 1) * 4 > shard.len() * 3 {
+                *shard = rehash(shard, shard.len() * 2, address);
             }
-            (Some(_), None) => {
-                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
-                let slots = if (used - 1) * 4 < shard.len() { (shard.len() / 2).max(1) } else { shard.len() };
-                *shard = rehash(shard, slots, address);
-            }
-            (None, None) => {}
+            insert(Arc::make_mut(shard), AddressSlot { address, entry: after });
+        } else {
+            let slot = Arc::make_mut(shard).iter_mut().find(|slot| slot.address == address && !slot.is_free());
+            slot.expect("it has an entry").entry = after;
         }
     }
 
@@ -264,30 +264,16 @@ impl AddressMap {
     }
 }
 
-fn find_slot(shard: &[AddressSlot], address: Address) -> Option<usize> {
-    let mut at = slot_of(hash(address), shard.len());
-    loop {
-        match shard[at] {
-            AddressSlot { entry: None, .. } => return None,
-            AddressSlot { address: found, .. } if found == address => return Some(at),
-            _ => at = (at + 1) & (shard.len() - 1),
-        }
-    }
-}
-
 /// A copy of the shard without this address and with another number of slots.
 fn rehash(shard: &[AddressSlot], slots: usize, without: Address) -> Arc<[AddressSlot]> {
-    let mut fresh = vec![FREE; slots];
-    shard
-        .iter()
-        .filter(|slot| slot.entry.is_some() && slot.address != without)
-        .for_each(|slot| insert(&mut fresh, *slot));
+    let mut fresh = vec![AddressSlot::FREE; slots];
+    shard.iter().filter(|slot| !slot.is_free() && slot.address != without).for_each(|slot| insert(&mut fresh, *slot));
     fresh.into()
 }
 
 fn insert(shard: &mut [AddressSlot], slot: AddressSlot) {
     let mut at = slot_of(hash(slot.address), shard.len());
-    while shard[at].entry.is_some() {
+    while !shard[at].is_free() {
         at = (at + 1) & (shard.len() - 1);
     }
     shard[at] = slot;

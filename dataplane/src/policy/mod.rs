@@ -148,9 +148,9 @@ pub enum RuleScope {
 
 /// What is known of the source and the destination of a flow.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FlowEnds {
-    pub(crate) src: AddressEntry,
-    pub(crate) dst: AddressEntry,
+pub(crate) struct FlowEnds<'a> {
+    pub(crate) src: &'a AddressEntry,
+    pub(crate) dst: &'a AddressEntry,
 }
 
 /// Addresses, tables and endpoints at one time. Immutable, cheap to clone; the default has no endpoint.
@@ -166,24 +166,24 @@ impl PolicySet {
     /// SCTP; other protocols only match rules without ports. Allocates nothing.
     #[inline]
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
-        self.evaluate_between(flow, &self.ends(flow))
+        self.evaluate_between(flow, self.ends(flow))
     }
 
     /// What is known of an address.
-    #[inline]
-    pub(crate) fn find(&self, address: Address) -> AddressEntry {
+    #[inline(always)]
+    pub(crate) fn find(&self, address: Address) -> &AddressEntry {
         self.addresses.find(address)
     }
 
     /// What is known of both ends of a flow.
     #[inline]
-    pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds {
+    pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds<'_> {
         FlowEnds { src: self.find(flow.src), dst: self.find(flow.dst) }
     }
 
     /// Like [`PolicySet::evaluate`], for a flow whose ends were looked up.
     #[inline]
-    pub(crate) fn evaluate_between(&self, flow: &Flow, FlowEnds { src, dst }: &FlowEnds) -> PolicyVerdict {
+    pub(crate) fn evaluate_between(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
         if is_exempt(src, dst) {
             return PolicyVerdict { egress: exempt(src), ingress: exempt(dst) };
         }
