@@ -1,7 +1,8 @@
 //! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
 
 use super::dispatch::PacketPath;
-use super::{DroppedPacket, EvaluationReason, Observer};
+use super::timed::StageTimer;
+use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
 use crate::conntrack::{
     Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, PreparedFlow, Reevaluation, Timestamp, Update,
 };
@@ -11,26 +12,37 @@ use crate::policy::{AddressEntry, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
-pub(super) struct Tracker<'a, O> {
+pub(super) struct Tracker<'a, O, T> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
     pub(super) now: Timestamp,
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
+    pub(super) timer: &'a mut T,
     /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
 }
 
-impl<O: Observer> Tracker<'_, O> {
+impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
+    /// Tracks a packet of the batch, if the mode wants it.
+    #[inline(always)]
+    pub(super) fn track_in(
+        &mut self,
+        mode: PipelineMode,
+        frame: &[u8],
+        entry: &AdmittedPacket,
+    ) -> Result<PacketPath, DroppedPacket> {
+        self.index = entry.index;
+        match mode {
+            PipelineMode::Full => self.track(frame, &entry.packet, &entry.hashed),
+            PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
+        }
+    }
+
     /// Returns the path of the packet if it may pass.
     #[inline(always)]
-    pub(super) fn track(
-        &mut self,
-        frame: &[u8],
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<PacketPath, DroppedPacket> {
+    fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
             Transport::LaterFragment => return self.later_fragment(packet),
@@ -288,8 +300,9 @@ impl<O: Observer> Tracker<'_, O> {
         ends: FlowEnds<'_>,
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
-        self.observer.before_evaluation();
+        self.timer.before_evaluation();
         let policy_verdict = self.snapshot.policy.evaluate_between(flow, ends);
+        self.timer.evaluated();
         self.observer.evaluated(self.index, flow, &policy_verdict, evaluation_reason);
         match policy_verdict.drop_reason() {
             None => Ok(()),
