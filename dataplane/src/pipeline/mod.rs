@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::DropReason;
+pub use crate::batch::{BATCH, Frames};
 use dispatch::PacketPath;
 pub use timed::StageClocks;
 use timed::{StageStopwatch, StageTimer};
@@ -30,9 +31,6 @@ use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::PolicyVerdict;
 use crate::reply::{OnRevoke, Replies};
 
-/// Maximum frames in one batch.
-pub const BATCH: usize = 64;
-
 /// Packets that are parsed while a cache line is fetched from memory.
 const FETCH: usize = 16;
 
@@ -43,22 +41,6 @@ pub enum Verdict {
     Drop(DropReason),
     /// Rewritten in place, to be sent on this port.
     Forward(PortId),
-}
-
-/// The frames of one batch, all received on one port.
-///
-/// The pipeline accesses each frame's bytes by index, from the Ethernet header to the last byte received.
-pub trait Frames {
-    /// Number of frames in the batch; at most [`BATCH`].
-    fn len(&self) -> usize;
-
-    /// Whether the batch is empty.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The bytes of frame `index`, which is below [`Frames::len`].
-    fn bytes(&mut self, index: usize) -> &mut [u8];
 }
 
 /// How much of the pipeline runs.
