@@ -121,13 +121,13 @@ impl Node {
 
     fn with(config: Config, mode: PipelineMode) -> Self {
         let connections = Arc::new(ConnTable::new(&config).unwrap());
-        let snapshot = Snapshot { epoch: Epoch(1), policy: policy(Ingress::Usual), forwarding: forwarding() };
+        let snapshot = Snapshot::new(Epoch(1), policy(Ingress::Usual), forwarding());
         Self { pipeline: Pipeline::new(connections, mode), snapshot, now: Timestamp::from_millis(1_000_000) }
     }
 
     fn publish(&mut self, ingress: Ingress) {
-        self.snapshot.policy = policy(ingress);
-        self.snapshot.epoch.0 += 1;
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, policy(ingress), self.snapshot.forwarding.clone());
     }
 
     /// Sends one frame in a batch of its own; returns its verdict and the resulting frame.

@@ -58,7 +58,7 @@ impl Node {
             forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(OnRevoke::Reset);
-        let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, timed };
+        let mut node = Self { pipeline, snapshot: Snapshot::new(Epoch(0), PolicySet::default(), forwarding), timed };
         node.publish(true);
         node
     }
@@ -81,8 +81,8 @@ impl Node {
         update
             .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
             .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
-        self.snapshot.policy = update.finish();
-        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, update.finish(), self.snapshot.forwarding.clone());
     }
 
     /// The verdict on one frame, and its replies with their egress ports.

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
@@ -173,8 +174,9 @@ impl Objects {
         addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
-    /// The policy for this node's pods.
-    pub(super) fn policy_set(&self) -> PolicySet {
+    /// The policy for this node's pods, with the ports of this table.
+    pub(super) fn policy_set(&mut self, forwarding: &Forwarding) -> PolicySet {
+        self.engine.set_local(forwarding);
         self.engine.policy_set().clone()
     }
 
@@ -235,7 +237,7 @@ mod tests {
             src_port: 9,
             dst_port: 53,
         };
-        objects.policy_set().evaluate(&flow).is_allowed()
+        objects.engine().evaluate(&flow).is_allowed()
     }
 
     #[test]

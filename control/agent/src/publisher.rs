@@ -141,14 +141,15 @@ impl Publisher {
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
         inputs.epoch = inputs.epoch.next();
-        let (began, policy) = (Instant::now(), inputs.objects.policy_set());
+        let began = Instant::now();
         let wanted = inputs.owners();
         let admitted = inputs.connections.admit(&wanted);
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
+        let policy = inputs.objects.policy_set(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
-        self.dataplane.publish(Snapshot { epoch: inputs.epoch, policy, forwarding });
+        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding));
         inputs.connections.published();
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);

@@ -219,6 +219,7 @@ fn policy(judged: &LoggedEvaluation) -> PolicyReason {
     let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
         (DirectionVerdict::Denied, _) => "denied".to_owned(),
         (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
+        (DirectionVerdict::NotReady, _) => "not ready".to_owned(),
         (DirectionVerdict::Open, _) => "open".to_owned(),
         (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),

@@ -95,7 +95,8 @@ impl Cluster {
     fn update_rules(&mut self) -> Result<(), ClusterError> {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
-        self.snapshot = Snapshot { epoch, policy: self.engine.policy_set().clone(), forwarding };
+        self.engine.set_local(&forwarding);
+        self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding);
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())

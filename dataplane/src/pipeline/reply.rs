@@ -27,7 +27,7 @@ pub(super) fn reply(
     if !matches!(dropped.reason, DropReason::ConnectionRevoked | DropReason::TtlExpired | DropReason::TooBig) {
         return;
     }
-    let path_ports = path_ports(forwarding, ingress, port, packet, dropped.route);
+    let path_ports = path_ports(snapshot, ingress, port, packet, dropped.route);
     match dropped.reason {
         DropReason::ConnectionRevoked => replies.revoked(forwarding, path_ports, frame, packet, dropped.revoked_at),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),

@@ -73,8 +73,8 @@ impl Node {
         update
             .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
             .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
-        self.snapshot.policy = update.finish();
-        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, update.finish(), self.snapshot.forwarding.clone());
     }
 
     /// Processes a batch of these frames; returns the verdict on the first one and the replies.

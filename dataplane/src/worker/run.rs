@@ -17,7 +17,7 @@ use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
 use crate::Snapshot;
 use crate::io::XskQueue;
-use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
+use crate::pipeline::{BATCH, DropReason, Frames, StageClocks, Verdict};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
 const LONGEST_SLEEP: u16 = 250;
@@ -153,10 +153,12 @@ impl<P: Processor> Worker<P> {
         self.state.counters().count_batch(count);
         let snapshot = self.snapshot.load();
         match &mut self.state.timed {
-            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
+            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, None),
             Some(iteration) => {
                 let ring_read = iteration.read_clock().saturating_sub(before);
-                let stages = self.processor.process_timed(snapshot, now, ingress, &mut batch, &mut self.verdicts);
+                let mut stages = StageClocks::default();
+                let wanted = Some(&mut stages);
+                self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, wanted);
                 iteration.received(count, ring_read, stages);
             }
         }

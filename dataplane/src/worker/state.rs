@@ -10,9 +10,10 @@ use super::inbox::{HandOff, HeldFrames, WorkerInbox};
 use super::queue::PortQueue;
 use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
+use crate::DropReason;
+use crate::batch::BATCH;
 use crate::forward::PortId;
 use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
-use crate::pipeline::{BATCH, DropReason};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;

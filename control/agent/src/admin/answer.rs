@@ -227,6 +227,7 @@ pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_data
     match side {
         DirectionVerdict::Denied => "denied".to_owned(),
         DirectionVerdict::NotLocal => "not here".to_owned(),
+        DirectionVerdict::NotReady => "not ready".to_owned(),
         DirectionVerdict::Open => "open".to_owned(),
         DirectionVerdict::Exempt => "exempt".to_owned(),
         DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {

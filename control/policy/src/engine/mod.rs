@@ -5,6 +5,7 @@
 
 mod explain;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
 
@@ -58,6 +59,12 @@ impl Engine {
     /// The tables after the last change. A clone is cheap and does not change.
     pub fn policy_set(&self) -> &PolicySet {
         self.tables.policy_set()
+    }
+
+    /// Enters the ports of this node's pods into the map of addresses, so that a snapshot of the next
+    /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
+    pub fn set_local(&mut self, forwarding: &Forwarding) {
+        self.tables.set_local(forwarding);
     }
 
     /// The objects.

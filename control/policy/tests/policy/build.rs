@@ -234,6 +234,7 @@ impl Cluster {
 fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
     match side {
         policy::DirectionVerdict::Denied => naive::NaiveVerdict::Denied,
+        policy::DirectionVerdict::NotReady => unreachable!("without ports every pod is ready"),
         policy::DirectionVerdict::NotLocal => naive::NaiveVerdict::NoPod,
         policy::DirectionVerdict::Open => naive::NaiveVerdict::Open,
         policy::DirectionVerdict::Allowed(_) | policy::DirectionVerdict::AllowedByPeer(_) => {

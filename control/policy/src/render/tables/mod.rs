@@ -11,6 +11,7 @@ mod linked;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::{
     AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope, RuleTable,
 };
@@ -98,6 +99,17 @@ impl Tables {
     /// The tables after the last update.
     pub fn policy_set(&self) -> &PolicySet {
         &self.set
+    }
+
+    /// Enters the ports of this node's pods, as in [`PolicySetUpdate::set_local`]. Later updates keep them.
+    ///
+    /// [`PolicySetUpdate::set_local`]: penstock_dataplane::policy::PolicySetUpdate::set_local
+    pub fn set_local(&mut self, forwarding: &Forwarding) {
+        let mut update = self.set.update();
+        // As in `publish`.
+        self.set = PolicySet::default();
+        update.set_local(forwarding);
+        self.set = update.finish();
     }
 
     /// Updates the tables from the state. Returns whether anything changed.
