@@ -1,8 +1,11 @@
 //! Follows one kind of objects: list, then watch, with retries.
 //!
-//! `kube::runtime::watcher` does this too. This loop differs in what matters with many nodes: it pauses before it repeats
-//! a watch that ended at once; it falls back to pages if a server does not stream lists; it drops an expired
-//! resourceVersion also when the answer's status says so; and bookmarks count as signs of life.
+//! `kube::runtime::watcher` (5.0) does this too. It is not used because it
+//! - begins a watch that ended at once again without a pause: a proxy that ends every watch is asked in a tight loop;
+//! - begins a streamed list at version 0, which a server may answer from a cache older than what is in force;
+//! - cannot begin at a known version: each new client (renewed certificate, moved server) would list everything again;
+//! - keeps a version that the server refused with HTTP status 410, and asks again for streamed lists where there are none;
+//! - does not hand on bookmarks, which show that a watch without events is alive.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -131,7 +134,7 @@ impl Follower {
     async fn watch<K: Sent>(&mut self, api: &Api<K>, version: &str, read: Reader<K>) -> Result<(), Failure> {
         let begun = within(self.timing().begin, api.watch(&watch_params(), version)).await?;
         let events = begun.map_err(|error| Failure::of(&error, self.kind))?;
-        if self.backoff.failures() == 0 {
+        if self.backoff.is_reset() {
             self.shared.outages.well(self.kind);
         }
         self.consume(events, read, false).await
@@ -252,13 +255,13 @@ impl Follower {
 
     /// Reports a failure and waits.
     async fn fail(&mut self, failure: Failure, connected: &Connected) {
-        let after_good = std::mem::take(&mut self.proven) && self.backoff.failures() == 0;
+        let after_good = std::mem::take(&mut self.proven) && self.backoff.is_reset();
         if failure.forgets_position() {
             self.position = None;
         }
         // A first failure may be a server restart or a replaced token: retry once before reporting it.
         let is_gone = matches!(failure, Failure::Gone(_));
-        if !(is_gone && self.backoff.failures() == 0 || after_good && !matches!(failure, Failure::Forbidden { .. })) {
+        if !(is_gone && self.backoff.is_reset() || after_good && !matches!(failure, Failure::Forbidden { .. })) {
             self.shared.outages.lost(self.kind, &failure);
         } else {
             tracing::debug!("API server, {}: {failure}", self.kind.resource());

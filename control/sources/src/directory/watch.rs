@@ -3,6 +3,9 @@
 //! A save is several events, and half-written contents can be valid: a truncated file has no objects, which would drop its
 //! policies. So a file being written is not read until it is closed or replaced by a rename, and events are gathered until
 //! they pause. A check once a second finds what lost events, or a recreated directory without events, would hide.
+//!
+//! `notify-debouncer-full` (0.7) would replace only the pause, and delays each event by itself: it does not know whether a
+//! file is still written, and its thread wakes four times per delay, here 400 times a second on an idle node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
