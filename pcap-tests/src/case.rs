@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::RuleScope;
 use penstock_replay::{Options, Paths, Report, run};
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest;
 
 use crate::capture::pcapng;
@@ -125,7 +125,7 @@ impl CorpusCase {
             ports: ports.collect(),
             dedup: self.script.dedup,
             reading: manifest::Options {
-                settings: Settings { v1beta1: self.script.v1beta1 },
+                settings: ConversionSettings { v1beta1: self.script.v1beta1 },
                 ..manifest::Options::default()
             },
             reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },

@@ -12,7 +12,7 @@ use oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
 use penstock_replay::capture::Captures;
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Options, read_manifests};
 use serde::Deserialize;
 use serde_json::Value;
@@ -33,7 +33,7 @@ struct TimelineStep {
 }
 
 fn objects(case: &CorpusCase, paths: &[PathBuf]) -> Vec<Object> {
-    let options = Options { settings: Settings { v1beta1: case.script.v1beta1 }, ..Options::default() };
+    let options = Options { settings: ConversionSettings { v1beta1: case.script.v1beta1 }, ..Options::default() };
     let manifests = read_manifests(paths, &options).unwrap_or_else(|errors| panic!("{}: {errors}", case.name));
     manifests.documents.into_iter().map(|document| document.object).collect()
 }

@@ -50,7 +50,7 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::Settings { v1beta1: self.v1beta1 }, unknown_fields }
+        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1 }, unknown_fields }
     }
 
     /// Whether a rule's action is honoured cluster-wide.

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Options, UnknownFields, read_manifests};
 
 /// Reads one text as a file, and gives its errors without the directory's name.
@@ -311,7 +311,7 @@ fn other_invalid_objects_are_rejected_with_line_and_field() {
 
 #[test]
 fn v1beta1_rejects_fields_of_v1() {
-    let options = Options { settings: Settings { v1beta1: true }, ..Options::default() };
+    let options = Options { settings: ConversionSettings { v1beta1: true }, ..Options::default() };
     let policy = "apiVersion: extensions/v1beta1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\nspec:\n";
     let not_in = "is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1";
     for (spec, field, problem) in [

@@ -7,10 +7,10 @@ use penstock_policy::model::{
     IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
     Requirement, Rule, Selector,
 };
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Manifests, Options, read_manifests};
 
-fn read_as(name: &str, text: &str, settings: Settings) -> Manifests {
+fn read_as(name: &str, text: &str, settings: ConversionSettings) -> Manifests {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join(name);
     fs::write(&file, text).unwrap();
@@ -18,10 +18,10 @@ fn read_as(name: &str, text: &str, settings: Settings) -> Manifests {
 }
 
 fn objects(text: &str) -> Vec<Object> {
-    objects_with(text, Settings::default())
+    objects_with(text, ConversionSettings::default())
 }
 
-fn objects_with(text: &str, settings: Settings) -> Vec<Object> {
+fn objects_with(text: &str, settings: ConversionSettings) -> Vec<Object> {
     read_as("a.yaml", text, settings).documents.into_iter().map(|document| document.object).collect()
 }
 
@@ -31,7 +31,7 @@ fn policy(spec: &str) -> NetworkPolicy {
 
 fn policy_of(version: &str, spec: &str) -> NetworkPolicy {
     let text = format!("{{apiVersion: {version}, kind: NetworkPolicy, metadata: {{name: p}}, spec: {spec}}}");
-    match &objects_with(&text, Settings { v1beta1: true })[..] {
+    match &objects_with(&text, ConversionSettings { v1beta1: true })[..] {
         [Object::NetworkPolicy(policy)] => policy.clone(),
         other => panic!("{other:?}"),
     }
@@ -60,7 +60,7 @@ fn all_forms_of_a_file_hold_the_same_objects() {
         ("typed-lists.yaml", "apiVersion: v1\nkind: PodList\nitems: [{metadata: {name: a}}]\n---\napiVersion: v1\nkind: NamespaceList\nitems:\n- metadata: {name: shop}\n".to_owned()),
         ("byte-order-mark.yaml", format!("\u{feff}{list}")),
     ] {
-        let read = read_as(name, &text, Settings::default());
+        let read = read_as(name, &text, ConversionSettings::default());
         assert_eq!(names(&read), ["Pod default/a", "Namespace shop"], "{name}");
         assert!(read.ignored.is_empty());
     }
@@ -94,7 +94,7 @@ items:
 - {apiVersion: projectcalico.org/v3, kind: NetworkPolicy, metadata: {name: other}}
 - {apiVersion: discovery.k8s.io/v1, kind: EndpointSliceList, items: []}
 ";
-    let read = read_as("a.yaml", text, Settings::default());
+    let read = read_as("a.yaml", text, ConversionSettings::default());
     assert!(read.documents.is_empty());
     let told: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
     let expected = [
@@ -126,10 +126,11 @@ fn the_v1beta1_annotation_isolates_only_with_its_setting() {
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: |\n      {annotation}\n"
         )
     };
-    let isolates = |annotation: &str, v1beta1| match &objects_with(&namespace(annotation), Settings { v1beta1 })[..] {
-        [Object::Namespace(namespace)] => namespace.default_deny_ingress,
-        other => panic!("{other:?}"),
-    };
+    let isolates =
+        |annotation: &str, v1beta1| match &objects_with(&namespace(annotation), ConversionSettings { v1beta1 })[..] {
+            [Object::Namespace(namespace)] => namespace.default_deny_ingress,
+            other => panic!("{other:?}"),
+        };
     let deny = "{\n        \"ingress\": {\n          \"isolation\": \"DefaultDeny\"\n        }\n      }";
     assert!(isolates(deny, true));
     assert!(!isolates(deny, false));

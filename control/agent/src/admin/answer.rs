@@ -12,7 +12,7 @@ use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueD
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
-use penstock_sources::Kind;
+use penstock_sources::ObjectKind;
 
 use crate::query::FlowScan;
 use crate::samples::Sample;
@@ -48,11 +48,11 @@ impl DaemonView<'_> {
                 in_flight: depths.frames.in_flight,
             },
             connections: self.connections(),
-            source: Kind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
+            source: ObjectKind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
 
-    fn kind(&self, kind: Kind) -> types::SourceStatus {
+    fn kind(&self, kind: ObjectKind) -> types::SourceStatus {
         let health = self.source.of(kind);
         types::SourceStatus {
             synced: health.synced,

@@ -11,7 +11,7 @@ use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
 };
-use penstock_sources::{Kind as ObjectKind, KindHealth};
+use penstock_sources::{KindHealth, ObjectKind};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
