@@ -8,7 +8,7 @@ use penstock_dataplane::policy::RuleScope;
 use penstock_pcap_tests::frame::IpSpec;
 use penstock_pcap_tests::root;
 use penstock_policy::model::Object;
-use penstock_replay::batch::Batch;
+use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{InterfaceId, Record, Time};
 use penstock_replay::cluster::Cluster;
 use penstock_replay::player::{Decision, Player};
@@ -152,7 +152,7 @@ fn player() -> Player {
 
 /// Whether a frame passes.
 fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
-    let mut batch = Batch::default();
+    let mut batch = PacketBatch::default();
     batch.space().extend_from_slice(frame);
     let length = frame.len() as u32;
     batch.push(0, Record { time, interface: InterfaceId(0), captured: length, original: length }, 0);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_sources::api_server::{Access, ApiServer as Source, Timeouts};
 use penstock_sources::{KindHealth, ObjectKind, SourceHealth, convert};
 
@@ -48,7 +48,7 @@ impl Follower {
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
         assert!(health.is_synced(), "nothing is reported from a partial list");
         let mut engine = Engine::new(EngineSettings::for_node("here"));
-        engine.apply(objects.iter().cloned().map(Change::Set));
+        engine.apply(objects.iter().cloned().map(ObjectChange::Set));
         let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();
         Self { runtime, source, health, objects, engine, batches: 0 }
     }
@@ -119,12 +119,12 @@ impl Follower {
         self.engine.policy_set().evaluate(&flow).is_allowed()
     }
 
-    fn take(&mut self, batch: Vec<Change>) {
+    fn take(&mut self, batch: Vec<ObjectChange>) {
         self.batches += 1;
         for change in &batch {
             match change {
-                Change::Set(object) => drop(self.objects.insert(object.reference(), object.clone())),
-                Change::Delete(reference) => drop(self.objects.remove(reference)),
+                ObjectChange::Set(object) => drop(self.objects.insert(object.reference(), object.clone())),
+                ObjectChange::Delete(reference) => drop(self.objects.remove(reference)),
             }
         }
         self.engine.apply(batch);

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use nix::unistd::gettid;
 use penstock_dataplane::worker::Dataplane;
-use penstock_policy::model::{Change, Object};
+use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::time::MissedTickBehavior;
@@ -139,7 +139,7 @@ impl<'a> Daemon<'a> {
         let started = Instant::now();
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
-        objects.apply(initial.into_iter().map(Change::Set), &netstate.addresses);
+        objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;

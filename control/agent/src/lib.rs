@@ -42,7 +42,7 @@ use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_privileges as privileges;
 use penstock_sources::{Location, Source};
 
@@ -148,7 +148,7 @@ async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<
     match opened {
         Ok(Ok((_, read))) => {
             findings.push(Finding::ok(format!("source: {} objects", read.len())));
-            objects.apply(read.into_iter().map(Change::Set), &[]);
+            objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }
         Ok(Err(error)) => findings.extend(error.to_string().lines().map(Finding::error)),
         Err(_) => findings.push(Finding::error(format!(

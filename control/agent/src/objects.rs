@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
-use penstock_policy::state::AddressOwner;
+use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
+use penstock_policy::state::PodOrNode;
 
 use crate::discovery::PodProblem;
 
@@ -50,35 +50,39 @@ impl Objects {
     }
 
     /// Applies changes as one batch; `interfaces` are the addresses on the node's interfaces.
-    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> ChangeEffect {
+    pub(super) fn apply(
+        &mut self,
+        changes: impl IntoIterator<Item = ObjectChange>,
+        interfaces: &[IpAddr],
+    ) -> ChangeEffect {
         let (mut pods, mut nodes) = (false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
-                Change::Set(Object::Node(node)) if node.name == self.node => {
+                ObjectChange::Set(Object::Node(node)) if node.name == self.node => {
                     self.node_object = Some(node.clone());
                     continue;
                 }
-                Change::Delete(ObjectRef::Node(name)) if *name == self.node => {
+                ObjectChange::Delete(ObjectRef::Node(name)) if *name == self.node => {
                     self.node_object = None;
                     continue;
                 }
-                Change::Set(Object::Node(node)) => {
+                ObjectChange::Set(Object::Node(node)) => {
                     let before = self.others.insert(node.name.clone(), node.addresses.clone());
                     nodes |= before.as_ref() != Some(&node.addresses);
                 }
-                Change::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
-                Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
+                ObjectChange::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
+                ObjectChange::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
                     self.pods.insert(pod.key.clone(), pod.clone());
                     pods = true;
                 }
-                Change::Set(Object::Pod(Pod { key, .. })) | Change::Delete(ObjectRef::Pod(key)) => {
+                ObjectChange::Set(Object::Pod(Pod { key, .. })) | ObjectChange::Delete(ObjectRef::Pod(key)) => {
                     pods |= self.pods.remove(key).is_some();
                 }
-                Change::Set(Object::NetworkPolicy(policy)) => {
+                ObjectChange::Set(Object::NetworkPolicy(policy)) => {
                     self.policies.insert(policy.key.clone());
                 }
-                Change::Delete(ObjectRef::NetworkPolicy(key)) => {
+                ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => {
                     self.policies.remove(key);
                 }
                 _ => {}
@@ -141,8 +145,8 @@ impl Objects {
     /// The pod that owns this address under the policy.
     fn owner(&self, address: IpAddr) -> Option<&ObjectKey> {
         match self.engine.state().owner(&address)? {
-            AddressOwner::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
-            AddressOwner::Node(_) => None,
+            PodOrNode::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
+            PodOrNode::Node(_) => None,
         }
     }
 
@@ -179,14 +183,14 @@ impl Objects {
     }
 
     /// This node with all of its addresses, if they differ from what the engine knows.
-    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<Change> {
+    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<ObjectChange> {
         let object = self.node_object.iter().flat_map(|node| &node.addresses);
         let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
         if all.iter().eq(&self.addresses) {
             return None;
         }
         self.addresses = all.into_iter().collect();
-        Some(Change::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
+        Some(ObjectChange::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
     }
 }
 
@@ -201,10 +205,10 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn pod(name: &str, node: &str) -> Change {
+    fn pod(name: &str, node: &str) -> ObjectChange {
         let key = ObjectKey { namespace: "shop".into(), name: name.into() };
         let addresses = vec![address("10.1.1.5")];
-        Change::Set(Object::Pod(Pod {
+        ObjectChange::Set(Object::Pod(Pod {
             key,
             labels: Default::default(),
             node: Some(node.into()),
@@ -217,8 +221,8 @@ mod tests {
     }
 
     /// A policy that denies all ingress to the namespace's pods.
-    fn closed() -> Change {
-        Change::Set(Object::NetworkPolicy(NetworkPolicy {
+    fn closed() -> ObjectChange {
+        ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy {
             key: ObjectKey { namespace: "shop".into(), name: "closed".into() },
             pod_selector: Selector::default(),
             isolates: true,
@@ -246,11 +250,14 @@ mod tests {
         let reached = |objects: &Objects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
         assert_eq!(reached(&objects), [true, true, false]);
         let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
-        objects.apply([Change::Set(node("elsewhere"))], &interfaces);
+        objects.apply([ObjectChange::Set(node("elsewhere"))], &interfaces);
         assert_eq!(reached(&objects), [true, true, false]);
-        objects.apply([Change::Delete(ObjectRef::Node("elsewhere".into())), Change::Set(node("here"))], &interfaces);
+        objects.apply(
+            [ObjectChange::Delete(ObjectRef::Node("elsewhere".into())), ObjectChange::Set(node("here"))],
+            &interfaces,
+        );
         assert_eq!(reached(&objects), [true, true, true]);
-        objects.apply([Change::Delete(ObjectRef::Node("here".into()))], &interfaces);
+        objects.apply([ObjectChange::Delete(ObjectRef::Node("here".into()))], &interfaces);
         assert_eq!(reached(&objects), [true, true, false]);
         assert!(objects.apply_addresses(&[address("192.0.2.9")]));
         assert!(!objects.apply_addresses(&[address("192.0.2.9")]), "nothing new");
@@ -282,10 +289,10 @@ mod tests {
                     let mut objects = Objects::new("here", &[]);
                     let made = |name: &str, lifetime, more: Edit| {
                         let node = if far == Some(name) { "elsewhere" } else { "here" };
-                        let Change::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
+                        let ObjectChange::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
                         made.lifetime = lifetime;
                         more(&mut made);
-                        Change::Set(Object::Pod(made))
+                        ObjectChange::Set(Object::Pod(made))
                     };
                     let (old, new) = (made("old", of_old, more), made("new", of_new, nothing));
                     let (first, second) = if in_order { (old, new) } else { (new, old) };
@@ -317,12 +324,12 @@ mod tests {
     fn an_address_moves_to_the_other_pod_when_its_owner_terminates() {
         let mut objects = Objects::new("here", &[]);
         let made = |name: &str, started, leaving| {
-            let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
+            let ObjectChange::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
             made.lifetime = PodLifetime { leaving, started: Some(started), created: None };
-            Change::Set(Object::Pod(made))
+            ObjectChange::Set(Object::Pod(made))
         };
         let key = |name: &str| ObjectKey { namespace: "shop".into(), name: name.into() };
-        let gone = Change::Delete(ObjectRef::Pod(key("b")));
+        let gone = ObjectChange::Delete(ObjectRef::Pod(key("b")));
         for (change, holder) in
             [(made("b", 2, false), "b"), (made("a", 1, false), "b"), (made("b", 2, true), "a"), (gone, "a")]
         {
@@ -340,14 +347,17 @@ mod tests {
             (closed(), false, 1),
             (pod("web", "elsewhere"), true, 0),
             (pod("web", "here"), true, 1),
-            (Change::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
+            (ObjectChange::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
         ] {
             assert_eq!(objects.apply([change], &[]).pods, touched);
             assert_eq!(objects.pods().count(), kept);
         }
         assert_eq!(objects.policies(), 1);
         objects.apply(
-            [Change::Delete(ObjectRef::NetworkPolicy(ObjectKey { namespace: "shop".into(), name: "closed".into() }))],
+            [ObjectChange::Delete(ObjectRef::NetworkPolicy(ObjectKey {
+                namespace: "shop".into(),
+                name: "closed".into(),
+            }))],
             &[],
         );
         assert_eq!(objects.policies(), 0);

@@ -11,7 +11,7 @@ use std::time::Instant;
 use ipnet::IpNet;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
@@ -75,7 +75,7 @@ impl Publisher {
     }
 
     /// Applies changed objects, and publishes if they may change the policy. Ports follow later.
-    pub(super) fn apply_changes(&self, changes: Vec<Change>, seen: Instant) {
+    pub(super) fn apply_changes(&self, changes: Vec<ObjectChange>, seen: Instant) {
         if changes.is_empty() {
             return;
         }
@@ -185,11 +185,11 @@ impl SnapshotInputs {
 }
 
 /// What changed, in a few words, for the log.
-fn summary(changes: &[Change]) -> String {
+fn summary(changes: &[ObjectChange]) -> String {
     const SHOWN: usize = 4;
-    let name = |change: &Change| match change {
-        Change::Set(object) => object.reference().to_string(),
-        Change::Delete(reference) => format!("{reference} deleted"),
+    let name = |change: &ObjectChange| match change {
+        ObjectChange::Set(object) => object.reference().to_string(),
+        ObjectChange::Delete(reference) => format!("{reference} deleted"),
     };
     let mut names: Vec<String> = changes.iter().take(SHOWN).map(name).collect();
     if changes.len() > SHOWN {

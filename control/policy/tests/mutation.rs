@@ -66,14 +66,14 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "4: a podSelector finds pods of every namespace",
         COMPILE,
-        "Peer::Pods(pods) => Some(Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),",
-        "Peer::Pods(pods) => Some(Class::InNamespaces { namespaces: Selector::default(), pods: pods.clone(), port }),",
+        "Peer::Pods(pods) => Some(PeerSet::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),",
+        "Peer::Pods(pods) => Some(PeerSet::InNamespaces { namespaces: Selector::default(), pods: pods.clone(), port }),",
     ),
     mutation(
         "4: of a peer with both selectors, only that of namespaces counts",
         COMPILE,
-        "Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })",
-        "Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector { requirements: pods.requirements[..0].to_vec() }, port })",
+        "Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })",
+        "Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: Selector { requirements: pods.requirements[..0].to_vec() }, port })",
     ),
     mutation(
         "4: an except cuts out of every block of its rule",
@@ -117,8 +117,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "5: a name on egress is any pod's",
         COMPILE,
-        "pods => class(namespace, pods, Some(port.clone())),",
-        "pods => class(namespace, pods, None),",
+        "pods => peer_set(namespace, pods, Some(port.clone())),",
+        "pods => peer_set(namespace, pods, None),",
     ),
     mutation(
         "5: a name has no protocol",
@@ -129,7 +129,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "5: beside every peer, a name is any number of anybody",
         COMPILE,
-        "Peers::Every => vec![Class::Port(port)],",
+        "Peers::Every => vec![PeerSet::Port(port)],",
         "Peers::Every => return EffectiveRule { source: source.clone(), peers: EffectivePeers::Every, ports },",
     ),
     mutation("7: a host-network pod is found", STATE, "!pod.host_network && !pod.finished", "!pod.finished"),

@@ -16,7 +16,7 @@ mod typed;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashSet;
 
 pub use health::{KindHealth, ObjectKind, SourceHealth};
@@ -87,7 +87,7 @@ impl Source {
 
     /// The next changes; related changes arrive together. Cancel-safe: dropping the future loses none. `None` once the
     /// source has ended.
-    pub async fn next(&mut self) -> Option<Vec<Change>> {
+    pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
         match &mut self.backend {
             Backend::ApiServer(server) => server.next().await,
             Backend::Manifests(directory, count) => {
@@ -117,10 +117,10 @@ impl ObjectCount {
         self.0.insert(reference);
     }
 
-    fn apply(&mut self, change: &Change) {
+    fn apply(&mut self, change: &ObjectChange) {
         match change {
-            Change::Set(object) => self.set(object.reference()),
-            Change::Delete(reference) => {
+            ObjectChange::Set(object) => self.set(object.reference()),
+            ObjectChange::Delete(reference) => {
                 self.0.remove(reference);
             }
         }
@@ -134,13 +134,13 @@ impl ObjectCount {
     }
 }
 
-fn kind_of(change: &Change) -> ObjectKind {
+fn kind_of(change: &ObjectChange) -> ObjectKind {
     match change {
-        Change::Set(Object::Namespace(_)) => ObjectKind::Namespace,
-        Change::Set(Object::Node(_)) => ObjectKind::Node,
-        Change::Set(Object::Pod(_)) => ObjectKind::Pod,
-        Change::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
-        Change::Delete(reference) => kind_of_reference(reference),
+        ObjectChange::Set(Object::Namespace(_)) => ObjectKind::Namespace,
+        ObjectChange::Set(Object::Node(_)) => ObjectKind::Node,
+        ObjectChange::Set(Object::Pod(_)) => ObjectKind::Pod,
+        ObjectChange::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
+        ObjectChange::Delete(reference) => kind_of_reference(reference),
     }
 }
 

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::directory::{DirectoryChanges, DirectoryError, ManifestDirectory};
 use tempfile::TempDir;
@@ -72,9 +72,9 @@ fn pod(name: &str, address: &str) -> String {
 
 /// `+name address` and `-name`, in order.
 fn described(batch: &DirectoryChanges) -> Vec<String> {
-    let describe = |change: &Change| match change {
-        Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
-        Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+    let describe = |change: &ObjectChange| match change {
+        ObjectChange::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+        ObjectChange::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
         other => panic!("{other:?}"),
     };
     batch.changes.iter().map(describe).collect()

@@ -4,8 +4,8 @@ use std::fs;
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
-    Requirement, Rule, Selector,
+    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, PolicyPort, PolicyPorts, PortMatch,
+    PortProtocol, Requirement, Rule, Selector,
 };
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Manifests, Options, read_manifests};
@@ -41,7 +41,7 @@ fn names(manifests: &Manifests) -> Vec<String> {
     manifests.documents.iter().map(|document| document.object.reference().to_string()).collect()
 }
 
-const EVERYTHING: Rule = Rule { peers: Peers::Every, ports: Ports::Every };
+const EVERYTHING: Rule = Rule { peers: Peers::Every, ports: PolicyPorts::Every };
 
 #[test]
 fn all_forms_of_a_file_hold_the_same_objects() {
@@ -233,8 +233,8 @@ fn absent_policy_types_default_by_the_rules_present() {
 
 #[test]
 fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
-    let nothing = || Rule { peers: Peers::AnyOf(vec![]), ports: Ports::Every };
-    let no_port = || Rule { peers: Peers::Every, ports: Ports::AnyOf(vec![]) };
+    let nothing = || Rule { peers: Peers::AnyOf(vec![]), ports: PolicyPorts::Every };
+    let no_port = || Rule { peers: Peers::Every, ports: PolicyPorts::AnyOf(vec![]) };
     for (rule, stable, v1beta1) in [
         ("{}", EVERYTHING, EVERYTHING),
         ("{from: null, ports: null}", EVERYTHING, EVERYTHING),
@@ -288,9 +288,9 @@ fn peers_and_ports_keep_their_kind() {
         Peer::IpBlock(IpBlock { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
         Peer::IpBlock(IpBlock { cidr: net("::/0"), except: vec![] }),
     ]);
-    let port = |protocol, which| Port { protocol, which };
+    let port = |protocol, which| PolicyPort { protocol, which };
     let range = |first, last| PortMatch::Range { first, last };
-    let ports = Ports::AnyOf(vec![
+    let ports = PolicyPorts::AnyOf(vec![
         port(PortProtocol::Tcp, PortMatch::Every),
         port(PortProtocol::Tcp, range(80, 80)),
         port(PortProtocol::Udp, range(1, 65535)),

@@ -1,7 +1,9 @@
 //! Findings about rules of a policy that have no effect.
 
 use penstock_policy::describe;
-use penstock_policy::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
+use penstock_policy::model::{
+    NetworkPolicy, Object, Peer, Peers, Pod, PolicyPort, PolicyPorts, PortMatch, Rule, Selector,
+};
 use penstock_sources::convert::FieldPathRef;
 use penstock_sources::manifest::Document;
 use serde_json::Value;
@@ -66,7 +68,7 @@ impl DirectionCheck<'_> {
         let (peers_at, ports_at) = (at.field(self.peers), at.field("ports"));
         for (list_at, every, none) in [
             (&peers_at, rule.peers == Peers::Every, rule.peers == Peers::AnyOf(Vec::new())),
-            (&ports_at, rule.ports == Ports::Every, rule.ports == Ports::AnyOf(Vec::new())),
+            (&ports_at, rule.ports == PolicyPorts::Every, rule.ports == PolicyPorts::AnyOf(Vec::new())),
         ] {
             let is_empty =
                 matches!(self.document.value(&list_at.path()), Some(Value::Array(items)) if items.is_empty());
@@ -92,7 +94,7 @@ impl DirectionCheck<'_> {
                 report(at, FindingKind::NeverMatches, "can never match: none of its peers can match".to_owned());
             }
         }
-        if let Ports::AnyOf(ports) = &rule.ports {
+        if let PolicyPorts::AnyOf(ports) = &rule.ports {
             for (i, port) in ports.iter().enumerate() {
                 if let PortMatch::Name(name) = &port.which {
                     self.port_name(name, port, rule, &ports_at.index(i), &mut report);
@@ -169,7 +171,7 @@ impl DirectionCheck<'_> {
     fn port_name(
         &self,
         name: &str,
-        port: &Port,
+        port: &PolicyPort,
         rule: &Rule,
         at: &FieldPathRef<'_>,
         report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String),

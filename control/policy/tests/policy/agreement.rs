@@ -13,14 +13,14 @@ use super::naive::{ClusterObjects, Covered};
 use super::random::{ADDRESSES, OTHERS, destinations, history};
 
 /// Takes from a pod that is to be set the addresses that another live pod has: two at a time are not a valid state.
-pub(crate) fn without_conflict(objects: &ClusterObjects, change: Change) -> Change {
-    let Change::Set(Object::Pod(mut pod)) = change else { return change };
+pub(crate) fn without_conflict(objects: &ClusterObjects, change: ObjectChange) -> ObjectChange {
+    let ObjectChange::Set(Object::Pod(mut pod)) = change else { return change };
     let taken = |address: &IpAddr| {
         let mut others = objects.pods.values().filter(|other| other.key != pod.key && !other.finished);
         others.any(|other| other.addresses.contains(address))
     };
     pod.addresses = pod.addresses.iter().copied().filter(|address| !taken(address)).collect();
-    Change::Set(Object::Pod(pod))
+    ObjectChange::Set(Object::Pod(pod))
 }
 
 /// Every pair of ends of a family, with the destinations dealt out among the pairs from a moving start.
@@ -52,7 +52,7 @@ fn agree(mut runner: TestRunner) -> BTreeSet<Covered> {
         let mut changes = Vec::new();
         let mut objects = ClusterObjects::default();
         for object in start {
-            let change = without_conflict(&objects, Change::Set(object));
+            let change = without_conflict(&objects, ObjectChange::Set(object));
             objects.apply(&change);
             changes.push(change);
         }

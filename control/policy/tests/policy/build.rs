@@ -77,9 +77,9 @@ fn protocol_of(word: &str) -> PortProtocol {
 }
 
 /// `tcp` every port, `tcp/80`, `tcp/80-90`, `tcp/http` by name.
-pub(crate) fn port(text: &str) -> Port {
+pub(crate) fn port(text: &str) -> PolicyPort {
     let Some((protocol, which)) = text.split_once('/') else {
-        return Port { protocol: protocol_of(text), which: PortMatch::Every };
+        return PolicyPort { protocol: protocol_of(text), which: PortMatch::Every };
     };
     let number = |text: &str| text.parse::<u16>().ok();
     let range = which.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)));
@@ -88,7 +88,7 @@ pub(crate) fn port(text: &str) -> Port {
         (_, Some((first, last))) => PortMatch::Range { first, last },
         _ => PortMatch::Name(which.to_owned()),
     };
-    Port { protocol: protocol_of(protocol), which }
+    PolicyPort { protocol: protocol_of(protocol), which }
 }
 
 /// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`.
@@ -113,7 +113,11 @@ pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
     let given = |texts: &[&str]| !texts.is_empty();
     Rule {
         peers: if given(peers) { Peers::AnyOf(peers.iter().map(|text| peer(text)).collect()) } else { Peers::Every },
-        ports: if given(ports) { Ports::AnyOf(ports.iter().map(|text| port(text)).collect()) } else { Ports::Every },
+        ports: if given(ports) {
+            PolicyPorts::AnyOf(ports.iter().map(|text| port(text)).collect())
+        } else {
+            PolicyPorts::Every
+        },
     }
 }
 
@@ -150,18 +154,18 @@ impl Cluster {
         let engine = Engine::new(EngineSettings::for_all_pods());
         let mut cluster =
             Self { objects: ClusterObjects::default(), engine, lists: Vec::new(), covered: BTreeSet::new() };
-        cluster.apply(objects.into_iter().map(Change::Set).collect());
+        cluster.apply(objects.into_iter().map(ObjectChange::Set).collect());
         cluster
     }
 
-    pub(crate) fn apply(&mut self, changes: Vec<Change>) {
+    pub(crate) fn apply(&mut self, changes: Vec<ObjectChange>) {
         changes.iter().for_each(|change| self.objects.apply(change));
         self.engine.apply(changes);
         self.lists = acl::render(self.engine.state(), self.engine.tables());
     }
 
     pub(crate) fn set(&mut self, object: Object) {
-        self.apply(vec![Change::Set(object)]);
+        self.apply(vec![ObjectChange::Set(object)]);
     }
 
     /// An end is `namespace/pod` (its first address) or an address.
@@ -246,6 +250,6 @@ fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
 /// An engine under which a rule's action is honoured cluster-wide.
 pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
     let mut engine = Engine::new(EngineSettings { reach: RuleScope::ClusterWide, ..EngineSettings::for_all_pods() });
-    engine.apply(objects.into_iter().map(Change::Set));
+    engine.apply(objects.into_iter().map(ObjectChange::Set));
     engine
 }

@@ -287,7 +287,7 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     cluster.set(agent("n1", "192.168.0.77"));
     cluster.set(policy("lab/deny", "", Some(vec![]), Some(vec![])));
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", true), ("shop/db", "192.168.0.77", "tcp/1", true)]);
-    cluster.apply(vec![Change::Delete(ObjectRef::Pod(key("lab/agent")))]);
+    cluster.apply(vec![ObjectChange::Delete(ObjectRef::Pod(key("lab/agent")))]);
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
 }
 
@@ -309,7 +309,7 @@ fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
 fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     let old = || Object::Pod(pod("lab/old", "app=old", &["10.0.2.9"], &[]));
     let new = || Object::Pod(pod("lab/new", "app=new", &["10.0.2.9"], &[]));
-    let gone = || Change::Delete(ObjectRef::Pod(key("lab/old")));
+    let gone = || ObjectChange::Delete(ObjectRef::Pod(key("lab/old")));
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
     cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", false)]);
     cluster.apply(vec![gone()]);
@@ -317,11 +317,11 @@ fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", true)]);
 
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
-    cluster.engine.apply([Change::Set(new())]);
+    cluster.engine.apply([ObjectChange::Set(new())]);
     let flow = cluster.flow("10.0.2.9", "shop/db", "tcp/1");
     assert!(cluster.engine.evaluate(&flow).is_allowed(), "the last one to claim an address has it");
     // An event of the old pod that claims nothing new does not take it back.
-    cluster.engine.apply([Change::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
+    cluster.engine.apply([ObjectChange::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([gone()]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
@@ -329,7 +329,7 @@ fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     // The new one goes first: the old one has it again.
     let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
     assert!(!cluster.engine.evaluate(&flow).is_allowed());
-    cluster.engine.apply([Change::Delete(ObjectRef::Pod(key("lab/new")))]);
+    cluster.engine.apply([ObjectChange::Delete(ObjectRef::Pod(key("lab/new")))]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
 }
 
@@ -346,7 +346,7 @@ fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
     ]);
     cluster.set(namespace("stray", ""));
     cluster.check(&[("stray/a", "shop/db", "tcp/1", true), ("shop/db", "stray/a", "tcp/80", true)]);
-    cluster.apply(vec![Change::Delete(ObjectRef::Namespace("stray".to_owned()))]);
+    cluster.apply(vec![ObjectChange::Delete(ObjectRef::Namespace("stray".to_owned()))]);
     cluster.check(&[("stray/a", "shop/db", "tcp/1", false)]);
 }
 

@@ -54,16 +54,16 @@ pub(crate) enum Covered {
 }
 
 impl ClusterObjects {
-    pub(crate) fn apply(&mut self, change: &Change) {
+    pub(crate) fn apply(&mut self, change: &ObjectChange) {
         match change.clone() {
-            Change::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
-            Change::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
-            Change::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
-            Change::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
-            Change::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
-            Change::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
-            Change::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
-            Change::Delete(ObjectRef::NetworkPolicy(key)) => drop(self.policies.remove(&key)),
+            ObjectChange::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
+            ObjectChange::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
+            ObjectChange::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
+            ObjectChange::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
+            ObjectChange::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
+            ObjectChange::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
+            ObjectChange::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
+            ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => drop(self.policies.remove(&key)),
         }
     }
 
@@ -208,13 +208,13 @@ impl ClusterObjects {
 }
 
 fn ports_match(
-    ports: &Ports,
+    ports: &PolicyPorts,
     server: Option<&Pod>,
     flow: &Flow,
     ingress: bool,
     covered: &mut BTreeSet<Covered>,
 ) -> bool {
-    let Ports::AnyOf(ports) = ports else {
+    let PolicyPorts::AnyOf(ports) = ports else {
         covered.insert(Covered::ByEveryPort);
         return true;
     };

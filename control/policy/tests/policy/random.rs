@@ -99,7 +99,7 @@ fn some_protocol() -> impl Strategy<Value = PortProtocol> {
     prop_oneof![3 => Just(PortProtocol::Tcp), 2 => Just(PortProtocol::Udp), 1 => Just(PortProtocol::Sctp)]
 }
 
-fn some_ports() -> impl Strategy<Value = Ports> {
+fn some_ports() -> impl Strategy<Value = PolicyPorts> {
     let range = (select(&PORTS[..]), select(&PORTS[..]))
         .prop_map(|(a, b)| PortMatch::Range { first: a.min(b), last: a.max(b) });
     let which = prop_oneof![
@@ -108,10 +108,10 @@ fn some_ports() -> impl Strategy<Value = Ports> {
         2 => range,
         6 => select(&NAMES[..]).prop_map(|name| PortMatch::Name(name.to_owned())),
     ];
-    let port = (some_protocol(), which).prop_map(|(protocol, which)| Port { protocol, which });
+    let port = (some_protocol(), which).prop_map(|(protocol, which)| PolicyPort { protocol, which });
     prop_oneof![
-        2 => Just(Ports::Every),
-        5 => prop::collection::vec(port, 0..3).prop_map(Ports::AnyOf),
+        2 => Just(PolicyPorts::Every),
+        5 => prop::collection::vec(port, 0..3).prop_map(PolicyPorts::AnyOf),
     ]
 }
 
@@ -174,15 +174,15 @@ fn some_object() -> impl Strategy<Value = Object> {
     prop_oneof![6 => some_pod(), 4 => policy, 2 => of_namespace, 1 => of_node]
 }
 
-fn some_change() -> impl Strategy<Value = Change> {
+fn some_change() -> impl Strategy<Value = ObjectChange> {
     prop_oneof![
-        5 => some_object().prop_map(Change::Set),
-        1 => some_object().prop_map(|object| Change::Delete(object.reference())),
+        5 => some_object().prop_map(ObjectChange::Set),
+        1 => some_object().prop_map(|object| ObjectChange::Delete(object.reference())),
     ]
 }
 
 /// A history: the objects that are there at first, then changes one by one or a few at a time.
-pub(crate) fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<Change>>)> {
+pub(crate) fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<ObjectChange>>)> {
     let start = prop::collection::vec(some_object(), 10..30).prop_map(|objects| {
         let namespaces = NAMESPACES.map(|name| namespace(name, if name == "a" { "k=x" } else { "l=y" }));
         namespaces.into_iter().chain(objects).collect()

@@ -53,7 +53,7 @@ impl InterfaceId {
 
 /// An interface of a capture.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Interface {
+pub struct CaptureInterface {
     /// The index of its file, from 0.
     pub file: usize,
     /// Its name, if the capture has one.

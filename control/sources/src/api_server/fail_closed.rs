@@ -149,7 +149,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use penstock_policy::model::{Peers, Ports};
+    use penstock_policy::model::{Peers, PolicyPorts};
 
     fn read(spec: Value) -> (model::NetworkPolicy, Option<String>) {
         let metadata = ObjectMeta {
@@ -240,7 +240,7 @@ mod tests {
         let (policy, problem) = read(spec);
         assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
         let rule = &policy.ingress.unwrap()[0];
-        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &Ports::Every));
+        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &PolicyPorts::Every));
     }
 
     #[test]

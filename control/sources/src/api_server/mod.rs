@@ -20,7 +20,7 @@ use std::time::Duration;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::Api;
 use kube::core::ApiResource;
-use penstock_policy::model::{Change, Object};
+use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -53,7 +53,7 @@ pub enum ApiServerError {
 /// A followed API server. Dropping it stops following.
 #[derive(Debug)]
 pub struct ApiServer {
-    batches: mpsc::Receiver<Vec<Change>>,
+    batches: mpsc::Receiver<Vec<ObjectChange>>,
     /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -153,19 +153,19 @@ impl ApiServer {
             Err(_) => Vec::new(),
         };
         let objects = first.into_iter().filter_map(|change| match change {
-            Change::Set(object) => Some(object),
-            Change::Delete(_) => None,
+            ObjectChange::Set(object) => Some(object),
+            ObjectChange::Delete(_) => None,
         });
         Ok((server, objects.collect()))
     }
 
     /// The next changes. Cancel-safe: dropping the future loses none. `None` once the source has ended.
-    pub async fn next(&mut self) -> Option<Vec<Change>> {
+    pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
         self.batches.recv().await
     }
 
     /// All objects, once every kind is listed.
-    async fn first(&mut self, shared: &Shared) -> Vec<Change> {
+    async fn first(&mut self, shared: &Shared) -> Vec<ObjectChange> {
         let mut log = tokio::time::interval(LOG_AWAITED);
         log.tick().await;
         loop {
@@ -191,7 +191,7 @@ impl Drop for ApiServer {
 }
 
 /// Follows all kinds and sends changes until the owner is gone.
-async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: oneshot::Receiver<()>) {
+async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stopped: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
     tasks.spawn(follower(ObjectKind::Namespace).run(Api::all, converted::namespace));
@@ -212,7 +212,7 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: o
 }
 
 /// Sends changes. Accumulates them while the receiver is busy.
-async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>) {
+async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>) {
     loop {
         shared.news.notified().await;
         tokio::time::sleep(GATHER).await;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashMap;
 
 use super::converted::ConvertedObject;
@@ -23,7 +23,7 @@ const DELETED_KEPT: usize = 10_000;
 pub(super) struct Store {
     kinds: [KindObjects; ObjectKind::ALL.len()],
     /// Changes not yet sent, with their sequence number.
-    unsent: FxHashMap<ObjectRef, (u64, Change)>,
+    unsent: FxHashMap<ObjectRef, (u64, ObjectChange)>,
     sequence: u64,
     hasher: RandomState,
     started: bool,
@@ -100,7 +100,7 @@ impl Store {
         let objects = &mut self.kinds[kind as usize];
         let Some(mut list) = objects.list.take() else { return false };
         let gone: Vec<ObjectRef> = objects.known.keys().filter(|name| !list.contains_key(name)).cloned().collect();
-        let mut changes: Vec<Change> = gone.into_iter().map(Change::Delete).collect();
+        let mut changes: Vec<ObjectChange> = gone.into_iter().map(ObjectChange::Delete).collect();
         objects.deleted = Deleted::default();
         objects.invalid = 0;
         let before = std::mem::take(&mut objects.known);
@@ -109,10 +109,10 @@ impl Store {
             log_change(reference, before.and_then(|known| known.problem), listed.known.problem, listed.problem.take());
             objects.invalid += usize::from(listed.known.problem.is_some());
             match listed.news.take() {
-                Some(object) => changes.push(Change::Set(object)),
+                Some(object) => changes.push(ObjectChange::Set(object)),
                 // Its content was valid before and is not now.
                 None if listed.known.meaning.is_none() && before.is_some_and(|known| known.meaning.is_some()) => {
-                    changes.push(Change::Delete(reference.clone()));
+                    changes.push(ObjectChange::Delete(reference.clone()));
                 }
                 None => {}
             }
@@ -142,7 +142,7 @@ impl Store {
         if meaning == meant {
             return false;
         }
-        self.note(object.map_or(Change::Delete(reference), Change::Set));
+        self.note(object.map_or(ObjectChange::Delete(reference), ObjectChange::Set));
         true
     }
 
@@ -160,7 +160,7 @@ impl Store {
         objects.invalid -= usize::from(known.problem.is_some());
         objects.known.remove(&reference);
         objects.deleted.remember(reference.clone(), version);
-        self.note(Change::Delete(reference));
+        self.note(ObjectChange::Delete(reference));
         true
     }
 
@@ -177,17 +177,17 @@ impl Store {
 
     /// The changes not yet sent: deletions, then namespaces, nodes, pods and policies, each in order of arrival. `None`
     /// without changes, or until all kinds are listed; the first result has all objects and may be empty.
-    pub(super) fn take(&mut self) -> Option<Vec<Change>> {
+    pub(super) fn take(&mut self) -> Option<Vec<ObjectChange>> {
         if !self.awaited().is_empty() || (self.started && self.unsent.is_empty()) {
             return None;
         }
         self.started = true;
-        let mut changes: Vec<(u64, Change)> = std::mem::take(&mut self.unsent).into_values().collect();
+        let mut changes: Vec<(u64, ObjectChange)> = std::mem::take(&mut self.unsent).into_values().collect();
         changes.sort_unstable_by_key(|(sequence, change)| (rank(change), *sequence));
         Some(changes.into_iter().map(|(_, change)| change).collect())
     }
 
-    fn note(&mut self, change: Change) {
+    fn note(&mut self, change: ObjectChange) {
         self.sequence += 1;
         self.unsent.insert(name_of(&change), (self.sequence, change));
     }
@@ -240,20 +240,20 @@ fn log_change(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, text
     }
 }
 
-fn name_of(change: &Change) -> ObjectRef {
+fn name_of(change: &ObjectChange) -> ObjectRef {
     match change {
-        Change::Set(object) => object.reference(),
-        Change::Delete(reference) => reference.clone(),
+        ObjectChange::Set(object) => object.reference(),
+        ObjectChange::Delete(reference) => reference.clone(),
     }
 }
 
-fn rank(change: &Change) -> u8 {
+fn rank(change: &ObjectChange) -> u8 {
     match change {
-        Change::Delete(_) => 0,
-        Change::Set(Object::Namespace(_)) => 1,
-        Change::Set(Object::Node(_)) => 2,
-        Change::Set(Object::Pod(_)) => 3,
-        Change::Set(Object::NetworkPolicy(_)) => 4,
+        ObjectChange::Delete(_) => 0,
+        ObjectChange::Set(Object::Namespace(_)) => 1,
+        ObjectChange::Set(Object::Node(_)) => 2,
+        ObjectChange::Set(Object::Pod(_)) => 3,
+        ObjectChange::Set(Object::NetworkPolicy(_)) => 4,
     }
 }
 

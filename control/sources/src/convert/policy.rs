@@ -8,7 +8,7 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
-use penstock_policy::model::{self, IpBlock, LabelOperator, Peer, Peers, Ports, Requirement, Rule, Selector};
+use penstock_policy::model::{self, IpBlock, LabelOperator, Peer, Peers, PolicyPorts, Requirement, Rule, Selector};
 
 use super::port::policy_port;
 use super::{FieldError, FieldPathRef, FieldProblem, names};
@@ -82,12 +82,12 @@ fn peers(peers: Option<&[NetworkPolicyPeer]>, at: &FieldPathRef<'_>) -> Result<P
 }
 
 /// The ports of a rule; an empty list means every port and protocol, as an absent one.
-fn ports(ports: Option<&[NetworkPolicyPort]>, at: &FieldPathRef<'_>) -> Result<Ports, FieldError> {
+fn ports(ports: Option<&[NetworkPolicyPort]>, at: &FieldPathRef<'_>) -> Result<PolicyPorts, FieldError> {
     match ports.unwrap_or_default() {
-        [] => Ok(Ports::Every),
+        [] => Ok(PolicyPorts::Every),
         some => {
             let ports = some.iter().enumerate().map(|(i, port)| policy_port(port, &at.index(i)));
-            ports.collect::<Result<_, _>>().map(Ports::AnyOf)
+            ports.collect::<Result<_, _>>().map(PolicyPorts::AnyOf)
         }
     }
 }

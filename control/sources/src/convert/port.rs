@@ -3,12 +3,12 @@
 use k8s_openapi::api::core::v1::ContainerPort;
 use k8s_openapi::api::networking::v1::NetworkPolicyPort;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
-use penstock_policy::model::{NamedPort, Port, PortMatch, PortProtocol};
+use penstock_policy::model::{NamedPort, PolicyPort, PortMatch, PortProtocol};
 
 use super::{FieldError, FieldPathRef, FieldProblem, names};
 
 /// A port of a policy's rule.
-pub(super) fn policy_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Result<Port, FieldError> {
+pub(super) fn policy_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Result<PolicyPort, FieldError> {
     let protocol = protocol(port.protocol.as_deref(), &at.field("protocol"))?;
     let port_at = at.field("port");
     let end_at = at.field("endPort");
@@ -35,7 +35,7 @@ pub(super) fn policy_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Re
             PortMatch::Name(name.clone())
         }
     };
-    Ok(Port { protocol, which })
+    Ok(PolicyPort { protocol, which })
 }
 
 /// A container's named port; `None` if it has no name.

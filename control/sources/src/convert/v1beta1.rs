@@ -4,7 +4,7 @@
 //! or `ports` list matches nothing, and there is neither egress nor ipBlock nor a peer with both selectors.
 
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
-use penstock_policy::model::{self, Peers, Ports};
+use penstock_policy::model::{self, Peers, PolicyPorts};
 
 use super::{FieldError, FieldPathRef, FieldProblem, policy};
 
@@ -37,7 +37,7 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Fi
             converted.peers = Peers::AnyOf(Vec::new());
         }
         if rule.ports.as_ref().is_some_and(Vec::is_empty) {
-            converted.ports = Ports::AnyOf(Vec::new());
+            converted.ports = PolicyPorts::AnyOf(Vec::new());
         }
     }
     converted.isolates = false;

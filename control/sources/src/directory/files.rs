@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 
 use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
 
@@ -15,7 +15,7 @@ use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, O
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DirectoryChanges {
     /// Changes since the last batch: deletions first, then namespaces, nodes, pods, policies.
-    pub changes: Vec<Change>,
+    pub changes: Vec<ObjectChange>,
     /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
     /// Files whose errors are fixed.
@@ -178,15 +178,18 @@ fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
 }
 
 /// The changes from one set of objects to another.
-fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
+fn difference<'a>(
+    before: impl Iterator<Item = &'a Object>,
+    after: impl Iterator<Item = &'a Object>,
+) -> Vec<ObjectChange> {
     fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
         objects.map(|object| (object.reference(), object)).collect()
     }
     let (before, after) = (by_name(before), by_name(after));
     let gone = before.keys().filter(|name| !after.contains_key(*name));
-    let mut changes: Vec<Change> = gone.map(|name| Change::Delete(name.clone())).collect();
+    let mut changes: Vec<ObjectChange> = gone.map(|name| ObjectChange::Delete(name.clone())).collect();
     let set = after.into_iter().filter(|(name, object)| before.get(name) != Some(object));
-    changes.extend(set.map(|(_, object)| Change::Set(object.clone())));
+    changes.extend(set.map(|(_, object)| ObjectChange::Set(object.clone())));
     changes
 }
 
@@ -206,11 +209,11 @@ mod tests {
 
     /// `+name address` and `-name`, in order; of namespaces with their labels.
     fn reported(batch: &DirectoryChanges) -> Vec<String> {
-        let describe = |change: &Change| match change {
-            Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
-            Change::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
-            Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
-            Change::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
+        let describe = |change: &ObjectChange| match change {
+            ObjectChange::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+            ObjectChange::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
+            ObjectChange::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+            ObjectChange::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
             other => panic!("{other:?}"),
         };
         batch.changes.iter().map(describe).collect()

@@ -13,7 +13,7 @@ fn namespace(name: &str, version: u64) -> ConvertedObject {
 }
 
 /// A store of which all kinds have been listed, the namespaces of `list` among them.
-fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Change>) {
+fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<ObjectChange>) {
     let mut store = Store::default();
     let mut list = Some(list);
     for kind in ObjectKind::ALL {
@@ -28,10 +28,10 @@ fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Change
     (store, first)
 }
 
-fn names(changes: &[Change]) -> Vec<String> {
+fn names(changes: &[ObjectChange]) -> Vec<String> {
     changes
         .iter()
-        .map(|change| format!("{}{}", if matches!(change, Change::Set(_)) { "+" } else { "-" }, name_of(change)))
+        .map(|change| format!("{}{}", if matches!(change, ObjectChange::Set(_)) { "+" } else { "-" }, name_of(change)))
         .collect()
 }
 
@@ -170,8 +170,8 @@ proptest! {
         let mut told: BTreeMap<ObjectRef, Object> = BTreeMap::new();
         let mut take = |store: &mut Store| for change in store.take().unwrap_or_default() {
             match change {
-                Change::Set(object) => drop(told.insert(object.reference(), object)),
-                Change::Delete(reference) => drop(told.remove(&reference)),
+                ObjectChange::Set(object) => drop(told.insert(object.reference(), object)),
+                ObjectChange::Delete(reference) => drop(told.remove(&reference)),
             }
         };
         let event = |store: &mut Store, place: usize| match steps[place] {
