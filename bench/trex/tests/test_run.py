@@ -1,4 +1,4 @@
-"""The runner from its command line to its document, with clients in front of a device whose capacity is known."""
+"""The runner from its command line to its document, with fake clients before a device of known capacity."""
 
 import contextlib
 import importlib.util
@@ -23,7 +23,7 @@ QUICK = ['--short', '1', '--long', '2', '--repetitions', '3', '--lowest', '1000'
 
 
 class Client:
-    """What both clients have in common; `calls` keeps what they were asked."""
+    """Base of both fake clients; `calls` records the calls."""
 
     def __init__(self, server):
         self.calls, self.server = [], server
@@ -45,7 +45,7 @@ class Client:
 
 
 class StatelessClient(Client):
-    """Passes what it allows, up to a capacity, and nothing of what is denied unless it leaks."""
+    """Passes allowed packets up to a capacity, and denied ones only if it leaks."""
 
     capacity, leak, flaw = 60_000, 0, 0.0
 
@@ -77,7 +77,7 @@ class StatelessClient(Client):
 
 
 class StatefulClient(Client):
-    """Establishes so many connections a second."""
+    """Establishes up to this many connections per second."""
 
     capacity, leak, byte_count = 5_000, 0, 0
 
@@ -105,7 +105,7 @@ class RunTest(unittest.TestCase):
         self.output = Path(folder.name) / 'deep' / 'trex.json'
 
     def measured(self, mode, make, *words):
-        """Exit code, document and what was said of a run with this client."""
+        """Exit code, document and output of a run with this client."""
         clients = []
 
         def made(server):

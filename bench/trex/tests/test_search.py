@@ -7,7 +7,7 @@ from penstock_trex.search import Search, Trial, summary
 
 
 def device(capacity, generator=1e9, flaw=0.0, short_luck=None):
-    """Loses what is above its capacity, a share `flaw` at any rate; short trials may be luckier by a factor."""
+    """Loses what exceeds its capacity, and a share `flaw` at any rate; short trials may pass at a factor more."""
     def measure(rate, seconds):
         sent_rate = min(rate, generator)
         limit = capacity * (short_luck if short_luck and seconds < 5 else 1)
