@@ -11,7 +11,7 @@ use penstock_policy::state::PodOrNode;
 use crate::discovery::PodProblem;
 
 /// All objects, and which of them belong to this node.
-pub(super) struct Objects {
+pub(super) struct NodeObjects {
     engine: Engine,
     node: String,
     /// This node's object, if the source has one.
@@ -35,7 +35,7 @@ pub(super) struct ChangeEffect {
     pub(super) nodes: bool,
 }
 
-impl Objects {
+impl NodeObjects {
     pub(super) fn new(node: &str, configured: &[IpAddr]) -> Self {
         Self {
             engine: Engine::new(EngineSettings::for_node(node)),
@@ -231,7 +231,7 @@ mod tests {
         }))
     }
 
-    fn reaches_pod(objects: &Objects, from: &str) -> bool {
+    fn reaches_pod(objects: &NodeObjects, from: &str) -> bool {
         let flow = Flow {
             src: address(from).into(),
             dst: address("10.1.1.5").into(),
@@ -244,10 +244,11 @@ mod tests {
 
     #[test]
     fn every_known_address_of_the_node_reaches_its_pods() {
-        let mut objects = Objects::new("here", &[address("192.0.2.1")]);
+        let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         let interfaces = [address("10.1.1.1")];
         assert!(objects.apply([pod("web", "here"), closed()], &interfaces).policy);
-        let reached = |objects: &Objects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
+        let reached =
+            |objects: &NodeObjects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
         assert_eq!(reached(&objects), [true, true, false]);
         let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
         objects.apply([ObjectChange::Set(node("elsewhere"))], &interfaces);
@@ -286,7 +287,7 @@ mod tests {
         for (what, of_old, of_new, more, holder, reported) in cases {
             for in_order in [true, false] {
                 for far in [None, Some("old"), Some("new")] {
-                    let mut objects = Objects::new("here", &[]);
+                    let mut objects = NodeObjects::new("here", &[]);
                     let made = |name: &str, lifetime, more: Edit| {
                         let node = if far == Some(name) { "elsewhere" } else { "here" };
                         let ObjectChange::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
@@ -322,7 +323,7 @@ mod tests {
 
     #[test]
     fn an_address_moves_to_the_other_pod_when_its_owner_terminates() {
-        let mut objects = Objects::new("here", &[]);
+        let mut objects = NodeObjects::new("here", &[]);
         let made = |name: &str, started, leaving| {
             let ObjectChange::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
             made.lifetime = PodLifetime { leaving, started: Some(started), created: None };
@@ -340,7 +341,7 @@ mod tests {
 
     #[test]
     fn only_this_nodes_pods_are_kept() {
-        let mut objects = Objects::new("here", &[]);
+        let mut objects = NodeObjects::new("here", &[]);
         for (change, touched, kept) in [
             (pod("web", "elsewhere"), false, 0),
             (pod("web", "here"), true, 1),

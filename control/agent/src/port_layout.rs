@@ -14,12 +14,12 @@ use super::node_context::NodeContext;
 /// All open ports at one moment.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct PortLayout {
-    pub(super) ports: Vec<OpenPort>,
+    pub(super) ports: Vec<LayoutPort>,
 }
 
 /// An open port.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct OpenPort {
+pub(super) struct LayoutPort {
     pub(super) id: PortId,
     pub(super) interface: String,
     pub(super) port: Port,

@@ -15,9 +15,9 @@ use penstock_policy::model::ObjectChange;
 use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
-use super::connections::{ClearingQueue, Connections};
+use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork};
-use super::objects::{ChangeEffect, Objects};
+use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::progress::EnforcementProgress;
 
@@ -35,7 +35,7 @@ pub(super) struct Publisher {
 
 /// Everything that a snapshot is made of.
 pub(super) struct SnapshotInputs {
-    pub(super) objects: Objects,
+    pub(super) objects: NodeObjects,
     pub(super) epoch: Epoch,
     pub(super) progress: EnforcementProgress,
     /// The ports that are open.
@@ -43,12 +43,17 @@ pub(super) struct SnapshotInputs {
     network: NodeNetwork,
     /// As of the last snapshot.
     node_context: NodeContext,
-    connections: Connections,
+    connections: ConnectionOwners,
 }
 
 impl Publisher {
     /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
-    pub(super) fn new(config: &Config, objects: Objects, dataplane: &Arc<Dataplane>, clearing: ClearingQueue) -> Self {
+    pub(super) fn new(
+        config: &Config,
+        objects: NodeObjects,
+        dataplane: &Arc<Dataplane>,
+        clearing: ClearingQueue,
+    ) -> Self {
         let inputs = SnapshotInputs {
             objects,
             epoch: Epoch::default(),
@@ -56,7 +61,7 @@ impl Publisher {
             layout: PortLayout::default(),
             network: NodeNetwork::default(),
             node_context: NodeContext::default(),
-            connections: Connections::new(&config.conntrack.mapping, clearing),
+            connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
         };
         Self {
             inputs: Mutex::new(inputs),

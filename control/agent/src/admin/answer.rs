@@ -15,7 +15,7 @@ use penstock_policy::flow;
 use penstock_sources::ObjectKind;
 
 use crate::query::FlowScan;
-use crate::samples::Sample;
+use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters, identifier, kind};
 
 impl DaemonView<'_> {
@@ -75,13 +75,13 @@ impl DaemonView<'_> {
 
     fn workers(
         &self,
-        now: &Sample,
-        before: &Sample,
+        now: &CounterSample,
+        before: &CounterSample,
         depths: &QueueDepths,
         in_force: &[Epoch],
     ) -> Vec<types::WorkerStatus> {
         let seconds = now.seconds_since(before);
-        let received = |sample: &Sample, worker: usize| -> u64 {
+        let received = |sample: &CounterSample, worker: usize| -> u64 {
             let ports = sample.statistics.ports.iter();
             ports.filter_map(|port| port.by_worker.get(worker)).map(|traffic| traffic.rx_packets).sum()
         };
@@ -111,23 +111,23 @@ impl DaemonView<'_> {
             .collect()
     }
 
-    fn port_list(&self, counters: &LiveCounters, before: &Sample) -> Vec<types::PortStatus> {
-        let LiveCounters { sample: now, depths, ports: counted } = counters;
+    fn port_list(&self, counters: &LiveCounters, before: &CounterSample) -> Vec<types::PortStatus> {
+        let LiveCounters { sample: now, depths, ports: xdp_counters } = counters;
         let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
             .map(|counters| {
-                let known = counted.iter().find(|counted| counted.id == counters.port);
+                let known = xdp_counters.iter().find(|port| port.id == counters.port);
                 let total = counts(counters);
                 let earlier = before.statistics.port(counters.port).filter(|port| port.interface == counters.interface);
                 let drops = counters.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
-                let outcomes = known.and_then(|counted| counted.outcomes);
+                let outcomes = known.and_then(|port| port.outcomes);
                 types::PortStatus {
                     port: counters.port.0,
                     interface: counters.interface.clone(),
-                    kind: known.map_or("pod", |counted| kind(counted.kind)).to_owned(),
-                    pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
-                    mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
+                    kind: known.map_or("pod", |port| kind(port.kind)).to_owned(),
+                    pod: known.and_then(|port| port.pod.as_ref()).map(ToString::to_string),
+                    mode: known.map_or_else(String::new, |port| port.mode.to_string()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),

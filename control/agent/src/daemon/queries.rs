@@ -9,7 +9,7 @@ use crate::metrics::Scrape;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
 use crate::query::StateQuery;
-use crate::samples::Sample;
+use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters};
 use crate::{logging, preflight, report};
 
@@ -41,7 +41,7 @@ impl Daemon<'_> {
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
             OperationEvent::Answer(query) => self.answer(query).await,
-            OperationEvent::Sample => self.operation.samples.keep(Sample::take(&self.dataplane)),
+            OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane)),
             OperationEvent::Write => self.write_verdicts(),
         }
     }
@@ -59,8 +59,11 @@ impl Daemon<'_> {
 
     /// Prints the statistics.
     pub(super) fn report(&self) {
-        let mut text =
-            report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.closed_interfaces());
+        let mut text = report::statistics(
+            &self.dataplane.statistics(),
+            &self.ports.xdp_counters(),
+            &self.ports.closed_interfaces(),
+        );
         match self.dataplane.frames() {
             Ok(frames) => text.push_str(&report::frames(&frames)),
             Err(error) => tracing::warn!(%error, "could not count the frames"),
