@@ -1,14 +1,14 @@
-//! Whether the suite would notice: one clause at a time is broken in the code under test, and the tests in
+//! Mutation test: breaks one clause at a time in the code under test; the tests in
 //! `tests/policy` must then fail.
 //!
 //! Run by `cargo test -p penstock-policy --test mutation -- --ignored --nocapture`; it takes some minutes, since each
-//! broken version is built. What is built is a copy of the parts that know policy, below the target directory.
+//! mutant is built. It builds a copy of the policy code below the target directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// One way to break a clause: a line of the code, and what stands there instead.
+/// A mutation: a line of the code and its replacement.
 struct Mutation {
     breaks: &'static str,
     file: &'static str,
@@ -34,7 +34,7 @@ const LINKED: &str = "control/policy/src/render/tables/linked.rs";
 
 const MUTATIONS: &[Mutation] = &[
     mutation(
-        "1: ingress is judged by the destination's egress rules",
+        "1: ingress is evaluated by the destination's egress rules",
         POLICY,
         "self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow)",
         "self.evaluate_direction(&dst, Direction::Egress, &src, flow.src, flow)",
@@ -193,7 +193,7 @@ struct Workspace {
     root: PathBuf,
 }
 
-/// Of packets, policy knows addresses and flows, which know the identifiers of ICMP.
+/// Of the packet module, policy needs only addresses and flows, which need ICMP identifiers.
 const PACKET: &str = "mod address;\nmod flow;\nmod icmp;\nmod transport;\npub use address::Address;\n\
     pub use flow::{Asker, Flow, FlowKey, Orientation, Protocol};\n";
 const DATAPLANE: &str = "[package]\nname = \"penstock-dataplane\"\nversion = \"0.1.0\"\nedition.workspace = true\n\

@@ -1,4 +1,4 @@
-//! Captures of every kind that is read, built octet by octet here, and what the writer makes of them.
+//! Captures of every supported kind, built byte by byte here, and the output of the writer.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! The cases of a NetworkPolicy conformance tool, with its own expectations: by state, and again by replaying the
 //! actions on one running engine. The data is not part of the project: `../shared/conformance/` beside the repository,
-//! or wherever `PENSTOCK_CONFORMANCE` says. Where it is absent, the tests say so and skip.
+//! or the directory in `PENSTOCK_CONFORMANCE`. If it is absent, the tests print that and skip.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -164,7 +164,7 @@ fn objects(state: &State) -> Vec<Object> {
     namespaces.chain(pods).chain(state.policies.iter().map(policy)).collect()
 }
 
-/// What an action changes. A pod that it creates or labels is, but for its labels, the one in the state after it.
+/// The changes of an action. A pod that it creates or labels is that of the state after it, except for the labels.
 fn change(action: &Action, after: &State) -> ObjectChange {
     match action {
         Action::CreatePolicy { policy: value } => ObjectChange::Set(policy(value)),
@@ -250,7 +250,7 @@ fn conformance_cases_hold_for_incremental_changes() {
         objects(&suite.cluster).into_iter().map(|object| (object.reference(), object)).collect();
     let mut present: BTreeMap<ObjectRef, Object> = BTreeMap::new();
     for case in &suite.cases {
-        // Back to the cluster from which every case starts, by changes as well.
+        // Return to the initial cluster of every case, also by changes.
         let gone =
             present.keys().filter(|reference| !cluster.contains_key(reference)).cloned().map(ObjectChange::Delete);
         let back = cluster.iter().filter(|(reference, object)| present.get(*reference) != Some(*object));

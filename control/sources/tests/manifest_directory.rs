@@ -1,4 +1,4 @@
-//! A directory of manifests while it changes: what is saved arrives whole, soon, and nothing that is not saved.
+//! A directory of manifests while it changes: each save arrives soon and as a whole, and nothing else arrives.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -10,13 +10,13 @@ use penstock_sources::convert::ConversionSettings;
 use penstock_sources::directory::{DirectoryChanges, DirectoryError, ManifestDirectory};
 use tempfile::TempDir;
 
-/// A batch that comes at all comes within this, also on a busy machine.
+/// A batch arrives within this time, also on a busy machine.
 const SOON: Duration = Duration::from_secs(5);
-/// No batch within this means that none comes.
+/// If no batch arrives within this time, none will.
 const QUIET: Duration = Duration::from_millis(300);
 
 struct Watched {
-    // The order matters: the watcher ends before the directory goes.
+    // The order matters: the watcher ends before the directory is deleted.
     source: ManifestDirectory,
     runtime: tokio::runtime::Runtime,
     directory: PathBuf,
@@ -36,7 +36,7 @@ impl Watched {
         Self::open_directory(parent, directory.clone(), &directory)
     }
 
-    /// Opens it under another name of the same place.
+    /// Opens it under another path of the same directory.
     fn open_directory(parent: TempDir, directory: PathBuf, name: &Path) -> Self {
         let (source, _) = ManifestDirectory::open(name, ConversionSettings::default()).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
@@ -122,8 +122,8 @@ fn opening_needs_a_directory_with_valid_manifests() {
     assert!(error.to_string().contains("a.yaml:4: Pod default/a: status.podIPs[0].ip: \"10.0.0.999\""), "{error}");
 }
 
-/// What comes only by the look once a second takes a second from one batch to the next. Of many saves the second quickest
-/// tells, however busy the machine is: the first may have come just before a look.
+/// Batches that only the check once a second finds are a second apart. The second quickest of many saves shows that,
+/// however busy the machine is: the quickest may have come just before a check.
 const BY_EVENT: Duration = Duration::from_millis(900);
 
 #[test]
@@ -199,7 +199,7 @@ fn files_can_be_added_removed_and_renamed() {
     assert_eq!(described(&watched.next()), ["+y 10.0.0.2"]);
     watched.write("notes.txt", "nothing to read");
     watched.assert_quiet();
-    // A link that leads nowhere any more is a file that cannot be read; without the link, its objects go.
+    // A dangling link is a file that cannot be read; without the link, its objects are deleted.
     fs::remove_file(watched.path("c.off")).unwrap();
     let batch = watched.next_within(SOON).expect("found by the look once a second at the latest");
     assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
@@ -243,7 +243,7 @@ fn a_removed_directory_keeps_the_state_until_it_returns() {
     seen.sort();
     println!("from a directory made anew to its batch: {:.1?}", made.elapsed());
     assert_eq!(seen, ["+x 10.0.0.7", "-y"]);
-    // It is watched again, not only looked at.
+    // It is watched again, not only checked once a second.
     assert_follows_events(&mut watched);
 }
 
@@ -283,7 +283,7 @@ fn a_replaced_directory_is_followed() {
     fs::rename(&other, &watched.directory).unwrap();
     let mut batch = watched.next();
     if batch.changes.is_empty() {
-        // It was looked at between the two renames.
+        // It was read between the two renames.
         batch = watched.next();
     }
     assert_eq!(described(&batch), ["+x 10.0.0.2"]);
@@ -294,7 +294,7 @@ fn a_replaced_directory_is_followed() {
 #[test]
 fn dropping_the_source_ends_its_thread() {
     let watched = Watched::open(&[]);
-    // More saves than batches can wait: the thread is sending when its owner goes.
+    // More saves than batches can wait: the thread is sending when its owner is dropped.
     for i in 0..40 {
         watched.write("a.yaml", &pod("x", &format!("10.0.0.{}", i + 1)));
         std::thread::sleep(Duration::from_millis(15));

@@ -1,4 +1,4 @@
-//! Every form in which manifests can be written, and what the objects in them become.
+//! Every form of manifests, and the objects read from them.
 
 use std::fs;
 use std::net::IpAddr;
@@ -96,14 +96,14 @@ items:
 ";
     let read = read_as("a.yaml", text, ConversionSettings::default());
     assert!(read.documents.is_empty());
-    let told: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
+    let ignored: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
     let expected = [
         (2, "Deployment shop/web"),
         (9, "Service shop/web"),
         (10, "NetworkPolicy default/other"),
         (11, "EndpointSliceList without a name"),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(ignored, expected);
 }
 
 #[test]

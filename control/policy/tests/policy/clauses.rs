@@ -1,11 +1,11 @@
-//! The clauses of the specification, each by examples. The number in a test's name is the clause's.
+//! Examples for each clause of the specification. The number in a test's name is the clause's.
 
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
 use penstock_policy::model::*;
 
 use super::build::*;
 
-/// Two namespaces, two nodes; every pod on `n1` unless said otherwise.
+/// Two namespaces, two nodes; every pod is on `n1` unless stated otherwise.
 fn base() -> Vec<Object> {
     vec![
         namespace("shop", "team=red env=prod"),
@@ -171,7 +171,7 @@ fn clause_4_a_block_matches_except_in_its_own_excepts() {
         ("172.18.0.0", "shop/db", "tcp/1", true),
         ("172.32.0.0", "shop/db", "tcp/1", false),
     ]);
-    // What one block excepts, another of the same rule may hold.
+    // What one block excludes, another block of the same rule may include.
     cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.1.0/25 except 172.16.1.64/26"]).check(&[
         ("172.16.1.1", "shop/db", "tcp/1", true),
         ("172.16.1.65", "shop/db", "tcp/1", false),
@@ -283,7 +283,7 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     };
     let mut cluster = with([ingress(&["namespaces"], &[]), agent("n2", "192.168.0.2")]);
     cluster.check(&[("192.168.0.2", "shop/db", "tcp/1", false), ("lab/web", "shop/db", "tcp/1", true)]);
-    // Also where its node is not known otherwise; and policies do not select it.
+    // Also if its node is not known otherwise; policies do not select it.
     cluster.set(agent("n1", "192.168.0.77"));
     cluster.set(policy("lab/deny", "", Some(vec![]), Some(vec![])));
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", true), ("shop/db", "192.168.0.77", "tcp/1", true)]);
@@ -326,7 +326,7 @@ fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     cluster.engine.apply([gone()]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
 
-    // The new one goes first: the old one has it again.
+    // The new pod is deleted first: the old one owns the address again.
     let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
     assert!(!cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([ObjectChange::Delete(ObjectRef::Pod(key("lab/new")))]);

@@ -1,4 +1,4 @@
-//! A history of changes ends where a fresh start from its last state does.
+//! A history of changes gives the same result as a fresh start from its last state.
 
 use penstock_dataplane::policy::Direction;
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -13,7 +13,7 @@ use super::build::*;
 use super::naive::ClusterObjects;
 use super::random::history;
 
-/// Everything that an engine came to, without the numbers that depend on its history.
+/// The result of an engine, without the numbers that depend on its history.
 fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
     let (state, tables) = engine.statistics();
     let set = engine.policy_set().statistics();

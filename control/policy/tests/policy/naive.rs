@@ -1,4 +1,4 @@
-//! NetworkPolicy read directly from the objects, as slowly and plainly as it can be said.
+//! A naive evaluator: reads the objects directly, slow and simple.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ pub(crate) struct ClusterObjects {
     pub policies: BTreeMap<ObjectKey, NetworkPolicy>,
 }
 
-/// What one side says.
+/// The verdict of one direction.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum NaiveVerdict {
     NoPod,
@@ -25,7 +25,7 @@ pub(crate) enum NaiveVerdict {
     Denied,
 }
 
-/// What was covered on the way to a verdict: tests assert that they have met each.
+/// Cases that occurred on the way to a verdict: tests assert that each occurred.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Covered {
     NoPod,
@@ -75,7 +75,7 @@ impl ClusterObjects {
         namespaces.chain(nodes).chain(pods).chain(policies).collect()
     }
 
-    /// The pod that has an address: not its node's, and not any more if it is finished.
+    /// The pod that owns an address: it is not a node's address, and the pod is not finished.
     pub(crate) fn pod_at(&self, address: IpAddr) -> Option<&Pod> {
         self.pods.values().find(|pod| !pod.host_network && !pod.finished && pod.addresses.contains(&address))
     }

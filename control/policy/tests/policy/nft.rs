@@ -1,4 +1,4 @@
-//! The nftables ruleset: `nft` accepts it. What it does to packets is for the tests with real traffic.
+//! The nftables ruleset: `nft` accepts it. Tests with real traffic check its effect on packets.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -33,7 +33,7 @@ fn example() -> Vec<Object> {
     ]
 }
 
-/// Whether `nft` is there and may check (it needs a network namespace of its own, and so root).
+/// Whether `nft` is installed and can check (it needs its own network namespace, hence root).
 fn nft_check(text: &str) -> Option<(bool, String)> {
     let mut command = Command::new("unshare");
     command.args(["--net", "nft", "--check", "--file", "-"]);

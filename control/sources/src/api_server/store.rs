@@ -45,9 +45,9 @@ struct KindObjects {
 struct Known {
     version: Option<u64>,
     /// Fingerprint of its valid content; `None` if it has none.
-    meaning: Option<u64>,
-    /// Fingerprint of its problem.
-    problem: Option<u64>,
+    content_hash: Option<u64>,
+    /// Fingerprint of its problem; `None` if it is fully understood.
+    problem_hash: Option<u64>,
 }
 
 /// An object of a list in progress.
@@ -55,8 +55,8 @@ struct Known {
 struct Listed {
     known: Known,
     /// Its content, if it differs from the known one.
-    news: Option<Object>,
-    /// Its problem, if not yet reported.
+    changed: Option<Object>,
+    /// Its problem, if not yet logged.
     problem: Option<String>,
 }
 
@@ -74,14 +74,15 @@ impl Store {
     }
 
     /// Adds an object to the list in progress.
-    pub(super) fn list(&mut self, kind: ObjectKind, read: ConvertedObject) {
-        let ConvertedObject { reference, version, content } = read;
-        let (meaning, problem, object, text) = fingerprints(&self.hasher, content);
+    pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
+        let ConvertedObject { reference, version, content } = object;
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference);
-        let news = object.filter(|_| before.is_none_or(|known| known.meaning != meaning));
-        let reported = before.is_some_and(|known| known.problem == problem);
-        let listed = Listed { known: Known { version, meaning, problem }, news, problem: text.filter(|_| !reported) };
+        let changed = object.filter(|_| before.is_none_or(|known| known.content_hash != content_hash));
+        let is_logged = before.is_some_and(|known| known.problem_hash == problem_hash);
+        let known = Known { version, content_hash, problem_hash };
+        let listed = Listed { known, changed, problem: problem.filter(|_| !is_logged) };
         let Some(list) = &mut objects.list else { return };
         match list.entry(reference) {
             Entry::Vacant(place) => {
@@ -106,12 +107,15 @@ impl Store {
         let before = std::mem::take(&mut objects.known);
         for (reference, listed) in &mut list {
             let before = before.get(reference);
-            log_change(reference, before.and_then(|known| known.problem), listed.known.problem, listed.problem.take());
-            objects.invalid += usize::from(listed.known.problem.is_some());
-            match listed.news.take() {
+            let hash_before = before.and_then(|known| known.problem_hash);
+            log_problem(reference, hash_before, listed.known.problem_hash, listed.problem.take());
+            objects.invalid += usize::from(listed.known.problem_hash.is_some());
+            match listed.changed.take() {
                 Some(object) => changes.push(ObjectChange::Set(object)),
                 // Its content was valid before and is not now.
-                None if listed.known.meaning.is_none() && before.is_some_and(|known| known.meaning.is_some()) => {
+                None if listed.known.content_hash.is_none()
+                    && before.is_some_and(|known| known.content_hash.is_some()) =>
+                {
                     changes.push(ObjectChange::Delete(reference.clone()));
                 }
                 None => {}
@@ -121,28 +125,27 @@ impl Store {
         changes.sort_by_cached_key(|change| list.get(&name_of(change)).and_then(|listed| listed.known.version));
         objects.known = list.into_iter().map(|(reference, listed)| (reference, listed.known)).collect();
         let is_first = !std::mem::replace(&mut objects.is_listed, true);
-        changes.into_iter().for_each(|change| self.note(change));
+        changes.into_iter().for_each(|change| self.queue(change));
         is_first
     }
 
     /// Adds or updates an object. Returns whether anything changed.
-    pub(super) fn set(&mut self, kind: ObjectKind, read: ConvertedObject) -> bool {
-        let ConvertedObject { reference, version, content } = read;
+    pub(super) fn set(&mut self, kind: ObjectKind, object: ConvertedObject) -> bool {
+        let ConvertedObject { reference, version, content } = object;
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference).copied();
         if before.is_some_and(|known| is_late(version, known.version)) || objects.deleted.is_late(&reference, version) {
             return false;
         }
-        let (meaning, problem, object, text) = fingerprints(&self.hasher, content);
-        log_change(&reference, before.and_then(|known| known.problem), problem, text);
-        objects.invalid -= usize::from(before.is_some_and(|known| known.problem.is_some()));
-        objects.invalid += usize::from(problem.is_some());
-        objects.known.insert(reference.clone(), Known { version, meaning, problem });
-        let meant = before.and_then(|known| known.meaning);
-        if meaning == meant {
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
+        log_problem(&reference, before.and_then(|known| known.problem_hash), problem_hash, problem);
+        objects.invalid -= usize::from(before.is_some_and(|known| known.problem_hash.is_some()));
+        objects.invalid += usize::from(problem_hash.is_some());
+        objects.known.insert(reference.clone(), Known { version, content_hash, problem_hash });
+        if content_hash == before.and_then(|known| known.content_hash) {
             return false;
         }
-        self.note(object.map_or(ObjectChange::Delete(reference), ObjectChange::Set));
+        self.queue(object.map_or(ObjectChange::Delete(reference), ObjectChange::Set));
         true
     }
 
@@ -157,10 +160,10 @@ impl Store {
         if version != known.version && is_late(version, known.version) {
             return false;
         }
-        objects.invalid -= usize::from(known.problem.is_some());
+        objects.invalid -= usize::from(known.problem_hash.is_some());
         objects.known.remove(&reference);
         objects.deleted.remember(reference.clone(), version);
-        self.note(ObjectChange::Delete(reference));
+        self.queue(ObjectChange::Delete(reference));
         true
     }
 
@@ -187,7 +190,7 @@ impl Store {
         Some(changes.into_iter().map(|(_, change)| change).collect())
     }
 
-    fn note(&mut self, change: ObjectChange) {
+    fn queue(&mut self, change: ObjectChange) {
         self.sequence += 1;
         self.unsent.insert(name_of(&change), (self.sequence, change));
     }
@@ -225,17 +228,17 @@ fn fingerprints(hasher: &RandomState, content: Interpretation) -> Fingerprints {
         Interpretation::Restricted { object, problem } => (Some(object), Some(problem)),
         Interpretation::Unusable { problem } => (None, Some(problem)),
     };
-    let meaning = object.as_ref().map(|object| hasher.hash_one(object));
-    (meaning, problem.as_ref().map(|problem| hasher.hash_one(problem)), object, problem)
+    let content_hash = object.as_ref().map(|object| hasher.hash_one(object));
+    (content_hash, problem.as_ref().map(|problem| hasher.hash_one(problem)), object, problem)
 }
 
 /// Logs once that an object is not understood, or is understood again.
-fn log_change(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, text: Option<String>) {
+fn log_problem(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, problem: Option<String>) {
     if before == now {
         return;
     }
-    match text {
-        Some(text) => tracing::warn!(object = %reference, "not understood: {text}"),
+    match problem {
+        Some(problem) => tracing::warn!(object = %reference, "not understood: {problem}"),
         None => tracing::info!(object = %reference, "understood again"),
     }
 }

@@ -17,7 +17,7 @@ fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Object
     let mut store = Store::default();
     let mut list = Some(list);
     for kind in ObjectKind::ALL {
-        assert_eq!(store.take(), None, "nothing is told before all kinds are listed");
+        assert_eq!(store.take(), None, "nothing is sent before all kinds are listed");
         store.begin_list(kind);
         if kind == ObjectKind::Namespace {
             list.take().into_iter().flatten().for_each(|read| store.list(kind, read));
@@ -147,8 +147,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Each event comes once or several times and early or late, with lists in between: who follows what is told has
-    /// what the last versions say.
+    /// Each event comes once or several times and early or late, with lists in between. The changes sent end in the last
+    /// versions.
     #[test]
     fn events_in_any_order_end_in_the_last_versions(
         steps in steps(),
@@ -156,22 +156,22 @@ proptest! {
     ) {
         let version = |place: usize| 3 * (place as u64 + 1);
         let name = |number: u8| format!("n{number}");
-        let truth = |up_to: usize| {
-            let mut truth = BTreeMap::new();
+        let expected = |up_to: usize| {
+            let mut expected = BTreeMap::new();
             for (place, step) in steps[..up_to].iter().enumerate() {
                 match *step {
-                    Step::Set(number) => drop(truth.insert(name(number), version(place))),
-                    Step::Delete(number) => drop(truth.remove(&name(number))),
+                    Step::Set(number) => drop(expected.insert(name(number), version(place))),
+                    Step::Delete(number) => drop(expected.remove(&name(number))),
                 }
             }
-            truth
+            expected
         };
         let (mut store, _) = listed([]);
-        let mut told: BTreeMap<ObjectRef, Object> = BTreeMap::new();
+        let mut received: BTreeMap<ObjectRef, Object> = BTreeMap::new();
         let mut take = |store: &mut Store| for change in store.take().unwrap_or_default() {
             match change {
-                ObjectChange::Set(object) => drop(told.insert(object.reference(), object)),
-                ObjectChange::Delete(reference) => drop(told.remove(&reference)),
+                ObjectChange::Set(object) => drop(received.insert(object.reference(), object)),
+                ObjectChange::Delete(reference) => drop(received.remove(&reference)),
             }
         };
         let event = |store: &mut Store, place: usize| match steps[place] {
@@ -181,11 +181,11 @@ proptest! {
         for (index, what) in order {
             match what {
                 0 => take(&mut store),
-                // A list of what is so after some of the steps; what came later comes again after it.
+                // A list of the state after some of the steps; the later events follow again.
                 1 => {
                     let up_to = index.index(steps.len() + 1);
                     store.begin_list(ObjectKind::Namespace);
-                    truth(up_to).iter().for_each(|(name, &version)| store.list(ObjectKind::Namespace, namespace(name, version)));
+                    expected(up_to).iter().for_each(|(name, &version)| store.list(ObjectKind::Namespace, namespace(name, version)));
                     store.end_list(ObjectKind::Namespace);
                     for place in up_to..steps.len() {
                         event(&mut store, place);
@@ -196,18 +196,18 @@ proptest! {
                 }
             }
         }
-        // In the end each has come at least once.
+        // In the end each event has come at least once.
         for place in 0..steps.len() {
             event(&mut store, place);
         }
         take(&mut store);
-        let told: BTreeMap<String, ConvertedObject> = told.into_values().map(|object| (object.reference().to_string(), object))
+        let received: BTreeMap<String, ConvertedObject> = received.into_values().map(|object| (object.reference().to_string(), object))
             .map(|(name, object)| (name, ConvertedObject { reference: object.reference(), version: None, content: Interpretation::Full(object) }))
             .collect();
-        let truth: BTreeMap<String, ConvertedObject> = truth(steps.len()).into_iter()
+        let expected: BTreeMap<String, ConvertedObject> = expected(steps.len()).into_iter()
             .map(|(name, version)| namespace(&name, version))
             .map(|read| (read.reference.to_string(), ConvertedObject { version: None, ..read }))
             .collect();
-        prop_assert_eq!(told, truth);
+        prop_assert_eq!(received, expected);
     }
 }
