@@ -322,10 +322,10 @@ mod tests {
             node(&[(1, "web", 11, 31), (2, "db", 12, 32), (3, "old", 17, 33), (5, "new", 18, 35)]);
         let (clearing, jobs) = ClearingQueue::new();
         settle(&mut ConnectionOwners::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
-        let left: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
-        assert_eq!(left.len(), 2, "{left:?}");
+        let remaining: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
+        assert_eq!(remaining.len(), 2, "{remaining:?}");
         for kept in [(flow(1, 2), OwnerId(31)), (flow(OUTSIDE, 1), OwnerId(31))] {
-            assert!(left.contains(&kept), "{kept:?} of {left:?}");
+            assert!(remaining.contains(&kept), "{kept:?} of {remaining:?}");
         }
         assert_eq!((table.len(), table.len_of(OwnerId(31)), table.len_of(OwnerId(7))), (2, 2, 0));
     }

@@ -54,8 +54,8 @@ impl PortLayout {
         admitted: &'a AddressOwners,
     ) -> impl Iterator<Item = (&'a ObjectKey, PortId, &'a BTreeSet<IpAddr>)> {
         let served = self.ports.iter().filter_map(|port| Some((port.id, port.pod.as_ref()?)));
-        let whole = |pod: &ServedPod| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
-        served.filter(move |(_, pod)| whole(pod)).map(|(id, pod)| (&pod.key, id, &pod.addresses))
+        let is_admitted = |pod: &ServedPod| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
+        served.filter(move |(_, pod)| is_admitted(pod)).map(|(id, pod)| (&pod.key, id, &pod.addresses))
     }
 
     /// The forwarding table. A pod gets those of its addresses that are admitted. A pod that waits for all of its

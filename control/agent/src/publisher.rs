@@ -111,13 +111,13 @@ impl Publisher {
         let policy = inputs.objects.apply_addresses(&network.addresses);
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
-        let moved = layout != inputs.layout;
+        let layout_changed = layout != inputs.layout;
         let first = inputs.epoch == Epoch::default();
-        if policy || moved || first || context_changed {
+        if policy || layout_changed || first || context_changed {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
-        moved
+        layout_changed
     }
 
     /// The connections of these addresses are removed: publishes if a pod waited for one of them.

@@ -85,10 +85,10 @@ impl Cluster {
         self.engine.apply(changes);
         let before = std::mem::take(&mut self.names);
         self.update_rules()?;
-        let moved = before.iter().filter(|(address, name)| self.names.get(address) != Some(name));
-        let mut moved: Vec<Address> = moved.map(|(address, _)| *address).collect();
-        moved.sort_unstable();
-        Ok(moved)
+        let changed_owner = before.iter().filter(|(address, name)| self.names.get(address) != Some(name));
+        let mut changed_owner: Vec<Address> = changed_owner.map(|(address, _)| *address).collect();
+        changed_owner.sort_unstable();
+        Ok(changed_owner)
     }
 
     /// Makes a new snapshot from the engine's state.

@@ -135,9 +135,9 @@ impl Player {
     /// # Errors
     /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<(), ClusterError> {
-        let moved = self.cluster.apply(changes)?;
-        if !moved.is_empty() {
-            self.table.remove_addresses(&moved);
+        let changed_owner = self.cluster.apply(changes)?;
+        if !changed_owner.is_empty() {
+            self.table.remove_addresses(&changed_owner);
         }
         Ok(())
     }

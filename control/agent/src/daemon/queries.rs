@@ -103,8 +103,8 @@ impl Daemon<'_> {
 
     /// In portions, so that policy does not wait for a long list.
     fn describe(&self, connections: &[ConnectionInfo]) -> Vec<Flow> {
-        let some = |some| self.view(&self.publisher.inputs()).describe(some);
-        connections.chunks(NAMED_PER_LOCK).flat_map(some).collect()
+        let describe = |portion: &[ConnectionInfo]| self.view(&self.publisher.inputs()).describe(portion);
+        connections.chunks(NAMED_PER_LOCK).flat_map(describe).collect()
     }
 
     async fn dump(&self) -> (Dump, Scrape) {

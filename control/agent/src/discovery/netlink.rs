@@ -423,11 +423,11 @@ fn tunnel_ports(message: &LinkMessage) -> Vec<u16> {
 /// A unicast route of the main table to one address that is directly behind a link.
 fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     let header = &message.header;
-    let whole = match header.address_family {
+    let host_prefix = match header.address_family {
         AddressFamily::Inet => 32,
         _ => 128,
     };
-    if header.destination_prefix_length != whole
+    if header.destination_prefix_length != host_prefix
         || header.kind != RouteType::Unicast
         // The kernel's own routes belong to the interface's own addresses.
         || header.protocol == RouteProtocol::Kernel

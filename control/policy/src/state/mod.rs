@@ -1,9 +1,9 @@
 //! The cluster's state: objects, indexes, and selectors evaluated on change.
 //!
-//! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have changed,
-//! addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result does not
-//! depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks) the other
-//! owns it.
+//! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
+//! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
+//! does not depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks)
+//! the other owns it.
 
 mod objects;
 mod peer_set;

@@ -13,7 +13,7 @@ const LONGEST: Duration = Duration::from_secs(30);
 /// changes must not wait once it is back.
 const DOUBLINGS_UNREACHABLE: usize = 2;
 /// Upper limit for Retry-After, so that a server cannot silence us for good.
-const LONGEST_ASKED: Duration = Duration::from_secs(120);
+const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(120);
 
 /// Exponential backoff with jitter, so that nodes do not all reconnect to a recovering server at once.
 #[derive(Debug)]
@@ -42,9 +42,10 @@ impl Backoff {
     }
 
     /// The next delay. Honours Retry-After, plus up to a quarter.
-    pub(super) fn next(&mut self, asked: Option<Duration>) -> Duration {
-        let asked = asked.map(|asked| asked.min(LONGEST_ASKED).mul_f64(rand::rng().random_range(1.0..=1.25)));
-        self.step().max(asked.unwrap_or_default())
+    pub(super) fn next(&mut self, retry_after: Option<Duration>) -> Duration {
+        let requested =
+            retry_after.map(|time| time.min(LONGEST_RETRY_AFTER).mul_f64(rand::rng().random_range(1.0..=1.25)));
+        self.step().max(requested.unwrap_or_default())
     }
 
     /// Resets after a success.
@@ -94,8 +95,8 @@ mod tests {
 
     #[test]
     fn retry_after_is_honoured_up_to_a_limit() {
-        let asked = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
-        assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&asked(7)));
-        assert!(asked(1_000_000) <= LONGEST_ASKED.mul_f64(1.25));
+        let delay = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
+        assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&delay(7)));
+        assert!(delay(1_000_000) <= LONGEST_RETRY_AFTER.mul_f64(1.25));
     }
 }

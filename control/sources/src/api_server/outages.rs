@@ -42,9 +42,9 @@ impl Outages {
         // A server that has just started rejects everyone until it has loaded its authorization rules: during an outage,
         // such a rejection counts only when it repeats.
         let repeats = failure.needs_operator() && before.as_ref() == Some(&text) && !outage.logged.contains(&text);
-        let news = outage.logged.is_empty() || repeats;
+        let must_log = outage.logged.is_empty() || repeats;
         outage.since.get_or_insert_with(Instant::now);
-        if news && outage.logged.len() < MOST_LINES {
+        if must_log && outage.logged.len() < MOST_LINES {
             tracing::warn!("API server, {}: {text}; known objects stay in force; retrying", kind.resource());
             outage.logged.push(text);
         } else {
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_counts_once_per_kind_and_is_logged_when_it_lasts_or_needs_an_operator() {
+    fn an_outage_counts_once_per_kind_and_must_log_when_it_lasts_or_needs_an_operator() {
         let health = Arc::new(SourceHealth::default());
         let outages = Outages::new(Arc::clone(&health));
         let logged = || outages.lock().logged.len();

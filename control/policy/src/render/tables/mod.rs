@@ -159,11 +159,11 @@ impl Tables {
     }
 
     fn is_in_scope(&self, state: &ClusterState, pod: PodId) -> bool {
-        let here = match &self.scope {
+        let in_scope = match &self.scope {
             PodScope::AllPods => true,
             PodScope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
         };
-        here && state.is_present(pod)
+        in_scope && state.is_present(pod)
     }
 
     /// Assigns the table of a key to an endpoint; creates it if needed.

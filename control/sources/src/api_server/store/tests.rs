@@ -72,14 +72,14 @@ fn a_list_replaces_all_objects_of_its_kind() {
     store.begin_list(ObjectKind::Namespace);
     store.list(ObjectKind::Namespace, namespace("d", 12));
     assert_eq!(store.take(), None, "half a list is none");
-    // It broke off, and begins anew.
+    // The list broke off and begins again.
     store.begin_list(ObjectKind::Namespace);
     store.list(ObjectKind::Namespace, namespace("a", 3));
     store.list(ObjectKind::Namespace, namespace("b", 15));
     store.list(ObjectKind::Namespace, namespace("b", 13));
     assert!(!store.end_list(ObjectKind::Namespace));
     assert_eq!(names(&store.take().unwrap()), ["-Namespace c", "+Namespace b"]);
-    // A list says what is so, even if the cluster was set back.
+    // A list is the current state, even if the cluster was restored from a backup.
     store.begin_list(ObjectKind::Namespace);
     store.list(ObjectKind::Namespace, namespace("b", 3));
     store.end_list(ObjectKind::Namespace);
