@@ -29,7 +29,7 @@ use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Frames, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::RuleScope;
-use penstock_replay::cluster::Cluster;
+use penstock_replay::cluster::ReplayCluster;
 use penstock_replay::{OutputPaths, ReplayOptions, run};
 use penstock_sources::manifest::{self, read_manifests};
 use rand::rngs::SmallRng;
@@ -331,7 +331,7 @@ fn clock() -> Fallible<f64> {
 fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
     let read = read_manifests(&[manifests], &manifest::Options::default())?;
     let objects = read.documents.into_iter().map(|document| document.object);
-    let cluster = Cluster::new(objects, None, RuleScope::BothSides)?;
+    let cluster = ReplayCluster::new(objects, None, RuleScope::BothSides)?;
     let snapshot = cluster.snapshot();
     let config = Config { entries, quota: Some(1 << 20), ..Config::default() };
     let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), PipelineMode::Full);

@@ -11,7 +11,7 @@ use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
-use penstock_replay::cluster::{Cluster, HOST, UPLINK};
+use penstock_replay::cluster::{HOST, ReplayCluster, UPLINK};
 use penstock_replay::player::{Decision, EntryPoint, Player, fill_up};
 use penstock_sources::manifest::{self, read_manifests};
 
@@ -46,7 +46,7 @@ impl Default for FuzzNode {
             shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(ObjectChange::Set);
         let changes = [closed, back.collect()];
         let cluster =
-            Cluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
+            ReplayCluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
         // Small, so that it fills up.
         let config = Config { entries: 4096, ..Config::default() };
         let player = Player::new(cluster, &config).expect("a small table can be made");

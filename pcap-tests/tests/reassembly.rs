@@ -10,7 +10,7 @@ use penstock_pcap_tests::root;
 use penstock_policy::model::Object;
 use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{InterfaceId, Record, Time};
-use penstock_replay::cluster::Cluster;
+use penstock_replay::cluster::ReplayCluster;
 use penstock_replay::player::{Decision, Player};
 use penstock_sources::manifest::{Options, read_manifests};
 
@@ -146,7 +146,7 @@ fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<SentFragment> {
 fn player() -> Player {
     let manifests = read_manifests(&[root().join("clusters/shop")], &Options::default()).unwrap();
     let objects: Vec<Object> = manifests.documents.into_iter().map(|document| document.object).collect();
-    let cluster = Cluster::new(objects, Some("n1"), RuleScope::BothSides).unwrap();
+    let cluster = ReplayCluster::new(objects, Some("n1"), RuleScope::BothSides).unwrap();
     Player::new(cluster, &Config { entries: 4096, ..Config::default() }).unwrap()
 }
 

@@ -8,7 +8,7 @@ use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
-use penstock_sources::api_server::{Access, ApiServer as Source, Timeouts};
+use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts};
 use penstock_sources::{KindHealth, ObjectKind, SourceHealth, convert};
 
 use serde::de::DeserializeOwned;
@@ -18,8 +18,8 @@ use tokio::runtime::{Builder, Runtime};
 /// Timeout of every step, a server's start and the longest retry backoff included.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Timeouts of a real node, but with a shorter timeout for a silent server.
-pub(crate) const TIMEOUTS: Timeouts = Timeouts {
+/// ApiServerTimeouts of a real node, but with a shorter timeout for a silent server.
+pub(crate) const TIMEOUTS: ApiServerTimeouts = ApiServerTimeouts {
     page: Duration::from_secs(5),
     watch_start: Duration::from_secs(2),
     list_pause: Duration::from_secs(2),

@@ -26,7 +26,7 @@ use super::connections::{self, ClearingQueue};
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::policy_thread::PolicyThread;
-use super::ports::Ports;
+use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
@@ -120,7 +120,7 @@ struct Daemon<'a> {
     /// Removes the connections of released addresses.
     clearing_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
-    ports: Ports,
+    ports: OpenPorts,
     host_veth: HostVeth,
     problems: BTreeSet<PodProblem>,
     /// Pod addresses that the kernel did not route, with the reason that was logged.
@@ -166,7 +166,7 @@ impl<'a> Daemon<'a> {
             HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
             other => RunError::failed(other),
         })?;
-        let ports = Ports::new(redirect, config, &netstate, host_veth.found_leftovers());
+        let ports = OpenPorts::new(redirect, config, &netstate, host_veth.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));

@@ -31,7 +31,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(3);
 const ETHERNET_HEADER: u32 = 14;
 
 /// All open ports.
-pub(super) struct Ports {
+pub(super) struct OpenPorts {
     redirect: Redirect,
     on_miss: OnMiss,
     mode: ModeChoice,
@@ -55,7 +55,7 @@ pub(super) struct Ports {
     found_leftovers: bool,
 }
 
-impl Ports {
+impl OpenPorts {
     /// No ports yet. The interfaces in `netstate` existed before; an earlier daemon may have left its settings on them
     /// (`found_leftovers`).
     pub(super) fn new(redirect: Redirect, config: &Config, netstate: &NetworkState, found_leftovers: bool) -> Self {
@@ -224,7 +224,7 @@ impl Ports {
         changed
     }
 
-    /// From now on opening does not wait for a busy queue: [`Ports::has_busy`] says that it must be tried again.
+    /// From now on opening does not wait for a busy queue: [`OpenPorts::has_busy`] says that it must be tried again.
     pub(super) fn stop_waiting_for_queues(&mut self) {
         self.busy_limit = Duration::ZERO;
     }

@@ -12,7 +12,7 @@ use penstock_sources::SourceHealth;
 
 use crate::config::Config;
 use crate::objects::NodeObjects;
-use crate::ports::{PortXdpCounters, Ports};
+use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
 use crate::samples::{CounterSample, CounterSamples};
 
@@ -20,7 +20,7 @@ use crate::samples::{CounterSample, CounterSamples};
 pub(crate) struct DaemonView<'a> {
     pub(crate) config: &'a Config,
     pub(crate) objects: &'a NodeObjects,
-    pub(crate) ports: &'a Ports,
+    pub(crate) ports: &'a OpenPorts,
     pub(crate) dataplane: &'a Dataplane,
     pub(crate) epoch: Epoch,
     pub(crate) progress: &'a EnforcementProgress,
@@ -39,7 +39,7 @@ pub(crate) struct LiveCounters {
 }
 
 impl LiveCounters {
-    pub(crate) fn read(dataplane: &Dataplane, ports: &Ports) -> Self {
+    pub(crate) fn read(dataplane: &Dataplane, ports: &OpenPorts) -> Self {
         // A dead worker does not answer; the health probe reports it.
         let depths = dataplane.depths().unwrap_or_default();
         Self { sample: CounterSample::take(dataplane), depths, ports: ports.xdp_counters() }

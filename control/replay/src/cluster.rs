@@ -38,7 +38,7 @@ pub enum ClusterError {
 }
 
 /// The cluster at one time of a replay.
-pub struct Cluster {
+pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
     snapshot: Snapshot,
@@ -47,7 +47,7 @@ pub struct Cluster {
     rules: RuleNames,
 }
 
-impl Cluster {
+impl ReplayCluster {
     /// A cluster of these objects. `node` selects the local pods; all pods are local without it.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use penstock_dataplane::packet::{Flow, Packet};
 use rustc_hash::{FxHashSet, FxHasher};
 use serde::Serialize;
 
-use super::cluster::Cluster;
+use super::cluster::ReplayCluster;
 use super::player::Decision;
 use super::rules::Rules;
 use super::summary::grouped;
@@ -57,7 +57,7 @@ pub struct Comparison {
 
 /// One packet under one set of objects.
 pub(super) struct PacketOutcome<'a> {
-    pub(super) cluster: &'a Cluster,
+    pub(super) cluster: &'a ReplayCluster,
     pub(super) decision: Decision,
     pub(super) rules: Rules,
 }

@@ -10,7 +10,7 @@ use penstock_dataplane::packet::{Address, Flow, Packet, Protocol};
 use rustc_hash::FxHashMap;
 
 use super::capture::{SECOND, Time};
-use super::cluster::Cluster;
+use super::cluster::ReplayCluster;
 use super::kernel::addresses;
 use super::player::{ConnectionState, Decision};
 use super::rules::Rules;
@@ -51,7 +51,7 @@ impl VerdictLineWriter {
     }
 
     /// Appends the line, with its newline.
-    pub(super) fn write(&mut self, evaluated: &EvaluatedPacket<'_>, cluster: &Cluster, line: &mut Vec<u8>) {
+    pub(super) fn write(&mut self, evaluated: &EvaluatedPacket<'_>, cluster: &ReplayCluster, line: &mut Vec<u8>) {
         line.extend_from_slice(b"{\"n\":");
         decimal(evaluated.number, line);
         line.extend_from_slice(b",\"time\":\"");
@@ -119,7 +119,7 @@ impl VerdictLineWriter {
     }
 
     /// The name of an address, or else the address.
-    fn address(&mut self, address: Address, cluster: &Cluster, line: &mut Vec<u8>) {
+    fn address(&mut self, address: Address, cluster: &ReplayCluster, line: &mut Vec<u8>) {
         if let Some(text) = self.addresses.get(&address) {
             line.extend_from_slice(text.as_bytes());
             return;

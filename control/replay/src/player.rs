@@ -13,7 +13,7 @@ use penstock_xdp_redirect::XdpOutcome;
 
 use super::batch::PacketBatch;
 use super::capture::Time;
-use super::cluster::{Cluster, ClusterError, HOST, UPLINK};
+use super::cluster::{ClusterError, HOST, ReplayCluster, UPLINK};
 use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
 
@@ -90,7 +90,7 @@ pub struct PacketCounters {
 
 /// Plays a capture under one set of objects.
 pub struct Player {
-    cluster: Cluster,
+    cluster: ReplayCluster,
     pipeline: Pipeline,
     table: Arc<ConnTable>,
     now: Timestamp,
@@ -105,7 +105,7 @@ impl Player {
     ///
     /// # Errors
     /// The table's settings are invalid, or memory is short.
-    pub fn new(cluster: Cluster, connections: &Config) -> Result<Self, OpenError> {
+    pub fn new(cluster: ReplayCluster, connections: &Config) -> Result<Self, OpenError> {
         let table = Arc::new(ConnTable::new(connections)?);
         Ok(Self {
             cluster,
@@ -121,7 +121,7 @@ impl Player {
 
     /// The current cluster.
     #[inline]
-    pub fn cluster(&self) -> &Cluster {
+    pub fn cluster(&self) -> &ReplayCluster {
         &self.cluster
     }
 

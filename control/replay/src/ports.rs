@@ -7,7 +7,7 @@ use penstock_policy::model::ObjectKey;
 use rustc_hash::FxHashMap;
 
 use super::capture::CaptureInterface;
-use super::cluster::{Cluster, HOST, UPLINK};
+use super::cluster::{HOST, ReplayCluster, UPLINK};
 
 /// An interface of the capture and its port: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -77,7 +77,7 @@ impl PortMap {
     ///
     /// # Errors
     /// A pod does not exist.
-    pub fn new(mappings: &[Mapping], cluster: &Cluster) -> Result<Self, PortMappingError> {
+    pub fn new(mappings: &[Mapping], cluster: &ReplayCluster) -> Result<Self, PortMappingError> {
         let mut by_name = FxHashMap::default();
         for Mapping { interface, port } in mappings {
             let port = match port {

@@ -13,7 +13,7 @@ use penstock_sources::manifest::{self, ManifestErrors, read_manifests};
 
 use super::batch::PacketBatch;
 use super::capture::{CaptureError, Captures, Record};
-use super::cluster::{Cluster, ClusterError};
+use super::cluster::{ClusterError, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
 use super::output::OutputError;
@@ -103,7 +103,7 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
     let captures = Captures::open(&options.captures)?;
     let sinks = Sinks::create(&options.outputs)?;
     let run = Replay {
-        progress: Progress::new(options, &captures),
+        progress: ProgressDisplay::new(options, &captures),
         captures,
         before,
         after,
@@ -131,7 +131,7 @@ struct ReplayRun {
 
 impl ReplayRun {
     fn new(objects: Vec<Object>, options: &ReplayOptions) -> Result<Self, ReplayError> {
-        let cluster = Cluster::new(objects, options.node.as_deref(), options.reach)?;
+        let cluster = ReplayCluster::new(objects, options.node.as_deref(), options.reach)?;
         let ports = PortMap::new(&options.ports, &cluster)?;
         Ok(Self { player: Player::new(cluster, &options.connections)?, ports })
     }
@@ -164,7 +164,7 @@ struct Replay {
     /// The batch before processing.
     originals: PacketBatch,
     key: Option<PacketKey>,
-    progress: Progress,
+    progress: ProgressDisplay,
 }
 
 impl Replay {
@@ -310,7 +310,7 @@ fn notes(captures: &Captures, timeline: &Timeline) -> Vec<String> {
 }
 
 /// A progress bar, shown on a terminal after a while.
-struct Progress {
+struct ProgressDisplay {
     started: Instant,
     total: u64,
     is_terminal: bool,
@@ -320,7 +320,7 @@ struct Progress {
 /// Packets between two clock reads, minus one.
 const TICK: u64 = (1 << 16) - 1;
 
-impl Progress {
+impl ProgressDisplay {
     fn new(options: &ReplayOptions, captures: &Captures) -> Self {
         let total = captures.files().iter().filter_map(|file| file.path().metadata().ok()).map(|file| file.len()).sum();
         let is_stdout = |path: &Option<PathBuf>| path.as_deref() == Some(std::path::Path::new("-"));

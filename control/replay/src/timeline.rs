@@ -62,12 +62,12 @@ pub enum TimelineError {
 #[derive(Debug, Default)]
 pub struct Timeline {
     file: PathBuf,
-    steps: Vec<Step>,
+    steps: Vec<TimelineStep>,
     next: usize,
 }
 
 #[derive(Debug)]
-struct Step {
+struct TimelineStep {
     at: StepTime,
     changes: Vec<ObjectChange>,
 }
@@ -110,7 +110,7 @@ impl Timeline {
         let parsed: RawTimeline = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
         let mut known: BTreeMap<ObjectRef, Object> =
             objects.iter().map(|object| (object.reference(), object.clone())).collect();
-        let mut steps: Vec<Step> = Vec::new();
+        let mut steps: Vec<TimelineStep> = Vec::new();
         for (place, step) in parsed.step.into_iter().enumerate() {
             let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
             let at = step_time(&step.at).map_err(&wrong)?;
@@ -121,7 +121,7 @@ impl Timeline {
                 TimelineProblem::Manifests(errors) => TimelineError::Manifests(errors),
                 TimelineProblem::Step(problem) => wrong(problem),
             })?;
-            steps.push(Step { at, changes });
+            steps.push(TimelineStep { at, changes });
         }
         Ok(Self { file: file.to_owned(), steps, next: 0 })
     }

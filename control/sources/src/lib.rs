@@ -21,7 +21,7 @@ use rustc_hash::FxHashSet;
 
 pub use health::{KindHealth, ObjectKind, SourceHealth};
 
-use api_server::{Access, ApiServer, Timeouts};
+use api_server::{Access, ApiServer, ApiServerTimeouts};
 use convert::ConversionSettings;
 use directory::ManifestDirectory;
 
@@ -78,7 +78,8 @@ impl Source {
                 (Backend::Manifests(directory, count), objects)
             }
             Location::ApiServer(access) => {
-                let (server, objects) = ApiServer::open(access, Timeouts::default(), Arc::clone(&health)).await?;
+                let (server, objects) =
+                    ApiServer::open(access, ApiServerTimeouts::default(), Arc::clone(&health)).await?;
                 (Backend::ApiServer(server), objects)
             }
         };

@@ -184,7 +184,7 @@ impl DaemonView<'_> {
     }
 
     /// Connections with the names of their ends, and what allows them under the current policy.
-    pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::Flow> {
+    pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::ConnectionFlow> {
         let (engine, table) = (self.engine(), self.dataplane.connections());
         connections
             .iter()
@@ -192,7 +192,7 @@ impl DaemonView<'_> {
                 let original = connection.original;
                 let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
                 let (src_port, dst_port) = original.shown_ports();
-                types::Flow {
+                types::ConnectionFlow {
                     connection: identifier(table.connection_id(&original)),
                     protocol: original.protocol.to_string(),
                     from: self.end(original.src, src_port),

@@ -1,6 +1,6 @@
 //! Answers to queries, the verdict log's writes, and configuration reload.
 
-use penstock_admin::types::{Dump, Flow};
+use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
 
 use super::Daemon;
@@ -102,7 +102,7 @@ impl Daemon<'_> {
     }
 
     /// In portions, so that policy does not wait for a long list.
-    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<Flow> {
+    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<ConnectionFlow> {
         let describe = |portion: &[ConnectionInfo]| self.view(&self.publisher.inputs()).describe(portion);
         connections.chunks(NAMED_PER_LOCK).flat_map(describe).collect()
     }

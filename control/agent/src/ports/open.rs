@@ -8,7 +8,7 @@ use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, XdpMode};
 
-use super::Ports;
+use super::OpenPorts;
 use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, keep_answering_arp};
 
@@ -23,7 +23,7 @@ pub(crate) enum OpenPortError {
     Socket(#[from] SocketError),
 }
 
-/// An attached interface. Dropping it detaches the program; [`Ports`] closes the port.
+/// An attached interface. Dropping it detaches the program; [`OpenPorts`] closes the port.
 pub(super) struct AttachedPort {
     pub(super) id: PortId,
     pub(super) attached: Attached,
@@ -39,7 +39,7 @@ pub(super) struct PodAttachment {
     pub(super) served: bool,
 }
 
-impl Ports {
+impl OpenPorts {
     pub(super) fn open_pod(
         &mut self,
         dataplane: &Dataplane,

@@ -4,7 +4,7 @@ use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{XdpMode, XdpOutcomeCounts};
 
-use super::Ports;
+use super::OpenPorts;
 use super::open::{AttachedPort, PodAttachment};
 use crate::discovery::PodPort;
 use crate::port_layout::{LayoutPort, PortLayout, ServedPod};
@@ -18,7 +18,7 @@ pub(crate) struct PortXdpCounters {
     pub(crate) outcomes: Option<XdpOutcomeCounts>,
 }
 
-impl Ports {
+impl OpenPorts {
     /// The ports as a snapshot needs them.
     pub(crate) fn layout(&self) -> PortLayout {
         let placed = |open: &AttachedPort, pod: Option<ServedPod>| LayoutPort {

@@ -23,7 +23,7 @@ use super::access::CurrentClient;
 use super::backoff::Backoff;
 use super::converted::Converter;
 use super::request_error::RequestError;
-use super::{Shared, Timeouts};
+use super::{ApiServerTimeouts, Shared};
 use crate::ObjectKind;
 
 /// Objects in a page, the same as other clients use.
@@ -297,7 +297,7 @@ impl KindFollower {
         tokio::time::sleep(wait).await;
     }
 
-    fn timeouts(&self) -> Timeouts {
+    fn timeouts(&self) -> ApiServerTimeouts {
         self.shared.timeouts
     }
 }

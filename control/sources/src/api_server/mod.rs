@@ -59,9 +59,9 @@ pub struct ApiServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Timeouts for an API server.
+/// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Timeouts {
+pub struct ApiServerTimeouts {
     /// One page of a list.
     pub page: Duration,
     /// The start of a watch.
@@ -75,7 +75,7 @@ pub struct Timeouts {
     pub silence: Duration,
 }
 
-impl Default for Timeouts {
+impl Default for ApiServerTimeouts {
     fn default() -> Self {
         Self {
             page: Duration::from_secs(60),
@@ -89,7 +89,7 @@ impl Default for Timeouts {
 
 /// State shared by the followers of all kinds.
 struct Shared {
-    timeouts: Timeouts,
+    timeouts: ApiServerTimeouts,
     client: RenewableClient,
     health: Arc<SourceHealth>,
     outages: Outages,
@@ -99,7 +99,7 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(client: RenewableClient, timeouts: Timeouts, health: Arc<SourceHealth>) -> Self {
+    fn new(client: RenewableClient, timeouts: ApiServerTimeouts, health: Arc<SourceHealth>) -> Self {
         let outages = Outages::new(Arc::clone(&health));
         Self { timeouts, client, health, outages, store: Mutex::default(), news: Notify::new() }
     }
@@ -120,7 +120,7 @@ impl ApiServer {
     /// Follows an API server; waits until all kinds are listed.
     pub async fn open(
         access: &Access,
-        timeouts: Timeouts,
+        timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
     ) -> Result<(Self, Vec<Object>), ApiServerError> {
         let (sender, batches) = mpsc::channel(1);

@@ -11,11 +11,11 @@ use crate::{ObjectKind, SourceHealth};
 #[derive(Debug)]
 pub(super) struct Outages {
     health: Arc<SourceHealth>,
-    outage: Mutex<Outage>,
+    outage: Mutex<CurrentOutage>,
 }
 
 #[derive(Debug, Default)]
-struct Outage {
+struct CurrentOutage {
     /// The last reported failure of each kind.
     kinds: BTreeMap<ObjectKind, String>,
     since: Option<Instant>,
@@ -64,7 +64,7 @@ impl Outages {
         tracing::info!("API server: followed again after {seconds:.1} s");
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outage> {
+    fn lock(&self) -> MutexGuard<'_, CurrentOutage> {
         self.outage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
