@@ -12,7 +12,7 @@ use pcap_parser::{SectionHeaderBlock, parse_pcap_header};
 
 use super::buffer::{Buffer, LONGEST};
 use super::error::{CaptureError, Damage};
-use super::ng::{self, InterfaceDescription, TimestampResolution};
+use super::interface_description::{self, InterfaceDescription, TimestampResolution};
 use super::{CaptureInterface, InterfaceId, LinkType, Record, Time};
 
 /// A capture file, open for reading from its first packet to its last.
@@ -267,7 +267,7 @@ impl PcapNg {
             Block::InterfaceDescription(block) => {
                 let link = LinkType::from_number(block.linktype.0 as u32)?;
                 let clock = TimestampResolution::of(&block, self.big_endian, self.interfaces.len())?;
-                let id = add(interfaces, CaptureInterface { file, name: ng::name(&block), link });
+                let id = add(interfaces, CaptureInterface { file, name: interface_description::name(&block), link });
                 self.interfaces.push(InterfaceDescription { id, link, snap_length: block.snaplen, clock });
                 ReadStep::Other
             }

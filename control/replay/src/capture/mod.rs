@@ -9,9 +9,9 @@
 mod buffer;
 mod error;
 mod file;
+mod interface_description;
 mod link;
 mod merge;
-mod ng;
 mod write;
 
 pub use error::{CaptureError, Damage};

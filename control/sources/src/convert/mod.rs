@@ -5,19 +5,19 @@
 //! enforce. Nothing is silently narrowed, widened or skipped: what does not convert is an [`FieldError`].
 
 mod cluster;
+mod field_error;
 mod names;
 mod path;
 mod policy;
 mod port;
-mod problem;
 mod v1beta1;
 
 pub use cluster::ISOLATION_ANNOTATION;
 pub(crate) use cluster::NAME_LABEL;
 pub use cluster::{namespace, node, pod};
+pub use field_error::{FieldError, FieldProblem};
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
-pub use problem::{FieldError, FieldProblem};
 pub use v1beta1::network_policy as v1beta1_network_policy;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;

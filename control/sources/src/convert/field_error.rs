@@ -1,4 +1,4 @@
-//! Problems of fields.
+//! Errors in the fields of an object.
 
 use std::net::IpAddr;
 
