@@ -32,10 +32,10 @@ def check(args):
                 if mode == 'stl':
                     streams = [len(stl.STLProfile.load(file, direction=direction, port_id=direction, tunables=list(tunables))
                                    .get_streams()) for direction in (0, 1)]
-                    told = f'{streams[0]} and {streams[1]} streams'
+                    contents = f'{streams[0]} and {streams[1]} streams'
                 else:
-                    told = f'{len(astf.ASTFProfile.load(file, tunables=list(tunables)).to_json()["templates"])} templates'
-                print(f'{mode:5} {text:40} {told}')
+                    contents = f'{len(astf.ASTFProfile.load(file, tunables=list(tunables)).to_json()["templates"])} templates'
+                print(f'{mode:5} {text:40} {contents}')
             except stl.TRexError as error:
                 failed += 1
                 print(f'{mode:5} {text:40} does not load: {error}')

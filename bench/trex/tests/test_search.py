@@ -66,11 +66,11 @@ class SearchTest(unittest.TestCase):
                 Search(device(5), lowest, highest)
 
     def test_several_searches_are_summed_up_by_median_and_spread(self):
-        told = summary([found(device(capacity)) for capacity in (90_000, 100_000, 110_000)])
-        self.assertLess(told['lowest'], told['median'])
-        self.assertLess(told['median'], told['highest'])
-        self.assertEqual(len(told['trials']), 3)
-        self.assertEqual(told['limited_by'], ['loss'])
+        result = summary([found(device(capacity)) for capacity in (90_000, 100_000, 110_000)])
+        self.assertLess(result['lowest'], result['median'])
+        self.assertLess(result['median'], result['highest'])
+        self.assertEqual(len(result['trials']), 3)
+        self.assertEqual(result['limited_by'], ['loss'])
 
 
 if __name__ == '__main__':

@@ -1,4 +1,7 @@
-"""The node of `veths up`, and a pod with a NIC by `nic-pod up`, with Penstock: sends the profiles' packets between the interfaces that TRex would use."""
+"""The node of `veths up`, and a pod with a NIC by `nic-pod up`, with Penstock.
+
+The tests send the profiles' packets between the interfaces that TRex would use.
+"""
 
 import base64
 import json
@@ -140,8 +143,8 @@ class VethsTest(unittest.TestCase):
 
     def test_no_stack_answers_in_the_place_of_trex(self):
         for port in (0, 1):
-            told = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))
-            self.assertEqual(told[0]['addr_info'], [])
+            addresses = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))
+            self.assertEqual(addresses[0]['addr_info'], [])
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 //! The open ports: interfaces with AF_XDP sockets in the workers and an attached XDP program.
 //!
-//! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` tells programs and
-//! routes which addresses are local pods', `view` gives read access.
+//! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` sets the local pods'
+//! addresses in programs and routes, `view` gives read access.
 
 mod addresses;
 mod open;

@@ -225,10 +225,10 @@ mod tests {
                  0 of its 2 rules allow",
             ),
         ];
-        for (spec, expected, told) in cases {
+        for (spec, expected, message) in cases {
             let (policy, problem) = read(spec.clone());
             let problem = problem.unwrap_or_else(|| panic!("{spec} is understood"));
-            assert!(problem.starts_with(told), "{spec}: {problem}");
+            assert!(problem.starts_with(message), "{spec}: {problem}");
             let (rules, selects_all) = shape(&policy);
             assert_eq!((rules.as_str(), selects_all, policy.isolates), (expected.0, expected.1, true), "{spec}");
         }
