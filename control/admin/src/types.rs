@@ -236,12 +236,12 @@ pub struct Flows {
     /// How many match.
     pub matching: usize,
     /// The listed connections, in no order.
-    pub flows: Vec<Flow>,
+    pub flows: Vec<ConnectionFlow>,
 }
 
 /// A connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Flow {
+pub struct ConnectionFlow {
     /// Its identifier, the same as in the verdict log.
     pub connection: String,
     /// TCP, UDP, SCTP, ICMP, ICMPv6 or `protocol N`.

@@ -169,7 +169,7 @@ fn the_kernel_sends_nothing_on_the_host_veth_by_itself() {
 
 #[test]
 fn a_killed_daemons_host_veth_is_taken_over_if_complete_and_recreated_if_not() {
-    // What happens in between; the lifetime of the next daemon's pair; the route to the pod after its start.
+    // An event between two daemons; the lifetime of the next daemon's pair; the route to the pod after its start.
     let cases = [
         ("", Lifetime::Node, "dev penstock-host"),
         ("link set penstock0 down", Lifetime::Node, "dev veth5"),

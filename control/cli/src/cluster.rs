@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert;
 use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
@@ -50,7 +50,7 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::Settings { v1beta1: self.v1beta1 }, unknown_fields }
+        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1 }, unknown_fields }
     }
 
     /// Whether a rule's action is honoured cluster-wide.
@@ -72,7 +72,7 @@ impl ManifestArgs {
     /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
         let mut engine = Engine::new(EngineSettings { scope, reach: self.reach() });
-        engine.apply(manifests.objects().map(Change::Set));
+        engine.apply(manifests.objects().map(ObjectChange::Set));
         engine
     }
 

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{Flow, FlowEnd, Flows, FlowsQuery};
+use penstock_admin::types::{ConnectionFlow, FlowEnd, Flows, FlowsQuery};
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, json};
@@ -103,7 +103,7 @@ fn text(flows: &Flows) -> String {
     text
 }
 
-fn row(flow: &Flow) -> Vec<String> {
+fn row(flow: &ConnectionFlow) -> Vec<String> {
     vec![
         flow.connection.clone(),
         flow.protocol.clone(),
@@ -140,7 +140,7 @@ mod tests {
             port,
             name: name.map(str::to_owned),
         };
-        let flow = Flow {
+        let flow = ConnectionFlow {
             connection: "00c0ffee00c0ffee".to_owned(),
             protocol: "TCP".to_owned(),
             from: end("10.1.0.5", 40_000, Some("shop/web")),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use penstock_replay::compare::VerdictChange;
 use penstock_replay::summary::Summary;
-use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
+use penstock_replay::{Mapping, OutputPaths, ReplayError, ReplayOptions, ReplayReport, run as replay};
 use penstock_sources::manifest::UnknownFields;
 use serde::Serialize;
 
@@ -83,7 +83,7 @@ struct Json<'a> {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let ports = args.ports.iter().map(|text| text.parse::<Mapping>());
-    let options = Options {
+    let options = ReplayOptions {
         captures: args.pcap,
         reading: args.cluster.options(UnknownFields::Refuse),
         reach: args.cluster.reach(),
@@ -93,8 +93,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         dedup: args.dedup,
         timeline: args.timeline,
         compare: args.compare,
-        outputs: Paths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },
-        ..Options::default()
+        outputs: OutputPaths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },
+        ..ReplayOptions::default()
     };
     let report = replay(&options).map_err(failure)?;
     report.notes.iter().for_each(|note| eprintln!("penstock: {note}"));
@@ -115,8 +115,8 @@ fn failure(error: ReplayError) -> Failure {
     Failure::BadInput(error.to_string().lines().map(str::to_owned).collect())
 }
 
-fn render(report: &Report, format: Format) -> String {
-    let Report { summary, comparison, .. } = report;
+fn render(report: &ReplayReport, format: Format) -> String {
+    let ReplayReport { summary, comparison, .. } = report;
     match format {
         Format::Table => match comparison {
             Some(comparison) => format!("{summary}\n{comparison}"),

@@ -142,17 +142,17 @@ impl HostVeth {
         made.map(|made| Self { found_leftovers, ..made })
     }
 
-    /// Creates the missing parts. With `there` given, pair and rules exist, with rules for those families.
+    /// Creates the missing parts. With `present` given, pair and rules exist, with rules for those families.
     async fn make(
         netlink: &Netlink,
         config: &config::HostVeth,
         mtu: u32,
-        there: Option<Vec<AddressFamily>>,
+        present: Option<Vec<AddressFamily>>,
         private_netns: Option<PrivateNetns>,
         lock: UnixDatagram,
     ) -> Result<Self, HostVethError> {
         let (node, workers) = (config.node.as_str(), config.workers.as_str());
-        if there.is_none() {
+        if present.is_none() {
             let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
             let made = netlink.handle.link().add(pair).execute().await;
             made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;
@@ -160,14 +160,14 @@ impl HostVeth {
         let workers = match &private_netns {
             None => set_up(netlink, workers, End::Workers, mtu).await?,
             Some(private_netns) => {
-                let moved = LinkUnspec::new_with_name(workers).setns_by_fd(private_netns.file().as_raw_fd()).build();
-                let moved = netlink.handle.link().set(moved).execute().await;
+                let message = LinkUnspec::new_with_name(workers).setns_by_fd(private_netns.file().as_raw_fd()).build();
+                let moved = netlink.handle.link().set(message).execute().await;
                 moved.map_err(|error| NetlinkError::new(format!("cannot move {workers}"), error))?;
                 set_up_in(private_netns, config, mtu)?
             }
         };
         let node = set_up(netlink, node, End::Node, mtu).await?;
-        let families = match there {
+        let families = match present {
             Some(families) => families,
             None => add_rules(netlink, config).await?,
         };
@@ -205,7 +205,7 @@ impl HostVeth {
         &self,
         wanted: &BTreeMap<IpAddr, PodRoute>,
     ) -> Result<Vec<(IpAddr, NetlinkError)>, HostVethError> {
-        let mut there = self.routes().await?;
+        let mut present = self.routes().await?;
         let mut rejected = Vec::new();
         for (&address, route) in wanted {
             let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
@@ -214,7 +214,7 @@ impl HostVeth {
             }
             let source = self.netlink.source_address(address, route.link).await;
             let mtu = (route.mtu < self.node.mtu).then_some(route.mtu);
-            if there.remove(&address).is_some_and(|(_, has)| has == Details { source, mtu }) {
+            if present.remove(&address).is_some_and(|(_, has)| has == Details { source, mtu }) {
                 continue;
             }
             let message = self.route(address, source, mtu);
@@ -226,10 +226,11 @@ impl HostVeth {
                 ));
             }
         }
-        for (address, (message, _)) in there {
-            let gone = self.netlink.handle.route().del(message).execute().await;
-            let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
-            if let Err(error) = gone.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
+        for (address, (message, _)) in present {
+            let deleted = self.netlink.handle.route().del(message).execute().await;
+            let deleted =
+                deleted.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
+            if let Err(error) = deleted.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
                 rejected.push((address, error));
             }
         }
@@ -442,23 +443,23 @@ async fn is_complete(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> 
 /// Removes what an earlier daemon left. Returns whether there was anything.
 pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
     let _lock = lock()?;
-    let mut there = false;
+    let mut present = false;
     for name in [config.node.as_str(), config.workers.as_str()] {
         if let Some(link) = netlink.link(name).await? {
             if !is_our_end(&link) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
             }
-            there = true;
+            present = true;
         }
     }
     if has_rules(netlink).await {
-        there = true;
+        present = true;
         for link in netlink.network_state().await?.links.values().filter(|link| link.veth) {
             restore_answering_arp(&link.name);
         }
     }
     clear(netlink, config).await?;
-    Ok(there)
+    Ok(present)
 }
 
 /// Deletes our rules and the pair of these names, and the routes with the pair.
@@ -466,16 +467,16 @@ async fn clear(netlink: &Netlink, config: &config::HostVeth) -> Result<(), HostV
     let mut first_error = None;
     for version in [IpVersion::V4, IpVersion::V6] {
         for rule in our_rules(netlink, version).await {
-            let gone = netlink.handle.rule().del(rule).execute().await;
-            let gone = gone.map_err(|error| NetlinkError::new("cannot delete a rule", error));
-            first_error = first_error.or(gone.err().filter(|error| !error.is_gone()));
+            let deleted = netlink.handle.rule().del(rule).execute().await;
+            let deleted = deleted.map_err(|error| NetlinkError::new("cannot delete a rule", error));
+            first_error = first_error.or(deleted.err().filter(|error| !error.is_gone()));
         }
     }
     for name in [config.node.as_str(), config.workers.as_str()] {
         let Some(link) = netlink.link(name).await? else { continue };
-        let gone = netlink.handle.link().del(link.index).execute().await;
-        let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete {name}"), error));
-        first_error = first_error.or(gone.err().filter(|error| !error.is_gone()));
+        let deleted = netlink.handle.link().del(link.index).execute().await;
+        let deleted = deleted.map_err(|error| NetlinkError::new(format!("cannot delete {name}"), error));
+        first_error = first_error.or(deleted.err().filter(|error| !error.is_gone()));
     }
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }

@@ -11,7 +11,7 @@ use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
 };
-use penstock_sources::{Kind as ObjectKind, KindHealth};
+use penstock_sources::{KindHealth, ObjectKind};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
@@ -73,14 +73,11 @@ impl Scrape {
     pub(crate) fn new(view: &DaemonView<'_>, counters: LiveCounters) -> Self {
         let table = view.dataplane.connections();
         let LiveCounters { sample, depths, ports } = counters;
-        let named = ports.into_iter().map(|counted| {
-            let (namespace, pod) = counted.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
-            let xdp = counted.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+        let named = ports.into_iter().map(|port| {
+            let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
+            let xdp = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
             let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (
-                counted.id.0,
-                PortLabels { kind: counted.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp },
-            )
+            (port.id.0, PortLabels { kind: port.kind, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -345,10 +342,15 @@ impl Scrape {
             "resource",
             &gauge(|health| f64::from(u8::from(health.connected))),
         )?;
-        to.gauges("penstock_source_objects", "Objects of a kind", "resource", &gauge(|health| health.objects as f64))?;
+        to.gauges(
+            "penstock_source_objects",
+            "NodeObjects of a kind",
+            "resource",
+            &gauge(|health| health.objects as f64),
+        )?;
         to.gauges(
             "penstock_source_invalid_objects",
-            "Objects among them that are not understood",
+            "NodeObjects among them that are not understood",
             "resource",
             &gauge(|health| health.invalid as f64),
         )?;

@@ -8,13 +8,13 @@ use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortRequest};
 use penstock_xdp_redirect::{AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, XdpMode};
 
-use super::Ports;
+use super::OpenPorts;
 use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, keep_answering_arp};
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum OpenError {
+pub(crate) enum OpenPortError {
     #[error(transparent)]
     Port(#[from] PortError),
     #[error(transparent)]
@@ -23,7 +23,7 @@ pub(crate) enum OpenError {
     Socket(#[from] SocketError),
 }
 
-/// An attached interface. Dropping it detaches the program; [`Ports`] closes the port.
+/// An attached interface. Dropping it detaches the program; [`OpenPorts`] closes the port.
 pub(super) struct AttachedPort {
     pub(super) id: PortId,
     pub(super) attached: Attached,
@@ -39,14 +39,14 @@ pub(super) struct PodAttachment {
     pub(super) served: bool,
 }
 
-impl Ports {
+impl OpenPorts {
     pub(super) fn open_pod(
         &mut self,
         dataplane: &Dataplane,
         link: &Link,
         options: AttachOptions,
         port: PodPort,
-    ) -> Result<PodAttachment, OpenError> {
+    ) -> Result<PodAttachment, OpenPortError> {
         let open = self.open(dataplane, link, options, forwarding_port(&port))?;
         for name in std::iter::once(&port.name).chain(&port.bridge) {
             if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers) {
@@ -66,8 +66,8 @@ impl Ports {
         link: &Link,
         options: AttachOptions,
         port: Port,
-    ) -> Result<AttachedPort, OpenError> {
-        let request = PortRequest { patience: self.patience, ..PortRequest::new(link.name.as_str()) };
+    ) -> Result<AttachedPort, OpenPortError> {
+        let request = PortRequest { patience: self.busy_limit, ..PortRequest::new(link.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         if let Some(error) = dataplane.gso_refused(id) {
             tracing::warn!(
@@ -76,11 +76,11 @@ impl Ports {
                 "TCP segments are sent one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
             );
         }
-        let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
+        let attached = self.attach(link, options).map_err(OpenPortError::from).and_then(|attached| {
             let given = dataplane.with_sockets(id, |sockets| {
                 sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
             });
-            match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
+            match given.map_err(OpenPortError::from).and_then(|given| Ok(given?)) {
                 Ok(()) => Ok(attached),
                 Err(error) => {
                     // A closed interface stays closed.

@@ -4,13 +4,13 @@ use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{XdpMode, XdpOutcomeCounts};
 
-use super::Ports;
+use super::OpenPorts;
 use super::open::{AttachedPort, PodAttachment};
 use crate::discovery::PodPort;
-use crate::port_layout::{OpenPort, PortLayout, ServedPod};
+use crate::port_layout::{LayoutPort, PortLayout, ServedPod};
 
 /// A port with the counters of its program.
-pub(crate) struct PortCounters {
+pub(crate) struct PortXdpCounters {
     pub(crate) id: PortId,
     pub(crate) kind: PortKind,
     pub(crate) pod: Option<ObjectKey>,
@@ -18,10 +18,10 @@ pub(crate) struct PortCounters {
     pub(crate) outcomes: Option<XdpOutcomeCounts>,
 }
 
-impl Ports {
+impl OpenPorts {
     /// The ports as a snapshot needs them.
     pub(crate) fn layout(&self) -> PortLayout {
-        let placed = |open: &AttachedPort, pod: Option<ServedPod>| OpenPort {
+        let placed = |open: &AttachedPort, pod: Option<ServedPod>| LayoutPort {
             id: open.id,
             interface: open.attached.interface().name.clone(),
             port: open.port.clone(),
@@ -55,7 +55,7 @@ impl Ports {
 
     /// Interfaces that are closed because their pod is not known, with their counters.
     pub(crate) fn closed_interfaces(&self) -> Vec<(String, XdpOutcomeCounts)> {
-        self.closed_interfaces.counted()
+        self.closed_interfaces.counters()
     }
 
     /// How many pods are served.
@@ -64,17 +64,17 @@ impl Ports {
     }
 
     /// Every port with its counters.
-    pub(crate) fn counted(&self) -> Vec<PortCounters> {
+    pub(crate) fn xdp_counters(&self) -> Vec<PortXdpCounters> {
         let pod_of = |attachment: &PodAttachment| attachment.served.then(|| attachment.last.pod.clone());
         let pods = self.pods.values().map(|attachment| (&attachment.open, pod_of(attachment)));
         let all = self.permanent.iter().map(|open| (open, None)).chain(pods);
-        let counted = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortCounters {
+        let counters = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortXdpCounters {
             id: open.id,
             kind: open.port.kind,
             pod,
             mode: open.attached.mode().clone(),
             outcomes: open.attached.outcomes().ok(),
         };
-        all.map(counted).collect()
+        all.map(counters).collect()
     }
 }

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::Engine;
 use penstock_policy::flow::{self, FlowEndpoint, ProtocolPort};
-use penstock_policy::model::{ObjectKey, PortMatch, PortProtocol, Ports};
+use penstock_policy::model::{ObjectKey, PolicyPorts, PortMatch, PortProtocol};
 use penstock_policy::render::tables::PodScope;
 
 use super::Failure;
@@ -103,7 +103,7 @@ fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
         state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
     for (policy, _) in state.policies() {
         for rule in policy.ingress.iter().chain(&policy.egress).flatten() {
-            let Ports::AnyOf(ports) = &rule.ports else { continue };
+            let PolicyPorts::AnyOf(ports) = &rule.ports else { continue };
             services.extend(ports.iter().filter_map(|port| match port.which {
                 PortMatch::Range { first, .. } => Some(number(port.protocol, first)),
                 PortMatch::Every | PortMatch::Name(_) => None,

@@ -10,9 +10,9 @@ use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
 
 use crate::compile::{Provenance, compare};
-use crate::model::Change;
+use crate::model::ObjectChange;
 use crate::render::tables::{self, PodScope, Tables};
-use crate::state::{self, State};
+use crate::state::{self, ClusterState};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule};
 
@@ -40,18 +40,18 @@ impl EngineSettings {
 /// A cluster's objects and the tables made from them, always consistent.
 #[derive(Debug)]
 pub struct Engine {
-    state: State,
+    state: ClusterState,
     tables: Tables,
 }
 
 impl Engine {
     /// An engine of an empty cluster.
     pub fn new(settings: EngineSettings) -> Self {
-        Self { state: State::default(), tables: Tables::new(settings.scope, settings.reach) }
+        Self { state: ClusterState::default(), tables: Tables::new(settings.scope, settings.reach) }
     }
 
     /// Applies changes atomically: the next [`Engine::policy_set`] contains all of them. Returns whether the set may differ.
-    pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> bool {
+    pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> bool {
         changes.into_iter().for_each(|change| self.state.apply(change));
         self.tables.update(&mut self.state)
     }
@@ -68,7 +68,7 @@ impl Engine {
     }
 
     /// The objects.
-    pub fn state(&self) -> &State {
+    pub fn state(&self) -> &ClusterState {
         &self.state
     }
 
@@ -91,7 +91,7 @@ impl Engine {
     }
 
     /// The numbers of objects and of table parts.
-    pub fn statistics(&self) -> (state::Statistics, tables::Statistics) {
+    pub fn statistics(&self) -> (state::StateStatistics, tables::TableStatistics) {
         (self.state.statistics(), self.tables.statistics())
     }
 }
