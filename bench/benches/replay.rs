@@ -29,8 +29,8 @@ use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Frames, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::RuleScope;
-use penstock_replay::cluster::Cluster;
-use penstock_replay::{Options, Paths, run};
+use penstock_replay::cluster::ReplayCluster;
+use penstock_replay::{OutputPaths, ReplayOptions, run};
 use penstock_sources::manifest::{self, read_manifests};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -60,11 +60,11 @@ fn main() -> Fallible<()> {
     let (capture, empty) = (directory.path().join("million.pcap"), directory.path().join("empty.pcap"));
     write_capture(&capture, PACKETS)?;
     write_capture(&empty, 0)?;
-    let options = |capture: &Path, verdicts: Option<PathBuf>| Options {
+    let options = |capture: &Path, verdicts: Option<PathBuf>| ReplayOptions {
         captures: vec![capture.to_owned()],
         manifests: vec![manifests.clone()],
-        outputs: Paths { verdicts, ..Paths::default() },
-        ..Options::default()
+        outputs: OutputPaths { verdicts, ..OutputPaths::default() },
+        ..ReplayOptions::default()
     };
     let report = run(&options(&capture, None))?;
     assert_eq!(report.summary.packets as usize, PACKETS);
@@ -331,7 +331,7 @@ fn clock() -> Fallible<f64> {
 fn pipeline(manifests: &Path, entries: usize) -> Fallible<PipelineTimes> {
     let read = read_manifests(&[manifests], &manifest::Options::default())?;
     let objects = read.documents.into_iter().map(|document| document.object);
-    let cluster = Cluster::new(objects, None, RuleScope::BothSides)?;
+    let cluster = ReplayCluster::new(objects, None, RuleScope::BothSides)?;
     let snapshot = cluster.snapshot();
     let config = Config { entries, quota: Some(1 << 20), ..Config::default() };
     let mut pipeline = Pipeline::new(Arc::new(ConnTable::new(&config)?), PipelineMode::Full);

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use penstock_dataplane::packet::{Flow, Protocol as IpProtocol};
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
 use penstock_policy::engine::{DirectionExplanation, Engine, EngineSettings};
-use penstock_policy::model::{Change, Object};
+use penstock_policy::model::{Object, ObjectChange};
 
 use crate::probe::{Probe, Protocol};
 
@@ -43,7 +43,7 @@ impl PolicyOracle {
     /// Loads all objects at once.
     pub fn new(objects: &[Object]) -> Self {
         let mut engine = Engine::new(EngineSettings::for_all_pods());
-        engine.apply(objects.iter().cloned().map(Change::Set));
+        engine.apply(objects.iter().cloned().map(ObjectChange::Set));
         Self { engine }
     }
 

@@ -97,5 +97,5 @@ pub fn snapshot() -> Snapshot {
             Some(AddressOwner::Pod { identity, endpoint: Some(endpoint), node: Some(NodeId(0)) }),
         );
     }
-    Snapshot { epoch: Epoch(1), policy: update.finish(), forwarding }
+    Snapshot::new(Epoch(1), update.finish(), forwarding)
 }

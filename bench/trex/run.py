@@ -32,10 +32,10 @@ def check(args):
                 if mode == 'stl':
                     streams = [len(stl.STLProfile.load(file, direction=direction, port_id=direction, tunables=list(tunables))
                                    .get_streams()) for direction in (0, 1)]
-                    told = f'{streams[0]} and {streams[1]} streams'
+                    contents = f'{streams[0]} and {streams[1]} streams'
                 else:
-                    told = f'{len(astf.ASTFProfile.load(file, tunables=list(tunables)).to_json()["templates"])} templates'
-                print(f'{mode:5} {text:40} {told}')
+                    contents = f'{len(astf.ASTFProfile.load(file, tunables=list(tunables)).to_json()["templates"])} templates'
+                print(f'{mode:5} {text:40} {contents}')
             except stl.TRexError as error:
                 failed += 1
                 print(f'{mode:5} {text:40} does not load: {error}')
@@ -43,7 +43,7 @@ def check(args):
 
 
 def run(args):
-    """Measures the profiles and writes the document, also where some of them could not be measured."""
+    """Measures the profiles and writes the document, even if some profiles could not be measured."""
     ports = [stateless.Port(text) for text in args.port]
     if len(ports) != 2:
         raise bad_input(f'--port is given {len(ports)} times: twice, the sender first')
@@ -74,7 +74,7 @@ def run(args):
 
 
 def measured(api, client, ports, args, text):
-    """What is found of one profile, or why nothing is."""
+    """The results of one profile, or why there are none."""
     entry = {'profile': text.split()[0], 'asked': text}
     try:
         tunables, result = getattr(measure, {'stl': 'stateless', 'astf': 'stateful'}[args.command])(
@@ -91,7 +91,7 @@ def measured(api, client, ports, args, text):
 
 
 def described(args, ports, client):
-    """Who measured, with what, when."""
+    """Host, versions and time of the run."""
     system = client.get_server_system_info()
     return {'mode': args.command, 'time': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
             'server': {'address': args.server, 'version': client.get_server_version(),

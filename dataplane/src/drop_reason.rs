@@ -64,7 +64,7 @@ drop_reasons! {
     /// Denied by the ingress policy of the destination.
     IngressDenied = "ingress_denied",
     /// Its connection was revoked by policy.
-    ConnectionCut = "connection_cut",
+    ConnectionRevoked = "connection_revoked",
     /// It belongs to no connection and cannot open one (a TCP segment, an echo reply, an ICMP error).
     NoConnection = "no_connection",
     /// Invalid in the state of its connection (sequence out of window, unexpected flags).

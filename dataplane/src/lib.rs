@@ -4,6 +4,7 @@
 //! find the connection ([`conntrack`]) or evaluate policy ([`policy`]), then rewrite and forward ([`forward`]). Policy
 //! and forwarding tables are one immutable [`Snapshot`].
 
+mod batch;
 mod clocks;
 pub mod conntrack;
 mod drop_reason;

@@ -1,6 +1,7 @@
 //! The workers' input: one immutable value, published as a whole.
 
-use crate::forward::Forwarding;
+use crate::forward::{Forwarding, PortId};
+use crate::packet::Address;
 use crate::policy::PolicySet;
 
 /// Sequence number of published snapshots. A connection stores the low 23 bits of the epoch under which it was last
@@ -23,11 +24,34 @@ impl Epoch {
 
 /// Policy and forwarding tables at one time. Workers load it once per batch and never mix two snapshots.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct Snapshot {
     /// Sequence number of its publication.
     pub epoch: Epoch,
-    /// Policy tables.
+    /// Policy tables, and the map of addresses.
     pub policy: PolicySet,
     /// Forwarding table.
     pub forwarding: Forwarding,
+}
+
+impl Snapshot {
+    /// Enters the ports of `forwarding` into the map of addresses of `policy`, unless
+    /// [`PolicySetUpdate::set_local`](crate::policy::PolicySetUpdate::set_local) has done so.
+    pub fn new(epoch: Epoch, policy: PolicySet, forwarding: Forwarding) -> Self {
+        let mut update = policy.update();
+        update.set_local(&forwarding);
+        Self { epoch, policy: update.finish(), forwarding }
+    }
+
+    /// The port of the local pod with this address.
+    #[inline(always)]
+    pub(crate) fn pod_port(&self, address: Address) -> Option<PortId> {
+        self.policy.find(address).port()
+    }
+
+    /// The egress port for `destination`: its pod's port, otherwise the host port.
+    #[inline(always)]
+    pub(crate) fn next_hop(&self, destination: Address) -> Option<PortId> {
+        self.pod_port(destination).or(self.forwarding.host())
+    }
 }

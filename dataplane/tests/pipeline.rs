@@ -121,13 +121,13 @@ impl Node {
 
     fn with(config: Config, mode: PipelineMode) -> Self {
         let connections = Arc::new(ConnTable::new(&config).unwrap());
-        let snapshot = Snapshot { epoch: Epoch(1), policy: policy(Ingress::Usual), forwarding: forwarding() };
+        let snapshot = Snapshot::new(Epoch(1), policy(Ingress::Usual), forwarding());
         Self { pipeline: Pipeline::new(connections, mode), snapshot, now: Timestamp::from_millis(1_000_000) }
     }
 
     fn publish(&mut self, ingress: Ingress) {
-        self.snapshot.policy = policy(ingress);
-        self.snapshot.epoch.0 += 1;
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, policy(ingress), self.snapshot.forwarding.clone());
     }
 
     /// Sends one frame in a batch of its own; returns its verdict and the resulting frame.
@@ -332,11 +332,11 @@ fn a_policy_change_revokes_a_connection_at_its_next_packet_from_either_side() {
         assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "a change that does not concern it");
         node.publish(Ingress::Nothing);
         let frame = if first == WEB { &there } else { &back };
-        assert_eq!(node.verdict(first, frame), Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(node.verdict(first, frame), Verdict::Drop(DropReason::ConnectionRevoked));
         // `db` may open connections to `web`, but its segments on the revoked connection stay dropped.
         for _ in 0..3 {
-            assert_eq!(node.verdict(DB, &back), Verdict::Drop(DropReason::ConnectionCut));
-            assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionCut));
+            assert_eq!(node.verdict(DB, &back), Verdict::Drop(DropReason::ConnectionRevoked));
+            assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionRevoked));
         }
         node.publish(Ingress::Usual);
         assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB), "allowed again while both ends still hold it");
@@ -352,8 +352,8 @@ fn replies_do_not_restore_a_revoked_udp_flow() {
     assert_eq!(node.verdict(DB, &reply), Verdict::Forward(WEB));
     node.publish(Ingress::Nothing);
     for _ in 0..3 {
-        assert_eq!(node.verdict(DB, &reply), Verdict::Drop(DropReason::ConnectionCut));
-        assert_eq!(node.verdict(WEB, &request), Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(node.verdict(DB, &reply), Verdict::Drop(DropReason::ConnectionRevoked));
+        assert_eq!(node.verdict(WEB, &request), Verdict::Drop(DropReason::ConnectionRevoked));
     }
 }
 
@@ -362,7 +362,7 @@ fn a_syn_may_reopen_a_revoked_connection_in_an_allowed_direction() {
     let mut node = Node::new();
     let (there, _) = establish(&mut node);
     node.publish(Ingress::Nothing);
-    assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(node.verdict(WEB, &there), Verdict::Drop(DropReason::ConnectionRevoked));
     let syn =
         |from, to, ports| tcp(from, to, ports, |header| (header.syn, header.sequence_number) = (true, 900_000), b"");
     assert_eq!(node.verdict(WEB, &syn(WEB4, DB4, (40000, 5432))), Verdict::Drop(DropReason::IngressDenied));
@@ -527,10 +527,10 @@ fn later_fragments_follow_their_first_fragment() {
     node.publish(Ingress::Nothing);
     assert_eq!(
         node.verdict(WEB, &fragment(2, false, 7)),
-        Verdict::Drop(DropReason::ConnectionCut),
+        Verdict::Drop(DropReason::ConnectionRevoked),
         "of one that is cut"
     );
-    assert_eq!(node.verdict(WEB, &fragment(0, true, 9)), Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(node.verdict(WEB, &fragment(0, true, 9)), Verdict::Drop(DropReason::ConnectionRevoked));
     assert_eq!(
         node.verdict(WEB, &fragment(2, false, 9)),
         Verdict::Drop(DropReason::Fragment),

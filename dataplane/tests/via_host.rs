@@ -58,7 +58,7 @@ impl Node {
             forwarding.insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, addresses }).unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(OnRevoke::Reset);
-        let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, timed };
+        let mut node = Self { pipeline, snapshot: Snapshot::new(Epoch(0), PolicySet::default(), forwarding), timed };
         node.publish(true);
         node
     }
@@ -81,8 +81,8 @@ impl Node {
         update
             .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
             .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
-        self.snapshot.policy = update.finish();
-        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, update.finish(), self.snapshot.forwarding.clone());
     }
 
     /// The verdict on one frame, and its replies with their egress ports.
@@ -226,7 +226,7 @@ fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
     assert_eq!(node.verdict(HOST, &tcp(a, b, ACK, (1001, 5001))), Verdict::Forward(B));
     node.publish(false);
     let (verdict, replies) = node.send(B, &tcp(b, a, ACK, (5001, 1001)));
-    assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+    assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked));
     assert_eq!(replies.iter().map(|reply| reply.0).collect::<Vec<_>>(), [B, HOST], "the sender, then the other end");
 }
 

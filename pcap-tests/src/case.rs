@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::RuleScope;
-use penstock_replay::{Options, Paths, Report, run};
-use penstock_sources::convert::Settings;
+use penstock_replay::{OutputPaths, ReplayOptions, ReplayReport, run};
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest;
 
 use crate::capture::pcapng;
@@ -109,7 +109,7 @@ impl CorpusCase {
     ///
     /// # Panics
     /// If the timeline cannot be written to `scratch`, or the case's ports are invalid.
-    pub fn options(&self, capture: &Path, scratch: &Path) -> Options {
+    pub fn options(&self, capture: &Path, scratch: &Path) -> ReplayOptions {
         let timeline = (!self.script.timeline.is_empty()).then(|| {
             let file = scratch.join("timeline.toml");
             let clusters = root().join("clusters").display().to_string();
@@ -118,19 +118,19 @@ impl CorpusCase {
             file
         });
         let ports = self.script.ports.iter().map(|text| text.parse().expect("a case's ports are right"));
-        Options {
+        ReplayOptions {
             captures: vec![capture.to_owned()],
             manifests: vec![self.manifests()],
             node: self.script.node.clone(),
             ports: ports.collect(),
             dedup: self.script.dedup,
             reading: manifest::Options {
-                settings: Settings { v1beta1: self.script.v1beta1 },
+                settings: ConversionSettings { v1beta1: self.script.v1beta1 },
                 ..manifest::Options::default()
             },
             reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },
             timeline,
-            ..Options::default()
+            ..ReplayOptions::default()
         }
     }
 
@@ -138,10 +138,10 @@ impl CorpusCase {
     ///
     /// # Panics
     /// If the replay is rejected.
-    pub fn replay(&self, capture: &Path, scratch: &Path) -> (Vec<String>, Report) {
+    pub fn replay(&self, capture: &Path, scratch: &Path) -> (Vec<String>, ReplayReport) {
         let verdicts = scratch.join("verdicts.jsonl");
-        let outputs = Paths { verdicts: Some(verdicts.clone()), ..Paths::default() };
-        let options = Options { outputs, ..self.options(capture, scratch) };
+        let outputs = OutputPaths { verdicts: Some(verdicts.clone()), ..OutputPaths::default() };
+        let options = ReplayOptions { outputs, ..self.options(capture, scratch) };
         let report = run(&options).unwrap_or_else(|error| panic!("{}: {error}", self.name));
         let text = fs::read_to_string(&verdicts).expect("the verdicts were written");
         (text.lines().map(str::to_owned).collect(), report)

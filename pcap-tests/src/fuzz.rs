@@ -8,10 +8,10 @@ use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::parse;
 use penstock_dataplane::policy::RuleScope;
-use penstock_policy::model::{Change, Object};
-use penstock_replay::batch::Batch;
+use penstock_policy::model::{Object, ObjectChange};
+use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
-use penstock_replay::cluster::{Cluster, HOST, UPLINK};
+use penstock_replay::cluster::{HOST, ReplayCluster, UPLINK};
 use penstock_replay::player::{Decision, EntryPoint, Player, fill_up};
 use penstock_sources::manifest::{self, read_manifests};
 
@@ -20,10 +20,10 @@ use crate::case::root;
 /// A node that takes frames on every port and checks invariants of what it does with them.
 pub struct FuzzNode {
     player: Player,
-    batch: Batch,
-    before: Batch,
+    batch: PacketBatch,
+    before: PacketBatch,
     time: Time,
-    changes: [Arc<[Change]>; 2],
+    changes: [Arc<[ObjectChange]>; 2],
     changed: usize,
     frames: u64,
 }
@@ -41,15 +41,16 @@ impl Default for FuzzNode {
             manifests.documents.into_iter().map(|document| document.object).collect()
         };
         let shop = objects("shop");
-        let closed = objects("changes/db-closed.yaml").into_iter().map(Change::Set).collect();
-        let back = shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(Change::Set);
+        let closed = objects("changes/db-closed.yaml").into_iter().map(ObjectChange::Set).collect();
+        let back =
+            shop.iter().filter(|object| matches!(object, Object::NetworkPolicy(_))).cloned().map(ObjectChange::Set);
         let changes = [closed, back.collect()];
         let cluster =
-            Cluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
+            ReplayCluster::new(shop, Some("n1"), RuleScope::BothSides).expect("the corpus' cluster can be replayed");
         // Small, so that it fills up.
         let config = Config { entries: 4096, ..Config::default() };
         let player = Player::new(cluster, &config).expect("a small table can be made");
-        let (batch, before) = (Batch::default(), Batch::default());
+        let (batch, before) = (PacketBatch::default(), PacketBatch::default());
         Self { player, batch, before, time: Time(1_000_000_000_000), changes, changed: 0, frames: 0 }
     }
 }

@@ -147,7 +147,7 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "ttl_expired",
         "egress_denied",
         "ingress_denied",
-        "connection_cut",
+        "connection_revoked",
         "no_connection",
         "invalid_state",
         "fragment",
@@ -159,7 +159,7 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "new",
         "established",
         "related",
-        "cut",
+        "revoked",
     ];
     let missing: Vec<_> = causes.iter().filter(|name| !met.contains(**name)).collect();
     assert!(missing.is_empty(), "no case meets {missing:?}");
@@ -204,7 +204,7 @@ fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
 fn the_pull_request_of_the_readme_changes_verdicts() {
     let clusters = penstock_pcap_tests::root().join("clusters");
     let captures = cases().into_iter().filter(|case| case.name.starts_with("udp/")).map(|case| case.capture_file());
-    let options = penstock_replay::Options {
+    let options = penstock_replay::ReplayOptions {
         captures: captures.collect(),
         manifests: vec![clusters.join("shop")],
         compare: ["shop/cluster.yaml", "shop/pods.yaml", "pull-request"].map(|path| clusters.join(path)).to_vec(),

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use oracle::connections::{EntryPoint, Oracle};
 use oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
-use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
 use penstock_replay::capture::Captures;
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Options, read_manifests};
 use serde::Deserialize;
 use serde_json::Value;
@@ -33,7 +33,7 @@ struct TimelineStep {
 }
 
 fn objects(case: &CorpusCase, paths: &[PathBuf]) -> Vec<Object> {
-    let options = Options { settings: Settings { v1beta1: case.script.v1beta1 }, ..Options::default() };
+    let options = Options { settings: ConversionSettings { v1beta1: case.script.v1beta1 }, ..Options::default() };
     let manifests = read_manifests(paths, &options).unwrap_or_else(|errors| panic!("{}: {errors}", case.name));
     manifests.documents.into_iter().map(|document| document.object).collect()
 }
@@ -48,22 +48,22 @@ fn steps(case: &CorpusCase) -> Vec<(u64, TimelineStep)> {
     timeline.step.into_iter().map(|step| (case.script.packets[0].time + after(&step), step)).collect()
 }
 
-fn changes(case: &CorpusCase, step: &TimelineStep, cluster: &ClusterObjects) -> Vec<Change> {
+fn changes(case: &CorpusCase, step: &TimelineStep, cluster: &ClusterObjects) -> Vec<ObjectChange> {
     let path = |text: &String| PathBuf::from(text.replace("CLUSTERS", &root().join("clusters").display().to_string()));
     if let Some(paths) = &step.replace {
-        let gone = cluster.references().into_iter().map(Change::Delete);
-        let there = objects(case, &paths.iter().map(path).collect::<Vec<_>>()).into_iter().map(Change::Set);
+        let gone = cluster.references().into_iter().map(ObjectChange::Delete);
+        let there = objects(case, &paths.iter().map(path).collect::<Vec<_>>()).into_iter().map(ObjectChange::Set);
         return gone.chain(there).collect();
     }
     let deleted = step.delete.iter().map(|text| {
         let (kind, name) = text.split_once(' ').unwrap();
         let (namespace, name) = name.split_once('/').unwrap();
         let key = ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() };
-        Change::Delete(if kind == "Pod" { ObjectRef::Pod(key) } else { ObjectRef::NetworkPolicy(key) })
+        ObjectChange::Delete(if kind == "Pod" { ObjectRef::Pod(key) } else { ObjectRef::NetworkPolicy(key) })
     });
     let paths: Vec<PathBuf> = step.apply.iter().map(path).collect();
     let applied = if paths.is_empty() { Vec::new() } else { objects(case, &paths) };
-    deleted.chain(applied.into_iter().map(Change::Set)).collect()
+    deleted.chain(applied.into_iter().map(ObjectChange::Set)).collect()
 }
 
 /// Applies a step and forgets pods' addresses that have another owner afterwards.

@@ -209,8 +209,8 @@ fn a_pods_new_connections_do_not_evict_its_revoked_ones() {
     let again: Vec<_> =
         ended.map(|port| capture.add(&format!("open:80 > web:{port} tcp A P seq=5001 ack=1011 len=10"))).collect();
     let verdicts = capture.replay(Config { quota: Some(256), ..small() });
-    let still = again.iter().filter(|packet| verdicts[**packet]["reason"] == "connection_cut").count();
-    assert_eq!(still, again.len(), "of the connections that policy has ended");
+    let still = again.iter().filter(|packet| verdicts[**packet]["reason"] == "connection_revoked").count();
+    assert_eq!(still, again.len(), "of the connections that policy has revoked");
 }
 
 #[test]

@@ -8,9 +8,9 @@ use penstock_dataplane::policy::RuleScope;
 use penstock_pcap_tests::frame::IpSpec;
 use penstock_pcap_tests::root;
 use penstock_policy::model::Object;
-use penstock_replay::batch::Batch;
+use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{InterfaceId, Record, Time};
-use penstock_replay::cluster::Cluster;
+use penstock_replay::cluster::ReplayCluster;
 use penstock_replay::player::{Decision, Player};
 use penstock_sources::manifest::{Options, read_manifests};
 
@@ -146,13 +146,13 @@ fn fragments(random: &mut SmallRng, is_v6: bool) -> Vec<SentFragment> {
 fn player() -> Player {
     let manifests = read_manifests(&[root().join("clusters/shop")], &Options::default()).unwrap();
     let objects: Vec<Object> = manifests.documents.into_iter().map(|document| document.object).collect();
-    let cluster = Cluster::new(objects, Some("n1"), RuleScope::BothSides).unwrap();
+    let cluster = ReplayCluster::new(objects, Some("n1"), RuleScope::BothSides).unwrap();
     Player::new(cluster, &Config { entries: 4096, ..Config::default() }).unwrap()
 }
 
 /// Whether a frame passes.
 fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
-    let mut batch = Batch::default();
+    let mut batch = PacketBatch::default();
     batch.space().extend_from_slice(frame);
     let length = frame.len() as u32;
     batch.push(0, Record { time, interface: InterfaceId(0), captured: length, original: length }, 0);

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use super::MINIMUM_KERNEL;
+
 /// The program or one of its maps could not be loaded into the kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -12,7 +14,11 @@ pub enum LoadError {
         source: libbpf_rs::Error,
     },
     /// Any other error, most often a kernel without a required feature.
-    #[error("cannot load {what} into the kernel ({source}): Linux 5.11 or newer with CONFIG_XDP_SOCKETS is needed")]
+    #[error(
+        "cannot load {what} into the kernel ({source}): Linux {}.{} or later with CONFIG_XDP_SOCKETS is needed",
+        MINIMUM_KERNEL.0,
+        MINIMUM_KERNEL.1
+    )]
     Kernel {
         /// The object that failed.
         what: &'static str,

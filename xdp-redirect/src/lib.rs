@@ -42,6 +42,10 @@ use program::SharedMaps;
 /// runs in generic mode.
 pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 
+/// The first kernel version that can run a node: from it on, AF_XDP sockets share a UMEM between interfaces
+/// (`XDP_SHARED_UMEM`). XDP links are older (5.9), and what is younger is optional.
+pub const MINIMUM_KERNEL: (u32, u32) = (5, 10);
+
 /// Packets of a port that are redirected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {

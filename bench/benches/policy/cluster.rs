@@ -62,8 +62,8 @@ pub(crate) fn selector(pairs: &[(&str, String)]) -> Selector {
     Selector { requirements: pairs.iter().map(requirement).collect() }
 }
 
-pub(crate) fn tcp(first: u16, last: u16) -> Port {
-    Port { protocol: PortProtocol::Tcp, which: PortMatch::Range { first, last } }
+pub(crate) fn tcp(first: u16, last: u16) -> PolicyPort {
+    PolicyPort { protocol: PortProtocol::Tcp, which: PortMatch::Range { first, last } }
 }
 
 pub(crate) fn block(cidr: &str, except: &[&str]) -> Peer {
@@ -84,7 +84,10 @@ pub(crate) fn policy(
 
 /// The `variant`th policy, of the kinds common in clusters; `turn` changes its rules.
 pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Object {
-    let any = |peers: Vec<Peer>, ports: Vec<Port>| Rule { peers: Peers::AnyOf(peers), ports: Ports::AnyOf(ports) };
+    let any = |peers: Vec<Peer>, ports: Vec<PolicyPort>| Rule {
+        peers: Peers::AnyOf(peers),
+        ports: PolicyPorts::AnyOf(ports),
+    };
     let app = |app: usize| selector(&[("app", format!("app-{}", app % 5))]);
     let port = 1000 + (turn % 50) as u16;
     let (pods, ingress, egress) = match number % 5 {
@@ -100,7 +103,7 @@ pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Ob
         }
         2 => {
             let outside = block("0.0.0.0/0", &["10.0.0.0/8", "192.168.0.0/16"]);
-            let dns = Port { protocol: PortProtocol::Udp, which: PortMatch::Range { first: 53, last: 53 } };
+            let dns = PolicyPort { protocol: PortProtocol::Udp, which: PortMatch::Range { first: 53, last: 53 } };
             let system = Peer::Namespaces(selector(&[("kubernetes.io/metadata.name", "ns-0".to_owned())]));
             (
                 Selector::default(),
@@ -109,7 +112,7 @@ pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Ob
             )
         }
         3 => {
-            let http = Port { protocol: PortProtocol::Tcp, which: PortMatch::Name("http".to_owned()) };
+            let http = PolicyPort { protocol: PortProtocol::Tcp, which: PortMatch::Name("http".to_owned()) };
             (app(number), None, Some(vec![any(vec![Peer::Pods(Selector::default())], vec![http, tcp(port, port)])]))
         }
         _ => {
@@ -118,7 +121,7 @@ pub(crate) fn typical_policy(number: usize, namespace: usize, turn: usize) -> Ob
                 app(number),
                 Some(vec![Rule {
                     peers: Peers::AnyOf(vec![monitoring, block("172.16.0.0/12", &["172.16.1.0/24"])]),
-                    ports: Ports::AnyOf(vec![tcp(port, port + 10)]),
+                    ports: PolicyPorts::AnyOf(vec![tcp(port, port + 10)]),
                 }]),
                 None,
             )

@@ -6,7 +6,9 @@ use std::time::Instant;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{PolicySet, PortProtocol};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, LabelOperator, Object, Peer, Peers, Pod, Ports, Requirement, Rule, Selector};
+use penstock_policy::model::{
+    LabelOperator, Object, ObjectChange, Peer, Peers, Pod, PolicyPorts, Requirement, Rule, Selector,
+};
 
 use super::alternatives::{LinearList, MizarTables};
 use super::cluster::{address, namespace, node, pod, policy, selector, tcp, typical_policy};
@@ -50,7 +52,7 @@ fn numbers() -> impl Iterator<Item = usize> {
 
 fn set(objects: impl IntoIterator<Item = Object>) -> PolicySet {
     let mut engine = Engine::new(EngineSettings::for_all_pods());
-    engine.apply(objects.into_iter().map(Change::Set));
+    engine.apply(objects.into_iter().map(ObjectChange::Set));
     engine.policy_set().clone()
 }
 
@@ -65,7 +67,7 @@ fn pods(count: usize) -> impl Iterator<Item = Object> {
 fn the_policy() -> Object {
     let rules = vec![Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(selector(&[("app", "app-1".to_owned())]))]),
-        ports: Ports::AnyOf(vec![tcp(80, 90)]),
+        ports: PolicyPorts::AnyOf(vec![tcp(80, 90)]),
     }];
     policy(0, "the-policy".to_owned(), Selector::default(), Some(rules), None)
 }
@@ -124,13 +126,13 @@ fn rules(rounds: usize) -> Vec<bool> {
     };
     let own = |number: usize| Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(selector(&[("client", number.to_string())]))]),
-        ports: Ports::AnyOf(vec![tcp(1 + number as u16, 1 + number as u16)]),
+        ports: PolicyPorts::AnyOf(vec![tcp(1 + number as u16, 1 + number as u16)]),
     };
     let any = Rule {
         peers: Peers::AnyOf(vec![Peer::Pods(Selector {
             requirements: vec![Requirement { key: "client".to_owned(), operator: LabelOperator::Exists }],
         })]),
-        ports: Ports::AnyOf(vec![tcp(1, 1_024)]),
+        ports: PolicyPorts::AnyOf(vec![tcp(1, 1_024)]),
     };
     let (one, many) = (with(vec![any]), with((0..1_024).map(own).collect()));
     let mut number = numbers();
@@ -173,11 +175,11 @@ fn linear(rounds: usize) -> bool {
             super::cluster::block(&format!("172.16.{}.0/24", n / 2), &[]),
             super::cluster::block(&format!("172.17.{}.0/24", n / 2), &[]),
         ]),
-        ports: Ports::AnyOf(vec![tcp(1_000 + n as u16, 1_000 + n as u16)]),
+        ports: PolicyPorts::AnyOf(vec![tcp(1_000 + n as u16, 1_000 + n as u16)]),
     });
     let mut engine = Engine::new(EngineSettings::for_all_pods());
     let policy = policy(0, "p".to_owned(), Selector::default(), Some(rules.collect()), None);
-    engine.apply([namespace(0), Object::Pod(pod(0, 0, 0, 0)), policy].map(Change::Set));
+    engine.apply([namespace(0), Object::Pod(pod(0, 0, 0, 0)), policy].map(ObjectChange::Set));
     let lists = penstock_policy::render::acl::render(engine.state(), engine.tables());
     let list = LinearList::new(&lists[0].entries);
     assert!((1_000..1_010).contains(&list.len()), "{} six-tuples", list.len());
@@ -221,7 +223,7 @@ fn mizar(rounds: usize) -> bool {
     let objects = policies.iter().enumerate().map(|(n, (cidr, except, port))| {
         let rule = Rule {
             peers: Peers::AnyOf(vec![super::cluster::block(cidr, &[except])]),
-            ports: Ports::AnyOf(vec![tcp(*port, *port)]),
+            ports: PolicyPorts::AnyOf(vec![tcp(*port, *port)]),
         };
         policy(0, format!("p-{n}"), Selector::default(), Some(vec![rule]), None)
     });

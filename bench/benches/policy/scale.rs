@@ -38,12 +38,12 @@ impl ClusterScale {
         typical_policy(number, number % self.namespaces, turn)
     }
 
-    fn objects(self) -> impl Iterator<Item = Change> {
+    fn objects(self) -> impl Iterator<Item = ObjectChange> {
         let namespaces = (0..self.namespaces).map(namespace);
         let nodes = (0..self.nodes).map(node);
         let pods = (0..self.pods).map(move |number| Object::Pod(self.pod(number)));
         let policies = (0..self.policies).map(move |number| self.policy(number, 0));
-        namespaces.chain(nodes).chain(pods).chain(policies).map(Change::Set)
+        namespaces.chain(nodes).chain(pods).chain(policies).map(ObjectChange::Set)
     }
 }
 
@@ -140,7 +140,7 @@ fn changes(
 ) -> (Duration, Duration, Duration) {
     let mut times: Vec<Duration> = (0..count)
         .map(|turn| {
-            let change = Change::Set(make(turn));
+            let change = ObjectChange::Set(make(turn));
             let start = Instant::now();
             engine.apply([change]);
             *published = engine.policy_set().clone();

@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 
 use anyhow::Result;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::load::{PORTS, PROBE_PORT};
@@ -108,6 +108,6 @@ pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path
 pub(super) fn engine(directory: &std::path::Path) -> Result<Engine> {
     let documents = read_manifests(&[directory], &Options::default())?.documents;
     let mut engine = Engine::new(EngineSettings::for_node(NODE));
-    engine.apply(documents.into_iter().map(|document| Change::Set(document.object)));
+    engine.apply(documents.into_iter().map(|document| ObjectChange::Set(document.object)));
     Ok(engine)
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Fault, Resource, Verb};
-use penstock_sources::Kind;
+use penstock_sources::ObjectKind;
 
 use crate::follower::Follower;
 use crate::objects::{namespace, numbered_pod, pod, shop};
@@ -110,7 +110,7 @@ fn no_pages_are_requested_from_a_server_with_streaming_lists() {
     follower.until("four pods", |health| health.objects == 4);
     let requests = |verb| fake(&server).requests(verb, Resource::Pods);
     assert_eq!((requests(Verb::List), requests(Verb::Watch)), (1, 0), "one stream for all");
-    assert_eq!(follower.health(Kind::Pod).lists, 1);
+    assert_eq!(follower.health(ObjectKind::Pod).lists, 1);
     // Cut within the list, it is listed again.
     fake(&server).plan(Verb::Watch, Resource::Pods, Fault::Code(410, None));
     server.stop();

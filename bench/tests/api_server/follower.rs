@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Object, ObjectRef};
-use penstock_sources::api_server::{Access, ApiServer as Source, Timing};
-use penstock_sources::{Kind, KindHealth, SourceHealth, convert};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
+use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts};
+use penstock_sources::{KindHealth, ObjectKind, SourceHealth, convert};
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -18,12 +18,12 @@ use tokio::runtime::{Builder, Runtime};
 /// Timeout of every step, a server's start and the longest retry backoff included.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Timing of a real node, but with a shorter timeout for a silent server.
-pub(crate) const TIMING: Timing = Timing {
+/// ApiServerTimeouts of a real node, but with a shorter timeout for a silent server.
+pub(crate) const TIMEOUTS: ApiServerTimeouts = ApiServerTimeouts {
     page: Duration::from_secs(5),
-    begin: Duration::from_secs(2),
+    watch_start: Duration::from_secs(2),
     list_pause: Duration::from_secs(2),
-    stood: Duration::from_millis(500),
+    healthy_after: Duration::from_millis(500),
     silence: Duration::from_secs(2),
 };
 
@@ -43,17 +43,17 @@ impl Follower {
         let health = Arc::new(SourceHealth::default());
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            tokio::time::timeout(TIMEOUT, Source::open(&access, TIMING, Arc::clone(&health))).await
+            tokio::time::timeout(TIMEOUT, Source::open(&access, TIMEOUTS, Arc::clone(&health))).await
         });
         let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
         assert!(health.is_synced(), "nothing is reported from a partial list");
         let mut engine = Engine::new(EngineSettings::for_node("here"));
-        engine.apply(objects.iter().cloned().map(Change::Set));
+        engine.apply(objects.iter().cloned().map(ObjectChange::Set));
         let objects = objects.into_iter().map(|object| (object.reference(), object)).collect();
         Self { runtime, source, health, objects, engine, batches: 0 }
     }
 
-    pub(crate) fn health(&self, kind: Kind) -> KindHealth {
+    pub(crate) fn health(&self, kind: ObjectKind) -> KindHealth {
         self.health.of(kind)
     }
 
@@ -67,7 +67,7 @@ impl Follower {
                 Instant::now() < deadline,
                 "not followed: {}\n{:?}",
                 self.differences(&wanted),
-                Kind::ALL.map(|kind| self.health(kind))
+                ObjectKind::ALL.map(|kind| self.health(kind))
             );
             let logged = self.batches;
             self.listen_once(Duration::from_millis(200));
@@ -101,8 +101,8 @@ impl Follower {
     /// Waits until the health of the pods' watch satisfies a condition.
     pub(crate) fn until(&mut self, what: &str, holds: impl Fn(&KindHealth) -> bool) {
         let deadline = Instant::now() + TIMEOUT;
-        while !holds(&self.health(Kind::Pod)) {
-            assert!(Instant::now() < deadline, "never {what}: {:?}", self.health(Kind::Pod));
+        while !holds(&self.health(ObjectKind::Pod)) {
+            assert!(Instant::now() < deadline, "never {what}: {:?}", self.health(ObjectKind::Pod));
             self.listen(Duration::from_millis(10));
         }
     }
@@ -119,12 +119,12 @@ impl Follower {
         self.engine.policy_set().evaluate(&flow).is_allowed()
     }
 
-    fn take(&mut self, batch: Vec<Change>) {
+    fn take(&mut self, batch: Vec<ObjectChange>) {
         self.batches += 1;
         for change in &batch {
             match change {
-                Change::Set(object) => drop(self.objects.insert(object.reference(), object.clone())),
-                Change::Delete(reference) => drop(self.objects.remove(reference)),
+                ObjectChange::Set(object) => drop(self.objects.insert(object.reference(), object.clone())),
+                ObjectChange::Delete(reference) => drop(self.objects.remove(reference)),
             }
         }
         self.engine.apply(batch);
@@ -146,7 +146,7 @@ fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).expect("an object of its type")
     }
-    let settings = convert::Settings::default();
+    let settings = convert::ConversionSettings::default();
     let read = |resource, value| match resource {
         Resource::Namespaces => convert::namespace(&typed(value), settings).map(Object::Namespace),
         Resource::Nodes => convert::node(&typed(value)).map(Object::Node),

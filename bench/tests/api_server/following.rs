@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::ApiServer;
-use penstock_sources::Kind;
+use penstock_sources::ObjectKind;
 
 use serde_json::json;
 
@@ -43,7 +43,7 @@ fn the_shipped_role_suffices_to_follow_policies_into_the_tables() {
     server.admin().replace(&job).unwrap();
     follower.catch_up(&server);
     assert_eq!(reached(&follower), [true, true, true]);
-    assert_eq!(follower.health(Kind::Pod).outages, 0);
+    assert_eq!(follower.health(ObjectKind::Pod).outages, 0);
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn changes_without_effect_on_policy_are_not_reported() {
     shop(&server);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
-    let (batches, events) = (follower.batches, follower.health(Kind::Pod).events);
+    let (batches, events) = (follower.batches, follower.health(ObjectKind::Pod).events);
     for message in ["a", "b", "c"] {
         let mut web = pod("shop", "web", WEB);
         web["status"]["message"] = json!(message);
@@ -74,14 +74,14 @@ fn after_a_server_restart_following_resumes_without_loss() {
     follower.until("lost", |health| !health.connected);
     follower.listen(Duration::from_millis(500));
     assert_eq!((follower.batches, follower.objects()), (batches, &known), "what is known stays");
-    assert!(follower.health(Kind::Pod).synced);
+    assert!(follower.health(ObjectKind::Pod).synced);
     server.resume().unwrap();
     server.admin().delete(&pod("shop", "web", WEB)).unwrap();
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
     server.admin().create(&policy("shop", "new", "job")).unwrap();
     follower.catch_up(&server);
     follower.until("followed again", |health| health.connected);
-    assert_eq!(follower.health(Kind::Pod).outages, 1, "one outage, however many tries it took");
+    assert_eq!(follower.health(ObjectKind::Pod).outages, 1, "one outage, however many tries it took");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn after_a_compaction_everything_is_relisted_and_deleted_objects_are_removed() {
     shop(&server);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
-    let lists = follower.health(Kind::Pod).lists;
+    let lists = follower.health(ObjectKind::Pod).lists;
     server.stop();
     follower.until("lost", |health| !health.connected);
     // While the server is unreachable, the cluster changes and its history is compacted.
@@ -104,7 +104,7 @@ fn after_a_compaction_everything_is_relisted_and_deleted_objects_are_removed() {
     follower.catch_up(&server);
     follower.until("followed again", |health| health.connected);
     assert!(!follower.reaches(WEB, DB) && follower.reaches(JOB, DB));
-    eprintln!("pods were listed {} times after the first", follower.health(Kind::Pod).lists - lists);
+    eprintln!("pods were listed {} times after the first", follower.health(ObjectKind::Pod).lists - lists);
 }
 
 #[test]
@@ -126,9 +126,9 @@ fn two_thousand_simultaneous_pods_arrive_in_few_batches() {
     eprintln!(
         "2,000 pods created in {created:.1?}, known {:.1?} later, {batches} batches, {} events",
         started.elapsed() - created,
-        follower.health(Kind::Pod).events
+        follower.health(ObjectKind::Pod).events
     );
     server.admin().delete_all(&pods).unwrap();
     follower.catch_up(&server);
-    assert_eq!(follower.health(Kind::Pod).objects, 0);
+    assert_eq!(follower.health(ObjectKind::Pod).objects, 0);
 }

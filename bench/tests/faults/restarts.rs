@@ -185,7 +185,8 @@ fn an_update_keeps_established_connections_and_passes_no_packet_without_a_verdic
         |_, config| {
             let directory = config.manifests.parent().unwrap().display();
             // Connections that continue were found in the file: mid-stream pickup is off.
-            config.conntrack = format!("mapping = \"{directory}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n");
+            config.conntrack =
+                format!("mapping = \"{directory}/conntrack\"\nentries = 4096\nmidstream_pickup = \"0s\"\n");
             config.sections += "[fail]\non_exit = \"keep\"\n";
         },
     );

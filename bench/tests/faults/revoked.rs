@@ -31,12 +31,12 @@ fn a_syn_does_not_restore_a_revoked_connection() {
     // The server's stack retransmits this from now on.
     server.write_all(b"secret").unwrap();
     let dropped = |pod: &str, reason: &str| fixture.port(pod).drops.get(reason).copied().unwrap_or(0);
-    wait(|| dropped("test/pod-1", "connection_cut") > 0, "the server's data is dropped");
+    wait(|| dropped("test/pod-1", "connection_revoked") > 0, "the server's data is dropped");
     let mut forger = Forger::of(&fixture, "test/pod-0");
     let syn = forger.tcp((own, port), (there, PORT), |tcp| tcp.syn = true);
     forger.send(&syn);
     wait(|| dropped("test/pod-0", "ingress_denied") > 0, "the SYN is evaluated and denied");
-    let before = dropped("test/pod-1", "connection_cut");
+    let before = dropped("test/pod-1", "connection_revoked");
     client.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
     let mut data = [0; 16];
     wait(
@@ -45,7 +45,7 @@ fn a_syn_does_not_restore_a_revoked_connection() {
             let none =
                 matches!(&read, Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut));
             assert!(none, "the connection came back: {read:?}, {:?}", fixture.port("test/pod-1").drops);
-            dropped("test/pod-1", "connection_cut") >= before + 2
+            dropped("test/pod-1", "connection_revoked") >= before + 2
         },
         "what the server sends again is dropped as well",
     );

@@ -16,7 +16,8 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// so that connections which continue were found in the file.
 fn kept(config: &mut DaemonConfig) {
     let directory = config.manifests.parent().unwrap().join(&config.node);
-    config.conntrack = format!("mapping = \"{}/conntrack\"\nentries = 4096\npick_up = \"0s\"\n", directory.display());
+    config.conntrack =
+        format!("mapping = \"{}/conntrack\"\nentries = 4096\nmidstream_pickup = \"0s\"\n", directory.display());
     config.sections += "[fail]\non_exit = \"keep\"\n";
 }
 

@@ -68,7 +68,7 @@ fn publish(scratch: &ScratchDir, manifests: &Path, daemon: &Daemon, yaml: &str) 
 /// connections which continue after a restart were found in the file.
 fn in_a_file(config: &DaemonConfig) -> String {
     let directory = config.manifests.parent().unwrap().display();
-    format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\npick_up = \"0s\"\n")
+    format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\nmidstream_pickup = \"0s\"\n")
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn without_its_file_no_connection_survives() {
     exchange(&mut connection).unwrap();
     fixture.daemon.signal(Signal::SIGKILL).unwrap();
     fixture.daemon.wait(Duration::from_secs(10)).unwrap();
-    config.conntrack = "mapping = \"off\"\npick_up = \"0s\"\n".into();
+    config.conntrack = "mapping = \"off\"\nmidstream_pickup = \"0s\"\n".into();
     let _daemon = Daemon::start(namespace, &config).unwrap();
     connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
     assert!(exchange(&mut connection).is_err(), "it went on by other means than the table");
@@ -164,7 +164,8 @@ fn a_flood_from_one_pod_does_not_evict_connections_of_others() {
     for quota in [512, 100_000] {
         let yaml = pods(3) + &policy("asks", "pod-0", "  ingress: []\n");
         let fixture = Fixture::of(&yaml, |_, config| {
-            config.conntrack = format!("mapping = \"off\"\nentries = 4096\npick_up = \"0s\"\nquota = {quota}\n");
+            config.conntrack =
+                format!("mapping = \"off\"\nentries = 4096\nmidstream_pickup = \"0s\"\nquota = {quota}\n");
         });
         let (pod_0, pod_1, pod_2) =
             (fixture.site("test/pod-0"), fixture.site("test/pod-1"), fixture.site("test/pod-2"));

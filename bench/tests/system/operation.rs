@@ -165,14 +165,14 @@ fn status_flows_and_metrics_match_the_packets() {
     assert_eq!(open.flows(&FlowsQuery { protocol: Some("SCTP".into()), ..Default::default() }).matching, 0);
 
     let metrics = open.metrics();
-    assert_eq!(sum(&metrics, "penstock_drops_total", &["cause=\"ingress_denied\""]), 3.0);
+    assert_eq!(sum(&metrics, "penstock_drops_total", &["reason=\"ingress_denied\""]), 3.0);
     assert_eq!(sum(&metrics, "penstock_port_drops_total", &["pod=\"pod-0\"", "ingress_denied"]), 3.0);
     assert!(sum(&metrics, "penstock_packets_total", &["forwarded"]) >= 4_000.0);
     assert!(sum(&metrics, "penstock_port_bytes_total", &["pod=\"pod-1\"", "ingress", "forwarded"]) > 100_000.0);
     assert_eq!(sum(&metrics, "penstock_connections", &["state=\"ESTABLISHED\""]), 1.0);
     assert_eq!(sum(&metrics, "penstock_umem_capacity_frames", &[]), f64::from(frames.total));
-    let turns = sum(&metrics, "penstock_worker_turn_seconds_count", &[]);
-    assert!(turns >= 1_000.0 && sum(&metrics, "penstock_worker_busy_seconds_total", &[]) > 0.0, "{turns}");
+    let iterations = sum(&metrics, "penstock_worker_poll_iteration_seconds_count", &[]);
+    assert!(iterations >= 1_000.0 && sum(&metrics, "penstock_worker_busy_seconds_total", &[]) > 0.0, "{iterations}");
     assert_eq!(sum(&metrics, "penstock_source_synced", &[]), 4.0);
     assert_eq!(open.page("/healthz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
     assert_eq!(open.page("/readyz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
@@ -282,7 +282,7 @@ fn commands_query_the_daemon_and_report_errors() {
     assert_eq!(json["node"], "node");
     let flows = open.print(&["flows", "--pod", "test/pod-0", "--protocol", "tcp"]);
     assert!(
-        flows.contains("test/pod-1 [fd00:10:244:1::11]:8080  ESTABLISHED") && flows.contains("1 connections"),
+        flows.contains("test/pod-1 [fd00:10:244:1::11]:8080  ESTABLISHED") && flows.contains("1 connection\n"),
         "{flows}"
     );
     let explain = ["explain", "--live", "--from", "test/pod-0", "--to", "test/pod-1", "--port"];
@@ -315,7 +315,7 @@ fn commands_query_the_daemon_and_report_errors() {
     for (arguments, logged) in [
         (&["flows", "--state", "LOUD"][..], "penstock: state \"LOUD\": unknown; use one of "),
         (&["flows", "--pod", "test/none"], "penstock: pod test/none is unknown"),
-        (&["dump", bundle.to_str().unwrap()], "is there already; give another name"),
+        (&["dump", bundle.to_str().unwrap()], "exists already; give another name"),
         (&["top"], "standard output is not a terminal: use penstock status"),
     ] {
         let output = open.command(arguments);

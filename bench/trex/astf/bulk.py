@@ -1,4 +1,4 @@
-"""Long bulk flows: few TCP connections, as much as goes through."""
+"""Bulk flows: a few long TCP connections at full throughput."""
 
 from penstock_astf import Tunables, generator, positive, template
 from trex.astf.api import ASTFGlobalInfo, ASTFProfile, ASTFProgram
@@ -7,7 +7,7 @@ CHUNK = 64 * 1024
 
 
 class Bulk:
-    """Few TCP connections on which the server sends as fast as goes through."""
+    """A few TCP connections on which the server sends as fast as it can."""
 
     def get_profile(self, tunables, **kwargs):
         parser = Tunables(type(self))
@@ -29,7 +29,7 @@ class Bulk:
 
 
 def loop(program, times, body):
-    """A loop of the program."""
+    """Repeats a part of the program."""
     program.set_var('chunk', times)
     program.set_label('more')
     body()
@@ -37,7 +37,7 @@ def loop(program, times, body):
 
 
 def buffers(args):
-    """Segments and windows of this size."""
+    """Sets the segment size and the windows."""
     info = ASTFGlobalInfo()
     info.tcp.mss = args.mss
     info.tcp.rxbufsize = info.tcp.txbufsize = args.window * 1_024

@@ -1,11 +1,11 @@
-"""Many TCP connections held open at once, each with a request now and then."""
+"""Many TCP connections open at once, each with a small request at intervals."""
 
 from penstock_astf import Tunables, generator, message, positive, rate, template
 from trex.astf.api import ASTFGlobalInfo, ASTFProfile, ASTFProgram
 
 
 class HeldConnections:
-    """Many TCP connections held open at once, each with a small request at intervals."""
+    """Many TCP connections open at once, each with a small request at intervals."""
 
     def get_profile(self, tunables, **kwargs):
         parser = Tunables(type(self))
@@ -29,7 +29,7 @@ class HeldConnections:
 
 
 def rounds(program, times, body):
-    """A loop of the program."""
+    """Repeats a part of the program."""
     program.set_var('round', times)
     program.set_label('again')
     body()
@@ -37,7 +37,7 @@ def rounds(program, times, body):
 
 
 def patient(args):
-    """Keep-alives that do not come between two requests."""
+    """Keep-alive intervals that are longer than the time between two requests."""
     info = ASTFGlobalInfo()
     seconds = max(2 * args.interval // 1_000, 30)
     info.tcp.keepinit = info.tcp.keepidle = info.tcp.keepintvl = seconds

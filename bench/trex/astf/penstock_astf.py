@@ -16,7 +16,7 @@ ALLOWED, DENIED = 'allowed', 'denied'
 
 
 class Tunables(argparse.ArgumentParser):
-    """Tunables of a profile; those of the addresses are the same in all of them."""
+    """Tunables of a profile. Those for addresses are the same in all profiles."""
 
     def __init__(self, profile):
         super().__init__(prog=profile.__name__, description=profile.__doc__, allow_abbrev=False,
@@ -62,14 +62,14 @@ def rate(text):
 
 
 def generator(args):
-    """Both sides' addresses."""
+    """The address ranges of clients and servers."""
     return ASTFIPGen(glob=ASTFIPGenGlobal(ip_offset=args.offset),
                      dist_client=ASTFIPGenDist(ip_range=args.clients, distribution='seq'),
                      dist_server=ASTFIPGenDist(ip_range=args.servers, distribution='seq'))
 
 
 def template(addresses, port, client, server, group=ALLOWED, **client_options):
-    """What the client's and the server's side of each connection do."""
+    """A template: the programs of client and server."""
     return ASTFTemplate(
         client_template=ASTFTCPClientTemplate(program=client, ip_gen=addresses, port=port, **client_options),
         server_template=ASTFTCPServerTemplate(program=server, assoc=ASTFAssociationRule(port=port)),

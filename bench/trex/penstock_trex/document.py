@@ -9,7 +9,7 @@ FORMAT = 1
 
 
 def write(path, run):
-    """Puts a run into the document, in the place of an earlier one of its kind."""
+    """Adds a run to the document; replaces an earlier run of the same kind."""
     file = Path(path)
     runs = [old for old in read(file)['runs'] if old['mode'] != run['mode']] if file.exists() else []
     file.parent.mkdir(parents=True, exist_ok=True)

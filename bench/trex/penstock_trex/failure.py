@@ -1,10 +1,10 @@
-"""What ends a run, each with its exit code."""
+"""Errors that end a run, each with its exit code."""
 
 MEASURED, FELL_SHORT, BAD_INPUT, NO_TREX, NO_SERVER = range(5)
 
 
 class Failure(Exception):
-    """What went wrong in one line, and the code to exit with."""
+    """A one-line message and the exit code."""
 
     def __init__(self, code, message):
         super().__init__(message)

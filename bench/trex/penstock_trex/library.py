@@ -14,7 +14,7 @@ PLACES = ['automation/trex_control_plane/interactive', 'interactive', 'trex_clie
 
 
 def path(folder):
-    """Where the package `trex` is below this folder."""
+    """The folder below this one that has the package `trex`."""
     if not folder:
         raise Failure(NO_TREX, 'no TRex: set TREX_DIR to the folder that TRex was unpacked to (it has automation/ in it)')
     for place in PLACES:
@@ -30,7 +30,7 @@ def load(mode, folder=None):
         sys.path.insert(0, where)
     try:
         with warnings.catch_warnings():
-            # Of the libraries that TRex brings along: nothing that a reader could act on.
+            # Warnings of the libraries that TRex ships; a user can do nothing about them.
             warnings.simplefilter('ignore')
             return importlib.import_module(f'trex.{mode}.api')
     except ImportError as error:
@@ -38,5 +38,5 @@ def load(mode, folder=None):
 
 
 def profile_file(mode, name):
-    """The file of a profile of ours."""
+    """The file of one of these profiles."""
     return Path(__file__).parent.parent / mode / f'{name}.py'

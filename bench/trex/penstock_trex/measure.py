@@ -1,4 +1,4 @@
-"""What is measured of each profile, and what is checked first."""
+"""The measurements of each profile, and the checks before them."""
 
 import shlex
 
@@ -13,11 +13,11 @@ LATENCY_AT = (0.1, 0.5, 0.9)
 
 
 class Refused(Exception):
-    """A check failed: figures of this profile would mean nothing."""
+    """A check failed, so measurements of this profile would be invalid."""
 
 
 def named(mode, text, fixed):
-    """A profile's name and tunables; `fixed` are added where they are not given."""
+    """A profile's name and tunables; `fixed` has the values of those that are not given."""
     words = shlex.split(text)
     if not words or not library.profile_file(mode, words[0]).is_file() or words[0].startswith('penstock'):
         there = sorted(file.stem for file in library.profile_file(mode, 'x').parent.glob('*.py'))
@@ -32,7 +32,7 @@ def named(mode, text, fixed):
 
 
 def checked(trial, what):
-    """Nothing is measured where what policy allows is lost at leisure, or what it denies arrives."""
+    """Checks at a low rate that allowed packets arrive and denied ones do not."""
     if trial.sent == 0:
         raise Refused(f'no {what} were sent')
     if trial.denied_received:
@@ -43,7 +43,7 @@ def checked(trial, what):
 
 
 def guarded(trial):
-    """A denied packet that arrives ends the measurement, at whatever rate."""
+    """Ends the measurement if a denied packet arrives, at any rate."""
     if trial.denied_received:
         raise Refused(f'{trial.denied_received} arrived that policy denies, at {trial.offered:.0f} a second')
     return trial
@@ -57,7 +57,7 @@ def repeated(measure, args, allowed):
 
 
 def stateless(api, client, ports, args, text):
-    """No-drop rate, partial-drop rate, and latency at shares of the first."""
+    """No-drop rate, partial-drop rate, and latency at shares of the no-drop rate."""
     ends = {'--src': ports[0].address, '--dst': ports[1].address}
     name, tunables = named('stl', text, ends)
     profile = Stateless(api, client, ports, name, tunables, args.both)
@@ -74,7 +74,7 @@ def stateless(api, client, ports, args, text):
 
 
 def stateful(api, client, ports, args, text):
-    """Connections a second for the profile of that; what went through for the others."""
+    """Connections per second for the profile `connections`; throughput for the others."""
     ends = {'--clients': ports[0].address, '--servers': ports[1].address}
     name, tunables = named('astf', text, ends)
     profile = Stateful(api, client, name, tunables)

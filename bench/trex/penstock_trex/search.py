@@ -1,4 +1,4 @@
-"""The highest rate at which no more than some share is lost: short trials find it, long ones confirm it.
+"""Search for the highest rate with at most a given share lost: short trials find it, long ones confirm it.
 
 A trial that the generator could not send as fast as it was asked to says nothing about what is measured: it bounds the search
 like a loss, and the result says that the generator was its limit.
@@ -7,13 +7,13 @@ like a loss, and the result says that the generator was its limit.
 import statistics
 from dataclasses import dataclass, field
 
-# Sent at less than this share of the rate that was asked for, a trial is the generator's limit.
+# If a trial sent less than this share of the requested rate, the generator is the limit.
 SHORT_OF = 0.98
 
 
 @dataclass
 class Trial:
-    """What was sent at one rate, and what became of it. `sent` and `received` are of what policy allows."""
+    """The counts of a trial at one rate. `sent` and `received` count only packets that policy allows."""
 
     offered: float
     seconds: float
@@ -33,7 +33,7 @@ class Trial:
 
     @property
     def rate(self):
-        """Packets or connections a second that were sent, the denied ones included."""
+        """Packets or connections sent per second, denied ones included."""
         return (self.sent + self.denied_sent) / self.seconds
 
     @property
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass
 class Found:
-    """The result of one search. `limited_by` is loss, generator or range (the highest rate of the search passed)."""
+    """The result of a search. `limited_by` is loss, generator or range (the highest rate of the range passed)."""
 
     rate: float
     limited_by: str
@@ -56,7 +56,7 @@ class Found:
 
 
 class Search:
-    """Searches between two rates. `measure(rate, seconds)` makes a trial."""
+    """Searches between two rates. `measure(rate, seconds)` runs a trial."""
 
     def __init__(self, measure, lowest, highest, precision=0.01, short=1.0, long=10.0):
         if not 0 < lowest < highest:
@@ -74,13 +74,13 @@ class Search:
         if low is None:
             return Found(0.0, self.limited_by, self.trials)
         low, _ = self.narrow(low, high, self.long)
-        # What was sent at that rate, not what was asked for.
+        # The rate that was sent, not the requested one.
         confirmed = [trial for trial in self.trials if trial.offered == low and trial.seconds >= self.long * 0.9]
         return Found(confirmed[-1].rate, self.limited_by, self.trials)
 
     def passes(self, rate, seconds):
         trial = self.measure(rate, seconds)
-        # Known by what was asked for: the bounds of the search are compared.
+        # The key is the requested rate: the search compares its bounds.
         trial.offered = rate
         self.trials.append(trial)
         good = not trial.short and trial.loss <= self.allowed
@@ -89,7 +89,7 @@ class Search:
         return good
 
     def narrow(self, low, high, seconds):
-        """Closes in between a rate that is taken to pass and one that does not."""
+        """Bisects between a rate that passes and one that does not."""
         while high / low > 1 + self.precision:
             middle = (low * high) ** 0.5
             if self.passes(middle, seconds):
@@ -99,7 +99,7 @@ class Search:
         return low, high
 
     def confirm(self, low, high):
-        """Goes down in growing steps until a long trial passes; nothing where not even the lowest rate does."""
+        """Lowers the rate in growing steps until a long trial passes; `None` if even the lowest rate fails."""
         step = self.precision
         while True:
             if self.passes(low, self.long):

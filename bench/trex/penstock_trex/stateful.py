@@ -14,16 +14,16 @@ COUNTERS = ['tcps_connattempt', 'tcps_accepts', 'tcps_connects', 'tcps_closed', 
 
 
 class Stateful:
-    """One profile, loaded anew for each trial: the rate is one of its tunables."""
+    """One profile, loaded again for each trial: the rate is one of its tunables."""
 
     def __init__(self, api, client, name, tunables):
         self.client, self.file, self.tunables = client, str(library.profile_file('astf', name)), list(tunables)
-        # Says at once what is wrong with the tunables.
+        # Reports wrong tunables before the first trial.
         profile = api.ASTFProfile.load(self.file, tunables=list(self.tunables))
         self.groups = list(profile.tg_name_to_id)
 
     def trial(self, rate, seconds):
-        """Opens so many connections a second. One whose first segment had to be sent again counts as lost."""
+        """Opens this many connections per second. One whose SYN was retransmitted counts as lost."""
         counts = self.run([*self.tunables, '--cps', f'{rate:.1f}'], seconds)
         allowed, denied = counts['allowed']['client'], counts.get('denied', {'client': {}, 'server': {}})
         attempts = allowed.get('tcps_connattempt', 0)
@@ -34,13 +34,13 @@ class Stateful:
         return trial
 
     def sustained(self, seconds, warm_up):
-        """Runs the profile as it is and tells what went through after the warm-up."""
+        """Runs the profile without a rate and returns the throughput after the warm-up."""
         self.start(self.tunables, seconds + warm_up)
         time.sleep(warm_up)
         first, began = self.counts(), time.monotonic()
         most, over = 0, False
         while not over:
-            # The last look is before the end: connections are closed from then on.
+            # Read the counters before the end: connections are closed from then on.
             time.sleep(min(1, seconds / 3))
             last, ended = self.counts(), time.monotonic()
             most = max(most, last['allowed']['client'].get('m_est_flows', 0))

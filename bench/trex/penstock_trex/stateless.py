@@ -7,7 +7,7 @@ from . import library
 from .failure import NO_SERVER, Failure, bad_input
 from .search import Trial
 
-# How long packets may be on their way after the last one was sent.
+# How long packets may take to arrive after the last one was sent.
 STRAGGLERS = 0.5
 MAC = re.compile(r'[0-9a-fA-F]{2}(:[0-9a-fA-F]{2}){5}')
 
@@ -42,7 +42,7 @@ class Port:
 
 
 def connect(api, make, server, ports):
-    """A client that has the ports to itself."""
+    """A client that owns the ports."""
     client = make(server=server)
     try:
         client.connect()
@@ -80,7 +80,7 @@ class Stateless:
             self.groups.update({stream.get_pg_id(): stream.get_name() for stream in streams})
 
     def trial(self, rate, seconds):
-        """Sends at this many packets a second, over all senders, and counts."""
+        """Sends this many packets per second in total and counts them."""
         stats = self.run(rate, seconds)
         counts = {kind: [0, 0] for kind in ('allowed', 'denied', 'latency')}
         for group, name in self.groups.items():
@@ -95,7 +95,7 @@ class Stateless:
         return Trial(rate, seconds, *counts['allowed'], *counts['denied'], details)
 
     def latencies(self, rate, seconds):
-        """The latency streams' figures, with this rate beside them."""
+        """The latency statistics of the streams, with the rate."""
         stats = self.run(rate, seconds)
         found = []
         for group, name in self.groups.items():
@@ -115,7 +115,7 @@ class Stateless:
 
     def run(self, rate, seconds):
         self.client.clear_stats()
-        # One rate for all senders: each gets its part.
+        # The rate is divided between the senders.
         self.client.start(ports=self.senders, mult=f'{rate:.0f}pps', duration=seconds, total=True, force=True)
         self.client.wait_on_traffic(ports=self.senders, timeout=seconds + 60, rx_delay_ms=int(STRAGGLERS * 1000))
         return self.client.get_stats()

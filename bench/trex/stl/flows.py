@@ -1,10 +1,10 @@
-"""Many UDP connections at once, in turn."""
+"""Many UDP connections at once, in rotation."""
 
 from penstock_stl import Ends, Groups, Tunables, aligned, latency_stream, padded, stream, varied
 
 
 class ManyFlows:
-    """Many UDP connections at once, a packet of each in turn. More than 32,768 take further destination ports."""
+    """Many UDP connections at once, one packet of each in rotation. More than 32,768 use further destination ports."""
 
     def get_streams(self, port_id, direction, tunables, **kwargs):
         args = Tunables(type(self)).with_size().with_flows(10_000).with_latency().parse_args(tunables)

@@ -4,7 +4,7 @@ from penstock_stl import Ends, Groups, Tunables, aligned, latency_stream, padded
 
 
 class AllowedAndDenied:
-    """Allowed connections beside others that policy denies. None of the denied packets may arrive."""
+    """Allowed connections together with denied ones. No denied packet may arrive."""
 
     def get_streams(self, port_id, direction, tunables, **kwargs):
         parser = Tunables(type(self)).with_size().with_flows(1_000).with_latency()
@@ -15,7 +15,7 @@ class AllowedAndDenied:
         ends, groups = Ends(args, direction), Groups(port_id)
         vm = varied(ends, args.flows)
         streams = [stream('allowed', padded(ends.headers(), args.size), groups.take(), 1 - args.denied, vm)]
-        # What answers to a denied connection would be is no connection that anyone has opened.
+        # Replies of a denied connection would belong to no open connection.
         if ends.forward:
             denied = padded(ends.headers(dport=args.denied_dport), args.size)
             streams.append(stream('denied', denied, groups.take(), args.denied, vm))

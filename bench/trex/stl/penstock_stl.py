@@ -18,16 +18,16 @@ SHORTEST = {4: 64, 6: 66}
 SHORTEST_LATENCY = 96
 # Packet groups of one port; the server counts a group, whichever port its packets come back to.
 GROUPS_A_PORT = 100
-# Of one source port's 16 bits the flow's number takes 15: the first bit stays set, so that no flow has a low port.
+# The flow's number takes 15 of the source port's 16 bits; the highest bit stays set, so that no flow has a low port.
 SOURCE_PORT_BITS = 15
 MOST_FLOWS = 1 << 20
 
 
 class Tunables(argparse.ArgumentParser):
-    """Tunables of a profile; those of the flow's ends are the same in all of them."""
+    """Tunables of a profile. Those for the ends of the flow are the same in all profiles."""
 
     def __init__(self, profile):
-        # No shortened names: the runner tells which tunables a profile has by their names.
+        # No abbreviations: the runner finds a profile's tunables by their names.
         super().__init__(prog=profile.__name__, description=profile.__doc__, allow_abbrev=False,
                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         self.add_argument('--src', default='10.244.1.10', help='address of port 0: a pod, or a machine outside')
@@ -71,7 +71,7 @@ def share(text):
 
 
 class Ends:
-    """Both ends of a flow as one direction sees them: port 1 sends the answers to what port 0 sends."""
+    """Both ends of a flow in one direction: port 1 sends the replies to what port 0 sends."""
 
     def __init__(self, args, direction):
         self.src, self.dst = ipaddress.ip_address(args.src), ipaddress.ip_address(args.dst)
@@ -89,12 +89,12 @@ class Ends:
         src, dst = (self.src, self.dst) if self.forward else (self.dst, self.src)
         sport, dport = (near, far) if self.forward else (far, near)
         network = (IP if src.version == 4 else IPv6)(src=str(src), dst=str(dst))
-        # Without a sum: the server writes into the payload of latency packets and would leave it wrong.
+        # Without a checksum: the server writes into the payload of latency packets, which would make it wrong.
         return Ether() / network / UDP(sport=sport, dport=dport, chksum=0)
 
 
 def padded(headers, size):
-    """The packet as long as its frame is to be."""
+    """Pads the packet to the length of the frame."""
     room = size - CHECK_SEQUENCE - len(headers)
     if room < 0:
         raise ValueError(f'a frame of {size} bytes is too short: at least {len(headers) + CHECK_SEQUENCE}')
@@ -102,7 +102,7 @@ def padded(headers, size):
 
 
 def varied(ends, flows):
-    """Runs through `flows` connections: 15 bits of the number are the source port's, the others the destination port's."""
+    """Rotates through `flows` connections: 15 bits of the number go into the source port, the rest into the other one."""
     if flows == 1:
         return None
     near, far = ('UDP.sport', 'UDP.dport') if ends.forward else ('UDP.dport', 'UDP.sport')
@@ -117,7 +117,7 @@ def varied(ends, flows):
 
 
 def aligned(args):
-    """Refuses ports whose low bits the flow's number would overwrite."""
+    """Rejects ports whose low bits the flow's number would overwrite."""
     ports = (args.flows - 1 >> SOURCE_PORT_BITS) + 1
     if args.flows > 1 and args.sport != 1 << SOURCE_PORT_BITS:
         raise ValueError(f'--sport {args.sport}: with more than one flow it is {1 << SOURCE_PORT_BITS}')
@@ -127,20 +127,20 @@ def aligned(args):
 
 
 def stream(name, packet, group, pps=1.0, vm=None):
-    """A stream at a rate that the runner multiplies; its packets are counted by their group."""
+    """A stream whose rate the runner multiplies; packets are counted by group."""
     return STLStream(name=name, packet=STLPktBuilder(pkt=packet, vm=vm), mode=STLTXCont(pps=pps),
                      flow_stats=STLFlowStats(pg_id=group))
 
 
 def latency_stream(name, headers, size, group, pps):
-    """A stream whose packets carry number and time; its rate is never multiplied."""
+    """A latency stream: its packets carry number and time stamp; its rate is never multiplied."""
     packet = padded(headers, max(size, SHORTEST_LATENCY))
     return STLStream(name=name, packet=STLPktBuilder(pkt=packet), mode=STLTXCont(pps=float(pps)),
                      flow_stats=STLFlowLatencyStats(pg_id=group))
 
 
 class Groups:
-    """Numbers of packet groups, each once."""
+    """Allocates the numbers of packet groups."""
 
     def __init__(self, port_id):
         self.following = port_id * GROUPS_A_PORT

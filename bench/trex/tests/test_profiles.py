@@ -1,4 +1,4 @@
-"""Each profile loads, and makes the streams and templates that its tunables ask for."""
+"""Each profile loads and makes the streams and templates that its tunables describe."""
 
 import ast
 import base64
@@ -18,7 +18,7 @@ from .using import api
 
 @contextlib.contextmanager
 def quiet():
-    """Without what argparse prints."""
+    """Discards what argparse prints."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -1,4 +1,4 @@
-"""The runner from its command line to its document, with clients in front of a device whose capacity is known."""
+"""The runner from its command line to its document, with fake clients before a device of known capacity."""
 
 import contextlib
 import importlib.util
@@ -23,7 +23,7 @@ QUICK = ['--short', '1', '--long', '2', '--repetitions', '3', '--lowest', '1000'
 
 
 class Client:
-    """What both clients have in common; `calls` keeps what they were asked."""
+    """Base of both fake clients; `calls` records the calls."""
 
     def __init__(self, server):
         self.calls, self.server = [], server
@@ -45,7 +45,7 @@ class Client:
 
 
 class StatelessClient(Client):
-    """Passes what it allows, up to a capacity, and nothing of what is denied unless it leaks."""
+    """Passes allowed packets up to a capacity, and denied ones only if it leaks."""
 
     capacity, leak, flaw = 60_000, 0, 0.0
 
@@ -77,7 +77,7 @@ class StatelessClient(Client):
 
 
 class StatefulClient(Client):
-    """Establishes so many connections a second."""
+    """Establishes up to this many connections per second."""
 
     capacity, leak, byte_count = 5_000, 0, 0
 
@@ -92,10 +92,10 @@ class StatefulClient(Client):
         attempts = int(cps[-1] * self.seconds)
         connects = min(attempts, int(self.capacity * self.seconds))
         self.byte_count += 1_000_000
-        told = {'allowed': {'client': {'tcps_connattempt': attempts, 'tcps_connects': connects, 'm_est_flows': 42,
-                                       'tcps_rcvbyte': self.byte_count}, 'server': {'tcps_accepts': connects}},
-                'denied': {'client': {'tcps_connattempt': 50}, 'server': {'tcps_accepts': self.leak}}}
-        return {group: told[group] for group in groups}
+        counts = {'allowed': {'client': {'tcps_connattempt': attempts, 'tcps_connects': connects, 'm_est_flows': 42,
+                                         'tcps_rcvbyte': self.byte_count}, 'server': {'tcps_accepts': connects}},
+                  'denied': {'client': {'tcps_connattempt': 50}, 'server': {'tcps_accepts': self.leak}}}
+        return {group: counts[group] for group in groups}
 
 
 class RunTest(unittest.TestCase):
@@ -105,7 +105,7 @@ class RunTest(unittest.TestCase):
         self.output = Path(folder.name) / 'deep' / 'trex.json'
 
     def measured(self, mode, make, *words):
-        """Exit code, document and what was said of a run with this client."""
+        """Exit code, document and output of a run with this client."""
         clients = []
 
         def made(server):
@@ -125,11 +125,12 @@ class RunTest(unittest.TestCase):
         code, document, said = self.measured('stl', StatelessClient)
         self.assertEqual(code, 0, said)
         self.assertEqual(document['format'], 1)
-        told = document['runs'][0]
-        self.assertEqual((told['mode'], told['server']['version']['version'], told['server']['cores']), ('stl', 'v3.08', 2))
-        self.assertEqual([port['driver'] for port in told['ports']], ['net_af_packet'] * 2)
-        self.assertEqual([profile['profile'] for profile in told['profiles']], ['udp', 'imix', 'flows', 'flows', 'mix', 'pods'])
-        for profile in told['profiles']:
+        entry = document['runs'][0]
+        self.assertEqual((entry['mode'], entry['server']['version']['version'], entry['server']['cores']), ('stl', 'v3.08', 2))
+        self.assertEqual([port['driver'] for port in entry['ports']], ['net_af_packet'] * 2)
+        self.assertEqual([profile['profile'] for profile in entry['profiles']],
+                         ['udp', 'imix', 'flows', 'flows', 'mix', 'pods'])
+        for profile in entry['profiles']:
             with self.subTest(profile=profile['asked']):
                 self.assertAlmostEqual(profile['ndr']['median'], 60_000, delta=1_200)
                 self.assertGreater(profile['pdr']['median'], profile['ndr']['median'] * 0.999)
@@ -184,7 +185,7 @@ class RunTest(unittest.TestCase):
         for mode, make in (('stl', StatelessClient), ('astf', StatefulClient), ('stl', StatelessClient)):
             profile = 'udp' if mode == 'stl' else 'connections'
             _, document, _ = self.measured(mode, make, '--profile', profile)
-        self.assertEqual([told['mode'] for told in document['runs']], ['astf', 'stl'])
+        self.assertEqual([entry['mode'] for entry in document['runs']], ['astf', 'stl'])
 
     def test_a_file_that_is_something_else_is_not_overwritten(self):
         self.output.parent.mkdir()

@@ -7,7 +7,7 @@ from penstock_trex.search import Search, Trial, summary
 
 
 def device(capacity, generator=1e9, flaw=0.0, short_luck=None):
-    """Loses what is above its capacity, a share `flaw` at any rate; short trials may be luckier by a factor."""
+    """Loses what exceeds its capacity, and a share `flaw` at any rate; short trials may pass at a factor more."""
     def measure(rate, seconds):
         sent_rate = min(rate, generator)
         limit = capacity * (short_luck if short_luck and seconds < 5 else 1)
@@ -66,11 +66,11 @@ class SearchTest(unittest.TestCase):
                 Search(device(5), lowest, highest)
 
     def test_several_searches_are_summed_up_by_median_and_spread(self):
-        told = summary([found(device(capacity)) for capacity in (90_000, 100_000, 110_000)])
-        self.assertLess(told['lowest'], told['median'])
-        self.assertLess(told['median'], told['highest'])
-        self.assertEqual(len(told['trials']), 3)
-        self.assertEqual(told['limited_by'], ['loss'])
+        result = summary([found(device(capacity)) for capacity in (90_000, 100_000, 110_000)])
+        self.assertLess(result['lowest'], result['median'])
+        self.assertLess(result['median'], result['highest'])
+        self.assertEqual(len(result['trials']), 3)
+        self.assertEqual(result['limited_by'], ['loss'])
 
 
 if __name__ == '__main__':

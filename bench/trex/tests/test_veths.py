@@ -1,4 +1,7 @@
-"""The node of `veths up`, and a NIC in a pod's place by `nic-pod up`, with Penstock on it: the profiles' own packets, from where TRex would be to where TRex would be."""
+"""The node of `veths up`, and a pod with a NIC by `nic-pod up`, with Penstock.
+
+The tests send the profiles' packets between the interfaces that TRex would use.
+"""
 
 import base64
 import json
@@ -20,8 +23,8 @@ PENSTOCK = os.environ.get('PENSTOCK_BIN', '')
 CONFIGS = FOLDER.parent.parent.parent / 'configs' / 'trex'
 LIMIT = 20
 
-# Sends frames on trex0, all of them again and again, and tells which arrive on trex1; ends once the last of them has, or after
-# ten seconds. It is told names and frames in base64.
+# Sends all frames on trex0 repeatedly and reports which arrive on trex1. Ends once the last one has arrived, or after ten
+# seconds. The input is names and frames in base64.
 EXCHANGE = '''
 import base64, json, socket, sys, time
 frames = {name: base64.b64decode(text) for name, text in json.load(sys.stdin).items()}
@@ -48,7 +51,7 @@ def command(*words, **options):
 
 
 def within(netns):
-    """The beginning of a command that runs in a network namespace, with no mount of a sysfs that `ip -n` makes."""
+    """Prefix of a command that runs in a network namespace, without the sysfs mount that `ip -n` makes."""
     return 'nsenter', f'--net=/run/netns/{netns}'
 
 
@@ -66,7 +69,7 @@ class VethsTest(unittest.TestCase):
         self.folder = Path(folder.name)
 
     def start_penstock(self):
-        """Penstock with the configuration that is shipped, but for what would be shared with another one on this machine."""
+        """Penstock with the shipped configuration, except what it would share with another instance on the machine."""
         settings = ['admin.socket=off', 'metrics.listen=off', 'conntrack.mapping=off', f'fail.pins=/sys/fs/bpf/{self.name}',
                     f'workers.cores=[{max(os.sched_getaffinity(0))}]', 'umem.memory=64MiB']
         words = [word for setting in settings for word in ('--set', setting)]
@@ -109,7 +112,7 @@ class VethsTest(unittest.TestCase):
                                              tunables=['--src', '10.244.1.10', '--dst', '10.244.1.11'])
         found = {stream.get_name(): ethernet + base64.b64decode(stream.to_json()['packet']['binary'])[12:]
                  for stream in profile.get_streams()}
-        # The allowed one ends the exchange: by then the denied one, sent before it each time, had its chance.
+        # The allowed frame ends the exchange; the denied one is sent before it each time.
         return {name: base64.b64encode(found[name]).decode() for name in ('denied', 'allowed')}
 
     def exchange(self):
@@ -117,7 +120,7 @@ class VethsTest(unittest.TestCase):
         return json.loads(command(*words, input=json.dumps(self.frames())))
 
     def test_what_the_profiles_call_allowed_arrives_and_what_they_call_denied_does_not(self):
-        # TRex answers to address resolution; here nobody does.
+        # TRex answers ARP; here nothing does.
         server = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'link', 'show', 'trex1'))[0]['address']
         command(*within(f'{self.name}-node'), 'ip', 'neigh', 'replace', '10.244.1.11', 'lladdr', server, 'dev', 'veth-trex1')
         self.assertEqual(self.exchange(), ['allowed', 'denied'], 'without Penstock the node forwards both')
@@ -125,7 +128,7 @@ class VethsTest(unittest.TestCase):
         self.assertEqual(self.exchange(), ['allowed'])
 
     def test_a_nic_stands_in_for_a_pods_interface(self):
-        """The pod `server` behind a veth that plays the NIC, whose other end, called trex1, plays TRex's port."""
+        """The pod `server` behind a veth that stands for the NIC; its other end, trex1, stands for TRex's port."""
         node, trex = f'{self.name}-node', f'{self.name}-trex'
         command(*within(node), 'ip', 'link', 'delete', 'veth-trex1')
         command(*within(node), 'ip', 'link', 'add', 'nic', 'type', 'veth', 'peer', 'name', 'trex1', 'netns', trex)
@@ -140,8 +143,8 @@ class VethsTest(unittest.TestCase):
 
     def test_no_stack_answers_in_the_place_of_trex(self):
         for port in (0, 1):
-            told = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))
-            self.assertEqual(told[0]['addr_info'], [])
+            addresses = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))
+            self.assertEqual(addresses[0]['addr_info'], [])
 
 
 if __name__ == '__main__':

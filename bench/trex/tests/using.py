@@ -1,4 +1,4 @@
-"""The library that the tests run with: TRex's own, or the stand-in."""
+"""The library that the tests use: TRex's own, or the stand-in."""
 
 import importlib
 

@@ -77,9 +77,9 @@ pub struct WorkerStatus {
     /// Packets per batch.
     pub packets_per_batch: f64,
     /// Median duration of poll iterations with packets, in seconds, since the start.
-    pub turn_median_seconds: Option<f64>,
+    pub poll_iteration_median_seconds: Option<f64>,
     /// The 99th percentile of the same, in seconds.
-    pub turn_p99_seconds: Option<f64>,
+    pub poll_iteration_p99_seconds: Option<f64>,
     /// Packets from other workers that wait for it.
     pub handed_over: usize,
     /// Packet cost by stage.
@@ -236,12 +236,12 @@ pub struct Flows {
     /// How many match.
     pub matching: usize,
     /// The listed connections, in no order.
-    pub flows: Vec<Flow>,
+    pub flows: Vec<ConnectionFlow>,
 }
 
 /// A connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Flow {
+pub struct ConnectionFlow {
     /// Its identifier, the same as in the verdict log.
     pub connection: String,
     /// TCP, UDP, SCTP, ICMP, ICMPv6 or `protocol N`.
@@ -250,7 +250,7 @@ pub struct Flow {
     pub from: FlowEnd,
     /// The other end.
     pub to: FlowEnd,
-    /// Its state, named as in nf_conntrack, or `CUT` if a policy change revoked it.
+    /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
     /// The rule that allows the opener's egress under the current policy, or the verdict.
     pub egress: String,

@@ -46,20 +46,20 @@ impl ClosedInterfaces {
         let new = netstate
             .links
             .values()
-            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_a_pods(netstate, link));
+            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_pod_interface(netstate, link));
         new.filter(|link| !self.closed.contains_key(&link.index)).map(interface).collect()
     }
 
-    fn may_be_a_pods(&self, netstate: &NetworkState, link: &Link) -> bool {
+    fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link) -> bool {
         link.veth
             && link.peer_elsewhere
-            && self.may_have(netstate, link)
+            && self.has_pod_master(netstate, link)
             && !self.uplinks.contains(&link.name)
             && self.patterns.iter().any(|pattern| pattern.matches(&link.name))
     }
 
     /// Whether the interface has no master, or one that may have pods' ports.
-    fn may_have(&self, netstate: &NetworkState, link: &Link) -> bool {
+    fn has_pod_master(&self, netstate: &NetworkState, link: &Link) -> bool {
         let master = netstate.master_of(link).map_or("", |master| &master.name);
         link.master.is_none() || self.bridges.iter().any(|pattern| pattern.matches(master))
     }
@@ -87,21 +87,21 @@ impl ClosedInterfaces {
     /// Releases interfaces that are gone, and those that joined a bridge or the like without pods.
     pub(super) fn release(&mut self, netstate: &NetworkState) {
         self.ignored.retain(|index| netstate.links.contains_key(index));
-        let taken: Vec<u32> = (self.closed.keys().copied())
-            .filter(|index| netstate.links.get(index).is_none_or(|link| !self.may_have(netstate, link)))
+        let released: Vec<u32> = (self.closed.keys().copied())
+            .filter(|index| netstate.links.get(index).is_none_or(|link| !self.has_pod_master(netstate, link)))
             .collect();
-        for index in taken {
-            let released = self.closed.remove(&index);
+        for index in released {
+            let attached = self.closed.remove(&index);
             if netstate.links.contains_key(&index) {
                 self.ignored.insert(index);
-                let name = released.map(|attached| attached.interface().name.clone());
+                let name = attached.map(|attached| attached.interface().name.clone());
                 tracing::info!(interface = name, "not a pod's interface: opened again");
             }
         }
     }
 
     /// Each closed interface with the counters of its program.
-    pub(super) fn counted(&self) -> Vec<(String, XdpOutcomeCounts)> {
+    pub(super) fn counters(&self) -> Vec<(String, XdpOutcomeCounts)> {
         let all = self.closed.values();
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
     }

@@ -42,7 +42,7 @@ pub(super) fn make_directory(mapping: &TableMapping) -> Result<(), RunError> {
 ///
 /// A released address has no owner until its connections are removed. A scan of the table takes tens of milliseconds,
 /// so a thread of its own does it ([`ClearingQueue`]), and publishing does not wait.
-pub(super) struct Connections {
+pub(super) struct ConnectionOwners {
     mapping: TableMapping,
     clearing: ClearingQueue,
     /// Owners in the last snapshot.
@@ -57,7 +57,7 @@ pub(super) struct Connections {
     taken_over: bool,
 }
 
-impl Connections {
+impl ConnectionOwners {
     pub(super) fn new(mapping: &TableMapping, clearing: ClearingQueue) -> Self {
         Self {
             mapping: mapping.clone(),
@@ -73,8 +73,8 @@ impl Connections {
     /// Which of `wanted` own their address in the next snapshot: all but those whose address still has connections of
     /// its previous owner.
     pub(super) fn admit(&mut self, wanted: &AddressOwners) -> &AddressOwners {
-        let left = self.owners.iter().filter(|(address, owner)| wanted.get(address) != Some(owner));
-        self.released.extend(left.map(|(address, _)| *address));
+        let gone = self.owners.iter().filter(|(address, owner)| wanted.get(address) != Some(owner));
+        self.released.extend(gone.map(|(address, _)| *address));
         self.owners = wanted.clone();
         self.owners.retain(|address, _| !self.released.contains(address));
         &self.owners
@@ -125,13 +125,13 @@ impl Connections {
             self.owners.iter().map(|(&end, owner)| (end.into(), name(owner))).collect();
         table.assign_owners(|flow| {
             let ends = [flow.src, flow.dst];
-            let stayed = ends.iter().all(|end| before.get(end) == now.get(end));
+            let unchanged = ends.iter().all(|end| before.get(end) == now.get(end));
             let port = ends.into_iter().find_map(|end| forwarding.pod_port(end));
-            port.filter(|_| stayed).map(|port| OwnerId(port.0))
+            port.filter(|_| unchanged).map(|port| OwnerId(port.0))
         })
     }
 
-    /// Call once the snapshot with [`Connections::owners`] is published: queues the removal of connections of released
+    /// Call once the snapshot with [`ConnectionOwners::owners`] is published: queues the removal of connections of released
     /// addresses. A connection that a worker is inserting meanwhile has an older epoch and is re-evaluated.
     pub(super) fn published(&mut self) {
         let addresses: Vec<IpAddr> = self.released.difference(&self.being_cleared).copied().collect();
@@ -229,10 +229,10 @@ fn read(mapping: &TableMapping) -> io::Result<BTreeMap<IpAddr, String>> {
 fn write(mapping: &TableMapping, owners: &AddressOwners) -> io::Result<()> {
     let TableMapping::File(path) = mapping else { return Ok(()) };
     let names: BTreeMap<&IpAddr, String> = owners.iter().map(|(address, owner)| (address, name(owner))).collect();
-    let (whole, part) = (beside(path, PODS), beside(path, ".pods.new"));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
+    let (path, temporary) = (beside(path, PODS), beside(path, ".pods.new"));
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     file.write_all(&serde_json::to_vec(&names)?)?;
-    fs::rename(part, whole)
+    fs::rename(temporary, path)
 }
 
 /// A name of the owner that is unique while the machine runs.
@@ -286,7 +286,7 @@ mod tests {
 
     /// Publishes with these owners and runs the queued jobs.
     fn settle(
-        connections: &mut Connections,
+        connections: &mut ConnectionOwners,
         jobs: ClearingJobs,
         table: &ConnTable,
         wanted: &AddressOwners,
@@ -313,7 +313,7 @@ mod tests {
             let (owners, forwarding) =
                 node(&[(1, "web", 11, 1), (2, "db", 12, 2), (3, "old", 13, 3), (4, "gone", 14, 4)]);
             let (clearing, jobs) = ClearingQueue::new();
-            settle(&mut Connections::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
+            settle(&mut ConnectionOwners::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
             flows.iter().for_each(|flow| enter(&table, flow, 7));
         }
         let table = open(&path);
@@ -321,11 +321,11 @@ mod tests {
         let (owners, forwarding) =
             node(&[(1, "web", 11, 31), (2, "db", 12, 32), (3, "old", 17, 33), (5, "new", 18, 35)]);
         let (clearing, jobs) = ClearingQueue::new();
-        settle(&mut Connections::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
-        let left: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
-        assert_eq!(left.len(), 2, "{left:?}");
+        settle(&mut ConnectionOwners::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
+        let remaining: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
+        assert_eq!(remaining.len(), 2, "{remaining:?}");
         for kept in [(flow(1, 2), OwnerId(31)), (flow(OUTSIDE, 1), OwnerId(31))] {
-            assert!(left.contains(&kept), "{kept:?} of {left:?}");
+            assert!(remaining.contains(&kept), "{kept:?} of {remaining:?}");
         }
         assert_eq!((table.len(), table.len_of(OwnerId(31)), table.len_of(OwnerId(7))), (2, 2, 0));
     }
@@ -339,7 +339,7 @@ mod tests {
         let table = open(&path);
         let (owners, forwarding) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
         let (clearing, jobs) = ClearingQueue::new();
-        settle(&mut Connections::new(&TableMapping::File(path), clearing), jobs, &table, &owners, &forwarding);
+        settle(&mut ConnectionOwners::new(&TableMapping::File(path), clearing), jobs, &table, &owners, &forwarding);
         assert!(table.is_empty());
     }
 
@@ -347,7 +347,7 @@ mod tests {
     fn a_released_address_has_no_owner_until_its_connections_are_removed() {
         let table = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
         let (clearing, jobs) = ClearingQueue::new();
-        let mut connections = Connections::new(&TableMapping::Off, clearing);
+        let mut connections = ConnectionOwners::new(&TableMapping::Off, clearing);
         let (both, _) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
         let (again, _) = node(&[(1, "web", 11, 1), (2, "db", 13, 2)]);
         assert_eq!(connections.admit(&both), &both);

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use nix::unistd::gettid;
 use penstock_dataplane::worker::Dataplane;
-use penstock_policy::model::{Change, Object};
+use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::time::MissedTickBehavior;
@@ -24,11 +24,11 @@ use super::close_first::CloseFirstFds;
 use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
 use super::node_path::NodePath;
-use super::objects::Objects;
+use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::policy_thread::PolicyThread;
-use super::ports::Ports;
-use super::preflight::{self, Finding, Level};
+use super::ports::OpenPorts;
+use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
 use super::{RunError, logging};
@@ -99,7 +99,7 @@ async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(S
 }
 
 /// Logs warnings; fails if there are errors.
-pub(super) fn fail_on_errors(findings: Vec<Finding>) -> Result<(), RunError> {
+pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunError> {
     let (errors, others): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.level == Level::Error);
     for finding in others.into_iter().filter(|finding| finding.level == Level::Warning) {
         tracing::warn!("{}", finding.line);
@@ -121,7 +121,7 @@ struct Daemon<'a> {
     /// Removes the connections of released addresses.
     clearing_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
-    ports: Ports,
+    ports: OpenPorts,
     node_path: NodePath,
     problems: BTreeSet<PodProblem>,
     /// Pod addresses that the kernel did not route, with the reason that was logged.
@@ -139,8 +139,8 @@ impl<'a> Daemon<'a> {
     ) -> Result<Self, RunError> {
         let started = Instant::now();
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
-        let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
-        objects.apply(initial.into_iter().map(Change::Set), &netstate.addresses);
+        let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
+        objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
@@ -159,7 +159,7 @@ impl<'a> Daemon<'a> {
         leave_cores_to_workers(config, &[gettid()]);
         let operation = operation(&dataplane)?;
         let (programs, node_path) = open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins).await?;
-        let ports = Ports::new(programs, config, &netstate, node_path.found_leftovers());
+        let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));

@@ -43,7 +43,7 @@ use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_privileges as privileges;
 use penstock_sources::{Location, Source};
 
@@ -51,8 +51,8 @@ use anyhow::Context;
 use config::{Config, ConfigLayers, LoadedConfig};
 use discovery::{Netlink, clear_leftovers};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use objects::Objects;
-use preflight::{Finding, Level};
+use objects::NodeObjects;
+use preflight::{Level, PreflightFinding};
 use tokio::runtime::{Builder, Runtime};
 
 /// How long `penstock check` waits for the API server to list all objects.
@@ -94,21 +94,21 @@ pub fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError>
 }
 
 /// Checks whether this machine can run this configuration. Changes nothing.
-pub fn check(config: &Config) -> io::Result<Vec<Finding>> {
+pub fn check(config: &Config) -> io::Result<Vec<PreflightFinding>> {
     let mut findings = preflight::machine(config);
-    let mut objects = Objects::new(config.node.as_str(), &config.node_addresses);
+    let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
     let runtime = runtime()?;
     runtime.block_on(read_source(config, &mut objects, &mut findings));
     runtime.block_on(async {
         match Netlink::open(config.host_veth.table) {
-            Err(error) => findings.push(Finding::error(error.to_string())),
+            Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
                 findings.extend(preflight::programs(config));
                 findings.extend(preflight::attachable(config));
                 match netlink.network_state().await {
                     Ok(netstate) => findings.extend(preflight::pods(config, &netstate, objects.resolved_pods())),
-                    Err(error) => findings.push(Finding::error(error.to_string())),
+                    Err(error) => findings.push(PreflightFinding::error(error.to_string())),
                 }
             }
         }
@@ -139,7 +139,7 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
 }
 
 /// Reads all objects of the source. Problems with the source become findings.
-async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<Finding>) {
+async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut Vec<PreflightFinding>) {
     let location = config.source.location();
     // `preflight::machine` has reported a missing directory.
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
@@ -148,11 +148,11 @@ async fn read_source(config: &Config, objects: &mut Objects, findings: &mut Vec<
     let opened = tokio::time::timeout(SOURCE_TIMEOUT, Source::open(&location)).await;
     match opened {
         Ok(Ok((_, read))) => {
-            findings.push(Finding::ok(format!("source: {} objects", read.len())));
-            objects.apply(read.into_iter().map(Change::Set), &[]);
+            findings.push(PreflightFinding::ok(format!("source: {} objects", read.len())));
+            objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }
-        Ok(Err(error)) => findings.extend(error.to_string().lines().map(Finding::error)),
-        Err(_) => findings.push(Finding::error(format!(
+        Ok(Err(error)) => findings.extend(error.to_string().lines().map(PreflightFinding::error)),
+        Err(_) => findings.push(PreflightFinding::error(format!(
             "source: the API server did not list all objects within {} s; the log says why",
             SOURCE_TIMEOUT.as_secs()
         ))),

@@ -51,7 +51,7 @@ struct Outputs {
 /// Starts logging for the whole process. A second call changes nothing.
 pub fn start(log: &Log) {
     let (filter, handle) = reload::Layer::new(filter(log.level));
-    let output = tracing_subscriber::fmt::layer().with_writer(|| LineWriter).with_target(false);
+    let output = tracing_subscriber::fmt::layer().with_writer(|| LogWriter).with_target(false);
     let output = match log.format {
         LogFormat::Json => output.json().flatten_event(true).boxed(),
         LogFormat::Text => {
@@ -59,7 +59,7 @@ pub fn start(log: &Log) {
             output.with_ansi(coloured).boxed()
         }
     };
-    let kept = tracing_subscriber::fmt::layer().with_writer(|| RecentWriter).with_target(false).with_ansi(false);
+    let kept = tracing_subscriber::fmt::layer().with_writer(|| RecentLogWriter).with_target(false).with_ansi(false);
     // Fails only if a subscriber exists already, which then stays in charge.
     if tracing_subscriber::registry().with(filter).with(output).with(kept).try_init().is_ok() {
         let _ = FILTER.set(handle);
@@ -120,9 +120,9 @@ fn recent_lines() -> MutexGuard<'static, VecDeque<String>> {
 }
 
 /// Queues what is written to it; each write is one event's line.
-struct LineWriter;
+struct LogWriter;
 
-impl Write for LineWriter {
+impl Write for LogWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut outputs = outputs();
         let Some(Outputs { log, lost, .. }) = outputs.as_mut() else {
@@ -142,9 +142,9 @@ impl Write for LineWriter {
 }
 
 /// Keeps what is written to it; each write is one event's line.
-struct RecentWriter;
+struct RecentLogWriter;
 
-impl Write for RecentWriter {
+impl Write for RecentLogWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut lines = recent_lines();
         if lines.len() == RECENT_LINES {

@@ -9,7 +9,7 @@ use penstock_dataplane::forward::{Encapsulation, Forwarding, WELL_KNOWN_TUNNEL_P
 use penstock_dataplane::packet::Address;
 
 use super::config::{self, FromPods};
-use super::objects::Objects;
+use super::objects::NodeObjects;
 use crate::discovery::NetworkState;
 
 /// The part of the network state that snapshots need.
@@ -18,7 +18,7 @@ pub(super) struct NodeNetwork {
     /// Addresses on the node's interfaces.
     pub(super) addresses: Vec<IpAddr>,
     /// Other prefixes that the node accepts as its own.
-    taken: BTreeSet<IpNet>,
+    local_prefixes: BTreeSet<IpNet>,
     tunnel_ports: BTreeSet<u16>,
 }
 
@@ -26,7 +26,7 @@ impl NodeNetwork {
     pub(super) fn of(netstate: &NetworkState) -> Self {
         Self {
             addresses: netstate.addresses.clone(),
-            taken: netstate.taken.clone(),
+            local_prefixes: netstate.local_prefixes.clone(),
             tunnel_ports: netstate.tunnel_ports.clone(),
         }
     }
@@ -43,7 +43,7 @@ pub(super) struct NodeContext {
 }
 
 impl NodeContext {
-    pub(super) fn of(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Self {
+    pub(super) fn of(config: &config::Encapsulation, network: &NodeNetwork, objects: &NodeObjects) -> Self {
         Self {
             node: objects.node_addresses().iter().copied().collect(),
             pods: objects.pod_addresses(),
@@ -63,11 +63,11 @@ impl NodeContext {
 }
 
 /// Which encapsulated packets pods may not send to nodes.
-fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects: &Objects) -> Encapsulation {
+fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects: &NodeObjects) -> Encapsulation {
     let configured = config.ports.iter().map(|port| port.get());
     let ports = WELL_KNOWN_TUNNEL_PORTS.into_iter().chain(configured).chain(network.tunnel_ports.iter().copied());
     let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
-    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = network.taken.iter().partition(is_single);
+    let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = network.local_prefixes.iter().partition(is_single);
     let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
     Encapsulation::refused(ports, own.chain(objects.other_nodes()).map(Address::from), blocks)
 }

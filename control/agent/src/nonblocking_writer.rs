@@ -1,5 +1,8 @@
 //! A writer that never blocks its caller: a thread writes, and a chunk that finds the queue full (slow disk, unread
 //! pipe) is rejected.
+//!
+//! `tracing_appender::non_blocking` (0.2) does this too, but its guard prints to standard output when the queue is full,
+//! so a daemon whose standard output nobody reads never ends. It also hides write errors, and panics without a thread.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{SyncSender, sync_channel};

@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Node, Object, ObjectKey, ObjectRef, Pod};
-use penstock_policy::state::AddressOwner;
+use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
+use penstock_policy::state::PodOrNode;
 
 use crate::discovery::PodProblem;
 
 /// All objects, and which of them belong to this node.
-pub(super) struct Objects {
+pub(super) struct NodeObjects {
     engine: Engine,
     node: String,
     /// This node's object, if the source has one.
@@ -35,7 +36,7 @@ pub(super) struct ChangeEffect {
     pub(super) nodes: bool,
 }
 
-impl Objects {
+impl NodeObjects {
     pub(super) fn new(node: &str, configured: &[IpAddr]) -> Self {
         Self {
             engine: Engine::new(EngineSettings::for_node(node)),
@@ -50,35 +51,39 @@ impl Objects {
     }
 
     /// Applies changes as one batch; `interfaces` are the addresses on the node's interfaces.
-    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>, interfaces: &[IpAddr]) -> ChangeEffect {
+    pub(super) fn apply(
+        &mut self,
+        changes: impl IntoIterator<Item = ObjectChange>,
+        interfaces: &[IpAddr],
+    ) -> ChangeEffect {
         let (mut pods, mut nodes) = (false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
-                Change::Set(Object::Node(node)) if node.name == self.node => {
+                ObjectChange::Set(Object::Node(node)) if node.name == self.node => {
                     self.node_object = Some(node.clone());
                     continue;
                 }
-                Change::Delete(ObjectRef::Node(name)) if *name == self.node => {
+                ObjectChange::Delete(ObjectRef::Node(name)) if *name == self.node => {
                     self.node_object = None;
                     continue;
                 }
-                Change::Set(Object::Node(node)) => {
+                ObjectChange::Set(Object::Node(node)) => {
                     let before = self.others.insert(node.name.clone(), node.addresses.clone());
                     nodes |= before.as_ref() != Some(&node.addresses);
                 }
-                Change::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
-                Change::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
+                ObjectChange::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
+                ObjectChange::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
                     self.pods.insert(pod.key.clone(), pod.clone());
                     pods = true;
                 }
-                Change::Set(Object::Pod(Pod { key, .. })) | Change::Delete(ObjectRef::Pod(key)) => {
+                ObjectChange::Set(Object::Pod(Pod { key, .. })) | ObjectChange::Delete(ObjectRef::Pod(key)) => {
                     pods |= self.pods.remove(key).is_some();
                 }
-                Change::Set(Object::NetworkPolicy(policy)) => {
+                ObjectChange::Set(Object::NetworkPolicy(policy)) => {
                     self.policies.insert(policy.key.clone());
                 }
-                Change::Delete(ObjectRef::NetworkPolicy(key)) => {
+                ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => {
                     self.policies.remove(key);
                 }
                 _ => {}
@@ -141,8 +146,8 @@ impl Objects {
     /// The pod that owns this address under the policy.
     fn owner(&self, address: IpAddr) -> Option<&ObjectKey> {
         match self.engine.state().owner(&address)? {
-            AddressOwner::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
-            AddressOwner::Node(_) => None,
+            PodOrNode::Pod(holder) => self.engine.state().pod(holder).map(|pod| &pod.key),
+            PodOrNode::Node(_) => None,
         }
     }
 
@@ -173,20 +178,21 @@ impl Objects {
         addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
-    /// The policy for this node's pods.
-    pub(super) fn policy_set(&self) -> PolicySet {
+    /// The policy for this node's pods, with the ports of this table.
+    pub(super) fn policy_set(&mut self, forwarding: &Forwarding) -> PolicySet {
+        self.engine.set_local(forwarding);
         self.engine.policy_set().clone()
     }
 
     /// This node with all of its addresses, if they differ from what the engine knows.
-    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<Change> {
+    fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<ObjectChange> {
         let object = self.node_object.iter().flat_map(|node| &node.addresses);
         let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
         if all.iter().eq(&self.addresses) {
             return None;
         }
         self.addresses = all.into_iter().collect();
-        Some(Change::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
+        Some(ObjectChange::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
     }
 }
 
@@ -201,10 +207,10 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn pod(name: &str, node: &str) -> Change {
+    fn pod(name: &str, node: &str) -> ObjectChange {
         let key = ObjectKey { namespace: "shop".into(), name: name.into() };
         let addresses = vec![address("10.1.1.5")];
-        Change::Set(Object::Pod(Pod {
+        ObjectChange::Set(Object::Pod(Pod {
             key,
             labels: Default::default(),
             node: Some(node.into()),
@@ -217,8 +223,8 @@ mod tests {
     }
 
     /// A policy that denies all ingress to the namespace's pods.
-    fn closed() -> Change {
-        Change::Set(Object::NetworkPolicy(NetworkPolicy {
+    fn closed() -> ObjectChange {
+        ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy {
             key: ObjectKey { namespace: "shop".into(), name: "closed".into() },
             pod_selector: Selector::default(),
             isolates: true,
@@ -227,7 +233,7 @@ mod tests {
         }))
     }
 
-    fn reaches_pod(objects: &Objects, from: &str) -> bool {
+    fn reaches_pod(objects: &NodeObjects, from: &str) -> bool {
         let flow = Flow {
             src: address(from).into(),
             dst: address("10.1.1.5").into(),
@@ -235,22 +241,26 @@ mod tests {
             src_port: 9,
             dst_port: 53,
         };
-        objects.policy_set().evaluate(&flow).is_allowed()
+        objects.engine().evaluate(&flow).is_allowed()
     }
 
     #[test]
     fn every_known_address_of_the_node_reaches_its_pods() {
-        let mut objects = Objects::new("here", &[address("192.0.2.1")]);
+        let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         let interfaces = [address("10.1.1.1")];
         assert!(objects.apply([pod("web", "here"), closed()], &interfaces).policy);
-        let reached = |objects: &Objects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
+        let reached =
+            |objects: &NodeObjects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
         assert_eq!(reached(&objects), [true, true, false]);
         let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
-        objects.apply([Change::Set(node("elsewhere"))], &interfaces);
+        objects.apply([ObjectChange::Set(node("elsewhere"))], &interfaces);
         assert_eq!(reached(&objects), [true, true, false]);
-        objects.apply([Change::Delete(ObjectRef::Node("elsewhere".into())), Change::Set(node("here"))], &interfaces);
+        objects.apply(
+            [ObjectChange::Delete(ObjectRef::Node("elsewhere".into())), ObjectChange::Set(node("here"))],
+            &interfaces,
+        );
         assert_eq!(reached(&objects), [true, true, true]);
-        objects.apply([Change::Delete(ObjectRef::Node("here".into()))], &interfaces);
+        objects.apply([ObjectChange::Delete(ObjectRef::Node("here".into()))], &interfaces);
         assert_eq!(reached(&objects), [true, true, false]);
         assert!(objects.apply_addresses(&[address("192.0.2.9")]));
         assert!(!objects.apply_addresses(&[address("192.0.2.9")]), "nothing new");
@@ -279,13 +289,13 @@ mod tests {
         for (what, of_old, of_new, more, holder, reported) in cases {
             for in_order in [true, false] {
                 for far in [None, Some("old"), Some("new")] {
-                    let mut objects = Objects::new("here", &[]);
+                    let mut objects = NodeObjects::new("here", &[]);
                     let made = |name: &str, lifetime, more: Edit| {
                         let node = if far == Some(name) { "elsewhere" } else { "here" };
-                        let Change::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
+                        let ObjectChange::Set(Object::Pod(mut made)) = pod(name, node) else { unreachable!() };
                         made.lifetime = lifetime;
                         more(&mut made);
-                        Change::Set(Object::Pod(made))
+                        ObjectChange::Set(Object::Pod(made))
                     };
                     let (old, new) = (made("old", of_old, more), made("new", of_new, nothing));
                     let (first, second) = if in_order { (old, new) } else { (new, old) };
@@ -315,14 +325,14 @@ mod tests {
 
     #[test]
     fn an_address_moves_to_the_other_pod_when_its_owner_terminates() {
-        let mut objects = Objects::new("here", &[]);
+        let mut objects = NodeObjects::new("here", &[]);
         let made = |name: &str, started, leaving| {
-            let Change::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
+            let ObjectChange::Set(Object::Pod(mut made)) = pod(name, "here") else { unreachable!() };
             made.lifetime = PodLifetime { leaving, started: Some(started), created: None };
-            Change::Set(Object::Pod(made))
+            ObjectChange::Set(Object::Pod(made))
         };
         let key = |name: &str| ObjectKey { namespace: "shop".into(), name: name.into() };
-        let gone = Change::Delete(ObjectRef::Pod(key("b")));
+        let gone = ObjectChange::Delete(ObjectRef::Pod(key("b")));
         for (change, holder) in
             [(made("b", 2, false), "b"), (made("a", 1, false), "b"), (made("b", 2, true), "a"), (gone, "a")]
         {
@@ -333,21 +343,24 @@ mod tests {
 
     #[test]
     fn only_this_nodes_pods_are_kept() {
-        let mut objects = Objects::new("here", &[]);
+        let mut objects = NodeObjects::new("here", &[]);
         for (change, touched, kept) in [
             (pod("web", "elsewhere"), false, 0),
             (pod("web", "here"), true, 1),
             (closed(), false, 1),
             (pod("web", "elsewhere"), true, 0),
             (pod("web", "here"), true, 1),
-            (Change::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
+            (ObjectChange::Delete(ObjectRef::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() })), true, 0),
         ] {
             assert_eq!(objects.apply([change], &[]).pods, touched);
             assert_eq!(objects.pods().count(), kept);
         }
         assert_eq!(objects.policies(), 1);
         objects.apply(
-            [Change::Delete(ObjectRef::NetworkPolicy(ObjectKey { namespace: "shop".into(), name: "closed".into() }))],
+            [ObjectChange::Delete(ObjectRef::NetworkPolicy(ObjectKey {
+                namespace: "shop".into(),
+                name: "closed".into(),
+            }))],
             &[],
         );
         assert_eq!(objects.policies(), 0);

@@ -13,7 +13,7 @@ use super::admin::{AdminListener, AdminServer};
 use super::config::{ConfigLayers, LoadedConfig};
 use super::exporter::MetricsListener;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
-use super::samples::{self, Sample, Samples};
+use super::samples::{self, CounterSample, CounterSamples};
 use super::verdicts::VerdictWriter;
 
 /// How often the verdict log is written.
@@ -58,7 +58,7 @@ pub(super) struct Operation {
     pub(super) layers: ConfigLayers,
     pub(super) loaded: LoadedConfig,
     pub(super) source: Arc<SourceHealth>,
-    pub(super) samples: Samples,
+    pub(super) samples: CounterSamples,
     pub(super) verdicts: VerdictWriter,
     pub(super) started: Instant,
     sampling: Interval,
@@ -87,7 +87,7 @@ impl Operation {
             layers: layers.clone(),
             loaded: loaded.clone(),
             source,
-            samples: Samples::new(Sample::take(dataplane)),
+            samples: CounterSamples::new(CounterSample::take(dataplane)),
             verdicts: verdicts.map_err(RunError::bad_input)?,
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),

@@ -26,13 +26,13 @@ pub(super) struct PolicyThread {
 impl PolicyThread {
     /// Starts publishing the changes of the source.
     pub(super) fn start(source: Source, publisher: Arc<Publisher>) -> io::Result<Self> {
-        let (stop, (says_ended, ended)) = (Arc::new(Notify::new()), oneshot::channel());
+        let (stop, (end_sender, ended)) = (Arc::new(Notify::new()), oneshot::channel());
         let stopped = Arc::clone(&stop);
         let runtime = Builder::new_current_thread().enable_time().on_thread_start(privileges::drop_all).build()?;
         let thread = thread::Builder::new().name("policy".to_owned()).spawn(move || {
             privileges::drop_all();
             // Dropped at the end, also by a panic.
-            let _says_ended = says_ended;
+            let _says_ended = end_sender;
             runtime.block_on(publish_changes(source, &publisher, &stopped));
         })?;
         Ok(Self { stop, ended, thread })

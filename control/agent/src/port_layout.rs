@@ -14,12 +14,12 @@ use super::node_context::NodeContext;
 /// All open ports at one moment.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct PortLayout {
-    pub(super) ports: Vec<OpenPort>,
+    pub(super) ports: Vec<LayoutPort>,
 }
 
 /// An open port.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct OpenPort {
+pub(super) struct LayoutPort {
     pub(super) id: PortId,
     pub(super) interface: String,
     pub(super) port: Port,
@@ -54,8 +54,8 @@ impl PortLayout {
         admitted: &'a AddressOwners,
     ) -> impl Iterator<Item = (&'a ObjectKey, PortId, &'a BTreeSet<IpAddr>)> {
         let served = self.ports.iter().filter_map(|port| Some((port.id, port.pod.as_ref()?)));
-        let whole = |pod: &ServedPod| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
-        served.filter(move |(_, pod)| whole(pod)).map(|(id, pod)| (&pod.key, id, &pod.addresses))
+        let is_admitted = |pod: &ServedPod| pod.addresses.iter().all(|at| pod.is(admitted.get(at)));
+        served.filter(move |(_, pod)| is_admitted(pod)).map(|(id, pod)| (&pod.key, id, &pod.addresses))
     }
 
     /// The forwarding table. A pod gets those of its addresses that are admitted. A pod that waits for all of its

@@ -1,7 +1,7 @@
 //! The open ports: interfaces whose packets attached programs hand to the workers.
 //!
-//! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` tells programs and
-//! routes which addresses are local pods', `view` gives read access.
+//! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` sets the local pods'
+//! addresses in programs and routes, `view` gives read access.
 
 mod addresses;
 mod open;
@@ -23,10 +23,10 @@ use super::closed_interfaces::{ClosedInterfaces, interface};
 use super::config::{Config, FailMode};
 use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
-use open::{AttachedPort, OpenError, PodAttachment, mtu};
+use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
 pub(super) use programs::{InterfacePrograms, Programs};
-pub(super) use view::{PortCounters, PortRole};
+pub(super) use view::{PortRole, PortXdpCounters};
 
 /// How long an interface's queue may be busy before that is logged: a closed queue stays busy until the kernel's
 /// deferred work is done.
@@ -35,7 +35,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(3);
 const ETHERNET_HEADER: u32 = 14;
 
 /// All open ports.
-pub(super) struct Ports {
+pub(super) struct OpenPorts {
     programs: Programs,
     on_miss: OnMiss,
     mode: ModeChoice,
@@ -54,13 +54,13 @@ pub(super) struct Ports {
     /// Links whose queue is held by another socket, and since when.
     busy: BTreeMap<u32, Instant>,
     /// How long opening waits for a busy queue.
-    patience: Duration,
+    busy_limit: Duration,
     settings: Sysctls,
     /// Whether an earlier daemon may have changed the settings.
     found_leftovers: bool,
 }
 
-impl Ports {
+impl OpenPorts {
     /// No ports yet. The interfaces in `netstate` existed before; an earlier daemon may have left its settings on them
     /// (`found_leftovers`).
     pub(super) fn new(programs: Programs, config: &Config, netstate: &NetworkState, found_leftovers: bool) -> Self {
@@ -80,14 +80,19 @@ impl Ports {
             retracted: BTreeSet::new(),
             failed: BTreeMap::new(),
             busy: BTreeMap::new(),
-            patience: BUSY_LIMIT,
+            busy_limit: BUSY_LIMIT,
             settings: Sysctls::default(),
             found_leftovers,
         }
     }
 
     /// Opens the host veth: packets sent through it arrive at the node's end.
-    pub(super) fn open_host(&mut self, dataplane: &Dataplane, workers: &Link, node: &Link) -> Result<(), OpenError> {
+    pub(super) fn open_host(
+        &mut self,
+        dataplane: &Dataplane,
+        workers: &Link,
+        node: &Link,
+    ) -> Result<(), OpenPortError> {
         let port = Port {
             kind: PortKind::Host,
             own_mac: workers.mac,
@@ -110,7 +115,7 @@ impl Ports {
     }
 
     /// Opens the workers' pairs, and the node's stack through them.
-    pub(super) fn open_pairs(&mut self, dataplane: &Dataplane, pairs: &[WorkerVeth]) -> Result<(), OpenError> {
+    pub(super) fn open_pairs(&mut self, dataplane: &Dataplane, pairs: &[WorkerVeth]) -> Result<(), OpenPortError> {
         for (worker, pair) in pairs.iter().enumerate() {
             let open = self.open_pair(dataplane, worker, pair)?;
             self.pairs.push(open);
@@ -133,7 +138,7 @@ impl Ports {
     }
 
     /// Opens an uplink: packets for local pods come in by it; none is sent out by it.
-    pub(super) fn open_uplink(&mut self, dataplane: &Dataplane, link: &Link) -> Result<(), OpenError> {
+    pub(super) fn open_uplink(&mut self, dataplane: &Dataplane, link: &Link) -> Result<(), OpenPortError> {
         let port = Port {
             kind: PortKind::Uplink,
             own_mac: link.mac,
@@ -231,7 +236,8 @@ impl Ports {
                 }
                 // The interface is gone, which raises an event of its own.
                 Err(
-                    OpenError::Port(PortError::NoInterface { .. }) | OpenError::Attach(AttachError::NoInterface { .. }),
+                    OpenPortError::Port(PortError::NoInterface { .. })
+                    | OpenPortError::Attach(AttachError::NoInterface { .. }),
                 ) => {}
                 Err(error) => {
                     if self.closed_interfaces.closes() && !self.closed_interfaces.has(index) {
@@ -246,9 +252,9 @@ impl Ports {
         changed
     }
 
-    /// From now on opening does not wait for a busy queue: [`Ports::has_busy`] says that it must be tried again.
+    /// From now on opening does not wait for a busy queue: [`OpenPorts::has_busy`] says that it must be tried again.
     pub(super) fn stop_waiting_for_queues(&mut self) {
-        self.patience = Duration::ZERO;
+        self.busy_limit = Duration::ZERO;
     }
 
     /// Whether a port could not be opened because its queue has been busy for a short time. One that stays busy is
@@ -258,13 +264,13 @@ impl Ports {
     }
 
     /// Whether the error is only a queue that has been busy for a short time.
-    fn is_briefly_busy(&mut self, index: u32, error: &OpenError) -> bool {
-        let OpenError::Port(PortError::QueueBusy { .. }) = error else {
+    fn is_briefly_busy(&mut self, index: u32, error: &OpenPortError) -> bool {
+        let OpenPortError::Port(PortError::QueueBusy { .. }) = error else {
             self.busy.remove(&index);
             return false;
         };
         let since = *self.busy.entry(index).or_insert_with(Instant::now);
-        since.elapsed() + self.patience < BUSY_LIMIT
+        since.elapsed() + self.busy_limit < BUSY_LIMIT
     }
 
     /// Removes the ports whose interface is gone. Close them once a snapshot without them is published.

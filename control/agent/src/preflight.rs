@@ -16,7 +16,7 @@ use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
-    Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated, try_source_check,
+    MINIMUM_KERNEL, Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated, try_source_check,
 };
 
 use super::config::{Attach, Config, MidstreamPickup};
@@ -45,14 +45,14 @@ impl fmt::Display for Level {
 
 /// The result of one check: names the thing, its value and the remedy in one line.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Finding {
+pub struct PreflightFinding {
     /// How much it matters.
     pub level: Level,
     /// The result.
     pub line: String,
 }
 
-impl Finding {
+impl PreflightFinding {
     pub(super) fn ok(line: impl Into<String>) -> Self {
         Self { level: Level::Ok, line: line.into() }
     }
@@ -67,15 +67,15 @@ impl Finding {
 }
 
 /// Checks privileges, kernel, memory and cores, but not the network.
-pub fn machine(config: &Config) -> Vec<Finding> {
+pub fn machine(config: &Config) -> Vec<PreflightFinding> {
     let privileges = capabilities(effective_capabilities());
     let permitted = privileges.level == Level::Ok;
     let mut findings = vec![privileges];
     // Without CAP_NET_RAW the kernel does not say whether it has AF_XDP.
     findings.extend(permitted.then(|| af_xdp(open_xdp_socket())));
     findings.push(match worker_cores(config) {
-        Ok(cores) => Finding::ok(format!("workers.cores: {}", list(&cores))),
-        Err(line) => Finding::error(line),
+        Ok(cores) => PreflightFinding::ok(format!("workers.cores: {}", list(&cores))),
+        Err(line) => PreflightFinding::error(line),
     });
     findings.push(memory(config, available_memory()));
     findings.extend(kernel::findings(config, permitted));
@@ -85,21 +85,21 @@ pub fn machine(config: &Config) -> Vec<Finding> {
 }
 
 /// Warns of deprecated settings.
-fn deprecated_settings(config: &Config) -> Vec<Finding> {
-    let renamed = |(old, new): &(&str, &str)| Finding::warning(format!("{old}: deprecated key; write {new}"));
-    let mut findings: Vec<Finding> = config.deprecated_keys.iter().map(renamed).collect();
+fn deprecated_settings(config: &Config) -> Vec<PreflightFinding> {
+    let renamed = |(old, new): &(&str, &str)| PreflightFinding::warning(format!("{old}: deprecated key; write {new}"));
+    let mut findings: Vec<PreflightFinding> = config.deprecated_keys.iter().map(renamed).collect();
     findings.extend(deprecated_pickup(config));
     findings
 }
 
-fn deprecated_pickup(config: &Config) -> Option<Finding> {
-    let MidstreamPickup::Deprecated(always) = config.conntrack.pick_up else { return None };
+fn deprecated_pickup(config: &Config) -> Option<PreflightFinding> {
+    let MidstreamPickup::Deprecated(always) = config.conntrack.midstream_pickup else { return None };
     let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
-    Some(Finding::warning(format!("conntrack.pick_up = {always}: deprecated; write {now}")))
+    Some(PreflightFinding::warning(format!("conntrack.midstream_pickup = {always}: deprecated; write {now}")))
 }
 
 /// Checks that the source exists, without reading it.
-fn source(location: &Location) -> Option<Finding> {
+fn source(location: &Location) -> Option<PreflightFinding> {
     let (key, path, is_there, what) = match location {
         Location::Manifests(path) => ("manifests", path, path.is_dir(), "a directory"),
         Location::ApiServer(Access::Kubeconfig { path, .. }) => ("kubeconfig", path, path.is_file(), "a file"),
@@ -107,13 +107,13 @@ fn source(location: &Location) -> Option<Finding> {
     };
     let path = path.display();
     Some(match is_there {
-        true => Finding::ok(format!("source.{key}: {path}")),
-        false => Finding::error(format!("source.{key}: {path}: not {what}; create it, or correct the path")),
+        true => PreflightFinding::ok(format!("source.{key}: {path}")),
+        false => PreflightFinding::error(format!("source.{key}: {path}: not {what}; create it, or correct the path")),
     })
 }
 
 /// Checks the calling thread's network namespace.
-pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
+pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding> {
     let mut findings = Vec::new();
     for name in &config.uplinks {
         let largest = config.umem.frame_size.largest_packet();
@@ -122,11 +122,11 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
                 findings.push(uplink(name.as_str(), found.as_ref(), largest));
                 findings.extend(found.iter().flat_map(interfaces::uplink));
             }
-            Err(error) => findings.push(Finding::error(format!("uplinks: {name}: {error}; run as root"))),
+            Err(error) => findings.push(PreflightFinding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
     if !config.uplinks.is_empty() && config.attach == Attach::Tcx {
-        findings.push(Finding::ok(
+        findings.push(PreflightFinding::ok(
             "uplinks: not used with attach = \"tcx\": the programs on pods' veths see what comes from outside",
         ));
     } else if !config.uplinks.is_empty() {
@@ -141,7 +141,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
     })));
     if Sysctl::v4("all", "arp_filter").read() == Some(1) {
-        findings.push(Finding::warning(
+        findings.push(PreflightFinding::warning(
             "net/ipv4/conf/all/arp_filter = 1: ARP from pods may go unanswered; set it to 0, or set it on single interfaces only",
         ));
     }
@@ -149,7 +149,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<Finding> {
 }
 
 /// Checks that the programs pinned for this network namespace, by a running or dead daemon, are this binary's.
-pub(super) fn programs(config: &Config) -> Option<Finding> {
+pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     if capabilities(effective_capabilities()).level != Level::Ok {
         return None;
     }
@@ -157,53 +157,53 @@ pub(super) fn programs(config: &Config) -> Option<Finding> {
     let tags = Pins::at(&config.fail.pins).ok()?.tags();
     let (own, of_node) = match (ProgramTag::own(Role::Pod), ProgramTag::own(Role::Host)) {
         (Ok(own), Ok(of_node)) => (own, of_node),
-        (Err(error), _) | (_, Err(error)) => return Some(Finding::error(error.to_string())),
+        (Err(error), _) | (_, Err(error)) => return Some(PreflightFinding::error(error.to_string())),
     };
     for (pinned, tag) in &tags {
         let own = if pinned.program.is_at_pod() { own } else { of_node };
         match tag {
             Ok(tag) if *tag == own => {}
             Ok(tag) => {
-                return Some(Finding::warning(format!(
+                return Some(PreflightFinding::warning(format!(
                     "{at}: the program on interface {} differs from this binary's ({tag}, not {own}); restart penstock to replace it",
                     pinned.interface
                 )));
             }
             Err(error) => {
-                return Some(Finding::warning(format!(
+                return Some(PreflightFinding::warning(format!(
                     "{at}: the program on interface {} cannot be read ({error}); run as root",
                     pinned.interface
                 )));
             }
         }
     }
-    Some(Finding::ok(match tags.len() {
+    Some(PreflightFinding::ok(match tags.len() {
         0 => format!("XDP programs: {own} and {of_node}; none is pinned"),
         count => format!("XDP programs: {own} and {of_node}, and so are all {count} that are pinned"),
     }))
 }
 
 /// Checks that the kernel accepts the programs that it is configured to attach.
-pub(super) fn attachable(config: &Config) -> Option<Finding> {
+pub(super) fn attachable(config: &Config) -> Option<PreflightFinding> {
     match config.attach {
         Attach::Xdp => source_check(),
         Attach::Tcx => Some(tcx()),
     }
 }
 
-fn tcx() -> Finding {
+fn tcx() -> PreflightFinding {
     let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
     match TcxPrograms::load(&options) {
-        Ok(_) => Finding::ok("attach: the kernel accepts the tcx programs"),
-        Err(error) => Finding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
+        Ok(_) => PreflightFinding::ok("attach: the kernel accepts the tcx programs"),
+        Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
     }
 }
 
 /// Checks that the kernel accepts the program that verifies sources.
-fn source_check() -> Option<Finding> {
+fn source_check() -> Option<PreflightFinding> {
     Some(match try_source_check()? {
-        Ok(()) => Finding::ok("source check: the kernel can verify sources of packets from the node's stack"),
-        Err(error) => Finding::error(error.to_string()),
+        Ok(()) => PreflightFinding::ok("source check: the kernel can verify sources of packets from the node's stack"),
+        Err(error) => PreflightFinding::error(error.to_string()),
     })
 }
 
@@ -212,18 +212,18 @@ pub(super) fn pods(
     config: &Config,
     netstate: &NetworkState,
     resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
-) -> Vec<Finding> {
+) -> Vec<PreflightFinding> {
     let largest = config.umem.frame_size.largest_packet();
     let (pods, mut problems) = resolved_pods;
     let (ports, more) = pod_ports(netstate, &pods, config.node.as_str(), largest);
     problems.extend(more);
     let found = problems.iter().map(|problem| match problem {
-        PodProblem::TooLong { .. } => Finding::error(problem.to_string()),
-        _ => Finding::warning(problem.to_string()),
+        PodProblem::TooLong { .. } => PreflightFinding::error(problem.to_string()),
+        _ => PreflightFinding::warning(problem.to_string()),
     });
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
-        true => vec![Finding::error(format!(
+        true => vec![PreflightFinding::error(format!(
             "uplinks: interface {} belongs to pod {}; remove it from the list",
             port.name, port.pod
         ))],
@@ -266,14 +266,14 @@ fn effective_capabilities() -> u64 {
     line.and_then(|value| u64::from_str_radix(value.trim(), 16).ok()).unwrap_or(0)
 }
 
-fn capabilities(effective: u64) -> Finding {
+fn capabilities(effective: u64) -> PreflightFinding {
     let has = |number: u32| effective >> number & 1 == 1;
     let granted = |number: u32| has(number) || number == BPF && has(SYS_ADMIN);
     let missing: Vec<&str> = NEEDED.iter().filter(|(number, _)| !granted(*number)).map(|(_, name)| *name).collect();
     if missing.is_empty() {
-        Finding::ok("capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF")
+        PreflightFinding::ok("capabilities: CAP_NET_ADMIN, CAP_NET_RAW and CAP_BPF")
     } else {
-        Finding::error(format!(
+        PreflightFinding::error(format!(
             "capabilities: {} missing (CapEff {effective:016x}); run as root, or grant them",
             missing.join(", ")
         ))
@@ -291,11 +291,12 @@ fn open_xdp_socket() -> io::Result<()> {
     Ok(())
 }
 
-fn af_xdp(opened: io::Result<()>) -> Finding {
+fn af_xdp(opened: io::Result<()>) -> PreflightFinding {
     match opened {
-        Ok(()) => Finding::ok("AF_XDP: supported"),
-        Err(error) => Finding::error(format!(
-            "AF_XDP: cannot open a socket ({error}); use Linux 5.11 or later with CONFIG_XDP_SOCKETS"
+        Ok(()) => PreflightFinding::ok("AF_XDP: supported"),
+        Err(error) => PreflightFinding::error(format!(
+            "AF_XDP: cannot open a socket ({error}); use Linux {}.{} or later with CONFIG_XDP_SOCKETS",
+            MINIMUM_KERNEL.0, MINIMUM_KERNEL.1
         )),
     }
 }
@@ -306,40 +307,40 @@ fn available_memory() -> Option<u64> {
     Some(value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-fn memory(config: &Config, available: Option<u64>) -> Finding {
+fn memory(config: &Config, available: Option<u64>) -> PreflightFinding {
     let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     let connections = u64::from(config.conntrack.entries) * 74;
     let needed = (frames + connections) >> 20;
     match available.map(|bytes| bytes >> 20) {
-        Some(available) if available < needed => Finding::error(format!(
+        Some(available) if available < needed => PreflightFinding::error(format!(
             "umem and conntrack: need {needed} MiB, but only {available} MiB available; lower umem.memory or conntrack.entries"
         )),
-        _ => Finding::ok(format!("umem and conntrack: {needed} MiB")),
+        _ => PreflightFinding::ok(format!("umem and conntrack: {needed} MiB")),
     }
 }
 
-fn uplink(name: &str, found: Option<&Link>, largest: u32) -> Finding {
+fn uplink(name: &str, found: Option<&Link>, largest: u32) -> PreflightFinding {
     match found {
-        None => {
-            Finding::error(format!("uplinks: interface {name} does not exist; create it, or remove it from the list"))
-        }
+        None => PreflightFinding::error(format!(
+            "uplinks: interface {name} does not exist; create it, or remove it from the list"
+        )),
         Some(link) if !link.up => {
-            Finding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
+            PreflightFinding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
         }
-        Some(link) if link.mtu > largest => Finding::error(format!(
+        Some(link) if link.mtu > largest => PreflightFinding::error(format!(
             "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size",
             link.mtu
         )),
-        Some(link) => Finding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
+        Some(link) => PreflightFinding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
     }
 }
 
-fn forwarding(settings: [(&str, Option<String>); 2]) -> Vec<Finding> {
+fn forwarding(settings: [(&str, Option<String>); 2]) -> Vec<PreflightFinding> {
     let finding = |(path, value): (&str, Option<String>)| match value?.trim() {
-        "0" => Some(Finding::warning(format!(
+        "0" => Some(PreflightFinding::warning(format!(
             "net/{path} = 0: pods reach neither Services nor other nodes; set it to 1 (sysctl -w net/{path}=1)"
         ))),
-        _ => Some(Finding::ok(format!("net/{path}"))),
+        _ => Some(PreflightFinding::ok(format!("net/{path}"))),
     };
     settings.into_iter().filter_map(finding).collect()
 }

@@ -11,13 +11,13 @@ use std::time::Instant;
 use ipnet::IpNet;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
-use super::connections::{ClearingQueue, Connections};
+use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork};
-use super::objects::{ChangeEffect, Objects};
+use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::progress::EnforcementProgress;
 
@@ -35,7 +35,7 @@ pub(super) struct Publisher {
 
 /// Everything that a snapshot is made of.
 pub(super) struct SnapshotInputs {
-    pub(super) objects: Objects,
+    pub(super) objects: NodeObjects,
     pub(super) epoch: Epoch,
     pub(super) progress: EnforcementProgress,
     /// The ports that are open.
@@ -43,12 +43,17 @@ pub(super) struct SnapshotInputs {
     network: NodeNetwork,
     /// As of the last snapshot.
     node_context: NodeContext,
-    connections: Connections,
+    connections: ConnectionOwners,
 }
 
 impl Publisher {
     /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
-    pub(super) fn new(config: &Config, objects: Objects, dataplane: &Arc<Dataplane>, clearing: ClearingQueue) -> Self {
+    pub(super) fn new(
+        config: &Config,
+        objects: NodeObjects,
+        dataplane: &Arc<Dataplane>,
+        clearing: ClearingQueue,
+    ) -> Self {
         let inputs = SnapshotInputs {
             objects,
             epoch: Epoch::default(),
@@ -56,7 +61,7 @@ impl Publisher {
             layout: PortLayout::default(),
             network: NodeNetwork::default(),
             node_context: NodeContext::default(),
-            connections: Connections::new(&config.conntrack.mapping, clearing),
+            connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
         };
         Self {
             inputs: Mutex::new(inputs),
@@ -75,7 +80,7 @@ impl Publisher {
     }
 
     /// Applies changed objects, and publishes if they may change the policy. Ports follow later.
-    pub(super) fn apply_changes(&self, changes: Vec<Change>, seen: Instant) {
+    pub(super) fn apply_changes(&self, changes: Vec<ObjectChange>, seen: Instant) {
         if changes.is_empty() {
             return;
         }
@@ -106,13 +111,13 @@ impl Publisher {
         let policy = inputs.objects.apply_addresses(&network.addresses);
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
-        let moved = layout != inputs.layout;
+        let layout_changed = layout != inputs.layout;
         let first = inputs.epoch == Epoch::default();
-        if policy || moved || first || context_changed {
+        if policy || layout_changed || first || context_changed {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
-        moved
+        layout_changed
     }
 
     /// The connections of these addresses are removed: publishes if a pod waited for one of them.
@@ -141,14 +146,15 @@ impl Publisher {
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
         inputs.epoch = inputs.epoch.next();
-        let (began, policy) = (Instant::now(), inputs.objects.policy_set());
+        let began = Instant::now();
         let wanted = inputs.owners();
         let admitted = inputs.connections.admit(&wanted);
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
+        let policy = inputs.objects.policy_set(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
-        self.dataplane.publish(Snapshot { epoch: inputs.epoch, policy, forwarding });
+        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding));
         inputs.connections.published();
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);
@@ -185,11 +191,11 @@ impl SnapshotInputs {
 }
 
 /// What changed, in a few words, for the log.
-fn summary(changes: &[Change]) -> String {
+fn summary(changes: &[ObjectChange]) -> String {
     const SHOWN: usize = 4;
-    let name = |change: &Change| match change {
-        Change::Set(object) => object.reference().to_string(),
-        Change::Delete(reference) => format!("{reference} deleted"),
+    let name = |change: &ObjectChange| match change {
+        ObjectChange::Set(object) => object.reference().to_string(),
+        ObjectChange::Delete(reference) => format!("{reference} deleted"),
     };
     let mut names: Vec<String> = changes.iter().take(SHOWN).map(name).collect();
     if changes.len() > SHOWN {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use penstock_admin::types::{Dump, ExplainQuery, Explanation, Flow, Status};
+use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Status};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
@@ -25,7 +25,7 @@ pub(crate) enum StateQuery {
     /// The connection table, and the addresses of `end`.
     Connections { end: Option<String>, answer: oneshot::Sender<Result<FlowScan, String>> },
     /// Names and rules of connections.
-    Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<Flow>> },
+    Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
     /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
     /// A support bundle without the connections, and the data for its metrics.

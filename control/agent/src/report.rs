@@ -7,26 +7,26 @@ use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::{DataplaneStatistics, KernelDrops};
 use penstock_xdp_redirect::{XdpOutcome, XdpOutcomeCounts};
 
-use super::ports::{PortCounters, PortRole};
+use super::ports::{PortRole, PortXdpCounters};
 
 /// One table of the ports and of the interfaces that wait for their pod, and one of the workers.
 pub(super) fn statistics(
     statistics: &DataplaneStatistics,
-    ports: &[PortCounters],
+    ports: &[PortXdpCounters],
     closed_interfaces: &[(String, XdpOutcomeCounts)],
 ) -> String {
     let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for counters in &statistics.ports {
-        let counted = ports.iter().find(|counted| counted.id == counters.port);
-        let behind = match counted {
-            Some(PortCounters { pod: Some(pod), .. }) => pod.to_string(),
-            Some(PortCounters { role: PortRole::Host, .. }) => "(node)".to_owned(),
-            Some(PortCounters { role: PortRole::Uplink, .. }) => "(uplink)".to_owned(),
-            Some(PortCounters { role: PortRole::Pair, .. }) => "(pair)".to_owned(),
+        let port = ports.iter().find(|port| port.id == counters.port);
+        let behind = match port {
+            Some(PortXdpCounters { pod: Some(pod), .. }) => pod.to_string(),
+            Some(PortXdpCounters { role: PortRole::Host, .. }) => "(node)".to_owned(),
+            Some(PortXdpCounters { role: PortRole::Uplink, .. }) => "(uplink)".to_owned(),
+            Some(PortXdpCounters { role: PortRole::Pair, .. }) => "(pair)".to_owned(),
             _ => "(no pod)".to_owned(),
         };
-        let outcomes = counted.and_then(|counted| counted.outcomes);
+        let outcomes = port.and_then(|port| port.outcomes);
         let kernel = kernel_drops(&counters.kernel);
         let dropped = counters.traffic.dropped_packets() + counters.kernel.packets();
         let causes = counters.traffic.drops().map(|(cause, count)| (cause.name(), count)).chain(kernel);
@@ -93,8 +93,8 @@ fn kernel_drops(kernel: &KernelDrops) -> Vec<(&'static str, u64)> {
 }
 
 /// `name count` of every counter that is not zero.
-fn pairs<N: Display>(counted: impl Iterator<Item = (N, u64)>) -> String {
+fn pairs<N: Display>(counts: impl Iterator<Item = (N, u64)>) -> String {
     let shown: Vec<String> =
-        counted.filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
+        counts.filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
     shown.join(", ")
 }

@@ -11,12 +11,12 @@ const STUCK: Duration = Duration::from_secs(3);
 
 /// All counters at one moment.
 #[derive(Clone, Debug)]
-pub(super) struct Sample {
+pub(super) struct CounterSample {
     at: Instant,
     pub(super) statistics: DataplaneStatistics,
 }
 
-impl Sample {
+impl CounterSample {
     pub(super) fn take(dataplane: &Dataplane) -> Self {
         Self { at: Instant::now(), statistics: dataplane.statistics() }
     }
@@ -29,20 +29,20 @@ impl Sample {
 
 /// The last two samples, and when each worker last completed a poll iteration.
 #[derive(Debug)]
-pub(super) struct Samples {
-    older: Sample,
-    newer: Sample,
+pub(super) struct CounterSamples {
+    older: CounterSample,
+    newer: CounterSample,
     last_moved: Vec<Instant>,
 }
 
-impl Samples {
-    pub(super) fn new(first: Sample) -> Self {
+impl CounterSamples {
+    pub(super) fn new(first: CounterSample) -> Self {
         let last_moved = vec![first.at; first.statistics.workers.len()];
         Self { older: first.clone(), newer: first, last_moved }
     }
 
     /// Keeps one more sample; call it every [`INTERVAL`].
-    pub(super) fn keep(&mut self, fresh: Sample) {
+    pub(super) fn keep(&mut self, fresh: CounterSample) {
         let workers = fresh.statistics.workers.iter().zip(&self.newer.statistics.workers);
         for (last_moved, (now, before)) in self.last_moved.iter_mut().zip(workers) {
             if now.rounds != before.rounds {
@@ -53,7 +53,7 @@ impl Samples {
     }
 
     /// The sample to compare `now` with: one to two intervals older.
-    pub(super) fn before(&self, now: &Sample) -> &Sample {
+    pub(super) fn before(&self, now: &CounterSample) -> &CounterSample {
         if now.at.saturating_duration_since(self.newer.at) >= INTERVAL / 2 { &self.newer } else { &self.older }
     }
 
@@ -71,16 +71,19 @@ mod tests {
 
     use super::*;
 
-    fn sample(at: Instant, rounds: [u64; 2]) -> Sample {
+    fn sample(at: Instant, rounds: [u64; 2]) -> CounterSample {
         let workers = rounds.map(|rounds| WorkerStatistics { rounds, ..WorkerStatistics::default() });
-        Sample { at, statistics: DataplaneStatistics { workers: workers.into(), ..DataplaneStatistics::default() } }
+        CounterSample {
+            at,
+            statistics: DataplaneStatistics { workers: workers.into(), ..DataplaneStatistics::default() },
+        }
     }
 
     #[test]
     fn a_worker_without_poll_iterations_is_stuck_until_it_polls_again() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut samples = Samples::new(sample(start, [5, 5]));
+        let mut samples = CounterSamples::new(sample(start, [5, 5]));
         for second in 1..=3 {
             samples.keep(sample(at(second), [5 + second, 5]));
             assert_eq!(samples.stuck(), None, "after {second} s");
@@ -95,9 +98,9 @@ mod tests {
     fn rates_are_of_at_least_half_an_interval() {
         let start = Instant::now();
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
-        let mut samples = Samples::new(sample(start, [0, 0]));
+        let mut samples = CounterSamples::new(sample(start, [0, 0]));
         samples.keep(sample(at(1000), [1, 1]));
-        let rounds = |now: &Sample| samples.before(now).statistics.workers[0].rounds;
+        let rounds = |now: &CounterSample| samples.before(now).statistics.workers[0].rounds;
         assert_eq!(rounds(&sample(at(1400), [2, 2])), 0, "too close to the last one");
         assert_eq!(rounds(&sample(at(1600), [2, 2])), 1);
         assert!((sample(at(1500), [0, 0]).seconds_since(&sample(start, [0, 0])) - 1.5).abs() < 1e-9);

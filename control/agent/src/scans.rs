@@ -107,9 +107,9 @@ mod tests {
 
     /// Counts how many scans run at once and how many ran in total.
     #[derive(Clone, Default)]
-    struct Watch(Arc<[AtomicUsize; 3]>);
+    struct ScanCounter(Arc<[AtomicUsize; 3]>);
 
-    impl Watch {
+    impl ScanCounter {
         fn scan(&self) -> StateCounts {
             let [now, most, all] = &*self.0;
             most.fetch_max(1 + now.fetch_add(1, Ordering::SeqCst), Ordering::SeqCst);
@@ -129,23 +129,23 @@ mod tests {
         runtime.block_on(async {
             // So that nothing expires on a busy machine.
             let scans = TableScans { shared: Duration::from_secs(3600), ..TableScans::default() };
-            let watch = Watch::default();
+            let counter = ScanCounter::default();
             let numbers = |_| {
-                let (scans, watch) = (scans.clone(), watch.clone());
-                tokio::spawn(async move { scans.shared(move || watch.scan()).await.unwrap()["ESTABLISHED"] })
+                let (scans, counter) = (scans.clone(), counter.clone());
+                tokio::spawn(async move { scans.shared(move || counter.scan()).await.unwrap()["ESTABLISHED"] })
             };
             for asked in (0..100).map(numbers).collect::<Vec<_>>() {
                 assert_eq!(asked.await.unwrap(), 1);
             }
-            assert_eq!(watch.most_and_all(), (1, 1));
+            assert_eq!(counter.most_and_all(), (1, 1));
             let list = |_| {
-                let (scans, watch) = (scans.clone(), watch.clone());
-                tokio::spawn(async move { scans.run(move || watch.scan()).await.is_ok() })
+                let (scans, counter) = (scans.clone(), counter.clone());
+                tokio::spawn(async move { scans.run(move || counter.scan()).await.is_ok() })
             };
             for listed in (0..10).map(list).collect::<Vec<_>>() {
                 assert!(listed.await.unwrap());
             }
-            assert_eq!(watch.most_and_all(), (1, 11), "one at a time");
+            assert_eq!(counter.most_and_all(), (1, 11), "one at a time");
         });
     }
 
@@ -153,16 +153,16 @@ mod tests {
     fn a_cancelled_scan_blocks_others_until_it_ends() {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
-            let (scans, watch) = (TableScans::default(), Watch::default());
+            let (scans, counter) = (TableScans::default(), ScanCounter::default());
             for _ in 0..5 {
-                let scanned = watch.clone();
+                let scanned = counter.clone();
                 let asked = scans.shared(move || scanned.scan());
                 // Cancelled right after it has started.
                 let _ = timeout(Duration::from_millis(1), asked).await;
             }
-            let scanned = watch.clone();
+            let scanned = counter.clone();
             scans.run(move || scanned.scan()).await.unwrap();
-            assert_eq!(watch.most_and_all().0, 1, "never two at once");
+            assert_eq!(counter.most_and_all().0, 1, "never two at once");
         });
     }
 }

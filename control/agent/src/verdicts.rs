@@ -29,7 +29,7 @@ const WAITING_CHUNKS: usize = 32;
 /// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
 #[error("verdict_log.output = {}: cannot open it ({source}); set a writable file, \"stdout\" or \"off\"", .path.display())]
-pub(super) struct OpenError {
+pub(super) struct VerdictLogError {
     path: PathBuf,
     source: io::Error,
 }
@@ -108,14 +108,14 @@ fn is_zero(port: &u16) -> bool {
 
 impl VerdictWriter {
     /// Starts as configured.
-    pub(super) fn start(log: Arc<VerdictLog>, settings: &config::VerdictLog) -> Result<Self, OpenError> {
+    pub(super) fn start(log: Arc<VerdictLog>, settings: &config::VerdictLog) -> Result<Self, VerdictLogError> {
         let mut verdicts = Self { log, writer: None, is_on: false, suppressed: Vec::new(), unwritten: 0 };
         verdicts.change(settings)?;
         Ok(verdicts)
     }
 
     /// Applies other settings and reopens the output.
-    pub(super) fn change(&mut self, settings: &config::VerdictLog) -> Result<(), OpenError> {
+    pub(super) fn change(&mut self, settings: &config::VerdictLog) -> Result<(), VerdictLogError> {
         // The previous writer flushes its queue and ends.
         self.writer = match &settings.output {
             VerdictOutput::Off => None,
@@ -173,9 +173,9 @@ impl VerdictWriter {
     }
 }
 
-fn append(path: &Path) -> Result<File, OpenError> {
+fn append(path: &Path) -> Result<File, VerdictLogError> {
     let opened = OpenOptions::new().append(true).create(true).open(path);
-    opened.map_err(|source| OpenError { path: path.to_owned(), source })
+    opened.map_err(|source| VerdictLogError { path: path.to_owned(), source })
 }
 
 /// Starts the thread that writes lines; without it every line counts as not written.
@@ -215,22 +215,23 @@ fn line(view: &DaemonView<'_>, record: &VerdictRecord) -> String {
     })
 }
 
-fn policy(judged: &LoggedEvaluation) -> PolicyReason {
+fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
     let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
         (DirectionVerdict::Denied, _) => "denied".to_owned(),
         (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
+        (DirectionVerdict::NotReady, _) => "not ready".to_owned(),
         (DirectionVerdict::Open, _) => "open".to_owned(),
         (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };
     PolicyReason {
-        reason: match judged.evaluation_reason {
+        reason: match evaluation.evaluation_reason {
             EvaluationReason::Opened => "first packet",
             EvaluationReason::Reevaluated => "re-evaluated",
         },
-        egress: side(judged.policy_verdict.egress, &judged.egress_rule),
-        ingress: side(judged.policy_verdict.ingress, &judged.ingress_rule),
+        egress: side(evaluation.policy_verdict.egress, &evaluation.egress_rule),
+        ingress: side(evaluation.policy_verdict.ingress, &evaluation.ingress_rule),
     }
 }
 

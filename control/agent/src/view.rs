@@ -10,21 +10,21 @@ use penstock_policy::flow;
 use penstock_sources::SourceHealth;
 
 use crate::config::Config;
-use crate::objects::Objects;
-use crate::ports::{PortCounters, Ports};
+use crate::objects::NodeObjects;
+use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
-use crate::samples::{Sample, Samples};
+use crate::samples::{CounterSample, CounterSamples};
 
 /// The daemon's state.
 pub(crate) struct DaemonView<'a> {
     pub(crate) config: &'a Config,
-    pub(crate) objects: &'a Objects,
-    pub(crate) ports: &'a Ports,
+    pub(crate) objects: &'a NodeObjects,
+    pub(crate) ports: &'a OpenPorts,
     pub(crate) dataplane: &'a Dataplane,
     pub(crate) epoch: Epoch,
     pub(crate) progress: &'a EnforcementProgress,
     pub(crate) source: &'a SourceHealth,
-    pub(crate) samples: &'a Samples,
+    pub(crate) samples: &'a CounterSamples,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
     pub(crate) started: Instant,
@@ -32,16 +32,16 @@ pub(crate) struct DaemonView<'a> {
 
 /// Counters of the kernel and the workers. Reading them may take a moment.
 pub(crate) struct LiveCounters {
-    pub(crate) sample: Sample,
+    pub(crate) sample: CounterSample,
     pub(crate) depths: QueueDepths,
-    pub(crate) ports: Vec<PortCounters>,
+    pub(crate) ports: Vec<PortXdpCounters>,
 }
 
 impl LiveCounters {
-    pub(crate) fn read(dataplane: &Dataplane, ports: &Ports) -> Self {
+    pub(crate) fn read(dataplane: &Dataplane, ports: &OpenPorts) -> Self {
         // A dead worker does not answer; the health probe reports it.
         let depths = dataplane.depths().unwrap_or_default();
-        Self { sample: Sample::take(dataplane), depths, ports: ports.counted() }
+        Self { sample: CounterSample::take(dataplane), depths, ports: ports.xdp_counters() }
     }
 }
 

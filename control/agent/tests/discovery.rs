@@ -4,6 +4,7 @@ mod netns;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, UdpSocket};
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
@@ -169,7 +170,7 @@ fn the_kernel_sends_nothing_on_the_host_veth_by_itself() {
 
 #[test]
 fn a_killed_daemons_host_veth_is_taken_over_if_complete_and_recreated_if_not() {
-    // What happens in between; the lifetime of the next daemon's pair; the route to the pod after its start.
+    // An event between two daemons; the lifetime of the next daemon's pair; the route to the pod after its start.
     let cases = [
         ("", Lifetime::Node, "dev penstock-host"),
         ("link set penstock0 down", Lifetime::Node, "dev veth5"),
@@ -197,6 +198,23 @@ fn a_killed_daemons_host_veth_is_taken_over_if_complete_and_recreated_if_not() {
             assert_eq!(node_state(), before);
         });
     }
+}
+
+#[test]
+fn a_host_veth_with_an_earlier_versions_alias_is_taken_over() {
+    on_a_node_async(async || {
+        let (netlink, _) = Netlink::open(names().table).unwrap();
+        drop(HostVeth::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap());
+        let index = ip("-o link show penstock-host").split(':').next().unwrap().to_owned();
+        for end in ["penstock-host", "penstock0"] {
+            let alias = ["link", "set", "dev", end, "alias", "penstock host port"];
+            assert!(Command::new("ip").args(alias).status().unwrap().success());
+        }
+        let port = HostVeth::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();
+        let shown = ip("-d -o link show penstock-host");
+        assert!(shown.starts_with(&format!("{index}:")) && shown.contains("alias penstock host veth"), "{shown}");
+        port.remove().await.unwrap();
+    });
 }
 
 #[test]

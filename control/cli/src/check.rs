@@ -1,4 +1,4 @@
-//! `penstock check`: is this configuration good, and can this machine run it?
+//! `penstock check`: whether a configuration is valid, and this machine can run it.
 
 use std::io::{self, Write};
 
@@ -7,10 +7,15 @@ use penstock_agent::preflight::Level;
 use super::Failure;
 use super::configuration::ConfigArgs;
 
-/// Validate a configuration and look whether this machine can run it
+/// Validate a configuration, and check that this machine can run it
+///
+/// Prints a line for each check: `ok`, `warning` or `error`, the value found, and the remedy. Changes nothing.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Each line says ok, warning or error, and what to do about it. Nothing is changed.
+Exit codes:
+  0  no errors; there may be warnings
+  1  a check could not be made
+  2  bad input: an error in the configuration, or a machine that cannot run it
 
 Examples:
   penstock check --config /etc/penstock/penstock.toml

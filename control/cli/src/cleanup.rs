@@ -8,16 +8,21 @@ use penstock_agent::{self as agent, CleanedUp, RunError};
 
 use super::Failure;
 
-/// Remove what a daemon left that was killed or keeps the node closed
+/// Remove what a killed daemon, or one with fail.on_exit = "keep", left on the node
+///
+/// Removes the XDP programs from pods' interfaces, the host veth, and its routes and rules. From then on the kernel forwards
+/// pods' packets, and NO POLICY IS ENFORCED. Rejected while a daemon runs. It is no error if nothing is left.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-XDP programs of pods' interfaces, the host port's veth pair, its routes and rules: after this the kernel forwards
-pods' packets again, AND NO POLICY IS ENFORCED. Refused while a daemon runs. Doing it twice is no error.
+Exit codes:
+  0  removed, or nothing was left
+  1  failed
+  2  bad input: the configuration, a running daemon, or an interface of another program
 
 Examples:
   penstock cleanup --config /etc/penstock/penstock.toml")]
 pub(super) struct Args {
-    /// The configuration file (TOML) of the daemon
+    /// The daemon's configuration file (TOML)
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }
@@ -29,6 +34,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         RunError::Failed(error) => Failure::Failed(error),
     })?;
     let host_veth = if host_veth { "the host veth" } else { "no host veth" };
-    let answer = format!("taken away: {programs} XDP programs, {host_veth}\n");
+    let answer = format!("removed: {programs} XDP programs, {host_veth}\n");
     io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }

@@ -4,23 +4,23 @@ use std::path::{Path, PathBuf};
 
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert;
 use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
 
 use super::Failure;
 
-/// Which manifests, and how they are read.
+/// Options of the commands that read manifests.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct ManifestArgs {
-    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(super) manifests: Vec<PathBuf>,
-    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
     #[arg(long)]
     v1beta1: bool,
-    /// A flow that a rule of one side allows is allowed on the other side, too
+    /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long)]
     cluster_wide: bool,
 }
@@ -28,13 +28,13 @@ pub(super) struct ManifestArgs {
 /// The same, where they may also be left out.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct OptionalManifestArgs {
-    /// Manifests, YAML or JSON: files, directories (their *.yaml, *.yml and *.json) or - for standard input
+    /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
     #[arg(long, value_name = "PATH", num_args = 1..)]
     manifests: Vec<PathBuf>,
-    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, in their own meaning
+    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
     #[arg(long, requires = "manifests")]
     v1beta1: bool,
-    /// A flow that a rule of one side allows is allowed on the other side, too
+    /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long, requires = "manifests")]
     cluster_wide: bool,
 }
@@ -50,7 +50,7 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::Settings { v1beta1: self.v1beta1 }, unknown_fields }
+        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1 }, unknown_fields }
     }
 
     /// Whether a rule's action is honoured cluster-wide.
@@ -72,7 +72,7 @@ impl ManifestArgs {
     /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
         let mut engine = Engine::new(EngineSettings { scope, reach: self.reach() });
-        engine.apply(manifests.objects().map(Change::Set));
+        engine.apply(manifests.objects().map(ObjectChange::Set));
         engine
     }
 

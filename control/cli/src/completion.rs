@@ -10,6 +10,11 @@ use super::Failure;
 /// Print a completion script for a shell
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  printed
+  1  the output cannot be written
+  2  bad arguments
+
 Examples:
   penstock completion bash > /etc/bash_completion.d/penstock
   source <(penstock completion zsh)")]

@@ -1,4 +1,4 @@
-//! The configuration of the node service, as commands are given it.
+//! The options that name a configuration.
 
 use std::path::PathBuf;
 
@@ -6,13 +6,13 @@ use penstock_agent::config::{ConfigLayers, LoadedConfig};
 
 use super::Failure;
 
-/// Which configuration.
+/// Options of the commands that read a configuration.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct ConfigArgs {
-    /// The configuration file (TOML); PENSTOCK_* of the environment go over it
+    /// The configuration file (TOML); PENSTOCK_* variables of the environment override it
     #[arg(long, value_name = "FILE")]
     pub(super) config: PathBuf,
-    /// Set a key over file and environment, such as umem.memory=1GiB; may be repeated
+    /// Override a key of file and environment, such as umem.memory=1GiB; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     settings: Vec<String>,
 }

@@ -8,21 +8,21 @@ use serde::de::DeserializeOwned;
 
 use super::Failure;
 
-/// Which daemon.
+/// Options of the commands that query a daemon.
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct DaemonArgs {
-    /// The daemon's admin socket, as its configuration has it (admin.socket)
+    /// The daemon's admin socket (admin.socket of its configuration)
     #[arg(long, value_name = "PATH", default_value = DEFAULT_SOCKET)]
     pub(super) socket: PathBuf,
 }
 
 impl DaemonArgs {
-    /// A way to ask it.
+    /// A client of it.
     pub(super) fn client(&self) -> Result<Client, Failure> {
         Client::new(&self.socket).map_err(|error| Failure::Failed(error.into()))
     }
 
-    /// Asks once.
+    /// Sends one query.
     pub(super) fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, Failure> {
         self.client()?.get(path, query).map_err(failure)
     }

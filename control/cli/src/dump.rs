@@ -15,15 +15,20 @@ use super::daemon::DaemonArgs;
 
 /// Write a support bundle of a running daemon
 ///
-/// A tar.gz with the configuration, versions, status, policy tables, connections, metrics, preflight and the last lines of
-/// the log. It holds no secrets, but names and addresses of pods and nodes.
+/// A tar.gz with the configuration, versions, status, policy tables, connections, metrics, the checks of `penstock check` and
+/// the last lines of the log. It contains no secrets, but names and addresses of pods and nodes.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  written
+  1  the file cannot be written in full, or the daemon sent no valid answer
+  2  bad input: a file that exists or cannot be created, or no daemon listens at the socket
+
 Examples:
   penstock dump penstock.tar.gz
   penstock dump /tmp/node-1.tar.gz --socket /run/penstock/admin.sock && tar tzf /tmp/node-1.tar.gz")]
 pub(super) struct Args {
-    /// The file to write; one that is there is not overwritten
+    /// The file to write; an existing file is not overwritten
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -34,17 +39,17 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let dump: Dump = args.daemon.get("/v1/dump", &())?;
     let file = File::create_new(&args.file).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
-            Failure::bad_input(format_args!("{}: is there already; give another name", args.file.display()))
+            Failure::bad_input(format_args!("{}: exists already; give another name", args.file.display()))
         }
         _ => Failure::bad_input(format_args!(
-            "{}: cannot be made ({error}); give a path that can be written",
+            "{}: cannot be created ({error}); give a path that can be written",
             args.file.display()
         )),
     })?;
     let written = write(&dump, file);
     written.with_context(|| format!("cannot write {}", args.file.display()))?;
-    let told = format!("{}: {} files\n", args.file.display(), dump.files.len());
-    io::stdout().write_all(told.as_bytes()).or_else(Failure::from_output)
+    let answer = format!("{}: {} files\n", args.file.display(), dump.files.len());
+    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }
 
 fn write(dump: &Dump, to: impl Write) -> io::Result<()> {

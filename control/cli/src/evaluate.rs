@@ -1,4 +1,4 @@
-//! `penstock evaluate`: queries in, verdicts out, one JSON object a line.
+//! `penstock evaluate`: queries in, verdicts out, one JSON object per line.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
@@ -15,20 +15,24 @@ use super::cluster::ManifestArgs;
 
 /// Answer queries about manifests: is this flow allowed, and by which rule?
 ///
-/// Each line of the queries is a JSON object: "from" and "to" (NAMESPACE/POD or an address; an address that is a pod's
-/// is that pod), "port" (a number, or the name that the destination pod has for it) and "protocol" (TCP unless given).
-/// Each answer is one line with the query's fields and "verdict", "egress" and "ingress". Both sides are judged, on
-/// whatever node the pods are, through the tables that the workers use.
+/// Each line of the queries is a JSON object: "from" and "to" (NAMESPACE/POD or an address; the address of a pod stands for
+/// that pod), "port" (a number, or a name of the destination pod's ports) and "protocol" (default: TCP). Each answer is one
+/// line: the query's fields, "verdict", "egress" and "ingress". Both sides are evaluated, on whatever node the pods are,
+/// with the tables that the workers use.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  all queries are answered, whatever the verdicts
+  1  the output cannot be written
+  2  bad input: manifests, or a query; the answers before it are printed
+
 Examples:
   penstock evaluate --manifests policies/ --queries queries.jsonl
-  echo '{\"from\": \"shop/web-1\", \"to\": \"10.1.2.3\", \"port\": 80, \"protocol\": \"TCP\"}' |
-    penstock evaluate --manifests cluster.yaml policies/ --queries -")]
+  penstock evaluate --manifests cluster.yaml policies/ --queries - < queries.jsonl")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
-    /// File with one query a line, or - for standard input
+    /// File with one query per line, or - for standard input
     #[arg(long, value_name = "FILE")]
     queries: PathBuf,
 }

@@ -12,12 +12,17 @@ use super::cluster::OptionalManifestArgs;
 use super::daemon::DaemonArgs;
 use super::style::ColouredText;
 
-/// Say why a flow is allowed or denied
+/// Explain why a flow is allowed or denied
 ///
-/// Tells which policies select each end, which rule allowed the flow, or which came nearest and what it lacked, and,
-/// where no rule is for this flow at all, which policies isolate the pod.
+/// Prints which policies select each end, and the rule that allows the flow. If none does, prints the rules that come
+/// nearest and what each lacks; if no rule is about this flow, the policies that isolate the pod.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  explained, whether the flow is allowed or denied
+  1  the daemon sent no valid answer
+  2  bad input: manifests, an end or a port, or no daemon listens at the socket
+
 Examples:
   penstock explain --manifests policies/ --from shop/web-1 --to shop/db-0 --port 5432/TCP
   penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP
@@ -26,18 +31,18 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     manifests: OptionalManifestArgs,
-    /// Ask the daemon that runs on this node, which knows the sides of its own pods only
+    /// Ask the running daemon of this node, which evaluates the sides of its own pods only
     #[arg(long)]
     live: bool,
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Who sends: NAMESPACE/POD or an address
+    /// The source: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     from: FlowEndpoint,
-    /// Who receives: NAMESPACE/POD or an address
+    /// The destination: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     to: FlowEndpoint,
-    /// PORT/PROTOCOL, the port by its number or its name; or a protocol without ports
+    /// PORT/PROTOCOL, the port by number or by name; or a protocol without ports
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: ProtocolPort,
 }

@@ -5,30 +5,39 @@ use std::thread;
 use std::time::Duration;
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{Flow, FlowEnd, Flows, FlowsQuery};
+use penstock_admin::types::{ConnectionFlow, FlowEnd, Flows, FlowsQuery};
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, json};
 
-/// List the live connections of a running daemon
+/// List the connections of a running daemon
 ///
-/// Each with its ends, its state, what lets it pass by the policy of now, how long ago its last packet was, and when it is
-/// forgotten. There are no counters of packets or bytes: an entry of the connection table is one cache line, all of
-/// which is in use, and a second one would double what a packet costs there; `penstock status` and the metrics count by pod.
+/// Each with its ends, its state, the rules that allow it now, the time since its last packet, and the time until it
+/// expires. There are no packet or byte counters: an entry of the connection table fills one cache line, and a second line
+/// would double its cost per packet. `penstock status` and the metrics count per pod.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-States have the names of nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT, REPLIED and so on); CUT is a connection that
-policy has ended. CONNECTION is the number that the verdict log has for it.
+Columns:
+  CONNECTION       the number that the verdict log has for it
+  STATE            as in nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT), and REPLIED, ASSURED,
+                   PICKED_UP (opened in mid-stream) and REVOKED (no longer allowed by policy)
+  EGRESS, INGRESS  the rule that allows it, `open` (no policy isolates the pod), `exempt` (policy
+                   does not apply), `denied`, or `not here` (that end is not local)
+
+Exit codes:
+  0  printed
+  1  the daemon sent no valid answer
+  2  bad input: a filter, or no daemon listens at the socket
 
 Examples:
   penstock flows
   penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
-  penstock flows --state CUT --watch
+  penstock flows --state REVOKED --watch
   penstock flows --json | jq '.flows[] | select(.idle_seconds > 60)'")]
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Only connections that this pod (NAMESPACE/POD) or address has an end of
+    /// Only connections from or to this pod (NAMESPACE/POD) or address
     #[arg(long, visible_alias = "address", value_name = "END")]
     pod: Option<String>,
     /// Only connections in this state
@@ -37,16 +46,16 @@ pub(super) struct Args {
     /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
     #[arg(long, value_name = "PROTOCOL")]
     protocol: Option<String>,
-    /// Only connections to this port
+    /// Only connections to this destination port
     #[arg(long, value_name = "NUMBER")]
     port: Option<u16>,
-    /// List no more than this many
+    /// List at most this many
     #[arg(long, value_name = "COUNT", default_value_t = 1000)]
     limit: usize,
-    /// Print as JSON; with --watch one object a line
+    /// Print as JSON; with --watch one object per line
     #[arg(long)]
     json: bool,
-    /// List them again every so many seconds, until interrupted
+    /// List again every so many seconds, until interrupted
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     watch: Option<u64>,
 }
@@ -87,13 +96,14 @@ fn text(flows: &Flows) -> String {
     let mut text = align_columns(&rows);
     let shown = flows.flows.len();
     text.push_str(&match flows.matching {
+        1 if shown == 1 => "1 connection\n".to_owned(),
         matching if matching == shown => format!("{shown} connections\n"),
         matching => format!("{shown} of {matching} connections; list more with --limit\n"),
     });
     text
 }
 
-fn row(flow: &Flow) -> Vec<String> {
+fn row(flow: &ConnectionFlow) -> Vec<String> {
     vec![
         flow.connection.clone(),
         flow.protocol.clone(),
@@ -130,7 +140,7 @@ mod tests {
             port,
             name: name.map(str::to_owned),
         };
-        let flow = Flow {
+        let flow = ConnectionFlow {
             connection: "00c0ffee00c0ffee".to_owned(),
             protocol: "TCP".to_owned(),
             from: end("10.1.0.5", 40_000, Some("shop/web")),
@@ -141,8 +151,8 @@ mod tests {
             idle_seconds: 3,
             expires_seconds: 40,
         };
-        let told = text(&Flows { matching: 2, flows: vec![flow] });
-        let lines: Vec<&str> = told.lines().collect();
+        let listed = text(&Flows { matching: 2, flows: vec![flow] });
+        let lines: Vec<&str> = listed.lines().collect();
         assert_eq!(
             lines[1],
             "00c0ffee00c0ffee  TCP       shop/web 10.1.0.5:40000  [fd00::7]:80  ESTABLISHED  open    shop-ingress-db-0-all-0-0  3 s   40 s"

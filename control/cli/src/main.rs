@@ -1,8 +1,11 @@
 //! The `penstock` command: one file a subcommand.
 //!
-//! Every subcommand is a module with `Args` (what clap reads, with its help) and `run(Args)`. Answers go to
-//! standard output, complaints to standard error as one line each. Exit codes: 0 all was done, 1 it was tried
-//! and failed, 2 the input (arguments, configuration, manifests, the machine) is bad, 3 what was compared differs.
+//! Every subcommand is a module with `Args` (what clap reads, with its help) and `run(Args)`. Answers go to standard
+//! output, errors to standard error as one line each. Exit codes: 0 done, 1 tried and failed, 2 the input (arguments,
+//! configuration, manifests, the machine) is bad, 3 what was compared differs.
+//!
+//! The text behind the options (`after_help`) consists of sections: a heading with a colon, and indented lines. The
+//! manual pages ([`man`]) have the same sections. Each subcommand has "Exit codes" and "Examples", which a test parses.
 //!
 //! What is printed, and how, is decided here: the crates below hand over values and plain text. No crate depends on this one.
 
@@ -17,66 +20,50 @@ mod evaluate;
 mod explain;
 mod failure;
 mod flows;
+mod groups;
 mod lint;
+mod man;
 mod matrix;
 mod render;
 mod replay;
 mod run;
+mod schema;
 mod status;
 mod style;
 mod top;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
 
 use failure::Failure;
+use groups::Command;
 
-/// NetworkPolicy in userspace, at packet rate.
+/// NetworkPolicy in userspace, at packet rate
 #[derive(Parser, Debug)]
-#[command(name = "penstock", version, max_term_width = 110, arg_required_else_help = true)]
+#[command(
+    name = "penstock",
+    version,
+    max_term_width = 110,
+    arg_required_else_help = true,
+    help_template = groups::help_template(),
+    after_help = "\
+Exit codes:
+  0  done
+  1  tried, and failed
+  2  bad input: arguments, configuration, manifests, the machine, or no daemon
+  3  replay --compare: verdicts differ
+
+`penstock COMMAND --help` has a command's options, exit codes and examples."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
 }
 
-#[derive(Subcommand, Debug)]
-enum Command {
-    Evaluate(evaluate::Args),
-    Explain(explain::Args),
-    Matrix(matrix::Args),
-    Render(render::Args),
-    Lint(lint::Args),
-    Check(check::Args),
-    Cleanup(cleanup::Args),
-    Completion(completion::Args),
-    Replay(replay::Args),
-    Run(run::Args),
-    Status(status::Args),
-    Flows(flows::Args),
-    Top(top::Args),
-    Dump(dump::Args),
-}
-
 /// Parses the command line, runs the subcommand, returns the process's exit code.
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
-        Command::Evaluate(args) => evaluate::run(args),
-        Command::Explain(args) => explain::run(args),
-        Command::Matrix(args) => matrix::run(args),
-        Command::Render(args) => render::run(args),
-        Command::Lint(args) => lint::run(args),
-        Command::Check(args) => check::run(args),
-        Command::Cleanup(args) => cleanup::run(args),
-        Command::Completion(args) => completion::run(args),
-        Command::Replay(args) => replay::run(args),
-        Command::Run(args) => run::run(args),
-        Command::Status(args) => status::run(args),
-        Command::Flows(args) => flows::run(args),
-        Command::Top(args) => top::run(args),
-        Command::Dump(args) => dump::run(args),
-    };
-    match outcome {
+    match Cli::parse().command.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     }
@@ -86,18 +73,50 @@ fn main() -> ExitCode {
 mod tests {
     use clap::CommandFactory;
 
+    use super::*;
+
     #[test]
     fn the_command_line_is_consistent() {
-        super::Cli::command().debug_assert();
+        Cli::command().debug_assert();
+    }
+
+    /// The lines of a section of a subcommand's help.
+    fn section(command: &clap::Command, heading: &str) -> Vec<String> {
+        let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        let lines = help.lines().skip_while(|line| *line != format!("{heading}:")).skip(1);
+        lines.take_while(|line| line.starts_with("  ")).map(|line| line.trim().to_owned()).collect()
     }
 
     #[test]
-    fn every_subcommand_has_a_description_and_examples() {
-        for command in super::Cli::command().get_subcommands() {
-            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-            assert!(help.contains("Examples:"), "{} has no examples", command.get_name());
-            assert!(help.contains(&format!("penstock {}", command.get_name())), "{}", command.get_name());
-            assert!(command.get_about().is_some(), "{}", command.get_name());
+    fn every_subcommand_has_a_description_exit_codes_and_examples_that_parse() {
+        for command in Cli::command().get_subcommands() {
+            let name = command.get_name();
+            assert!(command.get_about().is_some(), "{name}");
+            let codes = section(command, "Exit codes");
+            assert!(codes.first().is_some_and(|line| line.starts_with("0 ")), "{name}: {codes:?}");
+            assert!(codes.iter().any(|line| line.starts_with("2 ")), "{name}: {codes:?}");
+            let examples = section(command, "Examples");
+            let mut own = 0;
+            for words in examples.iter().flat_map(|line| penstock_commands(line)) {
+                own += usize::from(words[1] == name);
+                if let Err(error) = Cli::command().try_get_matches_from(&words) {
+                    panic!("{words:?}: {error}");
+                }
+            }
+            assert!(own > 0, "{name} has no example: {examples:?}");
         }
+    }
+
+    /// The calls of penstock in a line for a shell, each with its words.
+    fn penstock_commands(line: &str) -> Vec<Vec<String>> {
+        // A process substitution is a call, too.
+        let line = line.replace("<(", "; ").replace(')', " ;").replace(';', " ; ");
+        let words = shlex::split(&line).unwrap_or_else(|| panic!("not a command: {line}"));
+        let calls = words.split(|word| ["|", ";", "&&"].contains(&word.as_str()));
+        let calls = calls.filter_map(|call| {
+            let start = call.iter().position(|word| word == "penstock")?;
+            Some(call[start..].iter().take_while(|word| ![">", "<"].contains(&word.as_str())).cloned().collect())
+        });
+        calls.collect()
     }
 }

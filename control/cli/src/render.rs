@@ -16,13 +16,18 @@ use super::cluster::ManifestArgs;
 /// Print the policy of manifests in the forms that enforce it
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  printed
+  1  the output cannot be written
+  2  bad input: manifests, an unknown node, or a form that cannot express the options
+
 Examples:
   penstock render --manifests policies/ --node node-a --format table
   penstock render --manifests policies/ --format nft | nft --check --file -")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
-    /// Only for the pods of this node; all pods otherwise
+    /// Only the pods of this node; default: all pods
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
     /// The form
@@ -32,13 +37,13 @@ pub(super) struct Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
 enum Format {
-    /// The rule tables of the workers, for a person
+    /// The workers' rule tables, for a person
     Table,
-    /// Six-tuples for a device that takes the first that matches, excepts subtracted
+    /// Six-tuples for a device that applies the first match, with excepts subtracted
     Acl,
     /// A ruleset for nftables
     Nft,
-    /// The rule tables of the workers, for a program
+    /// The workers' rule tables, for a program
     Json,
 }
 

@@ -1,25 +1,29 @@
-//! `penstock replay`: what would policy have done with these packets?
+//! `penstock replay`: what policy does with the packets of a capture.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
 
 use penstock_replay::compare::VerdictChange;
 use penstock_replay::summary::Summary;
-use penstock_replay::{Mapping, Options, Paths, ReplayError, Report, run as replay};
+use penstock_replay::{Mapping, OutputPaths, ReplayError, ReplayOptions, ReplayReport, run as replay};
 use penstock_sources::manifest::UnknownFields;
 use serde::Serialize;
 
 use super::Failure;
 use super::cluster::ManifestArgs;
 
-/// Run a capture's packets through the workers' pipeline, and tell what policy does with them
+/// Run the packets of a capture through the workers' pipeline, and report the verdicts
+///
+/// A packet enters by the port of its source address: a local pod's port, the host veth for the node, otherwise the uplink;
+/// or by the port that --ports gives for its interface. The verdict `kernel` is for what the XDP program leaves to the kernel:
+/// ARP, neighbour discovery, and on the uplink what is not for a local pod. Time is the capture's.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A packet enters by the port of its source address: a local pod's, the node's, else the uplink; or by the port that
---ports names for its interface. What the XDP program leaves to the kernel (ARP, neighbour discovery, what is not for a
-local pod) is `kernel`. Time is the capture's.
-
-Exit codes: 0 done, 2 bad input, 3 with --compare: a verdict changes.
+Exit codes:
+  0  done; with --compare: no verdict differs
+  1  the output cannot be written
+  2  bad input: manifests, captures, or files that cannot be written
+  3  with --compare: verdicts differ
 
 Examples:
   penstock replay --manifests cluster/ --pcap incident.pcapng --verdicts verdicts.jsonl
@@ -28,19 +32,19 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     cluster: ManifestArgs,
-    /// Captures, merged by time: pcap or pcapng, also compressed by gzip
+    /// Captures, merged by time: pcap or pcapng, may be gzip-compressed
     #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
     pcap: Vec<PathBuf>,
-    /// Judge as this node does; without it, as if all pods were local
+    /// Evaluate as this node does; without it, as if all pods were local
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
-    /// An interface of a pcapng capture and the port that it is: NAMESPACE/POD, host or uplink
+    /// An interface of a pcapng capture, and the port that it stands for: NAMESPACE/POD, host or uplink
     #[arg(long, value_name = "INTERFACE=PORT", num_args = 1.., value_delimiter = ',')]
     ports: Vec<String>,
-    /// Count a packet once that was captured at two places
+    /// Count a packet that was captured in two places once
     #[arg(long)]
     dedup: bool,
-    /// Write a JSON object a packet, one a line; - for standard output
+    /// Write one JSON object per packet and line; - for standard output
     #[arg(long, value_name = "FILE")]
     verdicts: Option<PathBuf>,
     /// Write a capture of the packets that pass
@@ -49,20 +53,22 @@ pub(super) struct Args {
     /// Write a capture of the packets that are dropped
     #[arg(long, value_name = "FILE")]
     denied: Option<PathBuf>,
-    /// VerdictChange the manifests at times of the capture, as this TOML file says
+    /// Change the manifests at times of the capture, as in this TOML file
     #[arg(long, value_name = "FILE", conflicts_with = "compare")]
     timeline: Option<PathBuf>,
-    /// Tell which connections' verdicts change under these manifests instead
+    /// List the connections whose verdicts differ under these manifests
     #[arg(long, value_name = "PATH", num_args = 1..)]
     compare: Vec<PathBuf>,
-    /// How to print the summary
+    /// Form of the summary
     #[arg(long, value_enum, default_value_t = Format::Table)]
     summary: Format,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum Format {
+    /// For a person
     Table,
+    /// For a program
     Json,
 }
 
@@ -77,7 +83,7 @@ struct Json<'a> {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let ports = args.ports.iter().map(|text| text.parse::<Mapping>());
-    let options = Options {
+    let options = ReplayOptions {
         captures: args.pcap,
         reading: args.cluster.options(UnknownFields::Refuse),
         reach: args.cluster.reach(),
@@ -87,8 +93,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         dedup: args.dedup,
         timeline: args.timeline,
         compare: args.compare,
-        outputs: Paths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },
-        ..Options::default()
+        outputs: OutputPaths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },
+        ..ReplayOptions::default()
     };
     let report = replay(&options).map_err(failure)?;
     report.notes.iter().for_each(|note| eprintln!("penstock: {note}"));
@@ -109,8 +115,8 @@ fn failure(error: ReplayError) -> Failure {
     Failure::BadInput(error.to_string().lines().map(str::to_owned).collect())
 }
 
-fn render(report: &Report, format: Format) -> String {
-    let Report { summary, comparison, .. } = report;
+fn render(report: &ReplayReport, format: Format) -> String {
+    let ReplayReport { summary, comparison, .. } = report;
     match format {
         Format::Table => match comparison {
             Some(comparison) => format!("{summary}\n{comparison}"),

@@ -6,12 +6,22 @@ use super::Failure;
 use super::configuration::ConfigArgs;
 
 /// Run the node service
+///
+/// Enforces policy for the pods of this node until SIGINT or SIGTERM, in the network namespace that it is started in.
+/// At the end it restores what it changed on the node (a veth pair, routing rules, settings of pods' interfaces), unless
+/// fail.on_exit is "keep". After a crash, pods' interfaces drop everything until the next start, unless fail.mode is "open".
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Runs in the network namespace that it is started in, until SIGINT or SIGTERM. SIGUSR1 prints statistics; SIGHUP reads the
-configuration again, takes in log.level, node_addresses and verdict_log, and says which other changes need a restart.
-What it changed on the node (a veth pair, routing rules, settings of pods' interfaces) it puts back at the end,
-unless fail.on_exit is \"keep\". After a crash pods' interfaces stay closed (fail.mode) until the next start.
+Signals:
+  SIGINT, SIGTERM  end the daemon
+  SIGHUP           read the configuration again: log.level, node_addresses and verdict_log take
+                   effect; for every other change the log says that it needs a restart
+  SIGUSR1          print statistics
+
+Exit codes:
+  0  ended by a signal
+  1  failed after the start
+  2  bad input: the configuration, the source of objects, or the machine cannot be used
 
 Examples:
   penstock run --config /etc/penstock/penstock.toml

@@ -1,4 +1,4 @@
-//! `penstock status`: how a running daemon is.
+//! `penstock status`: the state of a running daemon.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,14 +12,18 @@ use super::Failure;
 use super::daemon::{DaemonArgs, json, percent, short};
 use super::style;
 
-/// Say how a running daemon is: workers, ports, pods, and whether policy is in force
+/// Show a running daemon: workers, ports, pods, and whether policy is in force
 ///
-/// A pod is *enforced* once its own rules and all that is known of its peers are in force on every worker: no packet
-/// that a worker judges from then on is judged under anything older. `in force` names the snapshot.
+/// A pod is enforced once its own rules, and all that is known of its peers, are in force on every worker: from then on no
+/// packet is evaluated under anything older. IN FORCE is the snapshot under which a worker evaluates. Rates are those of
+/// the last one or two seconds. RINGS has frames that wait to receive packets, and frames that are being sent. Clocks are those of
+/// the processor's time stamp counter per packet since the start, from one poll iteration in 64.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Rates are those of the last one or two seconds. Rings show frames waiting to receive into and being sent. Clocks are
-the processor's time stamp counter's, since the start, from one turn in many.
+Exit codes:
+  0  printed
+  1  the daemon sent no valid answer
+  2  bad input: arguments, or no daemon listens at the socket
 
 Examples:
   penstock status
@@ -28,7 +32,7 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Print all there is, as JSON
+    /// Print everything as JSON
     #[arg(long)]
     json: bool,
 }
@@ -83,9 +87,9 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
 
 fn workers(status: &Status) -> Vec<Vec<String>> {
     let heading =
-        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "TURN P50", "P99", "WAITING"];
+        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "POLL P50", "P99", "WAITING"];
     let time = |seconds: Option<f64>| seconds.map_or_else(String::new, |seconds| format!("{:.1} us", seconds * 1e6));
-    let told = status.workers.iter().map(|worker| {
+    let rows = status.workers.iter().map(|worker| {
         vec![
             worker.worker.to_string(),
             worker.core.to_string(),
@@ -94,26 +98,26 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
             percent(worker.awake),
             short(worker.packets_per_second),
             format!("{:.1}", worker.packets_per_batch),
-            time(worker.turn_median_seconds),
-            time(worker.turn_p99_seconds),
+            time(worker.poll_iteration_median_seconds),
+            time(worker.poll_iteration_p99_seconds),
             worker.handed_over.to_string(),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 /// Clocks a packet by stage; a worker that has timed none yet has none to show.
 fn stages(status: &Status) -> Vec<Vec<String>> {
     let heading = std::iter::once("CLOCKS/PACKET".to_owned())
         .chain(Stage::ALL.iter().map(|stage| stage.name().replace('_', " ").to_uppercase()));
-    let told = status.workers.iter().map(|worker| {
+    let rows = status.workers.iter().map(|worker| {
         let clocks = Stage::ALL.iter().map(|stage| match worker.stages.packets {
             0 => "-".to_owned(),
             packets => (worker.stages.clocks.get(stage.name()).copied().unwrap_or(0) / packets).to_string(),
         });
         std::iter::once(format!("worker {}", worker.worker)).chain(clocks).collect()
     });
-    std::iter::once(heading.collect()).chain(told).collect()
+    std::iter::once(heading.collect()).chain(rows).collect()
 }
 
 fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
@@ -128,9 +132,9 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
         "TX BIT/S",
         "DROPS/S",
         "RINGS",
-        "DROPPED BY CAUSE",
+        "DROPPED BY REASON",
     ];
-    let told = ports.iter().map(|port| {
+    let rows = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
         let kernel = port.kernel_drops.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
         let drops: BTreeMap<String, u64> = port.drops.clone().into_iter().chain(kernel).collect();
@@ -148,13 +152,13 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
             pairs(&drops),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
     let heading = ["POD", "ADDRESSES", "INTERFACE", "CHANGED", "PUBLISHED", "ENFORCED", "CONNECTIONS"];
     let number = |epoch: Option<u32>| epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string());
-    let told = pods.iter().map(|pod| {
+    let rows = pods.iter().map(|pod| {
         let enforced = match (&pod.waiting, pod.enforced) {
             (Some(waiting), _) => format!("no network: {waiting}"),
             (None, true) => "yes".to_owned(),
@@ -170,7 +174,7 @@ fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
             pod.connections.to_string(),
         ]
     });
-    std::iter::once(row(heading)).chain(told).collect()
+    std::iter::once(row(heading)).chain(rows).collect()
 }
 
 /// `name count` of all.

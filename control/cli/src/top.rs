@@ -1,4 +1,4 @@
-//! `penstock top`: a running daemon at a glance, again and again.
+//! `penstock top`: rates and load of a running daemon, refreshed.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
@@ -15,10 +15,18 @@ use ratatui::widgets::{Block, Paragraph, Row, Table};
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, percent, short};
 
-/// Watch a running daemon: rates by pod and port, drops by cause, how busy workers are
+/// Watch a running daemon: rates by pod and port, drops by reason, load of the workers
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-Keys: q ends it; r, t, d and n sort ports by received, sent, dropped packets a second and by name; p pauses.
+Keys:
+  r, t, d, n  sort ports by packets received, sent, dropped per second, or by name
+  p           pause
+  q, Esc      quit
+
+Exit codes:
+  0  quit
+  1  the terminal failed, or the daemon sent no valid answer
+  2  bad input: arguments, no terminal, or no daemon listens at the socket
 
 Examples:
   penstock top
@@ -26,7 +34,7 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Seconds between two looks
+    /// Seconds between two queries
     #[arg(long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
 }
@@ -44,7 +52,7 @@ enum SortOrder {
 /// The state of the screen.
 struct View {
     status: Status,
-    /// Drops a second by cause, since the look before.
+    /// Drops a second by reason, since the look before.
     drops: Vec<(String, f64)>,
     order: SortOrder,
     paused: bool,
@@ -52,9 +60,9 @@ struct View {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let client = args.daemon.client()?;
-    let ask = || client.get::<Status>("/v1/status", &()).map_err(failure);
+    let query = || client.get::<Status>("/v1/status", &()).map_err(failure);
     // Before switching screens, so that errors appear on the normal screen.
-    let status = ask()?;
+    let status = query()?;
     if !io::stdout().is_terminal() {
         return Err(Failure::bad_input("standard output is not a terminal: use penstock status, which prints once"));
     }
@@ -81,7 +89,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             if Instant::now() >= due {
                 due = Instant::now() + interval;
                 if !view.paused {
-                    view.update(ask()?);
+                    view.update(query()?);
                 }
             }
         }
@@ -155,9 +163,9 @@ impl View {
     }
 
     fn draw_drops(&self, frame: &mut Frame<'_>, area: Rect) {
-        let rows = self.drops.iter().map(|(cause, rate)| Row::new([cause.clone(), short(*rate)]));
+        let rows = self.drops.iter().map(|(reason, rate)| Row::new([reason.clone(), short(*rate)]));
         let table = Table::new(rows, [Constraint::Min(20), Constraint::Length(8)]);
-        frame.render_widget(table.block(Block::bordered().title("drops a second, by cause")), area);
+        frame.render_widget(table.block(Block::bordered().title("drops a second, by reason")), area);
     }
 
     fn sorted(&self) -> Vec<&PortStatus> {
@@ -179,9 +187,9 @@ fn name(port: &PortStatus) -> String {
 
 /// Causes that dropped something between two looks, the most frequent first.
 fn drop_rates(before: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, seconds: f64) -> Vec<(String, f64)> {
-    let more = |(cause, count): (&String, &u64)| {
-        let more = count.saturating_sub(before.get(cause).copied().unwrap_or(0));
-        (more > 0).then(|| (cause.clone(), more as f64 / seconds))
+    let more = |(reason, count): (&String, &u64)| {
+        let more = count.saturating_sub(before.get(reason).copied().unwrap_or(0));
+        (more > 0).then(|| (reason.clone(), more as f64 / seconds))
     };
     let mut rates: Vec<(String, f64)> = now.iter().filter_map(more).collect();
     rates.sort_by(|(_, one), (_, other)| other.total_cmp(one));
@@ -268,8 +276,8 @@ mod tests {
             awake: 0.5,
             packets_per_second: 123_456.0,
             packets_per_batch: 4.0,
-            turn_median_seconds: None,
-            turn_p99_seconds: None,
+            poll_iteration_median_seconds: None,
+            poll_iteration_p99_seconds: None,
             handed_over: 0,
             stages: Default::default(),
         };

@@ -42,10 +42,11 @@ const DRAWN: [(&str, &[&str]); 9] = [
 const OF_POLICY: [&str; 5] = ["ipnet", "rustc-hash", "serde", "serde_json", "thiserror"];
 
 /// Libraries that read command lines, draw on terminals or colour text.
-const TERMINAL: [&str; 9] = [
+const TERMINAL: [&str; 10] = [
     "anstream",
     "clap",
     "clap_complete",
+    "clap_mangen",
     "console",
     "crossterm",
     "indicatif",

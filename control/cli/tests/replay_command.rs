@@ -212,7 +212,7 @@ fn a_timeline_applies_to_later_packets() {
         .collect();
     assert_eq!(
         reasons,
-        ["null", "\"connection_cut\"", "\"ingress_denied\"", "null"]
+        ["null", "\"connection_revoked\"", "\"ingress_denied\"", "null"]
             .map(|text| { serde_json::from_str::<serde_json::Value>(text).unwrap() })
     );
 }

@@ -2,7 +2,7 @@
 
 use penstock_dataplane::policy::Direction;
 
-use crate::model::{IpBlock, LabelOperator, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Selector};
+use crate::model::{IpBlock, LabelOperator, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Selector};
 
 /// A selector as kubectl writes it: `app=web,tier in (a,b),!old`.
 pub fn selector(selector: &Selector) -> String {
@@ -71,7 +71,7 @@ pub fn protocol(protocol: PortProtocol) -> &'static str {
 }
 
 /// A port: `80/TCP`, `8000-8080/TCP`, `http/TCP`, `TCP`.
-fn port(port: &Port) -> String {
+fn port(port: &PolicyPort) -> String {
     let protocol = protocol(port.protocol);
     match &port.which {
         PortMatch::Every => format!("every {protocol} port"),
@@ -82,11 +82,11 @@ fn port(port: &Port) -> String {
 }
 
 /// The ports of a rule.
-pub(crate) fn ports(ports: &Ports) -> String {
+pub(crate) fn ports(ports: &PolicyPorts) -> String {
     match ports {
-        Ports::Every => "every port and protocol".to_owned(),
-        Ports::AnyOf(some) if some.is_empty() => "no port".to_owned(),
-        Ports::AnyOf(some) => some.iter().map(port).collect::<Vec<_>>().join(", "),
+        PolicyPorts::Every => "every port and protocol".to_owned(),
+        PolicyPorts::AnyOf(some) if some.is_empty() => "no port".to_owned(),
+        PolicyPorts::AnyOf(some) => some.iter().map(port).collect::<Vec<_>>().join(", "),
     }
 }
 

@@ -79,6 +79,7 @@ fn explain_direction(
     let name = explanation.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
     let verdict = match explanation.verdict {
         DirectionVerdict::Denied => style.bad(&"denied"),
+        DirectionVerdict::NotReady => format!("{}, its policies are not known yet", style.bad(&"denied")),
         DirectionVerdict::NotLocal if explanation.pod.is_some() => {
             format!("{} here, its own node enforces it", style.good(&"allowed"))
         }

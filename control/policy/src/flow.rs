@@ -7,7 +7,7 @@ use std::str::FromStr;
 use penstock_dataplane::packet::{Flow, Protocol};
 
 use crate::model::{ObjectKey, Pod, PortProtocol};
-use crate::state::{AddressOwner, State};
+use crate::state::{ClusterState, PodOrNode};
 
 /// The source port of flows that users ask about; policies do not match on it.
 const ANY_SOURCE_PORT: u16 = 49152;
@@ -185,7 +185,12 @@ impl fmt::Display for ProtocolPort {
 
 /// The flow between two endpoints. Of several address pairs it takes the source's first address for which the destination
 /// has one of the same family.
-pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &ProtocolPort) -> Result<Flow, FlowError> {
+pub fn flow(
+    state: &ClusterState,
+    from: &FlowEndpoint,
+    to: &FlowEndpoint,
+    port: &ProtocolPort,
+) -> Result<Flow, FlowError> {
     let (sources, destinations) = (addresses(state, from)?, addresses(state, to)?);
     let pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
     let (src, dst) = pairs
@@ -206,7 +211,7 @@ pub fn flow(state: &State, from: &FlowEndpoint, to: &FlowEndpoint, port: &Protoc
 }
 
 /// The addresses of an endpoint.
-pub fn addresses(state: &State, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
+pub fn addresses(state: &ClusterState, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
     let key = match end {
         FlowEndpoint::Address(address) => return Ok(vec![*address]),
         FlowEndpoint::Pod(key) => key,
@@ -220,7 +225,7 @@ pub fn addresses(state: &State, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowE
 }
 
 fn resolve(
-    state: &State,
+    state: &ClusterState,
     to: &FlowEndpoint,
     address: IpAddr,
     name: &str,
@@ -234,23 +239,23 @@ fn resolve(
 }
 
 /// The pod that owns an address; `None` for a node's address (its host-network pods included) and an unknown one.
-fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
+fn pod_at(state: &ClusterState, address: IpAddr) -> Option<&Pod> {
     match state.owner(&address)? {
-        AddressOwner::Pod(pod) => state.pod(pod),
-        AddressOwner::Node(_) => None,
+        PodOrNode::Pod(pod) => state.pod(pod),
+        PodOrNode::Node(_) => None,
     }
 }
 
 /// The owner of an address as text: `shop/web-1`, `node worker-1`; `None` if unknown.
-pub fn name(state: &State, address: IpAddr) -> Option<String> {
+pub fn name(state: &ClusterState, address: IpAddr) -> Option<String> {
     match state.owner(&address)? {
-        AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
-        AddressOwner::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
+        PodOrNode::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        PodOrNode::Node(node) => state.node_name(node).map(|node| format!("node {node}")),
     }
 }
 
 /// An address with its owner's name: `shop/web-1 (10.1.0.1)`.
-pub(crate) fn describe(state: &State, address: IpAddr) -> String {
+pub(crate) fn describe(state: &ClusterState, address: IpAddr) -> String {
     name(state, address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 

@@ -23,12 +23,12 @@ pub fn text(engine: &Engine) -> String {
 /// The tables, each once, and the pods that use them.
 #[derive(Serialize)]
 struct Listing {
-    endpoints: Vec<Endpoint>,
+    endpoints: Vec<ListedEndpoint>,
     tables: Vec<Table>,
 }
 
 #[derive(Serialize)]
-struct Endpoint {
+struct ListedEndpoint {
     pod: String,
     node: Option<String>,
     addresses: Vec<String>,
@@ -41,11 +41,11 @@ struct Endpoint {
 struct Table {
     table: u32,
     direction: &'static str,
-    rules: Vec<Rule>,
+    rules: Vec<ListedRule>,
 }
 
 #[derive(Serialize)]
-struct Rule {
+struct ListedRule {
     bit: usize,
     rule: String,
     /// Prefixes; `null` for every peer.
@@ -73,7 +73,7 @@ fn listing(engine: &Engine) -> Listing {
             let next = numbers.len() as u32;
             let number = *numbers.entry(own).or_insert(next);
             if number == next {
-                let rules = (0..).zip(expansion.rules(own)).map(|(bit, rule)| Rule {
+                let rules = (0..).zip(expansion.rules(own)).map(|(bit, rule)| ListedRule {
                     bit,
                     rule: rule.source.name().0.to_string(),
                     peers: rule.peers.map(|peers| peers.iter().map(ToString::to_string).collect()),
@@ -84,7 +84,7 @@ fn listing(engine: &Engine) -> Listing {
             Some(number)
         };
         let (egress, ingress) = (table(Direction::Egress), table(Direction::Ingress));
-        endpoints.push(Endpoint {
+        endpoints.push(ListedEndpoint {
             pod: pod.key.to_string(),
             node: pod.node.clone(),
             addresses: pod.addresses.iter().map(ToString::to_string).collect(),

@@ -1,14 +1,14 @@
-//! Whether the suite would notice: one clause at a time is broken in the code under test, and the tests in
+//! Mutation test: breaks one clause at a time in the code under test; the tests in
 //! `tests/policy` must then fail.
 //!
 //! Run by `cargo test -p penstock-policy --test mutation -- --ignored --nocapture`; it takes some minutes, since each
-//! broken version is built. What is built is a copy of the parts that know policy, below the target directory.
+//! mutant is built. It builds a copy of the policy code below the target directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// One way to break a clause: a line of the code, and what stands there instead.
+/// A mutation: a line of the code and its replacement.
 struct Mutation {
     breaks: &'static str,
     file: &'static str,
@@ -34,7 +34,7 @@ const LINKED: &str = "control/policy/src/render/tables/linked.rs";
 
 const MUTATIONS: &[Mutation] = &[
     mutation(
-        "1: ingress is judged by the destination's egress rules",
+        "1: ingress is evaluated by the destination's egress rules",
         POLICY,
         "self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow)",
         "self.evaluate_direction(&dst, Direction::Egress, &src, flow.src, flow)",
@@ -66,14 +66,14 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "4: a podSelector finds pods of every namespace",
         COMPILE,
-        "Peer::Pods(pods) => Some(Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),",
-        "Peer::Pods(pods) => Some(Class::InNamespaces { namespaces: Selector::default(), pods: pods.clone(), port }),",
+        "Peer::Pods(pods) => Some(PeerSet::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),",
+        "Peer::Pods(pods) => Some(PeerSet::InNamespaces { namespaces: Selector::default(), pods: pods.clone(), port }),",
     ),
     mutation(
         "4: of a peer with both selectors, only that of namespaces counts",
         COMPILE,
-        "Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })",
-        "Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector { requirements: pods.requirements[..0].to_vec() }, port })",
+        "Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })",
+        "Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: Selector { requirements: pods.requirements[..0].to_vec() }, port })",
     ),
     mutation(
         "4: an except cuts out of every block of its rule",
@@ -117,8 +117,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "5: a name on egress is any pod's",
         COMPILE,
-        "pods => class(namespace, pods, Some(port.clone())),",
-        "pods => class(namespace, pods, None),",
+        "pods => peer_set(namespace, pods, Some(port.clone())),",
+        "pods => peer_set(namespace, pods, None),",
     ),
     mutation(
         "5: a name has no protocol",
@@ -129,7 +129,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "5: beside every peer, a name is any number of anybody",
         COMPILE,
-        "Peers::Every => vec![Class::Port(port)],",
+        "Peers::Every => vec![PeerSet::Port(port)],",
         "Peers::Every => return EffectiveRule { source: source.clone(), peers: EffectivePeers::Every, ports },",
     ),
     mutation("7: a host-network pod is found", STATE, "!pod.host_network && !pod.finished", "!pod.finished"),
@@ -193,7 +193,7 @@ struct Workspace {
     root: PathBuf,
 }
 
-/// Of packets, policy knows addresses and flows, which know the identifiers of ICMP.
+/// Of the packet module, policy needs only addresses and flows, which need ICMP identifiers.
 const PACKET: &str = "mod address;\nmod flow;\nmod icmp;\nmod transport;\npub use address::Address;\n\
     pub use flow::{Asker, Flow, FlowKey, Orientation, Protocol};\n";
 const DATAPLANE: &str = "[package]\nname = \"penstock-dataplane\"\nversion = \"0.1.0\"\nedition.workspace = true\n\

@@ -19,12 +19,12 @@ pub struct BatchedPacket {
 
 /// Frames stored back to back in a buffer that every batch reuses.
 #[derive(Debug, Default)]
-pub struct Batch {
+pub struct PacketBatch {
     bytes: Vec<u8>,
     packets: Vec<BatchedPacket>,
 }
 
-impl Batch {
+impl PacketBatch {
     /// The buffer to which the next frame is appended.
     #[inline]
     pub fn space(&mut self) -> &mut Vec<u8> {
@@ -43,7 +43,7 @@ impl Batch {
         self.packets.is_empty()
     }
 
-    /// Adds what was appended to [`Batch::space`] from `start` on as the next packet.
+    /// Adds what was appended to [`PacketBatch::space`] from `start` on as the next packet.
     #[inline]
     pub fn push(&mut self, number: u64, record: Record, start: usize) {
         let range = start..self.bytes.len();
@@ -87,7 +87,7 @@ impl Batch {
     }
 }
 
-impl Frames for Batch {
+impl Frames for PacketBatch {
     #[inline]
     fn len(&self) -> usize {
         self.packets.len()

@@ -8,9 +8,9 @@ use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, 
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Object, ObjectKey};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey};
 use penstock_policy::render::tables::PodScope;
-use penstock_policy::state::{AddressOwner, PodId, State};
+use penstock_policy::state::{ClusterState, PodId, PodOrNode};
 use rustc_hash::FxHashMap;
 
 use super::rules::RuleNames;
@@ -38,7 +38,7 @@ pub enum ClusterError {
 }
 
 /// The cluster at one time of a replay.
-pub struct Cluster {
+pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
     snapshot: Snapshot,
@@ -47,7 +47,7 @@ pub struct Cluster {
     rules: RuleNames,
 }
 
-impl Cluster {
+impl ReplayCluster {
     /// A cluster of these objects. `node` selects the local pods; all pods are local without it.
     ///
     /// # Errors
@@ -60,7 +60,7 @@ impl Cluster {
         let scope = node.map_or(PodScope::AllPods, |node| PodScope::Node(node.to_owned()));
         let settings = EngineSettings { scope: scope.clone(), reach };
         let mut engine = Engine::new(settings);
-        engine.apply(objects.into_iter().map(Change::Set));
+        engine.apply(objects.into_iter().map(ObjectChange::Set));
         if let Some(name) = node {
             check_node(engine.state(), name)?;
         }
@@ -81,21 +81,22 @@ impl Cluster {
     ///
     /// # Errors
     /// There are too many pods.
-    pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Result<Vec<Address>, ClusterError> {
+    pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<Vec<Address>, ClusterError> {
         self.engine.apply(changes);
         let before = std::mem::take(&mut self.names);
         self.update_rules()?;
-        let moved = before.iter().filter(|(address, name)| self.names.get(address) != Some(name));
-        let mut moved: Vec<Address> = moved.map(|(address, _)| *address).collect();
-        moved.sort_unstable();
-        Ok(moved)
+        let changed_owner = before.iter().filter(|(address, name)| self.names.get(address) != Some(name));
+        let mut changed_owner: Vec<Address> = changed_owner.map(|(address, _)| *address).collect();
+        changed_owner.sort_unstable();
+        Ok(changed_owner)
     }
 
     /// Makes a new snapshot from the engine's state.
     fn update_rules(&mut self) -> Result<(), ClusterError> {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
-        self.snapshot = Snapshot { epoch, policy: self.engine.policy_set().clone(), forwarding };
+        self.engine.set_local(&forwarding);
+        self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding);
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
@@ -108,12 +109,12 @@ impl Cluster {
             PodScope::Node(node) => name == Some(node),
         };
         let node = state.addresses().filter_map(|(address, holder)| match holder {
-            AddressOwner::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
+            PodOrNode::Node(node) if is_local(state.node_name(node)) => Some(Address::from(address)),
             _ => None,
         });
         let nodes = state.addresses().filter_map(|(address, holder)| match holder {
-            AddressOwner::Node(_) => Some(Address::from(address)),
-            AddressOwner::Pod(_) => None,
+            PodOrNode::Node(_) => Some(Address::from(address)),
+            PodOrNode::Pod(_) => None,
         });
         // The objects do not describe the node's own tunnels.
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
@@ -136,7 +137,7 @@ impl Cluster {
         self.ports.clear();
         for (place, (pod, number)) in keys.into_iter().enumerate() {
             let id = PortId((place + FIRST_POD) as u16);
-            let own = |address: &&IpAddr| state.owner(address) == Some(AddressOwner::Pod(number));
+            let own = |address: &&IpAddr| state.owner(address) == Some(PodOrNode::Pod(number));
             insert(id, PortKind::Pod, pod.addresses.iter().filter(own).copied().map(Address::from).collect());
             self.ports.insert(pod.key.clone(), id);
         }
@@ -172,15 +173,15 @@ impl Cluster {
     }
 
     /// The objects.
-    pub fn state(&self) -> &State {
+    pub fn state(&self) -> &ClusterState {
         self.engine.state()
     }
 }
 
-fn names(state: &State) -> FxHashMap<Address, Box<str>> {
+fn names(state: &ClusterState) -> FxHashMap<Address, Box<str>> {
     let name = |holder| match holder {
-        AddressOwner::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
-        AddressOwner::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
+        PodOrNode::Pod(pod) => state.pod(pod).map(|pod| pod.key.to_string()),
+        PodOrNode::Node(node) => state.node_name(node).map(|name| format!("node:{name}")),
     };
     state
         .addresses()
@@ -188,11 +189,11 @@ fn names(state: &State) -> FxHashMap<Address, Box<str>> {
         .collect()
 }
 
-fn check_node(state: &State, name: &str) -> Result<(), ClusterError> {
+fn check_node(state: &ClusterState, name: &str) -> Result<(), ClusterError> {
     let of_pods = state.pods().filter_map(|(_, pod)| pod.node.clone());
     let of_nodes = state.addresses().filter_map(|(_, holder)| match holder {
-        AddressOwner::Node(node) => state.node_name(node).map(str::to_owned),
-        AddressOwner::Pod(_) => None,
+        PodOrNode::Node(node) => state.node_name(node).map(str::to_owned),
+        PodOrNode::Pod(_) => None,
     });
     let known: std::collections::BTreeSet<String> = of_pods.chain(of_nodes).collect();
     if known.contains(name) {

@@ -8,7 +8,7 @@ use penstock_dataplane::packet::{Flow, Packet};
 use rustc_hash::{FxHashSet, FxHasher};
 use serde::Serialize;
 
-use super::cluster::Cluster;
+use super::cluster::ReplayCluster;
 use super::player::Decision;
 use super::rules::Rules;
 use super::summary::grouped;
@@ -56,17 +56,17 @@ pub struct Comparison {
 }
 
 /// One packet under one set of objects.
-pub(super) struct View<'a> {
-    pub(super) cluster: &'a Cluster,
+pub(super) struct PacketOutcome<'a> {
+    pub(super) cluster: &'a ReplayCluster,
     pub(super) decision: Decision,
     pub(super) rules: Rules,
 }
 
-impl View<'_> {
+impl PacketOutcome<'_> {
     fn packet_verdict(&self) -> PacketVerdict {
         let (verdict, reason) = match self.decision {
             Decision::Allow => ("allow", None),
-            Decision::Deny(cause) => ("deny", Some(cause.name())),
+            Decision::Deny(reason) => ("deny", Some(reason.name())),
             Decision::Kernel(outcome) => ("kernel", Some(outcome.name())),
         };
         let mut names = Vec::new();
@@ -83,8 +83,8 @@ impl Comparison {
         flow: Option<Flow>,
         packet: Option<&Packet>,
         bytes: u32,
-        before: &View<'_>,
-        after: &View<'_>,
+        before: &PacketOutcome<'_>,
+        after: &PacketOutcome<'_>,
     ) {
         let flow = flow.or(packet.map(|packet| packet.flow)).unwrap_or_default();
         let name = |address| before.cluster.name(address).or(after.cluster.name(address)).map(str::to_owned);
@@ -97,12 +97,12 @@ impl Comparison {
             before: before.packet_verdict(),
             after: after.packet_verdict(),
         };
-        let extent = self.groups.entry(group).or_default();
+        let count = self.groups.entry(group).or_default();
         let mut hasher = FxHasher::default();
         flow.hash(&mut hasher);
-        extent.connections.insert(hasher.finish());
-        extent.packets += 1;
-        extent.bytes += u64::from(bytes);
+        count.connections.insert(hasher.finish());
+        count.packets += 1;
+        count.bytes += u64::from(bytes);
     }
 
     /// Whether nothing changes.
@@ -112,11 +112,11 @@ impl Comparison {
 
     /// The changes, sorted by group.
     pub fn changes(&self) -> Vec<VerdictChange> {
-        let changes = self.groups.iter().map(|(group, extent)| VerdictChange {
+        let changes = self.groups.iter().map(|(group, count)| VerdictChange {
             group: group.clone(),
-            connections: extent.connections.len() as u64,
-            packets: extent.packets,
-            bytes: extent.bytes,
+            connections: count.connections.len() as u64,
+            packets: count.packets,
+            bytes: count.bytes,
         });
         changes.collect()
     }

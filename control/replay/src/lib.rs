@@ -28,7 +28,7 @@ pub mod summary;
 pub mod timeline;
 
 pub use output::OutputError;
-pub use ports::{Mapping, PortError, PortMap, PortName};
+pub use ports::{Mapping, PortMap, PortMappingError, PortName};
 pub use rules::{RuleId, RuleNames, Rules};
-pub use run::{Options, ReplayError, Report, run};
-pub use sinks::Paths;
+pub use run::{ReplayError, ReplayOptions, ReplayReport, run};
+pub use sinks::OutputPaths;

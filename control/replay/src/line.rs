@@ -10,13 +10,13 @@ use penstock_dataplane::packet::{Address, Flow, Packet, Protocol};
 use rustc_hash::FxHashMap;
 
 use super::capture::{SECOND, Time};
-use super::cluster::Cluster;
+use super::cluster::ReplayCluster;
 use super::kernel::addresses;
 use super::player::{ConnectionState, Decision};
 use super::rules::Rules;
 
-/// The content of a line.
-pub(super) struct Verdict<'a> {
+/// A packet and its evaluation: the content of a line.
+pub(super) struct EvaluatedPacket<'a> {
     /// Its number in the capture, from 1.
     pub(super) number: u64,
     /// When it was captured.
@@ -35,7 +35,7 @@ pub(super) struct Verdict<'a> {
 
 /// Writes lines. Caches text that repeats: the second of the time, and addresses.
 #[derive(Debug, Default)]
-pub(super) struct LineWriter {
+pub(super) struct VerdictLineWriter {
     second: Option<u64>,
     second_text: String,
     addresses: FxHashMap<Address, Box<str>>,
@@ -44,21 +44,21 @@ pub(super) struct LineWriter {
 /// Addresses whose text is cached; the cache is cleared when full.
 const ADDRESSES_KEPT: usize = 1 << 16;
 
-impl LineWriter {
+impl VerdictLineWriter {
     /// Clears the cached names: the cluster has changed.
     pub(super) fn forget_names(&mut self) {
         self.addresses.clear();
     }
 
     /// Appends the line, with its newline.
-    pub(super) fn write(&mut self, verdict: &Verdict<'_>, cluster: &Cluster, line: &mut Vec<u8>) {
+    pub(super) fn write(&mut self, evaluated: &EvaluatedPacket<'_>, cluster: &ReplayCluster, line: &mut Vec<u8>) {
         line.extend_from_slice(b"{\"n\":");
-        decimal(verdict.number, line);
+        decimal(evaluated.number, line);
         line.extend_from_slice(b",\"time\":\"");
-        self.time(verdict.time, line);
+        self.time(evaluated.time, line);
         line.extend_from_slice(b"\",\"src\":");
-        let flow = verdict.packet.map(|packet| packet.flow);
-        let ends = flow.map(|flow| (flow.src, flow.dst)).or_else(|| addresses(verdict.frame));
+        let flow = evaluated.packet.map(|packet| packet.flow);
+        let ends = flow.map(|flow| (flow.src, flow.dst)).or_else(|| addresses(evaluated.frame));
         match ends {
             Some((src, dst)) => {
                 self.address(src, cluster, line);
@@ -68,17 +68,17 @@ impl LineWriter {
             None => line.extend_from_slice(b"null,\"dst\":null"),
         }
         line.extend_from_slice(b",\"protocol\":");
-        protocol(flow, verdict.frame, line);
-        ports(verdict.packet, line);
+        protocol(flow, evaluated.frame, line);
+        ports(evaluated.packet, line);
         line.extend_from_slice(b",\"verdict\":");
-        let reason = match verdict.decision {
+        let reason = match evaluated.decision {
             Decision::Allow => {
                 line.extend_from_slice(b"\"allow\"");
                 None
             }
-            Decision::Deny(cause) => {
+            Decision::Deny(reason) => {
                 line.extend_from_slice(b"\"deny\"");
-                Some(cause.name())
+                Some(reason.name())
             }
             Decision::Kernel(outcome) => {
                 line.extend_from_slice(b"\"kernel\"");
@@ -88,15 +88,15 @@ impl LineWriter {
         line.extend_from_slice(b",\"reason\":");
         quoted(reason, line);
         line.extend_from_slice(b",\"rule\":");
-        if verdict.rules == Rules::default() {
+        if evaluated.rules == Rules::default() {
             line.extend_from_slice(b"null");
         } else {
             line.push(b'"');
-            cluster.rules().write_names(verdict.rules, line);
+            cluster.rules().write_names(evaluated.rules, line);
             line.push(b'"');
         }
         line.extend_from_slice(b",\"conn\":");
-        quoted(verdict.connection_state.map(ConnectionState::name), line);
+        quoted(evaluated.connection_state.map(ConnectionState::name), line);
         line.extend_from_slice(b"}\n");
     }
 
@@ -119,7 +119,7 @@ impl LineWriter {
     }
 
     /// The name of an address, or else the address.
-    fn address(&mut self, address: Address, cluster: &Cluster, line: &mut Vec<u8>) {
+    fn address(&mut self, address: Address, cluster: &ReplayCluster, line: &mut Vec<u8>) {
         if let Some(text) = self.addresses.get(&address) {
             line.extend_from_slice(text.as_bytes());
             return;
@@ -146,7 +146,7 @@ impl ConnectionState {
             Self::New => "new",
             Self::Established => "established",
             Self::Related => "related",
-            Self::Cut => "cut",
+            Self::Revoked => "revoked",
         }
     }
 }

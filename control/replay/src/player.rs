@@ -8,12 +8,12 @@ use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
 use penstock_dataplane::pipeline::{BATCH, DropReason, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::PolicyVerdict;
-use penstock_policy::model::Change;
+use penstock_policy::model::ObjectChange;
 use penstock_xdp_redirect::XdpOutcome;
 
-use super::batch::Batch;
+use super::batch::PacketBatch;
 use super::capture::Time;
-use super::cluster::{Cluster, ClusterError, HOST, UPLINK};
+use super::cluster::{ClusterError, HOST, ReplayCluster, UPLINK};
 use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
 
@@ -47,7 +47,7 @@ pub enum ConnectionState {
     /// Is an ICMP error about one.
     Related,
     /// Belongs to one that policy has revoked.
-    Cut,
+    Revoked,
 }
 
 /// One policy evaluation for a packet.
@@ -85,18 +85,18 @@ pub struct PacketCounters {
     /// Connections opened.
     pub connections: u64,
     /// Connections revoked by a policy change.
-    pub cut: u64,
+    pub revoked: u64,
 }
 
 /// Plays a capture under one set of objects.
 pub struct Player {
-    cluster: Cluster,
+    cluster: ReplayCluster,
     pipeline: Pipeline,
     table: Arc<ConnTable>,
     now: Timestamp,
     swept: Timestamp,
     verdicts: [Verdict; BATCH],
-    judged: Vec<PolicyEvaluation>,
+    evaluations: Vec<PolicyEvaluation>,
     counters: PacketCounters,
 }
 
@@ -105,7 +105,7 @@ impl Player {
     ///
     /// # Errors
     /// The table's settings are invalid, or memory is short.
-    pub fn new(cluster: Cluster, connections: &Config) -> Result<Self, OpenError> {
+    pub fn new(cluster: ReplayCluster, connections: &Config) -> Result<Self, OpenError> {
         let table = Arc::new(ConnTable::new(connections)?);
         Ok(Self {
             cluster,
@@ -114,14 +114,14 @@ impl Player {
             now: Timestamp::default(),
             swept: Timestamp::default(),
             verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
-            judged: Vec::with_capacity(2 * BATCH),
+            evaluations: Vec::with_capacity(2 * BATCH),
             counters: PacketCounters::default(),
         })
     }
 
     /// The current cluster.
     #[inline]
-    pub fn cluster(&self) -> &Cluster {
+    pub fn cluster(&self) -> &ReplayCluster {
         &self.cluster
     }
 
@@ -134,10 +134,10 @@ impl Player {
     ///
     /// # Errors
     /// There are too many pods.
-    pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Result<(), ClusterError> {
-        let moved = self.cluster.apply(changes)?;
-        if !moved.is_empty() {
-            self.table.remove_addresses(&moved);
+    pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<(), ClusterError> {
+        let changed_owner = self.cluster.apply(changes)?;
+        if !changed_owner.is_empty() {
+            self.table.remove_addresses(&changed_owner);
         }
         Ok(())
     }
@@ -169,9 +169,9 @@ impl Player {
         }
     }
 
-    /// Evaluates a batch that entered at `place` at `time`, and rewrites the packets that pass.
-    pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut Batch) {
-        self.judged.clear();
+    /// Evaluates a batch that entered at `entry` at `time`, and rewrites the packets that pass.
+    pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut PacketBatch) {
+        self.evaluations.clear();
         let port = match entry {
             EntryPoint::Kernel(outcome) => {
                 self.counters.kernel[outcome as usize] += batch.packets().len() as u64;
@@ -181,12 +181,12 @@ impl Player {
         };
         self.advance(time);
         let snapshot = self.cluster.snapshot();
-        let listener = &mut VerdictObserver(&mut self.judged);
-        self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, listener);
+        let observer = &mut VerdictObserver(&mut self.evaluations);
+        self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, observer);
         for verdict in &self.verdicts[..batch.packets().len()] {
             match verdict {
                 Verdict::Forward(_) => self.counters.allowed += 1,
-                Verdict::Drop(cause) => self.counters.denied[*cause as usize] += 1,
+                Verdict::Drop(reason) => self.counters.denied[*reason as usize] += 1,
             }
         }
         self.count_connections();
@@ -194,27 +194,27 @@ impl Player {
 
     fn count_connections(&mut self) {
         let (snapshot, rules) = self.cluster.parts();
-        for PolicyEvaluation { index, policy_verdict, evaluation_reason } in &self.judged {
+        for PolicyEvaluation { index, policy_verdict, evaluation_reason } in &self.evaluations {
             match evaluation_reason {
                 EvaluationReason::Opened if is_let_through(self.verdicts[*index]) => {
                     self.counters.connections += 1;
                     let rules_hit = rules.of(&snapshot.policy, policy_verdict);
                     rules.hit(rules_hit);
                 }
-                EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.cut += 1,
+                EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.revoked += 1,
                 EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
             }
         }
     }
 
-    /// The result for packet `index` of the last batch, which entered at `place`.
+    /// The result for packet `index` of the last batch, which entered at `entry`.
     #[inline]
     pub fn decision(&self, entry: EntryPoint, index: usize) -> Decision {
         match entry {
             EntryPoint::Kernel(outcome) => Decision::Kernel(outcome),
             EntryPoint::Port(_) => match self.verdicts[index] {
                 Verdict::Forward(_) => Decision::Allow,
-                Verdict::Drop(cause) => Decision::Deny(cause),
+                Verdict::Drop(reason) => Decision::Deny(reason),
             },
         }
     }
@@ -230,8 +230,8 @@ impl Player {
         let none = (None, Rules::default());
         let EntryPoint::Port(_) = entry else { return none };
         let verdict = self.verdicts[index];
-        if verdict == Verdict::Drop(DropReason::ConnectionCut) {
-            return (Some(ConnectionState::Cut), Rules::default());
+        if verdict == Verdict::Drop(DropReason::ConnectionRevoked) {
+            return (Some(ConnectionState::Revoked), Rules::default());
         }
         if verdict == Verdict::Drop(DropReason::InvalidState) {
             return (Some(ConnectionState::Established), self.rules_of(packet, frame));
@@ -242,7 +242,7 @@ impl Player {
         if matches!(packet.transport, Transport::IcmpError { .. }) {
             return (Some(ConnectionState::Related), self.rules_of(packet, frame));
         }
-        match self.judged.iter().rfind(|judged| judged.index == index) {
+        match self.evaluations.iter().rfind(|evaluation| evaluation.index == index) {
             Some(PolicyEvaluation { policy_verdict, evaluation_reason, .. }) => {
                 let (snapshot, rules) = self.cluster.parts();
                 let connection_state = match evaluation_reason {
@@ -290,10 +290,10 @@ impl Player {
         const STRIDE: Duration = Duration::from_secs(10 * 86_400);
         let silence = self.now.as_millis() - self.swept.as_millis();
         if silence >= STRIDE.as_millis() as u64 {
-            let mut moment = self.swept;
+            let mut step = self.swept;
             for _ in 0..3 {
-                moment = moment.plus(STRIDE).min(self.now);
-                self.sweep_all(moment);
+                step = step.plus(STRIDE).min(self.now);
+                self.sweep_all(step);
             }
         } else if self.table.len() > self.table.capacity() / 8 {
             self.sweep_all(self.now);
@@ -317,8 +317,8 @@ fn is_let_through(verdict: Verdict) -> bool {
     use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
     match verdict {
         Verdict::Forward(_) => true,
-        Verdict::Drop(cause) => {
-            matches!(cause, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
+        Verdict::Drop(reason) => {
+            matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
         }
     }
 }

@@ -6,8 +6,8 @@ use penstock_dataplane::forward::PortId;
 use penstock_policy::model::ObjectKey;
 use rustc_hash::FxHashMap;
 
-use super::capture::Interface;
-use super::cluster::{Cluster, HOST, UPLINK};
+use super::capture::CaptureInterface;
+use super::cluster::{HOST, ReplayCluster, UPLINK};
 
 /// An interface of the capture and its port: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -31,7 +31,7 @@ pub enum PortName {
 
 /// Why a mapping is invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum PortError {
+pub enum PortMappingError {
     /// Not a mapping.
     #[error("--ports {0}: write INTERFACE=PORT, where PORT is NAMESPACE/POD, host or uplink")]
     Form(String),
@@ -46,10 +46,10 @@ pub enum PortError {
 }
 
 impl FromStr for Mapping {
-    type Err = PortError;
+    type Err = PortMappingError;
 
-    fn from_str(text: &str) -> Result<Self, PortError> {
-        let malformed = || PortError::Form(text.to_owned());
+    fn from_str(text: &str) -> Result<Self, PortMappingError> {
+        let malformed = || PortMappingError::Form(text.to_owned());
         let (interface, port) = text.split_once('=').ok_or_else(malformed)?;
         let port = match port {
             "host" => PortName::Host,
@@ -77,7 +77,7 @@ impl PortMap {
     ///
     /// # Errors
     /// A pod does not exist.
-    pub fn new(mappings: &[Mapping], cluster: &Cluster) -> Result<Self, PortError> {
+    pub fn new(mappings: &[Mapping], cluster: &ReplayCluster) -> Result<Self, PortMappingError> {
         let mut by_name = FxHashMap::default();
         for Mapping { interface, port } in mappings {
             let port = match port {
@@ -85,7 +85,7 @@ impl PortMap {
                 PortName::Uplink => UPLINK,
                 PortName::Pod(pod) => cluster
                     .pod_port(pod)
-                    .ok_or_else(|| PortError::UnknownPod { interface: interface.clone(), pod: pod.clone() })?,
+                    .ok_or_else(|| PortMappingError::UnknownPod { interface: interface.clone(), pod: pod.clone() })?,
             };
             by_name.insert(interface.clone(), port);
         }
@@ -94,7 +94,7 @@ impl PortMap {
 
     /// The port mapped to an interface. `interfaces` are those of the captures so far.
     #[inline]
-    pub fn port(&mut self, interface: usize, interfaces: &[Interface]) -> Option<PortId> {
+    pub fn port(&mut self, interface: usize, interfaces: &[CaptureInterface]) -> Option<PortId> {
         if self.by_name.is_empty() {
             return None;
         }

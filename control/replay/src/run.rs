@@ -11,21 +11,21 @@ use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::Object;
 use penstock_sources::manifest::{self, ManifestErrors, read_manifests};
 
-use super::batch::Batch;
+use super::batch::PacketBatch;
 use super::capture::{CaptureError, Captures, Record};
-use super::cluster::{Cluster, ClusterError};
-use super::compare::{Comparison, View};
+use super::cluster::{ClusterError, ReplayCluster};
+use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
 use super::output::OutputError;
 use super::player::{Decision, EntryPoint, Player, fill_up};
-use super::ports::{Mapping, PortError, PortMap};
-use super::sinks::{Paths, Sinks};
-use super::summary::{Input, Summary};
+use super::ports::{Mapping, PortMap, PortMappingError};
+use super::sinks::{OutputPaths, Sinks};
+use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
 
 /// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct ReplayOptions {
     /// Captures, merged by time.
     pub captures: Vec<PathBuf>,
     /// Manifests of the cluster.
@@ -45,14 +45,14 @@ pub struct Options {
     /// A second set of manifests to compare with; empty for none.
     pub compare: Vec<PathBuf>,
     /// Files to write.
-    pub outputs: Paths,
+    pub outputs: OutputPaths,
     /// The connection table.
     pub connections: conntrack::Config,
 }
 
 /// The result of a replay.
 #[derive(Debug)]
-pub struct Report {
+pub struct ReplayReport {
     /// The counts.
     pub summary: Summary,
     /// What changes under the second set of manifests, if given.
@@ -75,7 +75,7 @@ pub enum ReplayError {
     Cluster(#[from] ClusterError),
     /// A port does not exist.
     #[error(transparent)]
-    Port(#[from] PortError),
+    Port(#[from] PortMappingError),
     /// The timeline is invalid.
     #[error(transparent)]
     Timeline(#[from] TimelineError),
@@ -91,7 +91,7 @@ pub enum ReplayError {
 ///
 /// # Errors
 /// An input is invalid or an output cannot be written. Leaves no output then.
-pub fn run(options: &Options) -> Result<Report, ReplayError> {
+pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
     let objects = read_objects(&options.manifests, options)?;
     let timeline = options.timeline.as_deref().map(|file| Timeline::read(file, &objects, &options.reading));
     let timeline = timeline.transpose()?.unwrap_or_default();
@@ -103,22 +103,22 @@ pub fn run(options: &Options) -> Result<Report, ReplayError> {
     let captures = Captures::open(&options.captures)?;
     let sinks = Sinks::create(&options.outputs)?;
     let run = Replay {
-        progress: Progress::new(options, &captures),
+        progress: ProgressDisplay::new(options, &captures),
         captures,
         before,
         after,
         timeline,
         sinks,
         dedup: options.dedup.then(Deduplicator::default),
-        input: Input::default(),
-        batch: Batch::default(),
-        originals: Batch::default(),
+        input: InputCounts::default(),
+        batch: PacketBatch::default(),
+        originals: PacketBatch::default(),
         key: None,
     };
     run.play_all(options)
 }
 
-fn read_objects(paths: &[PathBuf], options: &Options) -> Result<Vec<Object>, ManifestErrors> {
+fn read_objects(paths: &[PathBuf], options: &ReplayOptions) -> Result<Vec<Object>, ManifestErrors> {
     let manifests = read_manifests(paths, &options.reading)?;
     Ok(manifests.documents.into_iter().map(|document| document.object).collect())
 }
@@ -130,8 +130,8 @@ struct ReplayRun {
 }
 
 impl ReplayRun {
-    fn new(objects: Vec<Object>, options: &Options) -> Result<Self, ReplayError> {
-        let cluster = Cluster::new(objects, options.node.as_deref(), options.reach)?;
+    fn new(objects: Vec<Object>, options: &ReplayOptions) -> Result<Self, ReplayError> {
+        let cluster = ReplayCluster::new(objects, options.node.as_deref(), options.reach)?;
         let ports = PortMap::new(&options.ports, &cluster)?;
         Ok(Self { player: Player::new(cluster, &options.connections)?, ports })
     }
@@ -159,16 +159,16 @@ struct Replay {
     timeline: Timeline,
     sinks: Sinks,
     dedup: Option<Deduplicator>,
-    input: Input,
-    batch: Batch,
+    input: InputCounts,
+    batch: PacketBatch,
     /// The batch before processing.
-    originals: Batch,
+    originals: PacketBatch,
     key: Option<PacketKey>,
-    progress: Progress,
+    progress: ProgressDisplay,
 }
 
 impl Replay {
-    fn play_all(mut self, options: &Options) -> Result<Report, ReplayError> {
+    fn play_all(mut self, options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         let mut start = 0;
         while let Some(record) = self.captures.next(self.batch.space())? {
             self.input.packets += 1;
@@ -201,7 +201,7 @@ impl Replay {
         self.flush(start)?;
         self.progress.finish();
         self.sinks.complete()?;
-        Ok(Report {
+        Ok(ReplayReport {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
             notes: notes(&self.captures, &self.timeline),
@@ -238,7 +238,7 @@ impl Replay {
             None => self.before.player.play(key.before, time, &mut self.batch),
             Some((after, comparison)) => {
                 let entry = key.after.unwrap_or(key.before);
-                let mut copy = Batch::default();
+                let mut copy = PacketBatch::default();
                 copy.copy_from(&self.batch);
                 self.before.player.play(key.before, time, &mut self.batch);
                 after.player.play(entry, time, &mut copy);
@@ -259,7 +259,7 @@ impl Replay {
 fn compare(
     before: (&mut Player, EntryPoint),
     after: (&mut Player, EntryPoint),
-    batch: &Batch,
+    batch: &PacketBatch,
     comparison: &mut Comparison,
 ) {
     for (index, member) in batch.packets().iter().enumerate() {
@@ -277,9 +277,9 @@ fn compare(
         let flow = packet
             .as_ref()
             .and_then(|packet| before.0.original_flow(packet, frame).or_else(|| after.0.original_flow(packet, frame)));
-        let view = |player, decision, rules| View { cluster: Player::cluster(player), decision, rules };
-        let views = (view(&*before.0, decisions.0, rules.0), view(&*after.0, decisions.1, rules.1));
-        comparison.note(flow, packet.as_ref(), member.record.original, &views.0, &views.1);
+        let outcome = |player, decision, rules| PacketOutcome { cluster: Player::cluster(player), decision, rules };
+        let outcomes = (outcome(&*before.0, decisions.0, rules.0), outcome(&*after.0, decisions.1, rules.1));
+        comparison.note(flow, packet.as_ref(), member.record.original, &outcomes.0, &outcomes.1);
     }
 }
 
@@ -302,15 +302,15 @@ fn notes(captures: &Captures, timeline: &Timeline) -> Vec<String> {
             ));
         }
     }
-    match timeline.left() {
+    match timeline.remaining() {
         0 => {}
-        left => notes.push(format!("{left} steps of the timeline are after the last packet and were not applied")),
+        count => notes.push(format!("{count} steps of the timeline are after the last packet and were not applied")),
     }
     notes
 }
 
 /// A progress bar, shown on a terminal after a while.
-struct Progress {
+struct ProgressDisplay {
     started: Instant,
     total: u64,
     is_terminal: bool,
@@ -320,8 +320,8 @@ struct Progress {
 /// Packets between two clock reads, minus one.
 const TICK: u64 = (1 << 16) - 1;
 
-impl Progress {
-    fn new(options: &Options, captures: &Captures) -> Self {
+impl ProgressDisplay {
+    fn new(options: &ReplayOptions, captures: &Captures) -> Self {
         let total = captures.files().iter().filter_map(|file| file.path().metadata().ok()).map(|file| file.len()).sum();
         let is_stdout = |path: &Option<PathBuf>| path.as_deref() == Some(std::path::Path::new("-"));
         let is_terminal = std::io::stderr().is_terminal() && !is_stdout(&options.outputs.verdicts);

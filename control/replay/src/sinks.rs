@@ -4,15 +4,15 @@ use std::path::PathBuf;
 
 use penstock_dataplane::packet::parse;
 
-use super::batch::Batch;
-use super::capture::{CaptureWriter, Interface};
-use super::line::{LineWriter, Verdict};
+use super::batch::PacketBatch;
+use super::capture::{CaptureInterface, CaptureWriter};
+use super::line::{EvaluatedPacket, VerdictLineWriter};
 use super::output::{Output, OutputError};
 use super::player::{Decision, EntryPoint, Player};
 
 /// The files to write.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Paths {
+pub struct OutputPaths {
     /// Verdicts: one line of JSON per packet.
     pub verdicts: Option<PathBuf>,
     /// A capture of the packets that passed.
@@ -27,7 +27,7 @@ pub(super) struct Sinks {
     verdicts: Option<Output>,
     allowed: Option<CaptureSink>,
     denied: Option<CaptureSink>,
-    lines: LineWriter,
+    lines: VerdictLineWriter,
     text: Vec<u8>,
 }
 
@@ -37,21 +37,21 @@ struct CaptureSink {
 }
 
 /// Bytes of text buffered before a write.
-const GATHERED: usize = 1 << 16;
+const WRITE_SIZE: usize = 1 << 16;
 
 impl Sinks {
-    pub(super) fn create(paths: &Paths) -> Result<Self, OutputError> {
+    pub(super) fn create(paths: &OutputPaths) -> Result<Self, OutputError> {
         let capture = |path: &PathBuf| -> Result<CaptureSink, OutputError> {
             let output = Output::create(path)?;
-            let writer = CaptureWriter::new(Vec::with_capacity(2 * GATHERED)).map_err(|cause| output.error(cause))?;
+            let writer = CaptureWriter::new(Vec::with_capacity(2 * WRITE_SIZE)).map_err(|cause| output.error(cause))?;
             Ok(CaptureSink { output, writer })
         };
         Ok(Self {
             verdicts: paths.verdicts.as_deref().map(Output::create).transpose()?,
             allowed: paths.allowed.as_ref().map(capture).transpose()?,
             denied: paths.denied.as_ref().map(capture).transpose()?,
-            lines: LineWriter::default(),
-            text: Vec::with_capacity(2 * GATHERED),
+            lines: VerdictLineWriter::default(),
+            text: Vec::with_capacity(2 * WRITE_SIZE),
         })
     }
 
@@ -73,10 +73,10 @@ impl Sinks {
     pub(super) fn write_verdict(
         &mut self,
         entry: EntryPoint,
-        batch: &Batch,
-        originals: &Batch,
+        batch: &PacketBatch,
+        originals: &PacketBatch,
         player: &mut Player,
-        interfaces: &[Interface],
+        interfaces: &[CaptureInterface],
     ) -> Result<(), OutputError> {
         for (index, member) in batch.packets().iter().enumerate() {
             let frame = batch.frame(member);
@@ -94,7 +94,7 @@ impl Sinks {
             if let Some(capture) = capture {
                 self.text.clear();
                 match decision {
-                    Decision::Deny(cause) => self.text.extend_from_slice(cause.name().as_bytes()),
+                    Decision::Deny(reason) => self.text.extend_from_slice(reason.name().as_bytes()),
                     _ => player.cluster().rules().write_names(rules, &mut self.text),
                 }
                 let comment = std::str::from_utf8(&self.text).unwrap_or_default();
@@ -103,14 +103,14 @@ impl Sinks {
                 let interface = &interfaces[member.record.interface.index()];
                 let written = capture.writer.write(&member.record, interface, captured, comment);
                 written.map_err(|cause| capture.output.error(cause))?;
-                capture.write_batch(GATHERED)?;
+                capture.write_batch(WRITE_SIZE)?;
             }
             if let Some(output) = &mut self.verdicts {
                 let (number, time) = (member.number, member.record.time);
                 let packet = packet.as_ref();
-                let verdict = Verdict { number, time, frame, packet, decision, connection_state, rules };
+                let evaluated = EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules };
                 self.text.clear();
-                self.lines.write(&verdict, player.cluster(), &mut self.text);
+                self.lines.write(&evaluated, player.cluster(), &mut self.text);
                 output.write(&self.text)?;
             }
         }
@@ -127,7 +127,7 @@ impl Sinks {
 
 impl CaptureSink {
     fn write_batch(&mut self, at_least: usize) -> Result<(), OutputError> {
-        let bytes = self.writer.gathered();
+        let bytes = self.writer.output_mut();
         if bytes.len() >= at_least {
             self.output.write(bytes)?;
             bytes.clear();

@@ -2,6 +2,7 @@
 
 use std::fmt::{self, Write as _};
 
+use indicatif::HumanCount;
 use penstock_dataplane::pipeline::DropReason;
 use penstock_xdp_redirect::XdpOutcome;
 use serde::Serialize;
@@ -18,11 +19,11 @@ pub struct Summary {
     /// Of these, truncated by the snap length and padded for evaluation.
     pub filled_up: u64,
     /// By verdict.
-    pub verdicts: Verdicts,
+    pub verdicts: VerdictCounts,
     /// Connections.
-    pub connections: Connections,
+    pub connections: ConnectionCounts,
     /// Reasons of packets dropped or passed to the kernel; most first.
-    pub reasons: Vec<Reason>,
+    pub reasons: Vec<ReasonCount>,
     /// Rules by the connections they allowed; most first.
     pub rules: Vec<RuleHits>,
     /// Rules that allowed none.
@@ -31,7 +32,7 @@ pub struct Summary {
 
 /// Packets by verdict.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
-pub struct Verdicts {
+pub struct VerdictCounts {
     /// Passed.
     pub allow: u64,
     /// Dropped.
@@ -42,16 +43,16 @@ pub struct Verdicts {
 
 /// Connections by what happened to them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
-pub struct Connections {
+pub struct ConnectionCounts {
     /// Opened.
     pub opened: u64,
     /// Revoked later by a policy change.
-    pub cut: u64,
+    pub revoked: u64,
 }
 
 /// The packets with one reason.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-pub struct Reason {
+pub struct ReasonCount {
     /// The verdict: `deny` or `kernel`.
     pub verdict: &'static str,
     /// Its name.
@@ -71,7 +72,7 @@ pub struct RuleHits {
 
 /// Counts from reading packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Input {
+pub struct InputCounts {
     /// Packets read.
     pub packets: u64,
     /// Packets skipped as duplicates.
@@ -82,25 +83,26 @@ pub struct Input {
 
 impl Summary {
     /// The summary of a finished replay.
-    pub fn new(input: Input, player: &Player) -> Self {
+    pub fn new(input: InputCounts, player: &Player) -> Self {
         let counters = player.counters();
-        let denied = DropReason::ALL.iter().map(|cause| (*cause, counters.denied[*cause as usize]));
+        let denied = DropReason::ALL.iter().map(|reason| (*reason, counters.denied[*reason as usize]));
         let kernel = XdpOutcome::ALL.iter().map(|outcome| (*outcome, counters.kernel[*outcome as usize]));
-        let denied = denied.map(|(cause, packets)| Reason { verdict: "deny", reason: cause.name(), packets });
-        let kernel = kernel.map(|(outcome, packets)| Reason { verdict: "kernel", reason: outcome.name(), packets });
-        let mut reasons: Vec<Reason> = denied.chain(kernel).filter(|reason| reason.packets > 0).collect();
+        let denied = denied.map(|(reason, packets)| ReasonCount { verdict: "deny", reason: reason.name(), packets });
+        let kernel =
+            kernel.map(|(outcome, packets)| ReasonCount { verdict: "kernel", reason: outcome.name(), packets });
+        let mut reasons: Vec<ReasonCount> = denied.chain(kernel).filter(|reason| reason.packets > 0).collect();
         reasons.sort_by_key(|reason| std::cmp::Reverse(reason.packets));
         let (hit, never): (Vec<_>, Vec<_>) = player.cluster().rules().hits().into_iter().partition(|rule| rule.1 > 0);
         Self {
             packets: input.packets,
             duplicates: input.duplicates,
             filled_up: input.filled_up,
-            verdicts: Verdicts {
+            verdicts: VerdictCounts {
                 allow: counters.allowed,
                 deny: counters.denied.iter().sum(),
                 kernel: counters.kernel.iter().sum(),
             },
-            connections: Connections { opened: counters.connections, cut: counters.cut },
+            connections: ConnectionCounts { opened: counters.connections, revoked: counters.revoked },
             reasons,
             rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
             never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
@@ -124,11 +126,11 @@ impl fmt::Display for Summary {
         writeln!(f, "  allow      {:>13}", grouped(self.verdicts.allow))?;
         writeln!(f, "  deny       {:>13}", grouped(self.verdicts.deny))?;
         writeln!(f, "  kernel     {:>13}", grouped(self.verdicts.kernel))?;
-        let cut = match self.connections.cut {
+        let revoked = match self.connections.revoked {
             0 => String::new(),
-            cut => format!("  ({} cut)", grouped(cut)),
+            revoked => format!("  ({} revoked)", grouped(revoked)),
         };
-        writeln!(f, "connections  {:>13}{cut}", grouped(self.connections.opened))?;
+        writeln!(f, "connections  {:>13}{revoked}", grouped(self.connections.opened))?;
         if !self.reasons.is_empty() {
             let rows = self.reasons.iter().map(|r| (format!("{} {}", r.verdict, r.reason), r.packets));
             columns(f, "reason", "packets", rows)?;
@@ -158,13 +160,5 @@ fn columns(
 
 /// A count with thousands separators.
 pub(super) fn grouped(count: u64) -> String {
-    let digits = count.to_string();
-    let mut text = String::new();
-    for (place, digit) in digits.chars().enumerate() {
-        if place > 0 && (digits.len() - place).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    HumanCount(count).to_string()
 }

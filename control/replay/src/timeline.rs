@@ -18,7 +18,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use penstock_policy::model::{Change, Object, ObjectKey, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
 use penstock_sources::manifest::{ManifestErrors, Options, read_manifests};
 use serde::Deserialize;
 
@@ -62,14 +62,14 @@ pub enum TimelineError {
 #[derive(Debug, Default)]
 pub struct Timeline {
     file: PathBuf,
-    steps: Vec<Step>,
+    steps: Vec<TimelineStep>,
     next: usize,
 }
 
 #[derive(Debug)]
-struct Step {
+struct TimelineStep {
     at: StepTime,
-    changes: Vec<Change>,
+    changes: Vec<ObjectChange>,
 }
 
 /// When a step applies.
@@ -108,20 +108,20 @@ impl Timeline {
         let text = std::fs::read_to_string(file)
             .map_err(|cause| TimelineError::Unreadable { file: file.to_owned(), cause })?;
         let parsed: RawTimeline = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
-        let mut there: BTreeMap<ObjectRef, Object> =
+        let mut known: BTreeMap<ObjectRef, Object> =
             objects.iter().map(|object| (object.reference(), object.clone())).collect();
-        let mut steps: Vec<Step> = Vec::new();
+        let mut steps: Vec<TimelineStep> = Vec::new();
         for (place, step) in parsed.step.into_iter().enumerate() {
             let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
             let at = step_time(&step.at).map_err(&wrong)?;
             if steps.last().is_some_and(|before| is_before(at, before.at)) {
                 return Err(wrong(format!("at = {:?} is before the previous step: sort the steps by time", step.at)));
             }
-            let changes = changes(file, &step, &mut there, options).map_err(|problem| match problem {
+            let changes = changes(file, &step, &mut known, options).map_err(|problem| match problem {
                 TimelineProblem::Manifests(errors) => TimelineError::Manifests(errors),
                 TimelineProblem::Step(problem) => wrong(problem),
             })?;
-            steps.push(Step { at, changes });
+            steps.push(TimelineStep { at, changes });
         }
         Ok(Self { file: file.to_owned(), steps, next: 0 })
     }
@@ -153,7 +153,7 @@ impl Timeline {
 
     /// The changes of the next step if it is due before a packet of this time.
     #[inline]
-    pub fn due(&mut self, time: Time) -> Option<Vec<Change>> {
+    pub fn due(&mut self, time: Time) -> Option<Vec<ObjectChange>> {
         let step = self.steps.get_mut(self.next)?;
         if !matches!(step.at, StepTime::At(at) if at <= time) {
             return None;
@@ -163,7 +163,7 @@ impl Timeline {
     }
 
     /// The number of steps later than every packet.
-    pub fn left(&self) -> usize {
+    pub fn remaining(&self) -> usize {
         self.steps.len() - self.next
     }
 }
@@ -176,9 +176,9 @@ enum TimelineProblem {
 fn changes(
     file: &Path,
     step: &RawStep,
-    there: &mut BTreeMap<ObjectRef, Object>,
+    known: &mut BTreeMap<ObjectRef, Object>,
     options: &Options,
-) -> Result<Vec<Change>, TimelineProblem> {
+) -> Result<Vec<ObjectChange>, TimelineProblem> {
     if step.replace.is_some() && !(step.apply.is_empty() && step.delete.is_empty()) {
         return Err(TimelineProblem::Step("has replace together with apply or delete: use either".to_owned()));
     }
@@ -193,21 +193,21 @@ fn changes(
         let objects = read(paths)?;
         let kept: BTreeMap<ObjectRef, Object> =
             objects.into_iter().map(|object| (object.reference(), object)).collect();
-        changes.extend(there.keys().filter(|gone| !kept.contains_key(gone)).cloned().map(Change::Delete));
-        changes.extend(kept.values().cloned().map(Change::Set));
-        *there = kept;
+        changes.extend(known.keys().filter(|gone| !kept.contains_key(gone)).cloned().map(ObjectChange::Delete));
+        changes.extend(kept.values().cloned().map(ObjectChange::Set));
+        *known = kept;
         return Ok(changes);
     }
     for text in &step.delete {
         let reference = reference(text).map_err(TimelineProblem::Step)?;
-        if there.remove(&reference).is_none() {
+        if known.remove(&reference).is_none() {
             return Err(TimelineProblem::Step(format!("delete: {text} does not exist at that time")));
         }
-        changes.push(Change::Delete(reference));
+        changes.push(ObjectChange::Delete(reference));
     }
     for object in if step.apply.is_empty() { Vec::new() } else { read(&step.apply)? } {
-        there.insert(object.reference(), object.clone());
-        changes.push(Change::Set(object));
+        known.insert(object.reference(), object.clone());
+        changes.push(ObjectChange::Set(object));
     }
     if changes.is_empty() {
         return Err(TimelineProblem::Step("changes nothing: add apply, delete or replace".to_owned()));

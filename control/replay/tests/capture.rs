@@ -1,9 +1,9 @@
-//! Captures of every kind that is read, built octet by octet here, and what the writer makes of them.
+//! Captures of every supported kind, built byte by byte here, and the output of the writer.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use penstock_replay::capture::{CaptureWriter, Captures, Interface, LinkType, Record, Time};
+use penstock_replay::capture::{CaptureInterface, CaptureWriter, Captures, LinkType, Record, Time};
 
 /// A number in the byte order of the file under test.
 #[derive(Clone, Copy)]
@@ -219,8 +219,8 @@ fn a_file_that_is_not_a_capture_is_a_one_line_error() {
 fn a_written_capture_reads_back_with_times_names_and_lengths() {
     let directory = tempfile::tempdir().unwrap();
     let interfaces = [
-        Interface { file: 0, name: None, link: LinkType::Ethernet },
-        Interface { file: 0, name: Some("eth0".to_owned()), link: LinkType::LinuxCooked },
+        CaptureInterface { file: 0, name: None, link: LinkType::Ethernet },
+        CaptureInterface { file: 0, name: Some("eth0".to_owned()), link: LinkType::LinuxCooked },
     ];
     let mut writer = CaptureWriter::new(Vec::new()).unwrap();
     let record = |time, interface, original| Record {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 /// The kinds of objects that every source provides.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub enum Kind {
+pub enum ObjectKind {
     /// Namespaces.
     Namespace,
     /// Nodes.
@@ -16,7 +16,7 @@ pub enum Kind {
     NetworkPolicy,
 }
 
-impl Kind {
+impl ObjectKind {
     /// All kinds.
     pub const ALL: [Self; 4] = [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy];
 
@@ -45,11 +45,11 @@ impl Kind {
 #[derive(Debug)]
 pub struct SourceHealth {
     start: Instant,
-    kinds: [Counters; Kind::ALL.len()],
+    kinds: [KindCounters; ObjectKind::ALL.len()],
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct KindCounters {
     synced: AtomicBool,
     connected: AtomicBool,
     /// Milliseconds from start to the last sign of life, plus one; 0 for never.
@@ -90,7 +90,7 @@ impl Default for SourceHealth {
 
 impl SourceHealth {
     /// The current health for a kind.
-    pub fn of(&self, kind: Kind) -> KindHealth {
+    pub fn of(&self, kind: ObjectKind) -> KindHealth {
         let counters = &self.kinds[kind as usize];
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let sign = count(&counters.last_sign).checked_sub(1).map(Duration::from_millis);
@@ -112,19 +112,19 @@ impl SourceHealth {
     }
 
     /// Records a sign of life.
-    pub(super) fn sign(&self, kind: Kind) {
+    pub(super) fn sign(&self, kind: ObjectKind) {
         let milliseconds = self.start.elapsed().as_millis() as u64;
         self.kinds[kind as usize].last_sign.store(milliseconds + 1, Ordering::Relaxed);
     }
 
     /// Records an event.
-    pub(super) fn event(&self, kind: Kind) {
+    pub(super) fn event(&self, kind: ObjectKind) {
         self.sign(kind);
         self.kinds[kind as usize].events.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records a complete list of a kind.
-    pub(super) fn listed(&self, kind: Kind) {
+    pub(super) fn listed(&self, kind: ObjectKind) {
         self.sign(kind);
         let counters = &self.kinds[kind as usize];
         counters.lists.fetch_add(1, Ordering::Relaxed);
@@ -132,19 +132,19 @@ impl SourceHealth {
     }
 
     /// Records that changes arrive from now on.
-    pub(super) fn connected(&self, kind: Kind) {
+    pub(super) fn connected(&self, kind: ObjectKind) {
         self.kinds[kind as usize].connected.store(true, Ordering::Relaxed);
     }
 
     /// Records an outage.
-    pub(super) fn lost(&self, kind: Kind) {
+    pub(super) fn lost(&self, kind: ObjectKind) {
         let counters = &self.kinds[kind as usize];
         counters.connected.store(false, Ordering::Relaxed);
         counters.outages.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records the number of objects, and of those not fully understood.
-    pub(super) fn count(&self, kind: Kind, objects: usize, invalid: usize) {
+    pub(super) fn count(&self, kind: ObjectKind, objects: usize, invalid: usize) {
         let counters = &self.kinds[kind as usize];
         counters.objects.store(objects as u64, Ordering::Relaxed);
         counters.invalid.store(invalid as u64, Ordering::Relaxed);
@@ -158,17 +158,17 @@ mod tests {
     #[test]
     fn an_outage_is_visible_and_keeps_the_source_synced() {
         let health = SourceHealth::default();
-        assert_eq!(health.of(Kind::Pod), KindHealth::default());
-        health.listed(Kind::Pod);
-        health.connected(Kind::Pod);
-        health.event(Kind::Pod);
-        health.count(Kind::Pod, 7, 1);
-        health.lost(Kind::Pod);
-        let pods = health.of(Kind::Pod);
+        assert_eq!(health.of(ObjectKind::Pod), KindHealth::default());
+        health.listed(ObjectKind::Pod);
+        health.connected(ObjectKind::Pod);
+        health.event(ObjectKind::Pod);
+        health.count(ObjectKind::Pod, 7, 1);
+        health.lost(ObjectKind::Pod);
+        let pods = health.of(ObjectKind::Pod);
         assert!(pods.synced && !pods.connected && pods.last_sign.unwrap() < Duration::from_secs(60), "{pods:?}");
         assert_eq!((pods.events, pods.outages, pods.lists, pods.objects, pods.invalid), (1, 1, 1, 7, 1));
         assert!(!health.is_synced(), "three kinds are missing");
-        Kind::ALL.into_iter().for_each(|kind| health.listed(kind));
+        ObjectKind::ALL.into_iter().for_each(|kind| health.listed(kind));
         assert!(health.is_synced());
     }
 }

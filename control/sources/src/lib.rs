@@ -16,13 +16,13 @@ mod typed;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashSet;
 
-pub use health::{Kind, KindHealth, SourceHealth};
+pub use health::{KindHealth, ObjectKind, SourceHealth};
 
-use api_server::{Access, ApiServer, Timing};
-use convert::Settings;
+use api_server::{Access, ApiServer, ApiServerTimeouts};
+use convert::ConversionSettings;
 use directory::ManifestDirectory;
 
 /// Where objects come from.
@@ -37,25 +37,25 @@ pub enum Location {
 /// A source: all objects first, then changes.
 #[derive(Debug)]
 pub struct Source {
-    from: From,
+    backend: Backend,
     health: Arc<SourceHealth>,
 }
 
 #[derive(Debug)]
-enum From {
-    Manifests(ManifestDirectory, Tally),
+enum Backend {
+    Manifests(ManifestDirectory, ObjectCount),
     ApiServer(ApiServer),
 }
 
 /// Why a source cannot be opened.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum SourceError {
     /// The manifest directory is missing or its manifests have errors.
     #[error(transparent)]
-    Manifests(#[from] directory::OpenError),
+    Manifests(#[from] directory::DirectoryError),
     /// The API server cannot be accessed.
     #[error(transparent)]
-    ApiServer(#[from] api_server::OpenError),
+    ApiServer(#[from] api_server::ApiServerError),
 }
 
 impl Source {
@@ -63,40 +63,41 @@ impl Source {
     ///
     /// Waits for an API server, for any time, until every kind is listed: partial state is never reported. Drop the
     /// future to give up.
-    pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), OpenError> {
+    pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), SourceError> {
         let health = Arc::new(SourceHealth::default());
-        let (from, objects) = match location {
+        let (backend, objects) = match location {
             Location::Manifests(path) => {
-                let (directory, objects) = ManifestDirectory::open(path, Settings::default())?;
-                Kind::ALL.into_iter().for_each(|kind| {
+                let (directory, objects) = ManifestDirectory::open(path, ConversionSettings::default())?;
+                ObjectKind::ALL.into_iter().for_each(|kind| {
                     health.listed(kind);
                     health.connected(kind);
                 });
-                let mut tally = Tally::default();
-                objects.iter().for_each(|object| tally.set(object.reference()));
-                tally.tell(&health);
-                (From::Manifests(directory, tally), objects)
+                let mut count = ObjectCount::default();
+                objects.iter().for_each(|object| count.set(object.reference()));
+                count.report(&health);
+                (Backend::Manifests(directory, count), objects)
             }
             Location::ApiServer(access) => {
-                let (server, objects) = ApiServer::open(access, Timing::default(), Arc::clone(&health)).await?;
-                (From::ApiServer(server), objects)
+                let (server, objects) =
+                    ApiServer::open(access, ApiServerTimeouts::default(), Arc::clone(&health)).await?;
+                (Backend::ApiServer(server), objects)
             }
         };
-        Ok((Self { from, health }, objects))
+        Ok((Self { backend, health }, objects))
     }
 
     /// The next changes; related changes arrive together. Cancel-safe: dropping the future loses none. `None` once the
     /// source has ended.
-    pub async fn next(&mut self) -> Option<Vec<Change>> {
-        match &mut self.from {
-            From::ApiServer(server) => server.next().await,
-            From::Manifests(directory, tally) => {
+    pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
+        match &mut self.backend {
+            Backend::ApiServer(server) => server.next().await,
+            Backend::Manifests(directory, count) => {
                 let changes = directory.next().await?.changes;
                 changes.iter().for_each(|change| {
-                    tally.apply(change);
+                    count.apply(change);
                     self.health.event(kind_of(change));
                 });
-                tally.tell(&self.health);
+                count.report(&self.health);
                 Some(changes)
             }
         }
@@ -110,45 +111,45 @@ impl Source {
 
 /// The objects, for counting.
 #[derive(Debug, Default)]
-struct Tally(FxHashSet<ObjectRef>);
+struct ObjectCount(FxHashSet<ObjectRef>);
 
-impl Tally {
+impl ObjectCount {
     fn set(&mut self, reference: ObjectRef) {
         self.0.insert(reference);
     }
 
-    fn apply(&mut self, change: &Change) {
+    fn apply(&mut self, change: &ObjectChange) {
         match change {
-            Change::Set(object) => self.set(object.reference()),
-            Change::Delete(reference) => {
+            ObjectChange::Set(object) => self.set(object.reference()),
+            ObjectChange::Delete(reference) => {
                 self.0.remove(reference);
             }
         }
     }
 
-    fn tell(&self, health: &SourceHealth) {
-        for kind in Kind::ALL {
+    fn report(&self, health: &SourceHealth) {
+        for kind in ObjectKind::ALL {
             // An object with an error is not counted: its file keeps the valid ones.
             health.count(kind, self.0.iter().filter(|reference| kind_of_reference(reference) == kind).count(), 0);
         }
     }
 }
 
-fn kind_of(change: &Change) -> Kind {
+fn kind_of(change: &ObjectChange) -> ObjectKind {
     match change {
-        Change::Set(Object::Namespace(_)) => Kind::Namespace,
-        Change::Set(Object::Node(_)) => Kind::Node,
-        Change::Set(Object::Pod(_)) => Kind::Pod,
-        Change::Set(Object::NetworkPolicy(_)) => Kind::NetworkPolicy,
-        Change::Delete(reference) => kind_of_reference(reference),
+        ObjectChange::Set(Object::Namespace(_)) => ObjectKind::Namespace,
+        ObjectChange::Set(Object::Node(_)) => ObjectKind::Node,
+        ObjectChange::Set(Object::Pod(_)) => ObjectKind::Pod,
+        ObjectChange::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
+        ObjectChange::Delete(reference) => kind_of_reference(reference),
     }
 }
 
-fn kind_of_reference(reference: &ObjectRef) -> Kind {
+fn kind_of_reference(reference: &ObjectRef) -> ObjectKind {
     match reference {
-        ObjectRef::Namespace(_) => Kind::Namespace,
-        ObjectRef::Node(_) => Kind::Node,
-        ObjectRef::Pod(_) => Kind::Pod,
-        ObjectRef::NetworkPolicy(_) => Kind::NetworkPolicy,
+        ObjectRef::Namespace(_) => ObjectKind::Namespace,
+        ObjectRef::Node(_) => ObjectKind::Node,
+        ObjectRef::Pod(_) => ObjectKind::Pod,
+        ObjectRef::NetworkPolicy(_) => ObjectKind::NetworkPolicy,
     }
 }

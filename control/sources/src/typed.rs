@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::convert::{FieldPath, Step};
+use super::convert::{FieldPath, PathElement};
 
 /// Deserializes a value as `T`. Returns the fields that `T` does not know, or the field with the wrong type and the reason.
 pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<(T, Vec<FieldPath>), (FieldPath, String)> {
@@ -16,27 +16,27 @@ pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<(T, Vec<FieldPat
     }
 }
 
-fn step(segment: &serde_path_to_error::Segment) -> Option<Step> {
+fn step(segment: &serde_path_to_error::Segment) -> Option<PathElement> {
     use serde_path_to_error::Segment;
     match segment {
-        Segment::Seq { index } => Some(Step::Index(*index)),
-        Segment::Map { key } | Segment::Enum { variant: key } => Some(Step::Field(key.clone())),
+        Segment::Seq { index } => Some(PathElement::Index(*index)),
+        Segment::Map { key } | Segment::Enum { variant: key } => Some(PathElement::Field(key.clone())),
         Segment::Unknown => None,
     }
 }
 
 fn field_path(path: &serde_ignored::Path<'_>) -> FieldPath {
     use serde_ignored::Path;
-    fn walk(path: &Path<'_>, steps: &mut Vec<Step>) {
+    fn walk(path: &Path<'_>, steps: &mut Vec<PathElement>) {
         match path {
             Path::Root => {}
             Path::Seq { parent, index } => {
                 walk(parent, steps);
-                steps.push(Step::Index(*index));
+                steps.push(PathElement::Index(*index));
             }
             Path::Map { parent, key } => {
                 walk(parent, steps);
-                steps.push(Step::Field(key.clone()));
+                steps.push(PathElement::Field(key.clone()));
             }
             Path::Some { parent } | Path::NewtypeStruct { parent } | Path::NewtypeVariant { parent } => {
                 walk(parent, steps);

@@ -1,6 +1,6 @@
 //! The cases of a NetworkPolicy conformance tool, with its own expectations: by state, and again by replaying the
 //! actions on one running engine. The data is not part of the project: `../shared/conformance/` beside the repository,
-//! or wherever `PENSTOCK_CONFORMANCE` says. Where it is absent, the tests say so and skip.
+//! or the directory in `PENSTOCK_CONFORMANCE`. If it is absent, the tests print that and skip.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,7 +9,9 @@ use std::path::PathBuf;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Change, Labels, NamedPort, Namespace, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
+use penstock_policy::model::{
+    Labels, NamedPort, Namespace, Object, ObjectChange, ObjectKey, ObjectRef, Pod, PortProtocol,
+};
 use penstock_sources::convert;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -162,20 +164,22 @@ fn objects(state: &State) -> Vec<Object> {
     namespaces.chain(pods).chain(state.policies.iter().map(policy)).collect()
 }
 
-/// What an action changes. A pod that it creates or labels is, but for its labels, the one in the state after it.
-fn change(action: &Action, after: &State) -> Change {
+/// The changes of an action. A pod that it creates or labels is that of the state after it, except for the labels.
+fn change(action: &Action, after: &State) -> ObjectChange {
     match action {
-        Action::CreatePolicy { policy: value } => Change::Set(policy(value)),
-        Action::DeletePolicy { namespace, name } => Change::Delete(ObjectRef::NetworkPolicy(key(namespace, name))),
-        Action::CreateNamespace { namespace: name, labels } => Change::Set(namespace(name, labels)),
-        Action::DeleteNamespace { namespace } => Change::Delete(ObjectRef::Namespace(namespace.clone())),
+        Action::CreatePolicy { policy: value } => ObjectChange::Set(policy(value)),
+        Action::DeletePolicy { namespace, name } => {
+            ObjectChange::Delete(ObjectRef::NetworkPolicy(key(namespace, name)))
+        }
+        Action::CreateNamespace { namespace: name, labels } => ObjectChange::Set(namespace(name, labels)),
+        Action::DeleteNamespace { namespace } => ObjectChange::Delete(ObjectRef::Namespace(namespace.clone())),
         Action::CreatePod { namespace, pod: name, labels } => {
             let found = after.pods.iter().find(|it| it.namespace == *namespace && it.name == *name);
             let mut pod = pod(found.expect("the state after the action has the pod"));
             pod.labels = labels.clone();
-            Change::Set(Object::Pod(pod))
+            ObjectChange::Set(Object::Pod(pod))
         }
-        Action::DeletePod { namespace, pod } => Change::Delete(ObjectRef::Pod(key(namespace, pod))),
+        Action::DeletePod { namespace, pod } => ObjectChange::Delete(ObjectRef::Pod(key(namespace, pod))),
     }
 }
 
@@ -229,7 +233,7 @@ fn conformance_cases_hold_for_each_state() {
     for case in &suite.cases {
         for (number, step) in case.steps.iter().enumerate() {
             let mut engine = Engine::new(EngineSettings::for_all_pods());
-            engine.apply(objects(&step.state).into_iter().map(Change::Set));
+            engine.apply(objects(&step.state).into_iter().map(ObjectChange::Set));
             let place = format!("case {} ({}) step {number}", case.id, case.description);
             tally.check(&engine, &step.state, &step.expected, &place);
         }
@@ -246,10 +250,11 @@ fn conformance_cases_hold_for_incremental_changes() {
         objects(&suite.cluster).into_iter().map(|object| (object.reference(), object)).collect();
     let mut present: BTreeMap<ObjectRef, Object> = BTreeMap::new();
     for case in &suite.cases {
-        // Back to the cluster from which every case starts, by changes as well.
-        let gone = present.keys().filter(|reference| !cluster.contains_key(reference)).cloned().map(Change::Delete);
+        // Return to the initial cluster of every case, also by changes.
+        let gone =
+            present.keys().filter(|reference| !cluster.contains_key(reference)).cloned().map(ObjectChange::Delete);
         let back = cluster.iter().filter(|(reference, object)| present.get(*reference) != Some(*object));
-        engine.apply(gone.chain(back.map(|(_, object)| Change::Set(object.clone()))).collect::<Vec<_>>());
+        engine.apply(gone.chain(back.map(|(_, object)| ObjectChange::Set(object.clone()))).collect::<Vec<_>>());
         for (number, step) in case.steps.iter().enumerate() {
             for action in &step.actions {
                 engine.apply([change(action, &step.state)]);

@@ -1,22 +1,22 @@
-//! A directory of manifests while it changes: what is saved arrives whole, soon, and nothing that is not saved.
+//! A directory of manifests while it changes: each save arrives soon and as a whole, and nothing else arrives.
 
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use penstock_policy::model::{Change, Object, ObjectRef};
-use penstock_sources::convert::Settings;
-use penstock_sources::directory::{Batch, ManifestDirectory, OpenError};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
+use penstock_sources::convert::ConversionSettings;
+use penstock_sources::directory::{DirectoryChanges, DirectoryError, ManifestDirectory};
 use tempfile::TempDir;
 
-/// A batch that comes at all comes within this, also on a busy machine.
+/// A batch arrives within this time, also on a busy machine.
 const SOON: Duration = Duration::from_secs(5);
-/// No batch within this means that none comes.
+/// If no batch arrives within this time, none will.
 const QUIET: Duration = Duration::from_millis(300);
 
 struct Watched {
-    // The order matters: the watcher ends before the directory goes.
+    // The order matters: the watcher ends before the directory is deleted.
     source: ManifestDirectory,
     runtime: tokio::runtime::Runtime,
     directory: PathBuf,
@@ -36,9 +36,9 @@ impl Watched {
         Self::open_directory(parent, directory.clone(), &directory)
     }
 
-    /// Opens it under another name of the same place.
+    /// Opens it under another path of the same directory.
     fn open_directory(parent: TempDir, directory: PathBuf, name: &Path) -> Self {
-        let (source, _) = ManifestDirectory::open(name, Settings::default()).unwrap();
+        let (source, _) = ManifestDirectory::open(name, ConversionSettings::default()).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         Self { source, runtime, directory, _parent: parent }
     }
@@ -51,12 +51,12 @@ impl Watched {
         fs::write(self.path(name), text).unwrap();
     }
 
-    fn next_within(&mut self, time: Duration) -> Option<Batch> {
+    fn next_within(&mut self, time: Duration) -> Option<DirectoryChanges> {
         let next = async { tokio::time::timeout(time, self.source.next()).await };
         self.runtime.block_on(next).ok().map(|batch| batch.expect("the watcher runs"))
     }
 
-    fn next(&mut self) -> Batch {
+    fn next(&mut self) -> DirectoryChanges {
         self.next_within(SOON).expect("a batch comes")
     }
 
@@ -71,13 +71,13 @@ fn pod(name: &str, address: &str) -> String {
 }
 
 /// `+name address` and `-name`, in order.
-fn told(batch: &Batch) -> Vec<String> {
-    let tell = |change: &Change| match change {
-        Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
-        Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+fn described(batch: &DirectoryChanges) -> Vec<String> {
+    let describe = |change: &ObjectChange| match change {
+        ObjectChange::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+        ObjectChange::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
         other => panic!("{other:?}"),
     };
-    batch.changes.iter().map(tell).collect()
+    batch.changes.iter().map(describe).collect()
 }
 
 fn replace_by_rename(path: &Path, text: &str) {
@@ -99,7 +99,7 @@ fn existing_files_are_the_first_state() {
         fs::write(parent.path().join(name), text).unwrap();
     }
     fs::create_dir(parent.path().join("deeper.yaml")).unwrap();
-    let (_source, objects) = ManifestDirectory::open(parent.path(), Settings::default()).unwrap();
+    let (_source, objects) = ManifestDirectory::open(parent.path(), ConversionSettings::default()).unwrap();
     let names: Vec<_> = objects.iter().map(|object| object.reference().to_string()).collect();
     assert_eq!(names, ["Namespace default", "Pod default/a", "Pod default/b", "Pod default/c"]);
 }
@@ -108,19 +108,22 @@ fn existing_files_are_the_first_state() {
 fn opening_needs_a_directory_with_valid_manifests() {
     let parent = tempfile::tempdir().unwrap();
     let missing = parent.path().join("missing");
-    let error = ManifestDirectory::open(&missing, Settings::default()).unwrap_err();
-    assert!(matches!(error, OpenError::NotADirectory { .. }), "{error}");
+    let error = ManifestDirectory::open(&missing, ConversionSettings::default()).unwrap_err();
+    assert!(matches!(error, DirectoryError::NotADirectory { .. }), "{error}");
     assert!(error.to_string().contains("missing") && !error.to_string().contains('\n'));
     let file = parent.path().join("a.yaml");
     fs::write(&file, pod("a", "10.0.0.1")).unwrap();
-    assert!(matches!(ManifestDirectory::open(&file, Settings::default()), Err(OpenError::NotADirectory { .. })));
+    assert!(matches!(
+        ManifestDirectory::open(&file, ConversionSettings::default()),
+        Err(DirectoryError::NotADirectory { .. })
+    ));
     fs::write(&file, pod("a", "10.0.0.999") + &pod("b", "10.0.0.1") + &pod("b", "10.0.0.2")).unwrap();
-    let error = ManifestDirectory::open(parent.path(), Settings::default()).unwrap_err();
+    let error = ManifestDirectory::open(parent.path(), ConversionSettings::default()).unwrap_err();
     assert!(error.to_string().contains("a.yaml:4: Pod default/a: status.podIPs[0].ip: \"10.0.0.999\""), "{error}");
 }
 
-/// What comes only by the look once a second takes a second from one batch to the next. Of many saves the second quickest
-/// tells, however busy the machine is: the first may have come just before a look.
+/// Batches that only the check once a second finds are a second apart. The second quickest of many saves shows that,
+/// however busy the machine is: the quickest may have come just before a check.
 const BY_EVENT: Duration = Duration::from_millis(900);
 
 #[test]
@@ -134,7 +137,7 @@ fn a_save_is_reported_by_its_event_not_by_the_periodic_check() {
             _ => replace_by_rename(&watched.path("a.yaml"), &text),
         }
         let saved = Instant::now();
-        assert_eq!(told(&watched.next()), [format!("+x 10.0.0.{i}")]);
+        assert_eq!(described(&watched.next()), [format!("+x 10.0.0.{i}")]);
         times.push(saved.elapsed());
     }
     times.sort();
@@ -154,7 +157,7 @@ fn a_save_in_many_writes_is_one_batch() {
     }
     watched.assert_quiet();
     drop(file);
-    assert_eq!(told(&watched.next()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
+    assert_eq!(described(&watched.next()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
     watched.assert_quiet();
 }
 
@@ -163,9 +166,9 @@ fn a_file_being_written_does_not_delay_another() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
     let file = File::create(watched.path("a.yaml")).unwrap();
     watched.write("b.yaml", &pod("y", "10.0.0.2"));
-    assert_eq!(told(&watched.next()), ["+y 10.0.0.2"]);
+    assert_eq!(described(&watched.next()), ["+y 10.0.0.2"]);
     drop(file);
-    assert_eq!(told(&watched.next()), ["-x"]);
+    assert_eq!(described(&watched.next()), ["-x"]);
 }
 
 #[test]
@@ -174,10 +177,10 @@ fn several_saves_at_once_are_one_batch() {
     for i in 1..6 {
         replace_by_rename(&watched.path(&format!("{i}.yaml")), &pod(&format!("p{i}"), &format!("10.0.0.{i}")));
     }
-    let mut seen = told(&watched.next());
+    let mut seen = described(&watched.next());
     // A busy machine may stop this thread between two saves.
     while seen.len() < 5 {
-        seen.extend(told(&watched.next()));
+        seen.extend(described(&watched.next()));
     }
     assert_eq!(seen, ["+p1 10.0.0.1", "+p2 10.0.0.2", "+p3 10.0.0.3", "+p4 10.0.0.4", "+p5 10.0.0.5"]);
     watched.assert_quiet();
@@ -187,21 +190,21 @@ fn several_saves_at_once_are_one_batch() {
 fn files_can_be_added_removed_and_renamed() {
     let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1")), ("b.yaml", &pod("y", "10.0.0.2"))]);
     fs::remove_file(watched.path("a.yaml")).unwrap();
-    assert_eq!(told(&watched.next()), ["-x"]);
+    assert_eq!(described(&watched.next()), ["-x"]);
     fs::rename(watched.path("b.yaml"), watched.path("c.yaml")).unwrap();
     watched.assert_quiet();
     fs::rename(watched.path("c.yaml"), watched.path("c.off")).unwrap();
-    assert_eq!(told(&watched.next()), ["-y"]);
+    assert_eq!(described(&watched.next()), ["-y"]);
     std::os::unix::fs::symlink("c.off", watched.path("d.yaml")).unwrap();
-    assert_eq!(told(&watched.next()), ["+y 10.0.0.2"]);
+    assert_eq!(described(&watched.next()), ["+y 10.0.0.2"]);
     watched.write("notes.txt", "nothing to read");
     watched.assert_quiet();
-    // A link that leads nowhere any more is a file that cannot be read; without the link, its objects go.
+    // A dangling link is a file that cannot be read; without the link, its objects are deleted.
     fs::remove_file(watched.path("c.off")).unwrap();
     let batch = watched.next_within(SOON).expect("found by the look once a second at the latest");
     assert!(batch.changes.is_empty() && batch.problems.len() == 1, "{batch:?}");
     fs::remove_file(watched.path("d.yaml")).unwrap();
-    assert_eq!(told(&watched.next()), ["-y"]);
+    assert_eq!(described(&watched.next()), ["-y"]);
 }
 
 #[test]
@@ -218,7 +221,7 @@ fn a_broken_save_keeps_the_last_good_state_and_is_reported_once() {
     watched.assert_quiet();
     watched.write("a.yaml", &pod("x", "10.0.0.9"));
     let batch = watched.next();
-    assert_eq!((told(&batch), &batch.fixed), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
+    assert_eq!((described(&batch), &batch.fixed), (vec!["+x 10.0.0.9".to_owned()], &vec![watched.path("a.yaml")]));
 }
 
 #[test]
@@ -233,14 +236,14 @@ fn a_removed_directory_keeps_the_state_until_it_returns() {
     fs::copy(away.join("default.yaml"), watched.path("default.yaml")).unwrap();
     watched.write("a.yaml", &pod("x", "10.0.0.7"));
     let made = Instant::now();
-    let mut seen = told(&watched.next());
+    let mut seen = described(&watched.next());
     while seen.len() < 2 {
-        seen.extend(told(&watched.next()));
+        seen.extend(described(&watched.next()));
     }
     seen.sort();
     println!("from a directory made anew to its batch: {:.1?}", made.elapsed());
     assert_eq!(seen, ["+x 10.0.0.7", "-y"]);
-    // It is watched again, not only looked at.
+    // It is watched again, not only checked once a second.
     assert_follows_events(&mut watched);
 }
 
@@ -249,7 +252,7 @@ fn assert_follows_events(watched: &mut Watched) {
         .map(|i| {
             watched.write("a.yaml", &pod("x", &format!("10.0.1.{i}")));
             let saved = Instant::now();
-            assert_eq!(told(&watched.next()), [format!("+x 10.0.1.{i}")]);
+            assert_eq!(described(&watched.next()), [format!("+x 10.0.1.{i}")]);
             saved.elapsed()
         })
         .collect();
@@ -280,18 +283,18 @@ fn a_replaced_directory_is_followed() {
     fs::rename(&other, &watched.directory).unwrap();
     let mut batch = watched.next();
     if batch.changes.is_empty() {
-        // It was looked at between the two renames.
+        // It was read between the two renames.
         batch = watched.next();
     }
-    assert_eq!(told(&batch), ["+x 10.0.0.2"]);
+    assert_eq!(described(&batch), ["+x 10.0.0.2"]);
     watched.write("a.yaml", &pod("x", "10.0.0.3"));
-    assert_eq!(told(&watched.next()), ["+x 10.0.0.3"]);
+    assert_eq!(described(&watched.next()), ["+x 10.0.0.3"]);
 }
 
 #[test]
 fn dropping_the_source_ends_its_thread() {
     let watched = Watched::open(&[]);
-    // More saves than batches can wait: the thread is sending when its owner goes.
+    // More saves than batches can wait: the thread is sending when its owner is dropped.
     for i in 0..40 {
         watched.write("a.yaml", &pod("x", &format!("10.0.0.{}", i + 1)));
         std::thread::sleep(Duration::from_millis(15));

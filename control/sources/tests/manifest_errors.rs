@@ -1,11 +1,11 @@
-//! Every way in which an object can be wrong: told with file, line, object and field.
+//! Every error in an object is reported with file, line, object and field.
 
 use std::fs;
 
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Options, UnknownFields, read_manifests};
 
-/// Reads one text as a file, and gives its errors without the directory's name.
+/// Reads one text as a file and returns its errors without the directory's name.
 fn errors(text: &str, options: Options) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("a.yaml");
@@ -17,7 +17,7 @@ fn errors(text: &str, options: Options) -> Vec<String> {
     }
 }
 
-/// Line of the text that is marked with `# !`.
+/// The line of the text that is marked with `# !`.
 fn marked_line(text: &str) -> usize {
     1 + text.lines().position(|line| line.ends_with("# !")).unwrap_or_else(|| panic!("no mark in {text}"))
 }
@@ -207,8 +207,10 @@ fn a_policy_that_kubernetes_rejects_is_rejected_with_line_and_field() {
         let line = marked_line(&text);
         let [found] = &found[..] else { panic!("{text}: {found:?}") };
         let expected = format!("a.yaml:{line}: NetworkPolicy shop/web: {field}: ");
-        let Some(told) = found.strip_prefix(&expected) else { panic!("{text}\nexpected {expected}\nfound    {found}") };
-        assert!(told == problem, "{text}\n{told}\n{problem}");
+        let Some(found_problem) = found.strip_prefix(&expected) else {
+            panic!("{text}\nexpected {expected}\nfound    {found}")
+        };
+        assert!(found_problem == problem, "{text}\n{found_problem}\n{problem}");
     }
 }
 
@@ -311,7 +313,7 @@ fn other_invalid_objects_are_rejected_with_line_and_field() {
 
 #[test]
 fn v1beta1_rejects_fields_of_v1() {
-    let options = Options { settings: Settings { v1beta1: true }, ..Options::default() };
+    let options = Options { settings: ConversionSettings { v1beta1: true }, ..Options::default() };
     let policy = "apiVersion: extensions/v1beta1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\nspec:\n";
     let not_in = "is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1";
     for (spec, field, problem) in [
@@ -389,8 +391,8 @@ fn addresses_may_repeat_where_policy_ignores_them() {
 fn missing_paths_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     let found = read_manifests(&[directory.path()], &Options::default()).unwrap_err().to_string();
-    let told = "has no manifest: name a directory with *.yaml, *.yml or *.json files";
-    assert_eq!(found, format!("{}: {told}", directory.path().display()));
+    let found_problem = "has no manifest: name a directory with *.yaml, *.yml or *.json files";
+    assert_eq!(found, format!("{}: {found_problem}", directory.path().display()));
     let missing = directory.path().join("missing.yaml");
     let found = read_manifests(&[&missing], &Options::default()).unwrap_err().to_string();
     assert_eq!(found, format!("{}: cannot be read: No such file or directory (os error 2)", missing.display()));

@@ -1,16 +1,16 @@
-//! Every form in which manifests can be written, and what the objects in them become.
+//! Every form of manifests, and the objects read from them.
 
 use std::fs;
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, Port, PortMatch, PortProtocol, Ports,
-    Requirement, Rule, Selector,
+    IpBlock, LabelOperator, NamedPort, NetworkPolicy, Object, Peer, Peers, PolicyPort, PolicyPorts, PortMatch,
+    PortProtocol, Requirement, Rule, Selector,
 };
-use penstock_sources::convert::Settings;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Manifests, Options, read_manifests};
 
-fn read_as(name: &str, text: &str, settings: Settings) -> Manifests {
+fn read_as(name: &str, text: &str, settings: ConversionSettings) -> Manifests {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join(name);
     fs::write(&file, text).unwrap();
@@ -18,10 +18,10 @@ fn read_as(name: &str, text: &str, settings: Settings) -> Manifests {
 }
 
 fn objects(text: &str) -> Vec<Object> {
-    objects_with(text, Settings::default())
+    objects_with(text, ConversionSettings::default())
 }
 
-fn objects_with(text: &str, settings: Settings) -> Vec<Object> {
+fn objects_with(text: &str, settings: ConversionSettings) -> Vec<Object> {
     read_as("a.yaml", text, settings).documents.into_iter().map(|document| document.object).collect()
 }
 
@@ -31,7 +31,7 @@ fn policy(spec: &str) -> NetworkPolicy {
 
 fn policy_of(version: &str, spec: &str) -> NetworkPolicy {
     let text = format!("{{apiVersion: {version}, kind: NetworkPolicy, metadata: {{name: p}}, spec: {spec}}}");
-    match &objects_with(&text, Settings { v1beta1: true })[..] {
+    match &objects_with(&text, ConversionSettings { v1beta1: true })[..] {
         [Object::NetworkPolicy(policy)] => policy.clone(),
         other => panic!("{other:?}"),
     }
@@ -41,7 +41,7 @@ fn names(manifests: &Manifests) -> Vec<String> {
     manifests.documents.iter().map(|document| document.object.reference().to_string()).collect()
 }
 
-const EVERYTHING: Rule = Rule { peers: Peers::Every, ports: Ports::Every };
+const EVERYTHING: Rule = Rule { peers: Peers::Every, ports: PolicyPorts::Every };
 
 #[test]
 fn all_forms_of_a_file_hold_the_same_objects() {
@@ -60,7 +60,7 @@ fn all_forms_of_a_file_hold_the_same_objects() {
         ("typed-lists.yaml", "apiVersion: v1\nkind: PodList\nitems: [{metadata: {name: a}}]\n---\napiVersion: v1\nkind: NamespaceList\nitems:\n- metadata: {name: shop}\n".to_owned()),
         ("byte-order-mark.yaml", format!("\u{feff}{list}")),
     ] {
-        let read = read_as(name, &text, Settings::default());
+        let read = read_as(name, &text, ConversionSettings::default());
         assert_eq!(names(&read), ["Pod default/a", "Namespace shop"], "{name}");
         assert!(read.ignored.is_empty());
     }
@@ -94,16 +94,16 @@ items:
 - {apiVersion: projectcalico.org/v3, kind: NetworkPolicy, metadata: {name: other}}
 - {apiVersion: discovery.k8s.io/v1, kind: EndpointSliceList, items: []}
 ";
-    let read = read_as("a.yaml", text, Settings::default());
+    let read = read_as("a.yaml", text, ConversionSettings::default());
     assert!(read.documents.is_empty());
-    let told: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
+    let ignored: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
     let expected = [
         (2, "Deployment shop/web"),
         (9, "Service shop/web"),
         (10, "NetworkPolicy default/other"),
         (11, "EndpointSliceList without a name"),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(ignored, expected);
 }
 
 #[test]
@@ -126,10 +126,11 @@ fn the_v1beta1_annotation_isolates_only_with_its_setting() {
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: |\n      {annotation}\n"
         )
     };
-    let isolates = |annotation: &str, v1beta1| match &objects_with(&namespace(annotation), Settings { v1beta1 })[..] {
-        [Object::Namespace(namespace)] => namespace.default_deny_ingress,
-        other => panic!("{other:?}"),
-    };
+    let isolates =
+        |annotation: &str, v1beta1| match &objects_with(&namespace(annotation), ConversionSettings { v1beta1 })[..] {
+            [Object::Namespace(namespace)] => namespace.default_deny_ingress,
+            other => panic!("{other:?}"),
+        };
     let deny = "{\n        \"ingress\": {\n          \"isolation\": \"DefaultDeny\"\n        }\n      }";
     assert!(isolates(deny, true));
     assert!(!isolates(deny, false));
@@ -232,8 +233,8 @@ fn absent_policy_types_default_by_the_rules_present() {
 
 #[test]
 fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
-    let nothing = || Rule { peers: Peers::AnyOf(vec![]), ports: Ports::Every };
-    let no_port = || Rule { peers: Peers::Every, ports: Ports::AnyOf(vec![]) };
+    let nothing = || Rule { peers: Peers::AnyOf(vec![]), ports: PolicyPorts::Every };
+    let no_port = || Rule { peers: Peers::Every, ports: PolicyPorts::AnyOf(vec![]) };
     for (rule, stable, v1beta1) in [
         ("{}", EVERYTHING, EVERYTHING),
         ("{from: null, ports: null}", EVERYTHING, EVERYTHING),
@@ -287,9 +288,9 @@ fn peers_and_ports_keep_their_kind() {
         Peer::IpBlock(IpBlock { cidr: net("10.0.0.0/8"), except: vec![net("10.1.0.0/16")] }),
         Peer::IpBlock(IpBlock { cidr: net("::/0"), except: vec![] }),
     ]);
-    let port = |protocol, which| Port { protocol, which };
+    let port = |protocol, which| PolicyPort { protocol, which };
     let range = |first, last| PortMatch::Range { first, last };
-    let ports = Ports::AnyOf(vec![
+    let ports = PolicyPorts::AnyOf(vec![
         port(PortProtocol::Tcp, PortMatch::Every),
         port(PortProtocol::Tcp, range(80, 80)),
         port(PortProtocol::Udp, range(1, 65535)),

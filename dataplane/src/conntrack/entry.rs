@@ -1,7 +1,8 @@
 //! One connection: a cache line of eight atomic words.
 
 use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
-use super::sync::{AtomicU64, EXCHANGE, Ordering, fence, overwrite};
+use super::seqlock::{Control, SeqLock};
+use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::tcp::HeldSyn;
 use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
@@ -206,6 +207,23 @@ impl ControlWord {
     }
 }
 
+impl Control for ControlWord {
+    #[inline(always)]
+    fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    #[inline(always)]
+    fn word(self) -> u64 {
+        self.0
+    }
+
+    #[inline(always)]
+    fn is_same_write(self, other: Self) -> bool {
+        self.is_same_generation(other)
+    }
+}
+
 /// Tracking state of each direction, indexed by [`Orientation`]: the window for TCP, the tag for SCTP. For other
 /// protocols the first word is the tick of the first packet.
 pub(super) type Tracking = [u64; 2];
@@ -236,14 +254,14 @@ const HELD_SYN_AT: u32 = 57;
 /// Address words of a key. Loom uses only one, since it would not terminate otherwise.
 const ADDRESS_WORDS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 4 };
 
-/// One entry of the table. All zero is a free entry.
-///
-/// Lock-free reads: an entry's key is written only while its control word is *claimed*. A reader that finds the same
-/// generation *written* before and after reading the key has therefore read the key of one connection.
-/// [`TableEntry::load`] does so.
+/// One entry of the table. All zero is a free entry. Its key is of one connection as long as the generation in its
+/// control word is the same ([`SeqLock`]).
 #[repr(C, align(64))]
-pub(super) struct TableEntry {
-    control: AtomicU64,
+pub(super) struct TableEntry(SeqLock<ControlWord, EntryWords>);
+
+/// The words of an entry besides the control word.
+#[repr(C)]
+struct EntryWords {
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
     /// Ports and protocol in the low 40 bits, then owner, flag and held SYN.
@@ -257,22 +275,20 @@ impl TableEntry {
     #[cfg(all(test, feature = "loom"))]
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
-        Self { control: zero(), addresses: std::array::from_fn(|_| zero()), name: zero(), tracking: [zero(), zero()] }
+        let addresses = std::array::from_fn(|_| zero());
+        Self(SeqLock::new(EntryWords { addresses, name: zero(), tracking: [zero(), zero()] }))
     }
 
     /// The control word, with acquire ordering.
     #[inline]
     pub(super) fn control(&self) -> ControlWord {
-        ControlWord(self.control.load(Ordering::Acquire))
+        self.0.control()
     }
 
     /// Compare-and-swap of the control word; returns the current word on failure.
     #[inline]
     pub(super) fn exchange(&self, from: ControlWord, to: ControlWord) -> Result<(), ControlWord> {
-        match self.control.compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => Ok(()),
-            Err(found) => Err(ControlWord(found)),
-        }
+        self.0.exchange(from, to)
     }
 
     /// Claims the entry for a new connection; returns the control word to write it under.
@@ -284,57 +300,51 @@ impl TableEntry {
 
     /// Writes a connection into an entry that this thread has claimed, and publishes it.
     pub(super) fn publish(&self, control: ControlWord, key: &KeyWords, contents: EntryContents) {
-        // A reader that sees any of the words below also sees, through its own fence, that the entry was claimed.
-        fence(Ordering::Release);
-        for (word, value) in self.addresses.iter().zip(key) {
-            word.store(*value, Ordering::Relaxed);
-        }
-        overwrite(&self.name, key[4] | u64::from(contents.owner.0) << OWNER_AT);
-        for (word, value) in self.tracking.iter().zip(contents.tracking) {
-            overwrite(word, value);
-        }
-        self.control.store(control.0, Ordering::Release);
+        self.0.publish(control, |words| {
+            for (word, value) in words.addresses.iter().zip(key) {
+                word.store(*value, Ordering::Relaxed);
+            }
+            overwrite(&words.name, key[4] | u64::from(contents.owner.0) << OWNER_AT);
+            for (word, value) in words.tracking.iter().zip(contents.tracking) {
+                overwrite(word, value);
+            }
+        });
     }
 
     /// Frees an entry that this thread has claimed.
     pub(super) fn free(&self, claimed: ControlWord) {
-        self.control.store(claimed.freed().0, Ordering::Release);
+        self.0.release(claimed.freed());
     }
 
     /// The control word, if the entry contains a connection with this key.
     #[inline(always)]
     pub(super) fn matches(&self, key: &KeyWords) -> Option<ControlWord> {
         let before = self.control();
+        let words = self.words();
         // No early exit between the words: the comparison is one branch, which is nearly always taken.
-        let name = (self.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
-        let words = self.addresses.iter().zip(key);
-        let differs = words.fold(name, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
-        (differs == 0 && self.still(before)).then_some(before)
+        let name = (words.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
+        let addresses = words.addresses.iter().zip(key);
+        let differs = addresses.fold(name, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
+        (differs == 0 && self.0.is_still(before)).then_some(before)
     }
 
     /// A consistent copy of the entry, or `None` if it is free or was claimed meanwhile.
     pub(super) fn load(&self) -> Option<EntrySnapshot> {
         let control = self.control();
-        let mut key = [0; 5];
-        for (value, word) in key.iter_mut().zip(&self.addresses) {
-            *value = word.load(Ordering::Relaxed);
-        }
-        let name = self.name.load(Ordering::Relaxed);
-        key[4] = name & NAME_MASK;
-        let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
-        self.still(control).then_some(EntrySnapshot {
-            control,
-            key,
-            owner: OwnerId((name >> OWNER_AT) as u16),
-            tracking,
+        self.0.read(control, |words| {
+            let mut key = [0; 5];
+            for (value, word) in key.iter_mut().zip(&words.addresses) {
+                *value = word.load(Ordering::Relaxed);
+            }
+            let name = words.name.load(Ordering::Relaxed);
+            key[4] = name & NAME_MASK;
+            EntrySnapshot { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking: words.tracking() }
         })
     }
 
-    /// Whether words read since `before` was read belong to the connection of `before`.
-    #[inline]
-    fn still(&self, before: ControlWord) -> bool {
-        fence(Ordering::Acquire);
-        before.is_same_generation(ControlWord(self.control.load(Ordering::Relaxed)))
+    #[inline(always)]
+    fn words(&self) -> &EntryWords {
+        self.0.words()
     }
 
     /// The tracking words of the connection of `control`, if it still exists, with its current control word.
@@ -344,16 +354,14 @@ impl TableEntry {
         if !now.is_same_generation(control) {
             return None;
         }
-        let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
-        self.still(now).then_some((now, tracking))
+        self.0.read(now, EntryWords::tracking).map(|tracking| (now, tracking))
     }
 
     /// The tracking words while the control word is exactly this one; `None` if it is not.
     #[inline]
     pub(super) fn tracking_under(&self, control: ControlWord) -> Option<Tracking> {
-        let tracking = [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)];
-        fence(Ordering::Acquire);
-        (self.control.load(Ordering::Relaxed) == control.0).then_some(tracking)
+        let tracking = self.words().tracking();
+        (self.0.control_after_loads() == control).then_some(tracking)
     }
 
     /// Compare-and-swap of a tracking word. It contains no generation: 32 bits are a sequence number or verification
@@ -361,12 +369,14 @@ impl TableEntry {
     #[inline]
     pub(super) fn exchange_tracking(&self, orientation: Orientation, from: u64, to: u64) -> bool {
         from == to
-            || self.tracking[orientation as usize].compare_exchange(from, to, EXCHANGE, Ordering::Relaxed).is_ok()
+            || self.words().tracking[orientation as usize]
+                .compare_exchange(from, to, EXCHANGE, Ordering::Relaxed)
+                .is_ok()
     }
 
     /// Resets the tracking words; only while no other thread uses the table.
     pub(super) fn set_tracking(&self, tracking: Tracking) {
-        for (word, value) in self.tracking.iter().zip(tracking) {
+        for (word, value) in self.words().tracking.iter().zip(tracking) {
             word.store(value, Ordering::Relaxed);
         }
     }
@@ -375,26 +385,26 @@ impl TableEntry {
     /// read control word by compare-and-swap, or has claimed the entry.
     #[inline]
     pub(super) fn owner(&self) -> OwnerId {
-        OwnerId((self.name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
+        OwnerId((self.words().name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
     }
 
     /// The owner of a connection that this thread has claimed for clearing. Afterwards [`TableEntry::exchange_owner`]
     /// fails, so the returned owner is the one it is counted for.
     pub(super) fn take_owner(&self) -> OwnerId {
-        OwnerId((self.name.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
+        OwnerId((self.words().name.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
     }
 
     /// Assigns the connection of `control` to another owner; returns the previous one, or `None` if the connection was
     /// removed.
     pub(super) fn exchange_owner(&self, control: ControlWord, to: OwnerId) -> Option<OwnerId> {
-        let mut name = self.name.load(Ordering::Relaxed);
+        let mut name = self.words().name.load(Ordering::Relaxed);
         loop {
-            if !self.still(control) || name & UNCOUNTED != 0 {
+            if !self.0.is_still(control) || name & UNCOUNTED != 0 {
                 return None;
             }
             // A thread that clears the entry later sets UNCOUNTED first and finds the new owner.
             let wanted = name & !OWNER | u64::from(to.0) << OWNER_AT;
-            match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
+            match self.words().name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return Some(OwnerId((name >> OWNER_AT) as u16)),
                 Err(found) => name = found,
             }
@@ -404,15 +414,15 @@ impl TableEntry {
     /// The held SYN, if the tracking words indicate one; valid under the conditions of [`TableEntry::owner`].
     #[inline]
     pub(super) fn held_syn(&self) -> HeldSyn {
-        HeldSyn((self.name.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
+        HeldSyn((self.words().name.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
     }
 
     /// Stores a held SYN in the connection of `control`, if it still exists.
     pub(super) fn hold_syn(&self, control: ControlWord, syn: HeldSyn) {
-        let mut name = self.name.load(Ordering::Relaxed);
-        while self.still(control) {
+        let mut name = self.words().name.load(Ordering::Relaxed);
+        while self.0.is_still(control) {
             let wanted = name & ((1 << HELD_SYN_AT) - 1) | u64::from(syn.0) << HELD_SYN_AT;
-            match self.name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
+            match self.words().name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => name = found,
             }
@@ -424,8 +434,8 @@ impl TableEntry {
     #[inline]
     pub(super) fn is_opened_by(&self, control: ControlWord, source: &[u64; 2]) -> bool {
         let words = match control.original() {
-            Orientation::LowToHigh => self.addresses.get(..2),
-            Orientation::HighToLow => self.addresses.get(2..4),
+            Orientation::LowToHigh => self.words().addresses.get(..2),
+            Orientation::HighToLow => self.words().addresses.get(2..4),
         };
         words.is_some_and(|words| words.iter().zip(source).all(|(word, part)| word.load(Ordering::Relaxed) == *part))
     }
@@ -433,7 +443,14 @@ impl TableEntry {
     /// The protocol; only valid for a caller with a control word of the same generation.
     #[inline]
     pub(super) fn protocol(&self) -> Protocol {
-        Protocol((self.name.load(Ordering::Relaxed) >> 32) as u8)
+        Protocol((self.words().name.load(Ordering::Relaxed) >> 32) as u8)
+    }
+}
+
+impl EntryWords {
+    #[inline]
+    fn tracking(&self) -> Tracking {
+        [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)]
     }
 }
 

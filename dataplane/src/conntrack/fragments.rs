@@ -24,9 +24,9 @@
 //! datagram. A flooding port therefore replaces its own entries, and flooding ports can only take all of a set if there
 //! are as many of them as entries. Everything received on an uplink belongs to one port.
 
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-
 use super::hash::Seed;
+use super::seqlock::{Control, SeqLock};
+use super::sync::{AtomicU64, Ordering};
 use super::time::{Tick, Timestamp};
 use crate::forward::PortId;
 use crate::packet::{Flow, Packet, Protocol};
@@ -37,26 +37,71 @@ pub struct Fragments {
     seed: Seed,
 }
 
-const WAYS: usize = 8;
+const WAYS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 8 };
 /// Number of sets: 4096 datagrams, 256 KiB.
 const SETS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 512 };
 /// Ticks that a datagram is kept: 30 s, the kernel's reassembly timeout (`ipfrag_time`).
 const LIFETIME: u32 = 59;
 
-/// All zero is a free entry. The control word: bits 0–21 tick, bit 22 set while one thread writes, bit 23 set if it
-/// contains a datagram, from bit 24 on a write counter.
+/// All zero is a free entry.
 #[derive(Default)]
 #[repr(C, align(64))]
-struct FragmentEntry {
-    control: AtomicU64,
+struct FragmentEntry(SeqLock<FragmentControl, FragmentWords>);
+
+#[derive(Default)]
+#[repr(C)]
+struct FragmentWords {
     key: [AtomicU64; 5],
     /// Source port, destination port, end of the first fragment in the datagram's payload, protocol; 16 bits each.
     value: AtomicU64,
 }
 
+/// Bits 0–21 tick, bit 22 set while one thread writes, bit 23 set if it contains a datagram, from bit 24 on a write
+/// counter.
+#[derive(Clone, Copy, PartialEq, Default)]
+struct FragmentControl(u64);
+
 const WRITING: u64 = 1 << 22;
 const HELD: u64 = 1 << 23;
 const WRITE: u64 = 1 << 24;
+
+impl FragmentControl {
+    fn is_held(self) -> bool {
+        self.0 & (HELD | WRITING) == HELD
+    }
+
+    fn is_writing(self) -> bool {
+        self.0 & WRITING != 0
+    }
+
+    fn tick(self) -> Tick {
+        Tick(self.0 as u32 & Tick::MASK)
+    }
+
+    /// Claimed by one thread for the next write.
+    fn claimed(self) -> Self {
+        Self((self.0 & !(WRITE - 1)).wrapping_add(WRITE) | WRITING)
+    }
+
+    /// The same write, completed at this time.
+    fn held(self, now: Tick) -> Self {
+        Self(self.0 & !WRITING | HELD | u64::from(now.0))
+    }
+}
+
+impl Control for FragmentControl {
+    fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    fn word(self) -> u64 {
+        self.0
+    }
+
+    fn is_same_write(self, other: Self) -> bool {
+        self.is_held() && self == other
+    }
+}
 
 type Key = [u64; 5];
 /// Index of the key word with identification, port and protocol, and the shift of the port in it.
@@ -173,58 +218,52 @@ enum EntryAge {
 impl FragmentEntry {
     /// The datagram with this key, if it is recorded and has not expired.
     fn read(&self, key: &Key, now: Tick) -> Option<FirstFragment> {
-        let before = self.control.load(Ordering::Acquire);
-        if before & (HELD | WRITING) != HELD || tick(before).age(now) > LIFETIME {
+        let before = self.0.control();
+        if !before.is_held() || before.tick().age(now) > LIFETIME {
             return None;
         }
-        let is_equal = self.key.iter().zip(key).all(|(word, wanted)| word.load(Ordering::Relaxed) == *wanted);
-        let value = self.value.load(Ordering::Relaxed);
-        // As in the connection table: the copy is consistent if no write has begun since.
-        fence(Ordering::Acquire);
-        (is_equal && self.control.load(Ordering::Relaxed) == before).then_some(FirstFragment::of_word(value))
+        let read = |words: &FragmentWords| {
+            let is_equal = words.key.iter().zip(key).all(|(word, wanted)| word.load(Ordering::Relaxed) == *wanted);
+            is_equal.then(|| FirstFragment::of_word(words.value.load(Ordering::Relaxed)))
+        };
+        self.0.read(before, read).flatten()
     }
 
     fn age(&self, now: Tick) -> EntryAge {
-        let control = self.control.load(Ordering::Relaxed);
-        match (control & (HELD | WRITING), tick(control).age(now)) {
-            (HELD, age) if age <= LIFETIME => EntryAge::Held(age),
-            (state, _) if state & WRITING != 0 => EntryAge::Writing,
+        let control = self.0.control();
+        match control.tick().age(now) {
+            _ if control.is_writing() => EntryAge::Writing,
+            age if control.is_held() && age <= LIFETIME => EntryAge::Held(age),
             _ => EntryAge::Free,
         }
     }
 
     /// When it was written.
     fn tick(&self) -> Tick {
-        tick(self.control.load(Ordering::Relaxed))
+        self.0.control().tick()
     }
 
     /// The port of its current or last datagram. Free entries are used before ports are compared, so the port of an
     /// entry that was never written does not matter.
     fn port(&self) -> PortId {
-        PortId((self.key[LAST].load(Ordering::Relaxed) >> PORT_SHIFT) as u16)
+        PortId((self.0.words().key[LAST].load(Ordering::Relaxed) >> PORT_SHIFT) as u16)
     }
 
     /// Overwrites the entry unless another thread is doing so. In that case the later fragments of this datagram find
     /// no record.
     fn write(&self, key: &Key, first: FirstFragment, now: Tick) {
-        let before = self.control.load(Ordering::Relaxed);
-        let writing = (before & !(WRITE - 1)).wrapping_add(WRITE) | WRITING;
-        if before & WRITING != 0
-            || self.control.compare_exchange(before, writing, Ordering::Acquire, Ordering::Relaxed).is_err()
-        {
+        let before = self.0.control();
+        let claimed = before.claimed();
+        if before.is_writing() || self.0.exchange(before, claimed).is_err() {
             return;
         }
-        fence(Ordering::Release);
-        for (word, part) in self.key.iter().zip(key) {
-            word.store(*part, Ordering::Relaxed);
-        }
-        self.value.store(first.to_word(), Ordering::Relaxed);
-        self.control.store(writing & !WRITING | HELD | u64::from(now.0), Ordering::Release);
+        self.0.publish(claimed.held(now), |words| {
+            for (word, part) in words.key.iter().zip(key) {
+                word.store(*part, Ordering::Relaxed);
+            }
+            words.value.store(first.to_word(), Ordering::Relaxed);
+        });
     }
-}
-
-fn tick(control: u64) -> Tick {
-    Tick(control as u32 & Tick::MASK)
 }
 
 #[cfg(all(test, not(feature = "loom")))]

@@ -28,6 +28,7 @@ mod mapping;
 mod origin;
 mod recover;
 mod sctp;
+mod seqlock;
 mod state;
 mod sweep;
 mod sync;

@@ -95,7 +95,7 @@ impl State {
             Self::Unreplied => "UNREPLIED",
             Self::Replied => "REPLIED",
             Self::Assured => "ASSURED",
-            Self::Revoked => "CUT",
+            Self::Revoked => "REVOKED",
         }
     }
 

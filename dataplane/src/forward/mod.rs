@@ -10,8 +10,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use ipnet::IpNet;
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
+pub use crate::packet::Mac;
 use crate::packet::{Address, AddressScope, Packet};
 pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
@@ -31,23 +32,6 @@ impl PortId {
 impl fmt::Display for PortId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
-    }
-}
-
-/// A MAC address in network byte order.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Mac(pub [u8; 6]);
-
-impl fmt::Display for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [a, b, c, d, e, g] = self.0;
-        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
-    }
-}
-
-impl fmt::Debug for Mac {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
     }
 }
 
@@ -87,16 +71,20 @@ pub(crate) struct PathPorts {
     pub(crate) back: Option<PortId>,
 }
 
-/// The forwarding table of a snapshot: the port of each address.
+/// The addresses of this node's pods, with their ports; `None` for a pod without a port.
+pub(crate) type LocalAddresses = FxHashMap<Address, Option<PortId>>;
+
+/// The forwarding table of a snapshot: ports, and what is special about addresses outside of pods.
+///
+/// It is also the input from which a snapshot enters the ports of pods into its map of addresses
+/// ([`Snapshot::new`](crate::Snapshot::new)); workers read that map, and from here only ports.
 #[derive(Clone, Debug, Default)]
 pub struct Forwarding {
     ports: Vec<Option<Port>>,
-    pods: FxHashMap<Address, PortId>,
+    local: Arc<LocalAddresses>,
     node: Vec<Address>,
     services: Vec<IpNet>,
     host: Option<PortId>,
-    /// Addresses of this node's pods without a port.
-    portless: FxHashSet<Address>,
     encapsulation: Arc<Encapsulation>,
     /// [`Encapsulation::hint`], where every packet finds it.
     encapsulation_hint: encapsulation::Hint,
@@ -130,8 +118,12 @@ impl Forwarding {
 
     /// Sets addresses of this node's pods that have no port (yet, or any more).
     #[must_use]
-    pub fn with_portless(self, addresses: impl IntoIterator<Item = Address>) -> Self {
-        Self { portless: addresses.into_iter().collect(), ..self }
+    pub fn with_portless(mut self, addresses: impl IntoIterator<Item = Address>) -> Self {
+        let local = Arc::make_mut(&mut self.local);
+        for address in addresses {
+            local.entry(address).or_insert(None);
+        }
+        self
     }
 
     /// Sets the tunnel packets that pods may not send to nodes.
@@ -143,13 +135,11 @@ impl Forwarding {
     /// Adds a port with this identifier. With several host ports the last one is used.
     pub fn insert(&mut self, id: PortId, port: Port) -> Result<(), AddressTaken> {
         for &address in &port.addresses {
-            if let Some(&first) = self.pods.get(&address).filter(|&&first| first != id) {
+            if let Some(first) = self.pod_port(address).filter(|&first| first != id) {
                 return Err(AddressTaken { address, first, second: id });
             }
         }
-        for &address in &port.addresses {
-            self.pods.insert(address, id);
-        }
+        Arc::make_mut(&mut self.local).extend(port.addresses.iter().map(|&address| (address, Some(id))));
         if port.kind == PortKind::Host {
             self.host = Some(id);
         }
@@ -166,46 +156,32 @@ impl Forwarding {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// The egress port for `destination`: its pod's port, otherwise the host port.
-    #[inline]
-    pub fn next_hop(&self, destination: Address) -> Option<PortId> {
-        self.pods.get(&destination).copied().or(self.host)
-    }
-
     /// The port into the node's own stack.
     #[inline]
     pub fn host(&self) -> Option<PortId> {
         self.host
     }
 
-    /// Whether this is an address of a pod of this node, with or without a port.
-    #[inline]
-    pub fn is_local_pod(&self, address: Address) -> bool {
-        self.pods.contains_key(&address) || self.portless.contains(&address)
-    }
-
-    /// Whether this is an address of a pod of this node without a port.
-    #[inline]
-    pub fn is_portless_pod(&self, address: Address) -> bool {
-        self.portless.contains(&address) && !self.pods.contains_key(&address)
-    }
-
-    /// Whether a packet from a pod would be decapsulated by a node.
+    /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod.
     #[inline(always)]
     pub fn would_be_decapsulated(&self, packet: &Packet) -> bool {
-        self.encapsulation_hint.may_apply_to(packet) && self.is_decapsulated(packet)
+        self.encapsulation_hint.may_apply_to(packet) && self.is_tunnel_packet(packet)
     }
 
     #[cold]
     #[inline(never)]
-    fn is_decapsulated(&self, packet: &Packet) -> bool {
-        self.encapsulation.applies_to(packet) && self.pod_port(packet.flow.dst).is_none()
+    fn is_tunnel_packet(&self, packet: &Packet) -> bool {
+        self.encapsulation.applies_to(packet)
     }
 
     /// The port of the local pod with this address.
-    #[inline]
     pub fn pod_port(&self, address: Address) -> Option<PortId> {
-        self.pods.get(&address).copied()
+        self.local.get(&address).copied().flatten()
+    }
+
+    /// The addresses of this node's pods.
+    pub(crate) fn local_addresses(&self) -> &Arc<LocalAddresses> {
+        &self.local
     }
 
     /// An address of the node in this family, as the source of ICMP errors.

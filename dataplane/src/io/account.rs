@@ -49,6 +49,9 @@ impl QueueSlot {
 pub(crate) enum FrameOwner {
     /// None: it is in the pool or in a worker's cache.
     Free,
+    /// A worker that took it from its cache. Only debug builds mark it; a received frame stays marked as the queue's
+    /// until it is passed on, so that it is found when the queue closes.
+    Worker,
     /// In transit from one worker to another.
     HandOff,
     /// A queue, for receiving.
@@ -65,8 +68,31 @@ impl FrameOwner {
         match self {
             Self::Free => 0,
             Self::HandOff => 1,
+            Self::Worker => 2,
             Self::Fill(slot) => FILL | slot.0,
             Self::Transmit(slot) => TRANSMIT | slot.0,
+        }
+    }
+
+    const fn decode(number: u16) -> Self {
+        match number {
+            0 => Self::Free,
+            1 => Self::HandOff,
+            2 => Self::Worker,
+            held if held & FILL != 0 => Self::Fill(QueueSlot(held & !FILL)),
+            held => Self::Transmit(QueueSlot(held & !TRANSMIT)),
+        }
+    }
+
+    /// Whether a frame of this owner may go to that one. A frame that was freed or sent goes nowhere else: whoever
+    /// passes it on uses it after it was passed on before.
+    const fn may_pass_to(self, next: Self) -> bool {
+        match next {
+            Self::Free => !matches!(self, Self::Free),
+            Self::Worker => matches!(self, Self::Free),
+            Self::Fill(_) => matches!(self, Self::Free | Self::Worker),
+            Self::HandOff => matches!(self, Self::Fill(_) | Self::Worker),
+            Self::Transmit(_) => matches!(self, Self::Fill(_) | Self::Worker | Self::HandOff),
         }
     }
 }
@@ -110,9 +136,19 @@ impl FramePool {
     }
 
     /// Sets the owner of this frame.
+    ///
+    /// # Panics
+    /// In debug builds, if the frame cannot come from its owner so far: it was freed twice, or passed on after it was
+    /// freed or passed on.
     #[inline]
     pub(crate) fn mark(&self, frame: &FrameDesc, owner: FrameOwner) {
-        self.owners[self.index(frame)].store(owner.encode(), Ordering::Relaxed);
+        let index = self.index(frame);
+        if cfg!(debug_assertions) {
+            let before = FrameOwner::decode(self.owners[index].swap(owner.encode(), Ordering::Relaxed));
+            assert!(before.may_pass_to(owner), "frame {index} of {before:?} was passed to {owner:?}");
+        } else {
+            self.owners[index].store(owner.encode(), Ordering::Relaxed);
+        }
     }
 
     fn take(&self) -> Option<FrameDesc> {
@@ -157,10 +193,10 @@ impl FramePool {
     pub(crate) fn census(&self) -> FrameAccount {
         let mut account = FrameAccount { total: self.total(), ..FrameAccount::default() };
         for owner in &self.owners {
-            match owner.load(Ordering::Relaxed) {
-                0 => account.free += 1,
-                held if held & FILL != 0 => account.fill += 1,
-                _ => account.in_flight += 1,
+            match FrameOwner::decode(owner.load(Ordering::Relaxed)) {
+                FrameOwner::Free => account.free += 1,
+                FrameOwner::Fill(_) => account.fill += 1,
+                FrameOwner::Worker | FrameOwner::HandOff | FrameOwner::Transmit(_) => account.in_flight += 1,
             }
         }
         account
@@ -185,7 +221,7 @@ impl FrameCache {
         self.frames.len()
     }
 
-    /// Takes a free frame, from the pool if the cache is empty. It is still marked free.
+    /// Takes a free frame, from the pool if the cache is empty. Mark its owner when it is passed on.
     #[inline]
     pub(crate) fn take(&mut self, pool: &FramePool) -> Option<FrameDesc> {
         if self.frames.is_empty() {
@@ -196,7 +232,11 @@ impl FrameCache {
                 }
             }
         }
-        self.frames.pop()
+        let frame = self.frames.pop()?;
+        if cfg!(debug_assertions) {
+            pool.mark(&frame, FrameOwner::Worker);
+        }
+        Some(frame)
     }
 
     /// Frees a frame.
@@ -254,10 +294,12 @@ mod tests {
             (FrameOwner::Fill(other), 0),
             (FrameOwner::Transmit(other), 0),
             (FrameOwner::HandOff, 0),
-            (FrameOwner::Free, 0),
+            (FrameOwner::Worker, 0),
         ] {
-            let frame = pool.take().unwrap();
-            pool.mark(&frame, owner);
+            let frame = FrameCache::new().take(&pool).unwrap();
+            if owner != FrameOwner::Worker {
+                pool.mark(&frame, owner);
+            }
             assert_eq!(pool.reclaim(mine), found, "{owner:?}");
             if found == 0 {
                 pool.release(&frame);
@@ -267,18 +309,53 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "given back twice")]
+    #[cfg_attr(debug_assertions, should_panic(expected = "frame 0 of Free was passed to Free"))]
+    #[cfg_attr(not(debug_assertions), should_panic(expected = "given back twice"))]
     fn a_double_free_is_detected() {
         one_frame().release(&FrameDesc::default());
+    }
+
+    /// The pool has room for more frames, so only the owner tells.
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "frame 0 of Free was passed to Free")]
+    fn a_frame_freed_twice_into_a_cache_is_detected() {
+        let (pool, mut cache) = (one_frame(), FrameCache::new());
+        let frame = cache.take(&pool).unwrap();
+        cache.give(frame, &pool);
+        cache.give(frame, &pool);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_frame_used_after_it_was_passed_on_is_detected() {
+        let (pool, slot, other) = (one_frame(), QueueSlot::new(1), QueueSlot::new(2));
+        let frame = pool.take_for(slot).unwrap();
+        let is_detected = |owner| {
+            let before = FrameOwner::decode(pool.owners[0].load(Ordering::Relaxed));
+            let mark = std::panic::AssertUnwindSafe(|| pool.mark(&frame, owner));
+            let detected = std::panic::catch_unwind(mark).is_err();
+            pool.owners[0].store(before.encode(), Ordering::Relaxed);
+            detected
+        };
+        let (sent, again) = (FrameOwner::Transmit(slot), FrameOwner::Transmit(other));
+        assert!(!is_detected(sent) && is_detected(FrameOwner::Fill(other)), "received");
+        pool.mark(&frame, FrameOwner::HandOff);
+        assert!(!is_detected(sent) && is_detected(FrameOwner::HandOff), "handed off");
+        pool.mark(&frame, sent);
+        assert!(is_detected(again) && is_detected(FrameOwner::HandOff) && is_detected(FrameOwner::Fill(slot)), "sent");
+        pool.release(&frame);
+        assert!(is_detected(sent) && is_detected(FrameOwner::HandOff) && is_detected(FrameOwner::Free), "free");
     }
 
     proptest! {
         #[test]
         fn every_frame_owner_has_a_unique_number(one in 0..QueueSlot::COUNT, two in 0..QueueSlot::COUNT) {
-            let owners = |slot| [FrameOwner::Free, FrameOwner::HandOff, FrameOwner::Fill(slot), FrameOwner::Transmit(slot)];
+            let owners = |slot| [FrameOwner::Free, FrameOwner::HandOff, FrameOwner::Worker, FrameOwner::Fill(slot), FrameOwner::Transmit(slot)];
             for a in owners(QueueSlot::new(one)) {
                 for b in owners(QueueSlot::new(two)) {
                     prop_assert_eq!(a.encode() == b.encode(), a == b);
+                    prop_assert_eq!(FrameOwner::decode(a.encode()), a);
                 }
             }
         }

@@ -3,7 +3,7 @@
 use xsk_rs::FrameDesc;
 
 use super::Umem;
-use crate::pipeline::{BATCH, Frames};
+use crate::batch::{BATCH, Frames};
 use crate::prefetch::prefetch;
 
 /// Frames received on one queue. They belong to the worker that received them until it passes them on.

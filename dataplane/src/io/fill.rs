@@ -15,7 +15,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::pipeline::BATCH;
+use crate::batch::BATCH;
 
 /// Number of frames that a queue wants in its fill ring, based on its bursts and its packet rate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

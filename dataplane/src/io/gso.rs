@@ -12,8 +12,8 @@ use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, SockaddrLike, sendmsg, socket};
 
+use crate::batch::BATCH;
 use crate::packet::JoinedSegments;
-use crate::pipeline::BATCH;
 
 /// The open packet sockets by the cookie of their network namespace: one for all ports in it. Closing one takes the
 /// kernel an RCU grace period (`packet_release` in net/packet/af_packet.c). With a socket for each of a hundred ports

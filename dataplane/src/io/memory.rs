@@ -1,6 +1,6 @@
 //! Frames in ordinary memory: for tests, replay and the fuzzer, which have no socket.
 
-use crate::pipeline::{BATCH, Frames};
+use crate::batch::{BATCH, Frames};
 
 /// A batch of frames in ordinary memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

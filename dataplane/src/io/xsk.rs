@@ -10,8 +10,8 @@ use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
 use super::{FillTarget, FrameCache, FrameOwner, FramePool, GsoPort, PortError, QueueSlot, RxBatch, Umem};
+use crate::batch::BATCH;
 use crate::packet::{JoinedSegments, LEAST_TO_JOIN, finish_open};
-use crate::pipeline::BATCH;
 
 /// Result of waking the kernel to send.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -6,7 +6,7 @@
 
 use super::rewrite::LONG;
 use super::{ETHERNET_LEN, Protocol, Sum, TcpFlags};
-use crate::pipeline::BATCH;
+use crate::batch::BATCH;
 
 /// Minimum bytes of a frame that can be joined with others.
 pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;

@@ -3,7 +3,7 @@
 use super::checksum::{finish_partial, finish_sctp, updated};
 use super::gro::LEAST;
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
-use crate::forward::Mac;
+use crate::packet::Mac;
 
 /// Rewriting of a forwarded frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

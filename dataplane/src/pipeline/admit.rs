@@ -1,19 +1,19 @@
 //! First stage: parses a frame and rejects invalid packets.
 
-use crate::DropReason;
-use crate::forward::{Forwarding, Port, PortKind};
+use crate::forward::{Port, PortKind};
 use crate::packet::{Address, AddressScope, Packet, parse_into};
+use crate::{DropReason, Snapshot};
 
 /// Parses a frame received on `port` and checks its source address and whether it may be routed.
 #[inline(always)]
-pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
+pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
     parse_into(frame, packet)?;
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     if port.kind != PortKind::Pod {
-        from_elsewhere(forwarding, port.kind, src)?;
+        from_elsewhere(snapshot, port.kind, src)?;
     } else if !port.addresses.contains(&src) {
         return Err(DropReason::SpoofedSource);
-    } else if forwarding.would_be_decapsulated(packet) {
+    } else if snapshot.forwarding.would_be_decapsulated(packet) && snapshot.pod_port(dst).is_none() {
         return Err(DropReason::Encapsulation);
     }
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
@@ -21,12 +21,12 @@ pub(super) fn admit(forwarding: &Forwarding, port: &Port, frame: &[u8], packet: 
 
 /// Checks the source address of a packet that did not come from a pod's port.
 #[inline(never)]
-fn from_elsewhere(forwarding: &Forwarding, kind: PortKind, src: Address) -> Result<(), DropReason> {
+fn from_elsewhere(snapshot: &Snapshot, kind: PortKind, src: Address) -> Result<(), DropReason> {
     let is_spoofed = match kind {
         // Packets from outside never have a source address of this node or of its pods.
-        PortKind::Uplink => forwarding.is_local_pod(src) || forwarding.is_node(src),
+        PortKind::Uplink => snapshot.policy.find(src).is_local_pod() || snapshot.forwarding.is_node(src),
         // A pod without a port has sent nothing that the node's stack could send back.
-        PortKind::Host | PortKind::Pod => forwarding.is_portless_pod(src),
+        PortKind::Host | PortKind::Pod => snapshot.policy.find(src).is_portless_pod(),
     };
     if is_spoofed { Err(DropReason::SpoofedSource) } else { Ok(()) }
 }

@@ -1,8 +1,8 @@
 //! Last stage: selects the egress port of an allowed packet.
 
-use crate::DropReason;
-use crate::forward::{Forwarding, PathPorts, Port, PortId, PortKind};
+use crate::forward::{PathPorts, Port, PortId, PortKind};
 use crate::packet::{NextHop, OpenChecksum, Packet, rewrite};
+use crate::{DropReason, Snapshot};
 
 /// Path of a packet that may pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -10,49 +10,52 @@ pub(super) enum PacketPath {
     /// Directly to its destination.
     #[default]
     Direct,
+    /// The same, at this port: the destination was looked up already.
+    At(PortId),
     /// Through the host port, whatever its destination: the node's own stack translates its connection.
     ViaHost,
 }
 
 /// The ports towards the two ends of a packet received on `ingress`: its destination and its sender.
 pub(super) fn path_ports(
-    forwarding: &Forwarding,
+    snapshot: &Snapshot,
     ingress: PortId,
     from: &Port,
     packet: &Packet,
     route: PacketPath,
 ) -> PathPorts {
-    let ahead = egress(forwarding, packet, route);
+    let ahead = egress(snapshot, packet, route);
     // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
-    let back = if from.kind == PortKind::Host { Some(ingress) } else { forwarding.next_hop(packet.flow.src) };
+    let back = if from.kind == PortKind::Host { Some(ingress) } else { snapshot.next_hop(packet.flow.src) };
     PathPorts { ahead, back }
 }
 
 #[inline(always)]
-fn egress(forwarding: &Forwarding, packet: &Packet, route: PacketPath) -> Option<PortId> {
-    if route == PacketPath::ViaHost {
-        return via_host(forwarding);
+fn egress(snapshot: &Snapshot, packet: &Packet, route: PacketPath) -> Option<PortId> {
+    match route {
+        PacketPath::Direct => snapshot.next_hop(packet.flow.dst),
+        PacketPath::At(port) => Some(port),
+        PacketPath::ViaHost => via_host(snapshot),
     }
-    forwarding.next_hop(packet.flow.dst)
 }
 
 #[cold]
-fn via_host(forwarding: &Forwarding) -> Option<PortId> {
-    forwarding.host()
+fn via_host(snapshot: &Snapshot) -> Option<PortId> {
+    snapshot.forwarding.host()
 }
 
 /// Finds the egress port of a packet received on `from` and rewrites its frame.
 #[inline(always)]
 pub(super) fn dispatch(
-    forwarding: &Forwarding,
+    snapshot: &Snapshot,
     from: &Port,
     frame: &mut [u8],
     packet: &Packet,
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<PortId, DropReason> {
-    let egress = egress(forwarding, packet, route).ok_or(DropReason::NoPort)?;
-    let port = forwarding.port(egress).ok_or(DropReason::PortGone)?;
+    let egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
+    let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
     if from_host && to_host {
         // The node's stack sent it here because it belongs to a pod; returning it would create a loop.

@@ -24,12 +24,12 @@ pub(super) fn reply(
     dropped: DroppedPacket,
 ) {
     let forwarding = &snapshot.forwarding;
-    if !matches!(dropped.reason, DropReason::ConnectionCut | DropReason::TtlExpired | DropReason::TooBig) {
+    if !matches!(dropped.reason, DropReason::ConnectionRevoked | DropReason::TtlExpired | DropReason::TooBig) {
         return;
     }
-    let path_ports = path_ports(forwarding, ingress, port, packet, dropped.route);
+    let path_ports = path_ports(snapshot, ingress, port, packet, dropped.route);
     match dropped.reason {
-        DropReason::ConnectionCut => replies.revoked(forwarding, path_ports, frame, packet, dropped.revoked_at),
+        DropReason::ConnectionRevoked => replies.revoked(forwarding, path_ports, frame, packet, dropped.revoked_at),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),
         DropReason::TooBig => {
             if let Some(mtu) = mtu(forwarding, path_ports, packet) {

@@ -1,13 +1,6 @@
-//! The pipeline with clock reads between its stages, for one batch in many.
+//! Measures the stages of a batch, for one batch in many.
 
-use super::{
-    BATCH, DropReason, EvaluationReason, Frames, Observer, PipelineMode, PortId, Snapshot, Timestamp, Verdict,
-};
-use super::{PacketPath, Pipeline, conclude, track};
 use crate::clocks;
-use crate::forward::PortKind;
-use crate::packet::Flow;
-use crate::policy::PolicyVerdict;
 
 /// Clocks of the stages of a batch, on the CPU's time stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -25,84 +18,80 @@ pub struct StageClocks {
     pub evaluations: u64,
 }
 
-/// An observer that also measures policy evaluations.
-struct Timing<'a, O> {
-    inner: &'a mut O,
-    began: u64,
-    took: u64,
-    evaluations: u64,
+/// Notified between the stages. `()` measures nothing and costs nothing.
+pub(super) trait StageTimer {
+    /// Whether the whole batch goes through a stage before the next one, so that the clock is read once per stage and
+    /// not once per packet. It costs a copy of what the stage has found.
+    const WHOLE_BATCH: bool = false;
+
+    /// The batch's packets are parsed.
+    #[inline(always)]
+    fn parsed(&mut self) {}
+
+    /// Policy is about to be evaluated.
+    #[inline(always)]
+    fn before_evaluation(&mut self) {}
+
+    /// Policy was evaluated.
+    #[inline(always)]
+    fn evaluated(&mut self) {}
+
+    /// The batch's connections are found or opened.
+    #[inline(always)]
+    fn tracked(&mut self) {}
+
+    /// The batch's packets have their verdicts.
+    #[inline(always)]
+    fn dispatched(&mut self) {}
 }
 
-impl<O: Observer> Observer for Timing<'_, O> {
+impl StageTimer for () {}
+
+/// Reads the clock between the stages.
+pub(super) struct StageStopwatch {
+    last: u64,
+    evaluation: u64,
+    clocks: StageClocks,
+}
+
+impl StageStopwatch {
+    pub(super) fn start() -> Self {
+        Self { last: clocks::now(), evaluation: 0, clocks: StageClocks::default() }
+    }
+
+    /// What it measured. A packet's connection is found around the evaluation of policy.
+    pub(super) fn clocks(self) -> StageClocks {
+        let StageClocks { connection, policy, .. } = self.clocks;
+        StageClocks { connection: connection.saturating_sub(policy), ..self.clocks }
+    }
+
+    fn lap(&mut self) -> u64 {
+        let now = clocks::now();
+        now.saturating_sub(std::mem::replace(&mut self.last, now))
+    }
+}
+
+impl StageTimer for StageStopwatch {
+    const WHOLE_BATCH: bool = true;
+
+    fn parsed(&mut self) {
+        self.clocks.parse += self.lap();
+    }
+
     fn before_evaluation(&mut self) {
-        self.began = clocks::now();
+        self.evaluation = clocks::now();
     }
 
-    fn evaluated(
-        &mut self,
-        index: usize,
-        flow: &Flow,
-        policy_verdict: &PolicyVerdict,
-        evaluation_reason: EvaluationReason,
-    ) {
-        self.took += clocks::now().saturating_sub(self.began);
-        self.evaluations += 1;
-        self.inner.evaluated(index, flow, policy_verdict, evaluation_reason);
+    fn evaluated(&mut self) {
+        self.clocks.policy += clocks::now().saturating_sub(self.evaluation);
+        self.clocks.evaluations += 1;
     }
-}
 
-impl Pipeline {
-    /// Like [`Pipeline::process_batch`], with the same result, but stage by stage over the whole batch, so that the
-    /// clock is read once per stage and not once per packet.
-    pub fn process_batch_timed<F: Frames, O: Observer>(
-        &mut self,
-        snapshot: &Snapshot,
-        now: Timestamp,
-        ingress: PortId,
-        frames: &mut F,
-        verdicts: &mut [Verdict; BATCH],
-        observer: &mut O,
-    ) -> StageClocks {
-        self.replies.begin(now);
-        let Some(port) = snapshot.forwarding.port(ingress) else {
-            verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
-            return StageClocks::default();
-        };
-        let start = clocks::now();
-        let admitted = self.admit_all(&snapshot.forwarding, port, frames, verdicts);
-        let parsed = clocks::now();
-        let mut observer = Timing { inner: observer, began: 0, took: 0, evaluations: 0 };
-        let connections = &*self.connections;
-        let observer_of_tracker = &mut observer;
-        let mut tracker = track::Tracker {
-            connections,
-            snapshot,
-            now,
-            ingress,
-            index: 0,
-            observer: observer_of_tracker,
-            from_host: port.kind == PortKind::Host,
-        };
-        let mut outcomes = [Ok(PacketPath::Direct); BATCH];
-        for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
-            tracker.index = entry.index;
-            if self.mode == PipelineMode::Full {
-                *outcome = tracker.track(frames.bytes(entry.index), &entry.packet, &entry.hashed);
-            }
-        }
-        let tracked = clocks::now();
-        for (entry, allowed) in self.slots[..admitted].iter().zip(outcomes) {
-            let frame = frames.bytes(entry.index);
-            verdicts[entry.index] =
-                conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
-        }
-        let took = |from: u64, to: u64| to.saturating_sub(from);
-        StageClocks {
-            parse: took(start, parsed),
-            connection: took(parsed, tracked).saturating_sub(observer.took),
-            policy: observer.took,
-            rewrite: took(tracked, clocks::now()),
-            evaluations: observer.evaluations,
-        }
+    fn tracked(&mut self) {
+        self.clocks.connection += self.lap();
+    }
+
+    fn dispatched(&mut self) {
+        self.clocks.rewrite += self.lap();
     }
 }

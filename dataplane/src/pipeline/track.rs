@@ -1,36 +1,48 @@
 //! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
 
 use super::dispatch::PacketPath;
-use super::{DroppedPacket, EvaluationReason, Observer};
+use super::timed::StageTimer;
+use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
 use crate::conntrack::{
     Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, PreparedFlow, Reevaluation, Timestamp, Update,
 };
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
-use crate::policy::{DirectionVerdict, PolicyVerdict};
+use crate::policy::{AddressEntry, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
-pub(super) struct Tracker<'a, O> {
+pub(super) struct Tracker<'a, O, T> {
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
     pub(super) now: Timestamp,
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
+    pub(super) timer: &'a mut T,
     /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
 }
 
-impl<O: Observer> Tracker<'_, O> {
+impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
+    /// Tracks a packet of the batch, if the mode wants it.
+    #[inline(always)]
+    pub(super) fn track_in(
+        &mut self,
+        mode: PipelineMode,
+        frame: &[u8],
+        entry: &AdmittedPacket,
+    ) -> Result<PacketPath, DroppedPacket> {
+        self.index = entry.index;
+        match mode {
+            PipelineMode::Full => self.track(frame, &entry.packet, &entry.hashed),
+            PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
+        }
+    }
+
     /// Returns the path of the packet if it may pass.
     #[inline(always)]
-    pub(super) fn track(
-        &mut self,
-        frame: &[u8],
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<PacketPath, DroppedPacket> {
+    fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
             Transport::LaterFragment => return self.later_fragment(packet),
@@ -89,7 +101,7 @@ impl<O: Observer> Tracker<'_, O> {
         match update {
             Update::Accepted(_) => Ok(route),
             Update::Invalid => rejected(DropReason::InvalidState),
-            Update::Revoked => rejected(DropReason::ConnectionCut),
+            Update::Revoked => rejected(DropReason::ConnectionRevoked),
             Update::Removed => self.open(packet, hashed),
             Update::Opens => self.open_in_place(connection, packet, hashed),
             Update::ReverseSyn => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
@@ -106,11 +118,12 @@ impl<O: Observer> Tracker<'_, O> {
         packet: &Packet,
         hashed: &PreparedFlow,
     ) -> Result<PacketPath, DroppedPacket> {
-        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
+        let ends = self.snapshot.policy.ends(&packet.flow);
+        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
         if !old.replace(hashed.orientation(), &packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(packet, hashed)
+        self.enter(packet, hashed, ends)
     }
 
     /// A SYN on a live connection from the answering side.
@@ -120,7 +133,7 @@ impl<O: Observer> Tracker<'_, O> {
         packet: &Packet,
         hashed: &PreparedFlow,
     ) -> Result<(), DroppedPacket> {
-        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
+        self.evaluate_flow(&packet.flow, EvaluationReason::Opened)?;
         match connection.hold_syn(hashed.orientation(), &packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             _ => Err(DropReason::InvalidState.into()),
@@ -134,7 +147,7 @@ impl<O: Observer> Tracker<'_, O> {
         packet: &Packet,
         hashed: &PreparedFlow,
     ) -> Result<(), DroppedPacket> {
-        self.evaluate(&packet.flow.reversed(), EvaluationReason::Opened)?;
+        self.evaluate_flow(&packet.flow.reversed(), EvaluationReason::Opened)?;
         let restarted = connection.restart(self.snapshot.epoch, hashed.orientation(), &packet.transport, self.now);
         if restarted { Ok(()) } else { Err(DropReason::InvalidState.into()) }
     }
@@ -159,15 +172,15 @@ impl<O: Observer> Tracker<'_, O> {
     /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
     /// that comes from the stack was translated there. For a mid-stream pick-up between two local pods this is unknown;
     /// the stack forwards it either way, if there is a port into it.
-    fn enters_via_host(&self, packet: &Packet) -> bool {
-        let Flow { src, dst, .. } = packet.flow;
+    fn enters_via_host(&self, packet: &Packet, ends: FlowEnds<'_>) -> bool {
+        let is_pod = |end: &AddressEntry| end.port().is_some();
         let known = packet.transport.may_open();
         let has_host = self.snapshot.forwarding.host().is_some();
-        has_host && self.is_pod(src) && (self.from_host || !known && self.is_pod(dst))
+        has_host && is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst))
     }
 
     fn is_pod(&self, address: Address) -> bool {
-        self.snapshot.forwarding.pod_port(address).is_some()
+        self.snapshot.pod_port(address).is_some()
     }
 
     /// A packet of a connection that must be evaluated again. If that revokes it, the reply to the packet's sender carries
@@ -196,18 +209,28 @@ impl<O: Observer> Tracker<'_, O> {
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     fn open(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
-        self.evaluate(&packet.flow, EvaluationReason::Opened)?;
-        self.enter(packet, hashed)
+        let ends = self.snapshot.policy.ends(&packet.flow);
+        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
+        self.enter(packet, hashed, ends)
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
-        let via_host = self.enters_via_host(packet);
-        let route = if via_host && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
+    fn enter(
+        &mut self,
+        packet: &Packet,
+        hashed: &PreparedFlow,
+        ends: FlowEnds<'_>,
+    ) -> Result<PacketPath, DroppedPacket> {
+        let via_host = self.enters_via_host(packet, ends);
+        let route = match ends.dst.port() {
+            _ if via_host && !self.from_host => PacketPath::ViaHost,
+            Some(port) => PacketPath::At(port),
+            None => PacketPath::Direct,
+        };
         let new = NewConnection {
             hashed,
             transport: &packet.transport,
-            owner: self.owner(&packet.flow),
+            owner: owner(ends),
             via_host,
             epoch: self.snapshot.epoch,
             now: self.now,
@@ -220,7 +243,7 @@ impl<O: Observer> Tracker<'_, O> {
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(route),
                     Update::Revoked => {
-                        Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+                        Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
                     }
                     // Ended again within the same instant: the sender will try again.
                     _ => Err(DropReason::InvalidState.into()),
@@ -237,7 +260,7 @@ impl<O: Observer> Tracker<'_, O> {
     #[inline(never)]
     fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
-        let is_router = self.snapshot.forwarding.pod_port(packet.flow.src).is_none();
+        let is_router = !self.is_pod(packet.flow.src);
         if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
             return Err(DropReason::NoConnection.into());
         }
@@ -248,7 +271,7 @@ impl<O: Observer> Tracker<'_, O> {
         // The node translates what is quoted back to what its receiver knows.
         let route = if connection.via_host() && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
         if connection.is_revoked() {
-            Err(DroppedPacket { reason: DropReason::ConnectionCut, revoked_at: None, route })
+            Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
         } else {
             Ok(route)
         }
@@ -261,18 +284,26 @@ impl<O: Observer> Tracker<'_, O> {
     /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
     fn reevaluate(&mut self, connection: &mut Conn<'_>) -> Reevaluation {
-        let allowed = self.evaluate(&connection.original_flow(), EvaluationReason::Reevaluated).is_ok();
+        let allowed = self.evaluate_flow(&connection.original_flow(), EvaluationReason::Reevaluated).is_ok();
         connection.set_verdict(self.snapshot.epoch, allowed)
     }
 
     /// Evaluates policy in the direction in which the connection is opened.
-    fn evaluate(&mut self, flow: &Flow, evaluation_reason: EvaluationReason) -> Result<(), DropReason> {
-        self.observer.before_evaluation();
-        let policy_verdict = self.snapshot.policy.evaluate(flow);
+    fn evaluate_flow(&mut self, flow: &Flow, evaluation_reason: EvaluationReason) -> Result<(), DropReason> {
+        self.evaluate(flow, self.snapshot.policy.ends(flow), evaluation_reason)
+    }
+
+    /// The same, with what is known of the flow's ends.
+    fn evaluate(
+        &mut self,
+        flow: &Flow,
+        ends: FlowEnds<'_>,
+        evaluation_reason: EvaluationReason,
+    ) -> Result<(), DropReason> {
+        self.timer.before_evaluation();
+        let policy_verdict = self.snapshot.policy.evaluate_between(flow, ends);
+        self.timer.evaluated();
         self.observer.evaluated(self.index, flow, &policy_verdict, evaluation_reason);
-        if self.is_unready(flow, &policy_verdict) {
-            return Err(DropReason::NotReady);
-        }
         match policy_verdict.drop_reason() {
             None => Ok(()),
             Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
@@ -281,17 +312,9 @@ impl<O: Observer> Tracker<'_, O> {
             Some(reason) => Err(reason),
         }
     }
+}
 
-    /// Whether one end is a pod of this node that policy does not know yet. It must not be treated as another node's.
-    fn is_unready(&self, flow: &Flow, policy_verdict: &PolicyVerdict) -> bool {
-        (policy_verdict.egress == DirectionVerdict::NotLocal && self.is_pod(flow.src))
-            || (policy_verdict.ingress == DirectionVerdict::NotLocal && self.is_pod(flow.dst))
-    }
-
-    /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
-    fn owner(&self, flow: &Flow) -> OwnerId {
-        let forwarding = &self.snapshot.forwarding;
-        let port = forwarding.pod_port(flow.src).or_else(|| forwarding.pod_port(flow.dst));
-        OwnerId(port.map_or(u16::MAX, |port| port.0))
-    }
+/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
+fn owner(ends: FlowEnds<'_>) -> OwnerId {
+    OwnerId(ends.src.port().or(ends.dst.port()).map_or(u16::MAX, |port| port.0))
 }

@@ -1,10 +1,12 @@
-//! Cluster-wide map from addresses to their owners.
+//! The one map of addresses: to their owners in the cluster, and to this node's ports.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use crate::forward::{Forwarding, LocalAddresses, PortId};
 use crate::packet::Address;
 
+use super::DirectionVerdict;
 use super::peers::Identity;
 
 /// A pod whose policies are enforced on this node. Numbered from 0; small numbers are reused first.
@@ -36,38 +38,93 @@ pub enum AddressOwner {
 /// "None" in an [`AddressEntry`].
 pub(super) const NONE: u32 = u32::MAX;
 
-/// The owner of an address as the lookup needs it: three comparisons instead of nested options.
+/// Where this node finds a pod's address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum LocalAddress {
+    /// Not at a pod of this node.
+    #[default]
+    No,
+    /// At a pod of this node that has no port (yet, or any more).
+    Portless,
+    /// At the pod behind this port.
+    At(PortId),
+}
+
+/// All that the packet path asks about an address. Policy and ports become known at different times; an entry holds
+/// what is known of either.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct AddressEntry {
+pub(crate) struct AddressEntry {
     /// 0 if no selector can match it: it is not a pod's address.
     pub(super) identity: u32,
     /// [`NONE`] if it has no endpoint.
     pub(super) endpoint: u32,
     /// [`NONE`] if it has no known node.
     pub(super) node: u32,
+    pub(super) local: LocalAddress,
 }
 
 impl AddressEntry {
     /// An unknown address.
-    pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE };
+    pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE, local: LocalAddress::No };
+
+    /// The port of the local pod with this address.
+    #[inline]
+    pub(crate) const fn port(&self) -> Option<PortId> {
+        match self.local {
+            LocalAddress::At(port) => Some(port),
+            LocalAddress::No | LocalAddress::Portless => None,
+        }
+    }
+
+    /// Whether this is an address of a pod of this node, with or without a port.
+    #[inline]
+    pub(crate) fn is_local_pod(&self) -> bool {
+        self.local != LocalAddress::No
+    }
+
+    /// Whether this is an address of a pod of this node without a port.
+    #[inline]
+    pub(crate) fn is_portless_pod(&self) -> bool {
+        self.local == LocalAddress::Portless
+    }
 
     /// Whether it is a node's own address.
     #[inline]
     pub(super) const fn is_node(&self) -> bool {
         self.identity == 0 && self.node != NONE
     }
-}
 
-impl From<AddressOwner> for AddressEntry {
-    fn from(owner: AddressOwner) -> Self {
-        match owner {
-            AddressOwner::Pod { identity, endpoint, node } => Self {
-                identity: identity.0.get(),
-                endpoint: endpoint.map_or(NONE, |endpoint| endpoint.0),
-                node: node.map_or(NONE, |node| node.0),
-            },
-            AddressOwner::Node(node) => Self { node: node.0, ..Self::UNKNOWN },
+    /// The verdict of the direction of this end, if it has no endpoint. A pod of this node whose policies are not known
+    /// yet must not be treated as another node's.
+    #[inline]
+    pub(super) const fn without_endpoint(&self) -> DirectionVerdict {
+        match self.local {
+            LocalAddress::At(_) => DirectionVerdict::NotReady,
+            LocalAddress::No | LocalAddress::Portless => DirectionVerdict::NotLocal,
         }
+    }
+
+    /// The owner; `None` if it is not known.
+    pub(super) fn owner(&self) -> Option<AddressOwner> {
+        let some = |number: u32| (number != NONE).then_some(number);
+        match NonZeroU32::new(self.identity) {
+            Some(identity) => Some(AddressOwner::Pod {
+                identity: Identity(identity),
+                endpoint: some(self.endpoint).map(EndpointId),
+                node: some(self.node).map(NodeId),
+            }),
+            None => some(self.node).map(|node| AddressOwner::Node(NodeId(node))),
+        }
+    }
+
+    fn set_owner(&mut self, owner: Option<AddressOwner>) {
+        (self.identity, self.endpoint, self.node) = match owner {
+            None => (0, NONE, NONE),
+            Some(AddressOwner::Node(node)) => (0, NONE, node.0),
+            Some(AddressOwner::Pod { identity, endpoint, node }) => {
+                (identity.0.get(), endpoint.map_or(NONE, |endpoint| endpoint.0), node.map_or(NONE, |node| node.0))
+            }
+        };
     }
 }
 
@@ -77,11 +134,18 @@ const SHARDS: usize = 1024;
 #[derive(Clone, Copy, Debug)]
 struct AddressSlot {
     address: Address,
-    /// `None` if the slot is free.
-    entry: Option<AddressEntry>,
+    /// [`AddressEntry::UNKNOWN`] if the slot is free.
+    entry: AddressEntry,
 }
 
-const FREE: AddressSlot = AddressSlot { address: Address::from_bits(0), entry: None };
+impl AddressSlot {
+    const FREE: Self = Self { address: Address::from_bits(0), entry: AddressEntry::UNKNOWN };
+
+    #[inline]
+    fn is_free(&self) -> bool {
+        self.entry == AddressEntry::UNKNOWN
+    }
+}
 
 /// A persistent hash map in shards; a modified copy shares all shards but one.
 ///
@@ -90,13 +154,16 @@ const FREE: AddressSlot = AddressSlot { address: Address::from_bits(0), entry: N
 #[derive(Clone, Debug)]
 pub(super) struct AddressMap {
     shards: Arc<[Arc<[AddressSlot]>; SHARDS]>,
-    len: usize,
+    /// Number of addresses with an owner.
+    owned: usize,
+    /// The local addresses in it.
+    local: Arc<LocalAddresses>,
 }
 
 impl Default for AddressMap {
     fn default() -> Self {
-        let empty: Arc<[AddressSlot]> = Arc::new([FREE]);
-        Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), len: 0 }
+        let empty: Arc<[AddressSlot]> = Arc::new([AddressSlot::FREE]);
+        Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), owned: 0, local: Arc::default() }
     }
 }
 
@@ -121,46 +188,73 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 
 impl AddressMap {
     /// The entry of an address.
-    #[inline]
-    pub(super) fn find(&self, address: Address) -> AddressEntry {
+    #[inline(always)]
+    pub(super) fn find(&self, address: Address) -> &AddressEntry {
         let hash = hash(address);
         let slots = &*self.shards[shard_of(hash)];
         let mut at = slot_of(hash, slots.len());
         loop {
-            match slots[at].entry {
-                None => return AddressEntry::UNKNOWN,
-                Some(entry) if slots[at].address == address => return entry,
-                Some(_) => at = (at + 1) & (slots.len() - 1),
+            // A free slot has the entry of an unknown address.
+            if slots[at].address == address || slots[at].is_free() {
+                return &slots[at].entry;
             }
+            at = (at + 1) & (slots.len() - 1);
         }
     }
 
-    /// Number of addresses.
-    pub(super) fn len(&self) -> usize {
-        self.len
+    /// Number of addresses with an owner.
+    pub(super) fn owned(&self) -> usize {
+        self.owned
     }
 
-    /// Sets or removes the entry of an address.
-    pub(super) fn set(&mut self, address: Address, entry: Option<AddressEntry>) {
+    /// Sets or removes the owner of an address.
+    pub(super) fn set_owner(&mut self, address: Address, owner: Option<AddressOwner>) {
+        let before = *self.find(address);
+        let mut after = before;
+        after.set_owner(owner);
+        self.owned += usize::from(after.owner().is_some());
+        self.owned -= usize::from(before.owner().is_some());
+        self.replace(address, before, after);
+    }
+
+    /// Makes the local addresses those of `forwarding`. What does not differ stays shared.
+    pub(super) fn set_local(&mut self, forwarding: &Forwarding) {
+        let (before, after) = (Arc::clone(&self.local), forwarding.local_addresses());
+        if Arc::ptr_eq(&before, after) {
+            return;
+        }
+        for &address in before.keys().filter(|address| !after.contains_key(address)) {
+            self.set_local_address(address, LocalAddress::No);
+        }
+        for (&address, port) in after.iter().filter(|(address, port)| before.get(address) != Some(port)) {
+            self.set_local_address(address, port.map_or(LocalAddress::Portless, LocalAddress::At));
+        }
+        self.local = Arc::clone(after);
+    }
+
+    fn set_local_address(&mut self, address: Address, local: LocalAddress) {
+        let before = *self.find(address);
+        self.replace(address, before, AddressEntry { local, ..before });
+    }
+
+    /// Replaces the entry of an address, which is `before`.
+    fn replace(&mut self, address: Address, before: AddressEntry, after: AddressEntry) {
+        if before == after {
+            return;
+        }
         let shard = &mut Arc::make_mut(&mut self.shards)[shard_of(hash(address))];
-        let known = find_slot(shard, address);
-        match (known, entry) {
-            (Some(at), Some(entry)) => Arc::make_mut(shard)[at].entry = Some(entry),
-            (None, Some(entry)) => {
-                self.len += 1;
-                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
-                if (used + 1) * 4 > shard.len() * 3 {
-                    *shard = rehash(shard, shard.len() * 2, address);
-                }
-                insert(Arc::make_mut(shard), AddressSlot { address, entry: Some(entry) });
+        let used = shard.iter().filter(|slot| !slot.is_free()).count();
+        if after == AddressEntry::UNKNOWN {
+            let slots = if (used - 1) * 4 < shard.len() { (shard.len() / 2).max(1) } else { shard.len() };
+            *shard = rehash(shard, slots, address);
+        } else if before == AddressEntry::UNKNOWN {
+            if (used + 1) * 4 > shard.len() * 3 {
+                *shard = rehash(shard, shard.len() * 2, address);
             }
-            (Some(_), None) => {
-                self.len -= 1;
-                let used = shard.iter().filter(|slot| slot.entry.is_some()).count();
-                let slots = if (used - 1) * 4 < shard.len() { (shard.len() / 2).max(1) } else { shard.len() };
-                *shard = rehash(shard, slots, address);
-            }
-            (None, None) => {}
+            insert(Arc::make_mut(shard), AddressSlot { address, entry: after });
+        } else {
+            let slot = Arc::make_mut(shard).iter_mut().find(|slot| slot.address == address && !slot.is_free());
+            slot.expect("it has an entry").entry = after;
         }
     }
 
@@ -170,48 +264,19 @@ impl AddressMap {
     }
 }
 
-fn find_slot(shard: &[AddressSlot], address: Address) -> Option<usize> {
-    let mut at = slot_of(hash(address), shard.len());
-    loop {
-        match shard[at] {
-            AddressSlot { entry: None, .. } => return None,
-            AddressSlot { address: found, .. } if found == address => return Some(at),
-            _ => at = (at + 1) & (shard.len() - 1),
-        }
-    }
-}
-
 /// A copy of the shard without this address and with another number of slots.
 fn rehash(shard: &[AddressSlot], slots: usize, without: Address) -> Arc<[AddressSlot]> {
-    let mut fresh = vec![FREE; slots];
-    shard
-        .iter()
-        .filter(|slot| slot.entry.is_some() && slot.address != without)
-        .for_each(|slot| insert(&mut fresh, *slot));
+    let mut fresh = vec![AddressSlot::FREE; slots];
+    shard.iter().filter(|slot| !slot.is_free() && slot.address != without).for_each(|slot| insert(&mut fresh, *slot));
     fresh.into()
 }
 
 fn insert(shard: &mut [AddressSlot], slot: AddressSlot) {
     let mut at = slot_of(hash(slot.address), shard.len());
-    while shard[at].entry.is_some() {
+    while !shard[at].is_free() {
         at = (at + 1) & (shard.len() - 1);
     }
     shard[at] = slot;
-}
-
-impl AddressEntry {
-    /// As the public type; `None` if nothing is known.
-    pub(super) fn owner(&self) -> Option<AddressOwner> {
-        let some = |number: u32| (number != NONE).then_some(number);
-        match NonZeroU32::new(self.identity) {
-            Some(identity) => Some(AddressOwner::Pod {
-                identity: Identity(identity),
-                endpoint: some(self.endpoint).map(EndpointId),
-                node: some(self.node).map(NodeId),
-            }),
-            None => some(self.node).map(|node| AddressOwner::Node(NodeId(node))),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -221,35 +286,65 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::forward::{Mac, Port, PortKind};
 
-    fn entry(number: u32) -> AddressEntry {
-        AddressEntry { identity: number, endpoint: number, node: 0 }
+    fn pod(number: u32) -> AddressOwner {
+        let identity = Identity(NonZeroU32::new(number).unwrap());
+        AddressOwner::Pod { identity, endpoint: Some(EndpointId(number)), node: Some(NodeId(0)) }
+    }
+
+    /// Spread over one shard and over many.
+    fn address(number: u128) -> Address {
+        Address::from_bits((number << 64) | (number % 7))
+    }
+
+    /// Two ports and a pod without one, with these addresses.
+    fn forwarding(of_ports: [Vec<Address>; 2], portless: Vec<Address>) -> Forwarding {
+        let mut forwarding = Forwarding::new([]).with_portless(portless);
+        for (number, addresses) in (0..).zip(of_ports) {
+            let mac = Mac::default();
+            let port = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, addresses };
+            forwarding.insert(PortId(number), port).unwrap();
+        }
+        forwarding
     }
 
     proptest! {
         #[test]
-        fn agrees_with_a_hash_map_under_any_history(
+        fn agrees_with_two_hash_maps_under_any_history(
             steps in prop::collection::vec((0u128..600, prop::option::weighted(0.7, 1u32..100)), 0..2000),
+            locals in prop::collection::vec(prop::collection::vec((0u128..600, 0usize..3), 0..60), 0..6),
         ) {
-            // Spread over one shard and over many; a copy made in between must not see later changes.
-            let (mut map, mut oracle) = (AddressMap::default(), HashMap::new());
-            let mut copy = (map.clone(), oracle.clone());
-            for (index, (address, value)) in steps.into_iter().enumerate() {
-                let address = Address::from_bits((address << 64) | (address % 7));
-                map.set(address, value.map(entry));
+            // A copy made in between must not see later changes.
+            let (mut map, mut owners, mut local) = (AddressMap::default(), HashMap::new(), HashMap::new());
+            let mut copy = (map.clone(), owners.clone(), local.clone());
+            let mut locals = locals.into_iter();
+            for (index, (number, value)) in steps.into_iter().enumerate() {
+                map.set_owner(address(number), value.map(pod));
                 match value {
-                    Some(value) => oracle.insert(address, value),
-                    None => oracle.remove(&address),
+                    Some(value) => owners.insert(number, value),
+                    None => owners.remove(&number),
                 };
+                if index % 300 == 0 && let Some(next) = locals.next() {
+                    local = next.into_iter().collect();
+                    let of = |end| local.iter().filter(|&(_, at)| *at == end).map(|(&at, _)| address(at)).collect();
+                    map.set_local(&forwarding([of(0), of(1)], of(2)));
+                }
                 if index == 500 {
-                    copy = (map.clone(), oracle.clone());
+                    copy = (map.clone(), owners.clone(), local.clone());
                 }
             }
-            for (map, oracle) in [(map, oracle), copy] {
-                prop_assert_eq!(map.len(), oracle.len());
-                for address in (0..600u128).map(|address| Address::from_bits((address << 64) | (address % 7))) {
-                    let expected = oracle.get(&address).map_or(AddressEntry::UNKNOWN, |value| entry(*value));
-                    prop_assert_eq!(map.find(address), expected);
+            for (map, owners, local) in [(map, owners, local), copy] {
+                prop_assert_eq!(map.owned(), owners.len());
+                for number in 0..600 {
+                    let found = map.find(address(number));
+                    prop_assert_eq!(found.owner(), owners.get(&number).map(|value| pod(*value)));
+                    let expected = match local.get(&number) {
+                        None => LocalAddress::No,
+                        Some(2) => LocalAddress::Portless,
+                        Some(port) => LocalAddress::At(PortId(*port as u16)),
+                    };
+                    prop_assert_eq!(found.local, expected);
                 }
             }
         }
@@ -257,11 +352,34 @@ mod tests {
 
     #[test]
     fn pod_networks_spread_evenly_over_the_shards() {
-        let mut map = AddressMap::default();
-        for pod in 0..100_000u32 {
-            map.set(Address::from_v4_bytes((10 << 24 | (pod / 100) << 8 | (pod % 100)).to_be_bytes()), Some(entry(1)));
-        }
+        let map = large();
         let largest = map.shards.iter().map(|shard| shard.len()).max().unwrap();
         assert!(largest <= 512, "{largest} slots in one of {SHARDS} shards");
+    }
+
+    #[test]
+    fn ports_that_stay_copy_nothing_and_one_that_changes_copies_a_shard() {
+        let mut map = large();
+        let own = |pods: std::ops::Range<u8>| pods.map(|pod| Address::from_v4_bytes([10, 0, 0, pod])).collect();
+        map.set_local(&forwarding([own(0..50), own(50..90)], own(90..99)));
+        let before = map.clone();
+        let shared = |map: &AddressMap| {
+            map.shards.iter().zip(&*before.shards).filter(|(now, before)| Arc::ptr_eq(now, before)).count()
+        };
+        map.set_local(&forwarding([own(0..50), own(50..90)], own(90..99)));
+        assert_eq!(shared(&map), SHARDS);
+        map.set_local(&forwarding([own(0..50), own(50..91)], own(91..99)));
+        assert_eq!(shared(&map), SHARDS - 1);
+        assert_eq!(map.find(Address::from_v4_bytes([10, 0, 0, 90])).port(), Some(PortId(1)));
+        assert_eq!(map.owned(), 100_000);
+    }
+
+    fn large() -> AddressMap {
+        let mut map = AddressMap::default();
+        for number in 0..100_000u32 {
+            let address = (10 << 24 | (number / 100) << 8 | (number % 100)).to_be_bytes();
+            map.set_owner(Address::from_v4_bytes(address), Some(pod(1)));
+        }
+        map
     }
 }

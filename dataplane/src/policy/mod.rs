@@ -3,8 +3,8 @@
 //! A [`PolicySet`] is the workers' policy at one time. It contains neither labels nor selectors:
 //!
 //! ```text
-//! address ─▶ identity, endpoint, node       one hash map for the cluster, in shards
-//! endpoint, direction ─▶ open | rule table  equal rules share one table
+//! address ─▶ identity, endpoint, node, port   one hash map for the cluster, in shards
+//! endpoint, direction ─▶ open | rule table    equal rules share one table
 //! in a rule table, a row being one bit a rule:
 //!   identity ─▶ row      two-level array: the pods that selectors name
 //!   address  ─▶ row      trie: address blocks, excepts and shadowing resolved when it is built
@@ -41,9 +41,11 @@ pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
 use std::sync::Arc;
 
 use crate::DropReason;
+use crate::forward::Forwarding;
 use crate::packet::{Address, Flow};
 
-use addresses::{AddressEntry, AddressMap, NONE};
+pub(crate) use addresses::AddressEntry;
+use addresses::{AddressMap, NONE};
 use endpoints::Endpoints;
 
 /// Direction of an endpoint's policy.
@@ -75,6 +77,8 @@ pub enum DirectionVerdict {
     Denied,
     /// The pod is not enforced here (it is on another node), or there is no pod.
     NotLocal,
+    /// The address is behind a pod's port of this node, but policy does not know the pod yet.
+    NotReady,
     /// No policy selects the pod for this direction.
     Open,
     /// The pod is isolated and this rule allows the flow.
@@ -90,7 +94,7 @@ impl DirectionVerdict {
     /// Whether this direction allows the flow.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
-        !matches!(self, Self::Denied)
+        !matches!(self, Self::Denied | Self::NotReady)
     }
 
     /// The rule that allowed the flow, of either direction.
@@ -118,11 +122,12 @@ impl PolicyVerdict {
         self.drop_reason().is_none()
     }
 
-    /// Why a worker drops the flow; egress is checked first. If neither end is known here, the flow belongs to a pod
-    /// whose policies are not known yet.
+    /// Why a worker drops the flow; egress is checked before ingress. If neither end is known here, the flow belongs to
+    /// a pod whose policies are not known yet.
     #[inline]
     pub const fn drop_reason(&self) -> Option<DropReason> {
         match (self.egress, self.ingress) {
+            (DirectionVerdict::NotReady, _) | (_, DirectionVerdict::NotReady) => Some(DropReason::NotReady),
             (DirectionVerdict::Denied, _) => Some(DropReason::EgressDenied),
             (_, DirectionVerdict::Denied) => Some(DropReason::IngressDenied),
             (DirectionVerdict::NotLocal, DirectionVerdict::NotLocal) => Some(DropReason::NotReady),
@@ -141,7 +146,14 @@ pub enum RuleScope {
     ClusterWide,
 }
 
-/// Identities, tables and endpoints at one time. Immutable, cheap to clone; the default has no endpoint.
+/// What is known of the source and the destination of a flow.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FlowEnds<'a> {
+    pub(crate) src: &'a AddressEntry,
+    pub(crate) dst: &'a AddressEntry,
+}
+
+/// Addresses, tables and endpoints at one time. Immutable, cheap to clone; the default has no endpoint.
 #[derive(Clone, Debug, Default)]
 pub struct PolicySet {
     addresses: AddressMap,
@@ -154,12 +166,29 @@ impl PolicySet {
     /// SCTP; other protocols only match rules without ports. Allocates nothing.
     #[inline]
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
-        let (src, dst) = (self.addresses.find(flow.src), self.addresses.find(flow.dst));
-        if is_exempt(&src, &dst) {
-            return PolicyVerdict { egress: exempt(&src), ingress: exempt(&dst) };
+        self.evaluate_between(flow, self.ends(flow))
+    }
+
+    /// What is known of an address.
+    #[inline(always)]
+    pub(crate) fn find(&self, address: Address) -> &AddressEntry {
+        self.addresses.find(address)
+    }
+
+    /// What is known of both ends of a flow.
+    #[inline]
+    pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds<'_> {
+        FlowEnds { src: self.find(flow.src), dst: self.find(flow.dst) }
+    }
+
+    /// Like [`PolicySet::evaluate`], for a flow whose ends were looked up.
+    #[inline]
+    pub(crate) fn evaluate_between(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
+        if is_exempt(src, dst) {
+            return PolicyVerdict { egress: exempt(src), ingress: exempt(dst) };
         }
-        let egress = self.evaluate_direction(&src, Direction::Egress, &dst, flow.dst, flow);
-        let ingress = self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow);
+        let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow);
+        let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow);
         match self.rule_scope {
             RuleScope::BothSides => PolicyVerdict { egress, ingress },
             RuleScope::ClusterWide => cluster_wide(egress, ingress),
@@ -176,7 +205,7 @@ impl PolicySet {
         flow: &Flow,
     ) -> DirectionVerdict {
         if own.endpoint == NONE {
-            return DirectionVerdict::NotLocal;
+            return own.without_endpoint();
         }
         let Some(endpoint) = self.endpoints.find(own.endpoint) else { return DirectionVerdict::Denied };
         let isolation = match direction {
@@ -236,7 +265,7 @@ impl PolicySet {
         tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
         tables.dedup_by_key(|table| Arc::as_ptr(table));
         PolicySetStatistics {
-            addresses: self.addresses.len(),
+            addresses: self.addresses.owned(),
             endpoints: self.endpoints.len(),
             tables: tables.len(),
             rules: tables.iter().map(|table| table.rules()).sum(),
@@ -267,7 +296,7 @@ fn is_exempt(src: &AddressEntry, dst: &AddressEntry) -> bool {
 }
 
 fn exempt(end: &AddressEntry) -> DirectionVerdict {
-    if end.endpoint == NONE { DirectionVerdict::NotLocal } else { DirectionVerdict::Exempt }
+    if end.endpoint == NONE { end.without_endpoint() } else { DirectionVerdict::Exempt }
 }
 
 fn cluster_wide(egress: DirectionVerdict, ingress: DirectionVerdict) -> PolicyVerdict {
@@ -288,7 +317,13 @@ pub struct PolicySetUpdate {
 impl PolicySetUpdate {
     /// Sets the owner of an address; `None` removes it.
     pub fn set_address(&mut self, address: Address, owner: Option<AddressOwner>) -> &mut Self {
-        self.set.addresses.set(address, owner.map(AddressEntry::from));
+        self.set.addresses.set_owner(address, owner);
+        self
+    }
+
+    /// Sets which addresses are at pods of this node, and at which ports: those of `forwarding` and no others.
+    pub fn set_local(&mut self, forwarding: &Forwarding) -> &mut Self {
+        self.set.addresses.set_local(forwarding);
         self
     }
 

@@ -1,6 +1,7 @@
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 
+use crate::forward::{Mac, Port, PortId, PortKind};
 use crate::packet::Protocol;
 
 use super::*;
@@ -113,6 +114,26 @@ fn unknown_ends_are_denied() {
     let no_tables = update.finish();
     assert_eq!(no_tables.evaluate(&flow(WEB, DB, Protocol::TCP, 80)).drop_reason(), Some(DropReason::EgressDenied));
     assert_eq!(no_tables.evaluate(&flow(DB, WEB, Protocol::TCP, 80)).drop_reason(), Some(DropReason::IngressDenied));
+}
+
+#[test]
+fn a_pod_with_a_port_is_denied_until_policy_knows_it() {
+    let mac = Mac::default();
+    let addresses = [WEB, DB].map(address).to_vec();
+    let port = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, addresses };
+    let mut forwarding = Forwarding::new([]).with_portless([address(REMOTE)]);
+    forwarding.insert(PortId(0), port).unwrap();
+    let mut update = example().update();
+    update.set_local(&forwarding).set_address(address(WEB), None);
+    let set = update.finish();
+    for (src, dst) in [(WEB, DB), (DB, WEB), (WEB, REMOTE), (REMOTE, WEB), (NODE, WEB), (WEB, NODE), (WEB, WEB)] {
+        let policy_verdict = set.evaluate(&flow(src, dst, Protocol::TCP, 5432));
+        assert_eq!(policy_verdict.drop_reason(), Some(DropReason::NotReady), "{src} to {dst}");
+    }
+    let ready = set.evaluate(&flow(REMOTE, DB, Protocol::TCP, 5432));
+    assert!(ready.is_allowed() && ready.egress == DirectionVerdict::NotLocal, "a pod that has no port: {ready:?}");
+    assert_eq!(set.owner(address(WEB)), None);
+    assert_eq!(set.statistics().addresses, example().statistics().addresses - 1);
 }
 
 #[test]

@@ -73,8 +73,8 @@ impl Node {
         update
             .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
             .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
-        self.snapshot.policy = update.finish();
-        self.snapshot.epoch = Epoch(self.snapshot.epoch.0 + 1);
+        let epoch = Epoch(self.snapshot.epoch.0 + 1);
+        self.snapshot = Snapshot::new(epoch, update.finish(), self.snapshot.forwarding.clone());
     }
 
     /// Processes a batch of these frames; returns the verdict on the first one and the replies.
@@ -187,13 +187,13 @@ fn both_ends_of_a_revoked_tcp_connection_are_reset_with_the_expected_numbers() {
         // A retransmission of data that `db` has already received: its own number would not be the one that `db`
         // expects.
         let (verdict, replies) = node.send(WEB, &tcp(w, d, "", (1001, 9001), b"hello"));
-        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked));
         let (at_web, at_db) = ((ip(web), 40_000), (ip(db), 5432));
         let resets: Vec<_> = replies.iter().map(rst).collect();
         assert_eq!(resets, [(WEB, at_db, at_web, 9001, None), (DB, at_web, at_db, 1006, Some(9001))]);
 
         let (verdict, replies) = node.send(DB, &tcp(d, w, "", (9003, 1006), b"more"));
-        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionCut));
+        assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked));
         assert_eq!(replies.iter().map(rst).collect::<Vec<_>>(), [(DB, at_web, at_db, 1006, None)], "its sender alone");
         let (_, replies) = node.send(DB, &tcp(d, w, "R", (9003, 0), b""));
         assert!(replies.is_empty(), "a reset is not answered");
@@ -208,7 +208,7 @@ fn both_ends_of_a_revoked_tcp_connection_are_reset_with_the_expected_numbers() {
         established(&mut silent);
         silent.publish(false);
         let (verdict, replies) = silent.send(WEB, &tcp(w, d, "", (1006, 9003), b"x"));
-        assert_eq!((verdict, replies.len()), (Verdict::Drop(DropReason::ConnectionCut), 0));
+        assert_eq!((verdict, replies.len()), (Verdict::Drop(DropReason::ConnectionRevoked), 0));
     }
 }
 
@@ -221,7 +221,7 @@ fn senders_on_other_revoked_connections_get_an_icmp_error() {
         assert_eq!(node.send(HOST, &udp(world, db, 64, 9)), (Verdict::Forward(DB), vec![]));
         node.publish(false);
         let (verdict, replies) = node.send(WEB, &datagram);
-        assert_eq!((verdict, replies.len(), replies[0].0), (Verdict::Drop(DropReason::ConnectionCut), 1, WEB));
+        assert_eq!((verdict, replies.len(), replies[0].0), (Verdict::Drop(DropReason::ConnectionRevoked), 1, WEB));
         let (kind, code) = if v6 == 1 { (1, 1) } else { (3, 13) };
         let from_node = ip(NODE_IPS[v6]);
         assert_eq!(icmp(&replies[0].1), (from_node, ip(web), kind, code, [0; 4], datagram[14..].to_vec()));

@@ -7,13 +7,14 @@ use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Pipeline, PipelineMode, StageClocks, Verdict};
+use crate::pipeline::{BATCH, Observer, Pipeline, PipelineMode, StageClocks, Verdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
 /// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
 pub(crate) trait Processor: Send + 'static {
-    /// Evaluates a batch received on `ingress`; the verdict on frame `i` is written to `verdicts[i]`.
+    /// Evaluates a batch received on `ingress`; the verdict on frame `i` is written to `verdicts[i]`, and the cost of the
+    /// stages to `stages`, if it is wanted.
     fn process(
         &mut self,
         snapshot: &Snapshot,
@@ -21,20 +22,8 @@ pub(crate) trait Processor: Send + 'static {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
+        stages: Option<&mut StageClocks>,
     );
-
-    /// The same, and the cost of its stages.
-    fn process_timed(
-        &mut self,
-        snapshot: &Snapshot,
-        now: Instant,
-        ingress: PortId,
-        frames: &mut RxBatch<'_>,
-        verdicts: &mut [Verdict; BATCH],
-    ) -> StageClocks {
-        self.process(snapshot, now, ingress, frames, verdicts);
-        StageClocks::default()
-    }
 
     /// Replies to the last batch.
     fn replies(&mut self) -> Option<&mut Replies> {
@@ -87,6 +76,27 @@ impl PolicyProcessor {
     }
 }
 
+/// Runs the pipeline, timed if `stages` is wanted.
+#[inline]
+#[expect(clippy::too_many_arguments, reason = "those of the pipeline")]
+fn run(
+    pipeline: &mut Pipeline,
+    snapshot: &Snapshot,
+    now: Timestamp,
+    ingress: PortId,
+    frames: &mut RxBatch<'_>,
+    verdicts: &mut [Verdict; BATCH],
+    observer: &mut impl Observer,
+    stages: Option<&mut StageClocks>,
+) {
+    match stages {
+        None => pipeline.process_batch(snapshot, now, ingress, frames, verdicts, observer),
+        Some(stages) => {
+            *stages = pipeline.process_batch_timed(snapshot, now, ingress, frames, verdicts, observer);
+        }
+    }
+}
+
 impl Processor for PolicyProcessor {
     #[inline]
     fn process(
@@ -96,32 +106,16 @@ impl Processor for PolicyProcessor {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
+        stages: Option<&mut StageClocks>,
     ) {
         let timestamp = self.timestamp(now);
+        let pipeline = &mut self.pipeline;
         if self.recorder.is_on() {
-            self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
-            self.recorder.record(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder, stages);
+            self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
         } else {
-            self.pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut ());
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut (), stages);
         }
-    }
-
-    fn process_timed(
-        &mut self,
-        snapshot: &Snapshot,
-        now: Instant,
-        ingress: PortId,
-        frames: &mut RxBatch<'_>,
-        verdicts: &mut [Verdict; BATCH],
-    ) -> StageClocks {
-        let timestamp = self.timestamp(now);
-        if !self.recorder.is_on() {
-            return self.pipeline.process_batch_timed(snapshot, timestamp, ingress, frames, verdicts, &mut ());
-        }
-        let clocks =
-            self.pipeline.process_batch_timed(snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder);
-        self.recorder.record(snapshot, self.pipeline.connections(), now, ingress, frames, verdicts);
-        clocks
     }
 
     #[inline]

@@ -8,10 +8,10 @@ use xsk_rs::FrameDesc;
 
 use super::stages::TimedIteration;
 use super::statistics::PortCounters;
+use crate::batch::BATCH;
 use crate::forward::PortId;
 use crate::io::{FrameCache, FramePool, Kick, Umem, XskQueue};
 use crate::packet::JoinedSegments;
-use crate::pipeline::BATCH;
 
 /// Packets sent and batches received after which a watched queue is no longer watched until the worker sleeps. At that
 /// number the cost of two system calls per packet is negligible.

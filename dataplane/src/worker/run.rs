@@ -16,10 +16,11 @@ use super::processor::Processor;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
 use super::tag::FrameTag;
-use crate::Snapshot;
+use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
 use crate::io::{RxBatch, XskQueue};
-use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
+use crate::pipeline::{StageClocks, Verdict};
+use crate::{DropReason, Snapshot};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
 const LONGEST_SLEEP: u16 = 250;
@@ -249,10 +250,12 @@ impl<P: Processor> PacketPath<P> {
         let count = batch.len();
         let snapshot = self.snapshot.load();
         match &mut self.state.timed {
-            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts),
+            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, None),
             Some(iteration) => {
                 let ring_read = iteration.read_clock().saturating_sub(before);
-                let stages = self.processor.process_timed(snapshot, now, ingress, &mut batch, &mut self.verdicts);
+                let mut stages = StageClocks::default();
+                let wanted = Some(&mut stages);
+                self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, wanted);
                 iteration.received(count, ring_read, stages);
             }
         }

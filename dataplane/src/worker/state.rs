@@ -11,9 +11,10 @@ use super::queue::{PairTraffic, PortQueue};
 use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use super::tag::{self, FrameTag};
+use crate::DropReason;
+use crate::batch::BATCH;
 use crate::forward::PortId;
 use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
-use crate::pipeline::{BATCH, DropReason};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use super::histogram::{Durations, Histogram};
 use super::stages::{StageCounters, StageStatistics};
+use crate::DropReason;
+use crate::batch::BATCH;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, XskStatistics};
-use crate::pipeline::{BATCH, DropReason};
 use crate::snapshot::Epoch;
 
 /// A counter with one writer: no locked instructions, since nobody else stores to it.

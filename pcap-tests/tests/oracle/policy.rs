@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 use penstock_policy::model::{
-    Change, Labels, Namespace, NetworkPolicy, Object, ObjectRef, Peer, Peers, Pod, Port, PortMatch, PortProtocol,
-    Ports, Rule,
+    Labels, Namespace, NetworkPolicy, Object, ObjectChange, ObjectRef, Peer, Peers, Pod, PolicyPort, PolicyPorts,
+    PortMatch, PortProtocol, Rule,
 };
 
 /// A flow in the direction in which it is opened.
@@ -41,14 +41,14 @@ enum DirectionVerdict {
 }
 
 impl ClusterObjects {
-    pub(crate) fn apply(&mut self, changes: Vec<Change>) {
+    pub(crate) fn apply(&mut self, changes: Vec<ObjectChange>) {
         for change in changes {
             let gone = match &change {
-                Change::Set(object) => object.reference(),
-                Change::Delete(reference) => reference.clone(),
+                ObjectChange::Set(object) => object.reference(),
+                ObjectChange::Delete(reference) => reference.clone(),
             };
             self.objects.retain(|object| object.reference() != gone);
-            if let Change::Set(object) = change {
+            if let ObjectChange::Set(object) = change {
                 self.objects.push(object);
             }
         }
@@ -172,9 +172,9 @@ impl ClusterObjects {
     }
 }
 
-fn ports_match(ports: &Ports, flow: &Flow, server: Option<&Pod>) -> bool {
-    let Ports::AnyOf(ports) = ports else { return true };
-    ports.iter().any(|Port { protocol, which }| {
+fn ports_match(ports: &PolicyPorts, flow: &Flow, server: Option<&Pod>) -> bool {
+    let PolicyPorts::AnyOf(ports) = ports else { return true };
+    ports.iter().any(|PolicyPort { protocol, which }| {
         let number = match protocol {
             PortProtocol::Tcp => 6,
             PortProtocol::Udp => 17,

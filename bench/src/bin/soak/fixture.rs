@@ -62,8 +62,10 @@ impl Fixture {
         let before = network_state(cluster.node.netlink())?;
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(scratch.path().join("admin.sock"));
-        config.conntrack =
-            format!("mapping = \"{}/conntrack\"\nentries = 65536\npick_up = \"0s\"\n", scratch.path().display());
+        config.conntrack = format!(
+            "mapping = \"{}/conntrack\"\nentries = 65536\nmidstream_pickup = \"0s\"\n",
+            scratch.path().display()
+        );
         config.sections += on_exit(is_last);
         let services = [EchoService::Tcp(8080), EchoService::Udp(53)];
         let servers = EchoServers::start_all(&cluster.sites, &services)?;

@@ -119,7 +119,7 @@ impl RealServer {
         };
         let range = post("range", r#"{"key":"AA==","limit":"1"}"#.to_owned())?;
         let revision = range.split("\"revision\":\"").nth(1).and_then(|rest| rest.split('"').next());
-        let revision = revision.with_context(|| format!("etcd tells no revision: {range}"))?;
+        let revision = revision.with_context(|| format!("etcd reports no revision: {range}"))?;
         post("compaction", format!(r#"{{"revision":"{revision}","physical":true}}"#)).map(drop)
     }
 

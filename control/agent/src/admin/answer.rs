@@ -12,11 +12,11 @@ use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueD
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
-use penstock_sources::Kind;
+use penstock_sources::ObjectKind;
 
 use crate::ports::PortRole;
 use crate::query::FlowScan;
-use crate::samples::Sample;
+use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters, identifier};
 
 impl DaemonView<'_> {
@@ -49,11 +49,11 @@ impl DaemonView<'_> {
                 in_flight: depths.frames.in_flight,
             },
             connections: self.connections(),
-            source: Kind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
+            source: ObjectKind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
 
-    fn kind(&self, kind: Kind) -> types::SourceStatus {
+    fn kind(&self, kind: ObjectKind) -> types::SourceStatus {
         let health = self.source.of(kind);
         types::SourceStatus {
             synced: health.synced,
@@ -76,13 +76,13 @@ impl DaemonView<'_> {
 
     fn workers(
         &self,
-        now: &Sample,
-        before: &Sample,
+        now: &CounterSample,
+        before: &CounterSample,
         depths: &QueueDepths,
         in_force: &[Epoch],
     ) -> Vec<types::WorkerStatus> {
         let seconds = now.seconds_since(before);
-        let received = |sample: &Sample, worker: usize| -> u64 {
+        let received = |sample: &CounterSample, worker: usize| -> u64 {
             let ports = sample.statistics.ports.iter();
             ports.filter_map(|port| port.by_worker.get(worker)).map(|traffic| traffic.rx_packets).sum()
         };
@@ -103,8 +103,11 @@ impl DaemonView<'_> {
                     awake: 1.0 - share(counters.asleep, earlier.asleep),
                     packets_per_second: packets as f64 / seconds,
                     packets_per_batch: if batches == 0 { 0.0 } else { packets as f64 / batches as f64 },
-                    turn_median_seconds: counters.busy_iterations.quantile(0.5).map(|time| time.as_secs_f64()),
-                    turn_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
+                    poll_iteration_median_seconds: counters
+                        .busy_iterations
+                        .quantile(0.5)
+                        .map(|time| time.as_secs_f64()),
+                    poll_iteration_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
                     stages: stages(&counters.stages),
                 }
@@ -112,23 +115,23 @@ impl DaemonView<'_> {
             .collect()
     }
 
-    fn port_list(&self, counters: &LiveCounters, before: &Sample) -> Vec<types::PortStatus> {
-        let LiveCounters { sample: now, depths, ports: counted } = counters;
+    fn port_list(&self, counters: &LiveCounters, before: &CounterSample) -> Vec<types::PortStatus> {
+        let LiveCounters { sample: now, depths, ports: xdp_counters } = counters;
         let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
             .map(|counters| {
-                let known = counted.iter().find(|counted| counted.id == counters.port);
+                let known = xdp_counters.iter().find(|port| port.id == counters.port);
                 let total = counts(counters);
                 let earlier = before.statistics.port(counters.port).filter(|port| port.interface == counters.interface);
                 let drops = counters.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
-                let outcomes = known.and_then(|counted| counted.outcomes);
+                let outcomes = known.and_then(|port| port.outcomes);
                 types::PortStatus {
                     port: counters.port.0,
                     interface: counters.interface.clone(),
-                    kind: known.map_or(PortRole::Pod, |counted| counted.role).name().to_owned(),
-                    pod: known.and_then(|counted| counted.pod.as_ref()).map(ToString::to_string),
-                    mode: known.map_or_else(String::new, |counted| counted.mode.to_string()),
+                    kind: known.map_or(PortRole::Pod, |port| port.role).name().to_owned(),
+                    pod: known.and_then(|port| port.pod.as_ref()).map(ToString::to_string),
+                    mode: known.map_or_else(String::new, |port| port.mode.to_string()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),
@@ -185,7 +188,7 @@ impl DaemonView<'_> {
     }
 
     /// Connections with the names of their ends, and what allows them under the current policy.
-    pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::Flow> {
+    pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::ConnectionFlow> {
         let (engine, table) = (self.engine(), self.dataplane.connections());
         connections
             .iter()
@@ -193,7 +196,7 @@ impl DaemonView<'_> {
                 let original = connection.original;
                 let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
                 let (src_port, dst_port) = original.shown_ports();
-                types::Flow {
+                types::ConnectionFlow {
                     connection: identifier(table.connection_id(&original)),
                     protocol: original.protocol.to_string(),
                     from: self.end(original.src, src_port),
@@ -225,6 +228,7 @@ pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_data
     match side {
         DirectionVerdict::Denied => "denied".to_owned(),
         DirectionVerdict::NotLocal => "not here".to_owned(),
+        DirectionVerdict::NotReady => "not ready".to_owned(),
         DirectionVerdict::Open => "open".to_owned(),
         DirectionVerdict::Exempt => "exempt".to_owned(),
         DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {

@@ -5,7 +5,7 @@ use penstock_policy::listing;
 use serde::Serialize;
 
 use crate::logging;
-use crate::preflight::Finding;
+use crate::preflight::PreflightFinding;
 use crate::view::{DaemonView, LiveCounters};
 
 impl DaemonView<'_> {
@@ -14,7 +14,7 @@ impl DaemonView<'_> {
     ///
     /// No file holds a secret: the configuration has none (a kubeconfig is named, not read), and logs and tables refer
     /// to objects by name.
-    pub(crate) fn dump(&self, config: &toml::Table, findings: &[Finding], counters: &LiveCounters) -> Dump {
+    pub(crate) fn dump(&self, config: &toml::Table, findings: &[PreflightFinding], counters: &LiveCounters) -> Dump {
         let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
         Dump {
             files: vec![

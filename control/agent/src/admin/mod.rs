@@ -19,7 +19,7 @@ use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use socket::SocketError;
+pub(super) use socket::AdminSocketError;
 use socket::SocketFile;
 
 use crate::query::QueryHandle;
@@ -37,7 +37,7 @@ pub(super) struct AdminServer {
 
 impl AdminListener {
     /// Listens at `path`.
-    pub(super) fn listen(path: &Path) -> Result<Self, SocketError> {
+    pub(super) fn listen(path: &Path) -> Result<Self, AdminSocketError> {
         let (listener, file) = socket::listen(path)?;
         Ok(Self { listener, file })
     }

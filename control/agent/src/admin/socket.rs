@@ -10,7 +10,7 @@ use tokio::net::UnixListener;
 
 /// Why the socket cannot be created.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SocketError {
+pub(crate) enum AdminSocketError {
     /// Another daemon listens there.
     #[error("admin.socket = {}: another daemon listens there; stop it, or set another path", .0.display())]
     Live(PathBuf),
@@ -39,8 +39,8 @@ impl Drop for SocketFile {
 }
 
 /// Listens at `path`, with access for the owner only. Replaces the socket of a dead daemon.
-pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketError> {
-    let system = |source| SocketError::System { path: path.to_owned(), source };
+pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), AdminSocketError> {
+    let system = |source| AdminSocketError::System { path: path.to_owned(), source };
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(system)?;
     }
@@ -60,17 +60,17 @@ pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), SocketEr
 }
 
 /// Checks that `path` is free, or a dead socket that may be replaced.
-fn clear(path: &Path) -> Result<(), SocketError> {
+fn clear(path: &Path) -> Result<(), AdminSocketError> {
     use std::os::unix::fs::FileTypeExt;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(source) => Err(SocketError::System { path: path.to_owned(), source }),
-        Ok(found) if !found.file_type().is_socket() => Err(SocketError::NoSocket(path.to_owned())),
+        Err(source) => Err(AdminSocketError::System { path: path.to_owned(), source }),
+        Ok(found) if !found.file_type().is_socket() => Err(AdminSocketError::NoSocket(path.to_owned())),
         Ok(_) => match UnixStream::connect(path) {
             // Nobody listens: a dead daemon left it.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            _ => Err(SocketError::Live(path.to_owned())),
+            _ => Err(AdminSocketError::Live(path.to_owned())),
         },
     }
 }
@@ -85,7 +85,7 @@ mod tests {
         let path = directory.path().join("deep/admin.sock");
         let (listener, file) = listen(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(matches!(listen(&path), Err(SocketError::Live(at)) if at == path));
+        assert!(matches!(listen(&path), Err(AdminSocketError::Live(at)) if at == path));
         assert!(UnixStream::connect(&path).is_ok(), "the rejected attempt left it working");
         drop(listener);
         // As after a kill: the file exists, and nobody listens.
@@ -98,7 +98,7 @@ mod tests {
         assert!(names.is_empty(), "{names:?}");
 
         fs::write(&path, "precious").unwrap();
-        assert!(matches!(listen(&path), Err(SocketError::NoSocket(_))));
+        assert!(matches!(listen(&path), Err(AdminSocketError::NoSocket(_))));
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         let under_a_file = path.join("admin.sock");
         let error = listen(&under_a_file).unwrap_err().to_string();

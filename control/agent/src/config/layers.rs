@@ -2,6 +2,9 @@
 //!
 //! `PENSTOCK_NODE=worker-1` sets a top-level key, `PENSTOCK_UMEM__MEMORY=1GiB` one of a section: two underscores stand
 //! for the dot. Values are parsed as TOML; anything else is text.
+//!
+//! Not `figment` or `config`: both name the layer of an error, but neither its line in the file, and neither has
+//! deprecated keys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -174,6 +177,7 @@ fn below(name: &str, one: &Table, other: &Table) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{MidstreamPickup, TimeSpan};
     use super::*;
 
     const FILE: &str =
@@ -244,17 +248,18 @@ mod tests {
 
     #[test]
     fn deprecated_keys_are_accepted_in_every_layer_and_reported() {
-        let file = FILE.replace("[log]", "on_cut = \"reset\"\n[host_port]\nrule = 77\n[log]");
+        let file = FILE.replace("[log]", "on_cut = \"reset\"\npick_up = \"0s\"\n[host_port]\nrule = 77\n[log]");
         let environment = [("PENSTOCK_HOST_PORT__TABLE".to_owned(), "4242".to_owned())];
         let layers = ConfigLayers::with_environment(Path::new("/etc/p.toml"), &environment, &[]).unwrap();
         let config = layers.parse(&file).unwrap().config;
         assert_eq!((config.host_veth.rule, config.host_veth.table), (77, 4242));
         assert_eq!(config.conntrack.on_revoke, super::super::OnRevoke::Reset);
-        let (veth, revoke) = (("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke"));
-        assert_eq!(config.deprecated_keys, [revoke, veth]);
+        assert_eq!(config.conntrack.midstream_pickup, MidstreamPickup::For(TimeSpan::microseconds(0)));
+        let deprecated: Vec<&str> = config.deprecated_keys.iter().map(|(old, _)| *old).collect();
+        assert_eq!(deprecated, ["conntrack.on_cut", "conntrack.pick_up", "host_port"]);
         for (bad, expected) in [
-            (file.replace("rule = 77", "rule = 0"), "/etc/p.toml:8: host_veth.rule = 0: not before"),
-            (format!("{file}[host_veth]\nrule = 78\n"), "/etc/p.toml:7: host_port: unknown key; remove it"),
+            (file.replace("rule = 77", "rule = 0"), "/etc/p.toml:9: host_veth.rule = 0: not before"),
+            (format!("{file}[host_veth]\nrule = 78\n"), "/etc/p.toml:8: host_port: unknown key; remove it"),
         ] {
             let error = ConfigLayers::file_only(Path::new("/etc/p.toml")).parse(&bad).unwrap_err().to_string();
             assert!(error.starts_with(expected), "{error}");

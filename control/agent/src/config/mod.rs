@@ -1,12 +1,15 @@
 //! The daemon's configuration: TOML, with every key validated where it is read and unknown keys rejected.
 //!
 //! `configs/penstock.toml` shows every key with its default. An error is one line that names file, line, key, value and
-//! remedy.
+//! remedy. The first paragraph behind each field and value is what users read: the JSON schema and the table of
+//! `docs/config.md` are generated from these types ([`schema`]). A default that a type cannot give ends the text, as
+//! `Default: …`.
 
 mod layers;
 mod network;
 mod operation;
 mod read;
+pub mod schema;
 mod values;
 
 use std::collections::BTreeMap;
@@ -17,7 +20,8 @@ use ipnet::IpNet;
 use penstock_dataplane::conntrack;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
-use serde::Deserialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
@@ -29,18 +33,20 @@ pub use values::{
 };
 
 /// The configuration of `penstock run`.
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(title = "penstock.toml")]
 pub struct Config {
-    /// The name of this machine's Node object: pods with this `spec.nodeName` are local.
+    /// `metadata.name` of this machine's Node object. Pods with this `spec.nodeName` are local.
     pub node: NodeName,
-    /// Additional addresses of this node. Those on its interfaces and in its Node object are known without this.
+    /// Addresses of this node, in addition to those on its interfaces and in its Node object.
     #[serde(default)]
     pub node_addresses: Vec<IpAddr>,
-    /// Address blocks of Services. Denied egress to one of these has a drop reason of its own.
+    /// Address blocks of Services. What egress policy denies there is counted as `service_denied`.
     #[serde(default)]
+    #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
-    /// NICs and tunnel devices on which packets for local pods arrive.
+    /// NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
     /// Where programs take pods' packets: `"xdp"` on their veths, or `"tcx"` there, which leaves packets whole and keeps the
@@ -50,13 +56,13 @@ pub struct Config {
     /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
-    /// Names of the interfaces that the CNI plugin makes for pods.
+    /// Interfaces that the CNI plugin makes for pods: names, or a prefix and `*`.
     #[serde(default = "default_pod_interfaces")]
     pub pod_interfaces: Vec<InterfacePattern>,
-    /// Names of the bridges whose ports may be pods'.
+    /// Bridges whose ports may be pods': names, or a prefix and `*`.
     #[serde(default = "default_pod_bridges")]
     pub pod_bridges: Vec<InterfacePattern>,
-    /// Where objects come from.
+    /// Where objects come from: exactly one of `manifests`, `kubeconfig` and `in_cluster`.
     pub source: Source,
     /// The worker threads.
     #[serde(default)]
@@ -106,7 +112,11 @@ pub struct Config {
 const KEYS: [&str; 7] = ["attach", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
 /// Keys that were renamed: the deprecated name and the current one. Both are accepted.
-const RENAMED_KEYS: [(&str, &str); 2] = [("host_port", "host_veth"), ("conntrack.on_cut", "conntrack.on_revoke")];
+const RENAMED_KEYS: [(&str, &str); 3] = [
+    ("host_port", "host_veth"),
+    ("conntrack.on_cut", "conntrack.on_revoke"),
+    ("conntrack.pick_up", "conntrack.midstream_pickup"),
+];
 
 impl Config {
     /// Makes relative paths start at `directory`.
@@ -120,16 +130,17 @@ impl Config {
 }
 
 /// Where objects come from (`[source]`): exactly one of `manifests`, `kubeconfig` and `in_cluster`.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
+#[schemars(transform = schema::exactly_one_source)]
 pub struct Source {
-    /// A directory of manifests; relative to the config file's directory.
+    /// A directory of YAML and JSON manifests, watched. Exactly one of `manifests`, `kubeconfig` and `in_cluster` is set.
     pub manifests: Option<PathBuf>,
-    /// A kubeconfig file, for the API server that it names; relative to the config file's directory.
+    /// A kubeconfig file: follow the API server that it names.
     pub kubeconfig: Option<PathBuf>,
-    /// The context in it; default: its current one.
+    /// A context of the kubeconfig. Default: its current context.
     pub context: Option<String>,
-    /// The cluster's API server, with the service account of the pod that this runs in.
+    /// Whether to follow the API server of the cluster that this runs in, with the pod's service account.
     pub in_cluster: bool,
 }
 
@@ -147,14 +158,14 @@ impl Source {
     }
 }
 
-/// What happens to a new veth's packets before its pod is known.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+/// What happens to packets from a new veth until its pod is known.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum StartupMode {
     /// They are dropped and counted.
     #[default]
     Closed,
-    /// The kernel forwards them, without any policy.
+    /// The kernel forwards them, without policy.
     Open,
 }
 
@@ -167,7 +178,7 @@ fn default_pod_bridges() -> Vec<InterfacePattern> {
 }
 
 /// Where programs take pods' packets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Attach {
     /// By XDP on their veths, with a socket for each.
@@ -178,14 +189,14 @@ pub enum Attach {
 }
 
 /// What applies while no daemon runs (`[fail]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fail {
-    /// Whether pods' packets pass after the daemon died.
+    /// What happens to pods' packets after the daemon has died.
     pub mode: FailMode,
     /// What a daemon leaves when SIGTERM or SIGINT ends it.
     pub on_exit: OnExit,
-    /// Where XDP links are pinned, in bpffs.
+    /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
 }
 
@@ -195,33 +206,33 @@ impl Default for Fail {
     }
 }
 
-/// Whether pods' packets pass after the daemon died.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+/// What happens to pods' packets after the daemon has died.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum FailMode {
-    /// No: the programs stay on the pods' interfaces and drop everything.
+    /// They are dropped: the programs stay on the pods' interfaces until the next start.
     #[default]
     Closed,
-    /// Yes: the kernel forwards them, without any policy.
+    /// The kernel forwards them, without policy.
     Open,
 }
 
 /// What a daemon leaves when SIGTERM or SIGINT ends it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnExit {
     /// The node as it was: programs, routes and settings are removed or restored.
     #[default]
     Restore,
-    /// Everything, as after a crash in mode `closed`: the next daemon, such as a newer version, takes over.
+    /// Everything, as after a crash with mode `closed`, for the next daemon: an upgrade opens nothing.
     Keep,
 }
 
 /// The worker threads (`[workers]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Workers {
-    /// One worker is pinned to each of these cores; default: one, on the last core that this process may use.
+    /// Cores, each with one worker pinned to it. Default: one worker, on the last core that the process may use.
     pub cores: Option<Cores>,
     /// How a worker waits for packets.
     pub polling: Polling,
@@ -229,11 +240,12 @@ pub struct Workers {
     pub spin: TimeSpan,
     /// Scheduling priority of the workers.
     pub priority: Priority,
-    /// How many packets of a queue the kernel sends per wake-up, if the kernel allows to set it.
+    /// Packets of a queue that one system call sends, on Linux 6.17 and later: 32 to `umem.ring_size`. Earlier kernels
+    /// send 32.
     pub send_budget: u32,
-    /// Whether TCP segments that arrived together are sent as one GSO packet.
+    /// Whether TCP segments of one connection that arrive together leave as one GSO packet.
     pub gso: bool,
-    /// Whether one poll iteration in many is timed by stage.
+    /// Whether one poll iteration in 64 is timed by stage, for `penstock status`.
     pub time_stages: bool,
 }
 
@@ -252,44 +264,48 @@ impl Default for Workers {
 }
 
 /// Scheduling priority of the workers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Priority {
     /// Before all ordinary threads.
     RealTime,
-    /// Before the threads of its own control group.
+    /// Before the other threads of its control group.
     Nice,
 }
 
 /// How a worker waits for packets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Polling {
-    /// Spins while packets come, sleeps in poll(2) when none do.
+    /// Spins while packets arrive, sleeps when none do.
     #[default]
     Adaptive,
-    /// Spins always: lowest delay, a core each at 100 %.
+    /// Never sleeps: lowest delay, each core at 100 %.
     Busy,
 }
 
 /// The memory of all frames (`[umem]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Umem {
-    /// Number of frames; excludes `memory`.
+    /// Number of frames, at least 4 times `ring_size`. Not together with `memory`.
+    #[schemars(extend("default" = DEFAULT_FRAMES))]
     pub frames: Option<u32>,
-    /// Amount of memory; excludes `frames`.
+    /// Memory of all frames, instead of their number.
     pub memory: Option<MemorySize>,
-    /// Bytes per frame.
+    /// Bytes per frame: 2048 (packets up to 1778 bytes) or 4096 (up to 3826; on a veth native XDP up to an MTU of 3506).
     pub frame_size: FrameSize,
-    /// Entries of each ring of a queue: the longest burst that a queue holds until a worker polls it.
+    /// Entries of each ring of a port, a power of two: the longest burst that a port holds until a worker polls it.
     pub ring_size: RingSize,
-    /// Whether it uses huge pages.
+    /// Whether frames are in huge pages.
     pub huge_pages: HugePages,
 }
 
 /// Number of frames if neither `frames` nor `memory` is given: enough for 110 pods.
 const DEFAULT_FRAMES: u32 = 16_384;
+
+/// Minimum entries of the connection table.
+const MIN_CONNECTIONS: u32 = 1_024;
 
 impl Umem {
     /// The number of frames.
@@ -301,31 +317,36 @@ impl Umem {
 }
 
 /// Whether huge pages are used.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HugePages {
-    /// If any are free.
+    /// If enough of them are free.
     #[default]
     Auto,
-    /// Never.
+    /// No.
     Never,
 }
 
 /// The connection table (`[conntrack]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// Capacity in connections; about 74 bytes each.
+    /// Connections that the table holds; about 74 bytes each, allocated at start.
+    #[schemars(range(min = MIN_CONNECTIONS))]
     pub entries: u32,
-    /// Most connections of one pod; default: a quarter of `entries`.
+    /// Maximum connections of one pod. Default: a quarter of `entries`.
     pub quota: Option<u32>,
-    /// How long after a start that found no table a mid-stream TCP segment may open a connection.
-    pub pick_up: MidstreamPickup,
-    /// The file that it lives in.
+    /// How long after a start that found no table a mid-stream TCP segment may open a connection: a time, `"0s"` for
+    /// never, or `"always"`.
+    pub midstream_pickup: MidstreamPickup,
+    /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there. `"off"`:
+    /// after a restart all connections are new.
     pub mapping: TableMapping,
-    /// What happens to a connection that a policy change denies.
+    /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,
-    /// Idle timeouts, by the names of [`conntrack::Timeouts`].
+    /// How long an idle connection is kept, by state, under the names of the kernel's nf_conntrack settings: for
+    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of nf_conntrack.
+    #[schemars(schema_with = "schema::timeouts")]
     pub timeouts: BTreeMap<String, TimeSpan>,
 }
 
@@ -334,7 +355,7 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 20,
             quota: None,
-            pick_up: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
+            midstream_pickup: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
             mapping: TableMapping::default(),
             on_revoke: OnRevoke::Drop,
             timeouts: BTreeMap::new(),
@@ -356,7 +377,7 @@ impl Conntrack {
             entries: self.entries as usize,
             quota: self.quota,
             timeouts,
-            midstream_pickup: match self.pick_up {
+            midstream_pickup: match self.midstream_pickup {
                 MidstreamPickup::Always | MidstreamPickup::Deprecated(true) => conntrack::MidStreamPickup::Always,
                 MidstreamPickup::Deprecated(false) => conntrack::MidStreamPickup::Never,
                 MidstreamPickup::For(time) => {
@@ -375,48 +396,48 @@ impl Conntrack {
     }
 }
 
-/// What happens to a connection that a policy change denies.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+/// What happens to a connection that a policy change revokes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnRevoke {
     /// Its packets are dropped.
     #[default]
     Drop,
-    /// Both ends get a TCP RST or an ICMP error.
+    /// Its packets are dropped, and answered: both ends of a TCP connection get a RST, other senders an ICMP error.
     Reset,
 }
 
 /// What the workers do with a packet (`[dataplane]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Dataplane {
-    /// The full path, or forwarding only.
+    /// How much of the packet path runs.
     pub mode: Mode,
 }
 
 /// How much of the packet path runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// Policy, connection tracking, forwarding.
     #[default]
     Full,
-    /// Forwarding only, for benchmarks: **no policy is enforced**.
+    /// Forwarding only, to measure it: **no policy is enforced**.
     Forward,
 }
 
 /// Log level and format (`[log]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
     /// The lowest level that is logged.
     pub level: LogLevel,
-    /// The format.
+    /// Format of the log.
     pub format: LogFormat,
 }
 
 /// A level of the log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogLevel {
     /// What ends the service or leaves a pod without network.
@@ -445,7 +466,7 @@ impl From<LogLevel> for tracing::Level {
 }
 
 /// A format of the log.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// One line of text per event.

@@ -1,28 +1,30 @@
 //! Interfaces and packets between them: `[xdp]`, `[host_veth]`, `[encapsulation]`.
 
 use std::num::NonZeroU16;
+use std::ops::RangeInclusive;
 
 use penstock_xdp_redirect::ModeChoice;
-use serde::Deserialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 use super::InterfaceName;
 
 /// The XDP mode of the programs on pods' interfaces and uplinks (`[xdp]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Xdp {
-    /// Native if the driver can, or generic.
+    /// XDP mode of the programs on pods' interfaces and uplinks.
     pub mode: XdpMode,
 }
 
 /// The XDP mode of a program.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum XdpMode {
-    /// Native; generic if the driver has no XDP.
+    /// Native; generic where the driver has no XDP.
     #[default]
     Native,
-    /// Generic, also if the driver has XDP.
+    /// Generic everywhere, to measure it.
     Generic,
 }
 
@@ -37,17 +39,24 @@ impl XdpMode {
 }
 
 /// The veth pair into the node's network stack (`[host_veth]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct HostVeth {
-    /// The node's end: the node's routes to its pods go through it.
+    /// Name of the node's end: the node's routes to its pods go through it.
     pub node: InterfaceName,
-    /// The workers' end.
+    /// Name of the workers' end.
     pub workers: InterfaceName,
-    /// The routing table of those routes; looked up before the main table.
+    /// Routing table of those routes, looked up before the main table: any but 253 to 255.
+    #[schemars(range(min = 1))]
     pub table: u32,
-    /// Preference of the routing rule for that table; must be below the main table's 32766.
+    /// Preference of the routing rule that leads to that table.
+    #[schemars(range(min = *Self::RULES.start(), max = *Self::RULES.end()))]
     pub rule: u32,
+}
+
+impl HostVeth {
+    /// Preferences before the main table's rule, which has 32766.
+    pub(super) const RULES: RangeInclusive<u32> = 1..=32_765;
 }
 
 impl Default for HostVeth {
@@ -58,22 +67,22 @@ impl Default for HostVeth {
 }
 
 /// What happens to encapsulated packets that pods send to nodes (`[encapsulation]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Encapsulation {
-    /// Whether they are dropped.
+    /// What happens to tunnel packets from pods to nodes' addresses.
     pub from_pods: FromPods,
-    /// UDP ports of tunnels, in addition to the well-known ones and those of this node's interfaces.
+    /// UDP ports of tunnels, in addition to the well-known ports and those of this node's interfaces.
     pub ports: Vec<NonZeroU16>,
 }
 
-/// Whether a node may decapsulate pods' packets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+/// What happens to tunnel packets from pods to nodes' addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum FromPods {
-    /// No: policy would not see the inner packet.
+    /// They are dropped, and counted as `encapsulation`: policy would not see the inner packet.
     #[default]
     Drop,
-    /// Yes.
+    /// They pass, if policy allows the outer packet.
     Allow,
 }

@@ -1,19 +1,21 @@
 //! Interfaces of a running daemon to its operator: `[admin]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use penstock_admin::client::DEFAULT_SOCKET;
 use penstock_dataplane::worker::VerdictBudget;
+use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::values::{InvalidValue, TimeSpan, invalid};
+use super::values::{InvalidValue, TimeSpan, invalid, written_as_text};
 
 /// The admin API (`[admin]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
-    /// Where it listens.
+    /// Path of the admin API's unix socket, less than 100 bytes; or `"off"`.
     pub socket: AdminSocketPath,
 }
 
@@ -34,6 +36,17 @@ impl AdminSocketPath {
         }
     }
 }
+
+impl fmt::Display for AdminSocketPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            None => f.write_str("off"),
+            Some(path) => path.display().fmt(f),
+        }
+    }
+}
+
+written_as_text!(AdminSocketPath);
 
 impl Default for AdminSocketPath {
     fn default() -> Self {
@@ -60,10 +73,10 @@ impl TryFrom<String> for AdminSocketPath {
 }
 
 /// Metrics and probes (`[metrics]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Metrics {
-    /// Where to serve them.
+    /// Address and TCP port of `/metrics`, `/healthz` and `/readyz`; or `"off"`.
     pub listen: MetricsAddress,
 }
 
@@ -78,6 +91,17 @@ impl MetricsAddress {
         self.0
     }
 }
+
+impl fmt::Display for MetricsAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            None => f.write_str("off"),
+            Some(address) => address.fmt(f),
+        }
+    }
+}
+
+written_as_text!(MetricsAddress);
 
 impl Default for MetricsAddress {
     fn default() -> Self {
@@ -100,22 +124,22 @@ impl TryFrom<String> for MetricsAddress {
 }
 
 /// Fault injection, for tests of what happens then (`[debug]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct FaultInjection {
-    /// The first worker panics this long after the daemon is ready; default: never.
+    /// How long after the daemon is ready the first worker panics, for tests. Default: never.
     pub worker_panics_after: Option<TimeSpan>,
 }
 
 /// The log of single packets' verdicts (`[verdict_log]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct VerdictLog {
-    /// The output.
+    /// Where JSON lines about single packets go: a file to append to, `"stdout"`, or `"off"`.
     pub output: VerdictOutput,
-    /// Most lines per second of one worker and one outcome (a drop reason, or a connection opened).
+    /// Maximum lines per second, worker and outcome (a drop reason, or a connection opened).
     pub each_second: u32,
-    /// Whether opened connections are logged too.
+    /// Whether opened connections are logged; drops always are.
     pub opened: bool,
 }
 
@@ -147,6 +171,18 @@ pub enum VerdictOutput {
     /// Append to this file.
     File(PathBuf),
 }
+
+impl fmt::Display for VerdictOutput {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Stdout => f.write_str("stdout"),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+written_as_text!(VerdictOutput);
 
 impl VerdictOutput {
     pub(super) fn start_at(&mut self, directory: &Path) {

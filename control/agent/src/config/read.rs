@@ -7,7 +7,7 @@ use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
 use super::values::{InvalidValue, invalid};
-use super::{Config, FailMode, InterfaceName, OnExit, RENAMED_KEYS, Source};
+use super::{Config, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, RENAMED_KEYS, Source};
 
 /// A configuration that cannot be used. One line: file, line, key, value, remedy.
 #[derive(Debug, thiserror::Error)]
@@ -105,15 +105,12 @@ impl Config {
         if matches!(self.host_veth.table, 0 | 253..=255) {
             return wrong(&["host_veth", "table"], invalid!("one of the kernel's own tables; set an unused number"));
         }
-        if !(1..32_766).contains(&self.host_veth.rule) {
+        if !HostVeth::RULES.contains(&self.host_veth.rule) {
             return wrong(&["host_veth", "rule"], invalid!("not before the main table's rule; set 1 to 32765"));
         }
         Ok(self)
     }
 }
-
-/// Minimum entries of the connection table.
-const MIN_CONNECTIONS: u32 = 1_024;
 
 /// A key that is set over the file.
 #[derive(Clone, PartialEq, Debug)]

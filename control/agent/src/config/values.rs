@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use penstock_dataplane::io::largest_mtu;
-use serde::Deserialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// Why a value is invalid, with the remedy; the reader of the file adds key, value and line.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -16,6 +17,32 @@ macro_rules! invalid {
     ($($argument:tt)+) => { InvalidValue::new(format!($($argument)+)) };
 }
 pub(super) use invalid;
+
+/// Serialization and JSON schema of a type whose values are text in the file, and which has a `Display` of that form.
+macro_rules! written_as_text {
+    ($type:ty $(, $keyword:literal: $value:expr)*) => {
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl schemars::JsonSchema for $type {
+            fn inline_schema() -> bool {
+                true
+            }
+
+            fn schema_name() -> std::borrow::Cow<'static, str> {
+                stringify!($type).into()
+            }
+
+            fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+                schemars::json_schema!({ "type": "string" $(, $keyword: $value)* })
+            }
+        }
+    };
+}
+pub(super) use written_as_text;
 
 impl InvalidValue {
     pub(super) fn new(why: String) -> Self {
@@ -59,6 +86,8 @@ impl fmt::Display for NodeName {
     }
 }
 
+written_as_text!(NodeName, "maxLength": 253, "pattern": "^[a-z0-9.-]+$");
+
 /// Name of a network interface: 1 to 15 bytes without white space or `/` (`dev_valid_name` in net/core/dev.c).
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Deserialize)]
 #[serde(try_from = "String")]
@@ -90,6 +119,8 @@ impl fmt::Display for InterfaceName {
     }
 }
 
+written_as_text!(InterfaceName, "minLength": 1, "maxLength": 15);
+
 /// Names of network interfaces: one name, or a prefix with a final `*`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
@@ -105,6 +136,14 @@ impl InterfacePattern {
     }
 }
 
+impl fmt::Display for InterfacePattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", self.start, if self.whole { "" } else { "*" })
+    }
+}
+
+written_as_text!(InterfacePattern, "minLength": 1, "maxLength": 16);
+
 impl TryFrom<String> for InterfacePattern {
     type Error = InvalidValue;
 
@@ -118,8 +157,9 @@ impl TryFrom<String> for InterfacePattern {
 }
 
 /// The cores that workers are pinned to: at least one, each once.
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(try_from = "Vec<u16>")]
+#[schemars(extend("minItems" = 1, "uniqueItems" = true))]
 pub struct Cores(Vec<u16>);
 
 impl Cores {
@@ -145,8 +185,9 @@ impl TryFrom<Vec<u16>> for Cores {
 
 /// Bytes per frame of the UMEM: AF_XDP's aligned mode allows powers of two from 2048 to the page size (`xdp_umem_reg`
 /// in net/xdp/xdp_umem.c), so 2048 or 4096.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "u32")]
+#[schemars(extend("enum" = [2048, 4096]))]
 pub struct FrameSize(u32);
 
 impl FrameSize {
@@ -179,8 +220,9 @@ impl TryFrom<u32> for FrameSize {
 }
 
 /// Entries of each of a queue's rings: a power of two (linux/if_xdp.h), here from 64 to 32768.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "u32")]
+#[schemars(extend("minimum" = 64, "maximum" = 32_768))]
 pub struct RingSize(u32);
 
 impl RingSize {
@@ -233,6 +275,14 @@ impl TryFrom<String> for MemorySize {
     }
 }
 
+impl fmt::Display for MemorySize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}KiB", self.0 >> 10)
+    }
+}
+
+written_as_text!(MemorySize, "pattern": "^[0-9]+ *(KiB|MiB|GiB)$");
+
 /// The file that the connection table is mapped from, by its absolute path, or `off`: private memory, which ends with
 /// the process.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -262,6 +312,17 @@ impl TryFrom<String> for TableMapping {
     }
 }
 
+impl fmt::Display for TableMapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+written_as_text!(TableMapping, "pattern": "^(off|/.*[^/])$");
+
 /// How long after a start a mid-stream packet may open a connection: a time, or `always`. Deprecated: `true` (always)
 /// or `false` (never).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
@@ -288,6 +349,18 @@ impl TryFrom<toml::Value> for MidstreamPickup {
     }
 }
 
+impl fmt::Display for MidstreamPickup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::For(time) => time.fmt(f),
+            Self::Always => f.write_str("always"),
+            Self::Deprecated(always) => always.fmt(f),
+        }
+    }
+}
+
+written_as_text!(MidstreamPickup, "pattern": "^(always|[0-9]+ *(us|ms|s|m|h|d))$");
+
 /// A span of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
@@ -305,22 +378,36 @@ impl TimeSpan {
     }
 }
 
+/// The units of a [`TimeSpan`], each with its microseconds.
+const TIME_UNITS: [(&str, u64); 6] =
+    [("us", 1), ("ms", 1_000), ("s", 1_000_000), ("m", 60_000_000), ("h", 3_600_000_000), ("d", 86_400_000_000)];
+
+impl fmt::Display for TimeSpan {
+    /// In the largest unit of which it has at least two: `60s` rather than `1m`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let time = self.0.as_micros() as u64;
+        let fits = |(_, unit): &&(&str, u64)| time.is_multiple_of(*unit) && time / unit >= 2;
+        let (name, unit) = TIME_UNITS.iter().rev().find(fits).unwrap_or(&TIME_UNITS[0]);
+        write!(f, "{}{name}", time / unit)
+    }
+}
+
+written_as_text!(TimeSpan, "pattern": "^[0-9]+ *(us|ms|s|m|h|d)$");
+
+impl From<Duration> for TimeSpan {
+    fn from(time: Duration) -> Self {
+        Self(time)
+    }
+}
+
 impl TryFrom<String> for TimeSpan {
     type Error = InvalidValue;
 
     fn try_from(text: String) -> Result<Self, InvalidValue> {
         let digits = text.bytes().take_while(u8::is_ascii_digit).count();
-        let unit = match text[digits..].trim_start() {
-            "us" => 1,
-            "ms" => 1_000,
-            "s" => 1_000_000,
-            "m" => 60_000_000,
-            "h" => 3_600_000_000,
-            "d" => 86_400_000_000,
-            _ => 0,
-        };
-        match text[..digits].parse::<u32>() {
-            Ok(count) if unit > 0 => Ok(Self(Duration::from_micros(count as u64 * unit))),
+        let unit = TIME_UNITS.iter().find(|(name, _)| *name == text[digits..].trim_start());
+        match (text[..digits].parse::<u32>(), unit) {
+            (Ok(count), Some((_, unit))) => Ok(Self(Duration::from_micros(count as u64 * unit))),
             _ => Err(invalid!("not a length of time; write a number and us, ms, s, m, h or d, such as 30s")),
         }
     }

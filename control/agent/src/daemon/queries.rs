@@ -1,6 +1,6 @@
 //! Answers to queries, the verdict log's writes, and configuration reload.
 
-use penstock_admin::types::{Dump, Flow};
+use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
 
 use super::Daemon;
@@ -9,7 +9,7 @@ use crate::metrics::Scrape;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
 use crate::query::StateQuery;
-use crate::samples::Sample;
+use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters};
 use crate::{logging, preflight, report};
 
@@ -41,7 +41,7 @@ impl Daemon<'_> {
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
             OperationEvent::Answer(query) => self.answer(query).await,
-            OperationEvent::Sample => self.operation.samples.keep(Sample::take(&self.dataplane)),
+            OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane)),
             OperationEvent::Write => self.write_verdicts(),
         }
     }
@@ -59,8 +59,11 @@ impl Daemon<'_> {
 
     /// Prints the statistics.
     pub(super) fn report(&self) {
-        let mut text =
-            report::statistics(&self.dataplane.statistics(), &self.ports.counted(), &self.ports.closed_interfaces());
+        let mut text = report::statistics(
+            &self.dataplane.statistics(),
+            &self.ports.xdp_counters(),
+            &self.ports.closed_interfaces(),
+        );
         match self.dataplane.frames() {
             Ok(frames) => text.push_str(&report::frames(&frames)),
             Err(error) => tracing::warn!(%error, "could not count the frames"),
@@ -99,9 +102,9 @@ impl Daemon<'_> {
     }
 
     /// In portions, so that policy does not wait for a long list.
-    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<Flow> {
-        let some = |some| self.view(&self.publisher.inputs()).describe(some);
-        connections.chunks(NAMED_PER_LOCK).flat_map(some).collect()
+    fn describe(&self, connections: &[ConnectionInfo]) -> Vec<ConnectionFlow> {
+        let describe = |portion: &[ConnectionInfo]| self.view(&self.publisher.inputs()).describe(portion);
+        connections.chunks(NAMED_PER_LOCK).flat_map(describe).collect()
     }
 
     async fn dump(&self) -> (Dump, Scrape) {

@@ -84,9 +84,9 @@ impl Daemon<'_> {
     /// Has the kernel send ARP or neighbour solicitations on bridges for pods that have no route and no neighbour
     /// entry.
     async fn solicit_neighbours(&self, pods: &[Pod], problems: &BTreeSet<PodProblem>) {
-        let lost = problems.iter().filter(|problem| matches!(problem, PodProblem::NoRoute { .. }));
-        let lost: BTreeSet<&ObjectKey> = lost.flat_map(PodProblem::pods).collect();
-        for pod in pods.iter().filter(|pod| lost.contains(&pod.key)) {
+        let without_route = problems.iter().filter(|problem| matches!(problem, PodProblem::NoRoute { .. }));
+        let without_route: BTreeSet<&ObjectKey> = without_route.flat_map(PodProblem::pods).collect();
+        for pod in pods.iter().filter(|pod| without_route.contains(&pod.key)) {
             for &address in &pod.addresses {
                 if let Some(bridge) = self.netstate.bridge_of(address) {
                     self.netlink.solicit(bridge, address).await;

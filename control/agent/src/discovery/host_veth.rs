@@ -29,7 +29,14 @@ use super::worker_pairs::clear_pairs;
 use crate::config;
 
 /// Interface alias that marks both ends of the pair as Penstock's.
-pub(super) const ALIAS: &str = "penstock host port";
+pub(super) const ALIAS: &str = "penstock host veth";
+/// The alias that earlier versions set. A pair that one of them left is taken over or removed like any other.
+const EARLIER_ALIAS: &str = "penstock host port";
+
+/// Whether this link is an end of the pair, and not another program's.
+fn is_our_end(link: &Link) -> bool {
+    link.veth && matches!(link.alias.as_deref(), Some(ALIAS | EARLIER_ALIAS))
+}
 
 /// Why the host veth cannot be set up.
 #[derive(Debug, thiserror::Error)]
@@ -117,7 +124,7 @@ impl HostVeth {
         // Of an earlier daemon with `attach = "tcx"`.
         clear_pairs(netlink).await?;
         for name in [config.node.as_str(), config.workers.as_str()] {
-            if netlink.link(name).await?.is_some_and(|link| !link.veth || link.alias.as_deref() != Some(ALIAS)) {
+            if netlink.link(name).await?.is_some_and(|link| !is_our_end(&link)) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
             }
         }
@@ -140,17 +147,17 @@ impl HostVeth {
         made.map(|made| Self { found_leftovers, ..made })
     }
 
-    /// Creates the missing parts. With `there` given, pair and rules exist, with rules for those families.
+    /// Creates the missing parts. With `present` given, pair and rules exist, with rules for those families.
     async fn make(
         netlink: &Netlink,
         config: &config::HostVeth,
         mtu: u32,
-        there: Option<Vec<AddressFamily>>,
+        present: Option<Vec<AddressFamily>>,
         private_netns: Option<PrivateNetns>,
         lock: UnixDatagram,
     ) -> Result<Self, HostVethError> {
         let (node, workers) = (config.node.as_str(), config.workers.as_str());
-        if there.is_none() {
+        if present.is_none() {
             let pair = LinkVeth::new(node, workers).mtu(mtu).alias(ALIAS).build();
             let made = netlink.handle.link().add(pair).execute().await;
             made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;
@@ -158,14 +165,14 @@ impl HostVeth {
         let workers = match &private_netns {
             None => set_up(netlink, workers, End::Workers, mtu).await?,
             Some(private_netns) => {
-                let moved = LinkUnspec::new_with_name(workers).setns_by_fd(private_netns.file().as_raw_fd()).build();
-                let moved = netlink.handle.link().set(moved).execute().await;
+                let message = LinkUnspec::new_with_name(workers).setns_by_fd(private_netns.file().as_raw_fd()).build();
+                let moved = netlink.handle.link().set(message).execute().await;
                 moved.map_err(|error| NetlinkError::new(format!("cannot move {workers}"), error))?;
                 set_up_in(private_netns, config, mtu)?
             }
         };
         let node = set_up(netlink, node, End::Node, mtu).await?;
-        let families = match there {
+        let families = match present {
             Some(families) => families,
             None => add_rules(netlink, config).await?,
         };
@@ -203,7 +210,7 @@ impl HostVeth {
         &self,
         wanted: &BTreeMap<IpAddr, PodRoute>,
     ) -> Result<Vec<(IpAddr, NetlinkError)>, HostVethError> {
-        let mut there = self.routes().await?;
+        let mut present = self.routes().await?;
         let mut rejected = Vec::new();
         for (&address, route) in wanted {
             let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
@@ -212,7 +219,7 @@ impl HostVeth {
             }
             let source = self.netlink.source_address(address, route.link).await;
             let mtu = (route.mtu < self.node.mtu).then_some(route.mtu);
-            if there.remove(&address).is_some_and(|(_, has)| has == Details { source, mtu }) {
+            if present.remove(&address).is_some_and(|(_, has)| has == Details { source, mtu }) {
                 continue;
             }
             let message = self.route(address, source, mtu);
@@ -224,10 +231,11 @@ impl HostVeth {
                 ));
             }
         }
-        for (address, (message, _)) in there {
-            let gone = self.netlink.handle.route().del(message).execute().await;
-            let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
-            if let Err(error) = gone.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
+        for (address, (message, _)) in present {
+            let deleted = self.netlink.handle.route().del(message).execute().await;
+            let deleted =
+                deleted.map_err(|error| NetlinkError::new(format!("cannot delete the route to {address}"), error));
+            if let Err(error) = deleted.or_else(|error| if error.is_gone() { Ok(()) } else { Err(error) }) {
                 rejected.push((address, error));
             }
         }
@@ -446,23 +454,23 @@ pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Re
 
 /// Removes the host veth of an earlier daemon, its rules and what else it changed. Returns whether there was anything.
 pub(super) async fn clear_host_veth(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
-    let mut there = false;
+    let mut present = false;
     for name in [config.node.as_str(), config.workers.as_str()] {
         if let Some(link) = netlink.link(name).await? {
-            if !link.veth || link.alias.as_deref() != Some(ALIAS) {
+            if !is_our_end(&link) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
             }
-            there = true;
+            present = true;
         }
     }
     if has_rules(netlink).await {
-        there = true;
+        present = true;
         for link in netlink.network_state().await?.links.values().filter(|link| link.veth) {
             restore_answering_arp(&link.name);
         }
     }
     clear(netlink, config).await?;
-    Ok(there)
+    Ok(present)
 }
 
 /// Deletes our rules and the pair of these names, and the routes with the pair.
@@ -470,16 +478,16 @@ async fn clear(netlink: &Netlink, config: &config::HostVeth) -> Result<(), HostV
     let mut first_error = None;
     for version in [IpVersion::V4, IpVersion::V6] {
         for rule in our_rules(netlink, version).await {
-            let gone = netlink.handle.rule().del(rule).execute().await;
-            let gone = gone.map_err(|error| NetlinkError::new("cannot delete a rule", error));
-            first_error = first_error.or(gone.err().filter(|error| !error.is_gone()));
+            let deleted = netlink.handle.rule().del(rule).execute().await;
+            let deleted = deleted.map_err(|error| NetlinkError::new("cannot delete a rule", error));
+            first_error = first_error.or(deleted.err().filter(|error| !error.is_gone()));
         }
     }
     for name in [config.node.as_str(), config.workers.as_str()] {
         let Some(link) = netlink.link(name).await? else { continue };
-        let gone = netlink.handle.link().del(link.index).execute().await;
-        let gone = gone.map_err(|error| NetlinkError::new(format!("cannot delete {name}"), error));
-        first_error = first_error.or(gone.err().filter(|error| !error.is_gone()));
+        let deleted = netlink.handle.link().del(link.index).execute().await;
+        let deleted = deleted.map_err(|error| NetlinkError::new(format!("cannot delete {name}"), error));
+        first_error = first_error.or(deleted.err().filter(|error| !error.is_gone()));
     }
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }

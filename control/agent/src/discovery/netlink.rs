@@ -124,7 +124,7 @@ impl Netlink {
         let all = self.all_routes().await?;
         let mut routes: Vec<HostRoute> = all.iter().filter_map(host_route).collect();
         routes.sort_unstable();
-        let taken = all.iter().filter_map(taken).collect();
+        let local_prefixes = all.iter().filter_map(local_prefix).collect();
         let routed: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
         let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
         let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
@@ -148,7 +148,7 @@ impl Netlink {
             bridged = bridge_ports_of_neighbours(&neighbours, &links);
         }
         let (addresses, networks) = self.addresses(&bridges).await?;
-        Ok(NetworkState { links, routes, bridged, networks, addresses, taken, tunnel_ports })
+        Ok(NetworkState { links, routes, bridged, networks, addresses, local_prefixes, tunnel_ports })
     }
 
     /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
@@ -373,7 +373,7 @@ pub(super) fn ip(address: &RouteAddress) -> Option<IpAddr> {
 }
 
 /// The prefix that a route makes local to the node, unless pods cannot send there.
-fn taken(message: &RouteMessage) -> Option<IpNet> {
+fn local_prefix(message: &RouteMessage) -> Option<IpNet> {
     if !matches!(message.header.kind, RouteType::Local | RouteType::Broadcast | RouteType::Anycast) {
         return None;
     }
@@ -423,11 +423,11 @@ fn tunnel_ports(message: &LinkMessage) -> Vec<u16> {
 /// A unicast route of the main table to one address that is directly behind a link.
 fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     let header = &message.header;
-    let whole = match header.address_family {
+    let host_prefix = match header.address_family {
         AddressFamily::Inet => 32,
         _ => 128,
     };
-    if header.destination_prefix_length != whole
+    if header.destination_prefix_length != host_prefix
         || header.kind != RouteType::Unicast
         // The kernel's own routes belong to the interface's own addresses.
         || header.protocol == RouteProtocol::Kernel

@@ -20,7 +20,7 @@ pub struct NetworkState {
     /// The node's own addresses that a pod can reach, without loopback and link-local ones.
     pub addresses: Vec<IpAddr>,
     /// All prefixes that the node accepts as its own: its addresses, and its local, broadcast and anycast routes.
-    pub taken: BTreeSet<IpNet>,
+    pub local_prefixes: BTreeSet<IpNet>,
     /// UDP ports of the node's tunnel interfaces.
     pub tunnel_ports: BTreeSet<u16>,
 }

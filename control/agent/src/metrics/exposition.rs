@@ -16,8 +16,8 @@ pub(super) enum FamilyType {
     Histogram,
 }
 
-/// Labels with their values.
-pub(super) type Labels<'a> = [(&'a str, &'a str)];
+/// LabelPairs with their values.
+pub(super) type LabelPairs<'a> = [(&'a str, &'a str)];
 
 /// How often values fell into each bucket.
 pub(super) struct Buckets {
@@ -31,7 +31,7 @@ pub(super) struct Buckets {
 pub(super) struct Exposition<'a>(DescriptorEncoder<'a>);
 
 /// Writes the members of one family.
-pub(super) struct Members<'a>(MetricEncoder<'a>);
+pub(super) struct FamilyWriter<'a>(MetricEncoder<'a>);
 
 impl<'a> Exposition<'a> {
     pub(super) fn new(encoder: DescriptorEncoder<'a>) -> Self {
@@ -44,14 +44,14 @@ impl<'a> Exposition<'a> {
         kind: FamilyType,
         name: &str,
         help: &str,
-        write: impl FnOnce(&mut Members<'_>) -> fmt::Result,
+        write: impl FnOnce(&mut FamilyWriter<'_>) -> fmt::Result,
     ) -> fmt::Result {
         let kind = match kind {
             FamilyType::Counter => MetricType::Counter,
             FamilyType::Gauge => MetricType::Gauge,
             FamilyType::Histogram => MetricType::Histogram,
         };
-        write(&mut Members(self.0.encode_descriptor(name, help, None, kind)?))
+        write(&mut FamilyWriter(self.0.encode_descriptor(name, help, None, kind)?))
     }
 
     /// Writes a gauge without labels.
@@ -67,9 +67,9 @@ impl<'a> Exposition<'a> {
     }
 }
 
-impl Members<'_> {
+impl FamilyWriter<'_> {
     /// A counter.
-    pub(super) fn count(&mut self, labels: &Labels<'_>, count: u64) -> fmt::Result {
+    pub(super) fn count(&mut self, labels: &LabelPairs<'_>, count: u64) -> fmt::Result {
         match labels {
             [] => self.0.encode_counter::<NoLabelSet, _, f64>(&count, None),
             _ => self.0.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None),
@@ -77,12 +77,12 @@ impl Members<'_> {
     }
 
     /// A counter of seconds.
-    pub(super) fn count_seconds(&mut self, labels: &Labels<'_>, seconds: f64) -> fmt::Result {
+    pub(super) fn count_seconds(&mut self, labels: &LabelPairs<'_>, seconds: f64) -> fmt::Result {
         self.0.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&seconds, None)
     }
 
     /// A gauge.
-    pub(super) fn value(&mut self, labels: &Labels<'_>, value: f64) -> fmt::Result {
+    pub(super) fn value(&mut self, labels: &LabelPairs<'_>, value: f64) -> fmt::Result {
         match labels {
             [] => self.0.encode_gauge(&value),
             _ => self.0.encode_family(&labels)?.encode_gauge(&value),
@@ -90,7 +90,7 @@ impl Members<'_> {
     }
 
     /// A histogram. Adds an infinite bucket if the last bound is finite.
-    pub(super) fn histogram(&mut self, labels: &Labels<'_>, values: &Buckets) -> fmt::Result {
+    pub(super) fn histogram(&mut self, labels: &LabelPairs<'_>, values: &Buckets) -> fmt::Result {
         let count = values.buckets.iter().map(|(_, count)| count).sum();
         let mut buckets = values.buckets.clone();
         if buckets.last().is_none_or(|(limit, _)| limit.is_finite()) {

@@ -10,7 +10,7 @@ use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
 };
-use penstock_sources::{Kind as ObjectKind, KindHealth};
+use penstock_sources::{KindHealth, ObjectKind};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
@@ -18,7 +18,7 @@ use super::exposition::{Exposition, FamilyType};
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::scans::StateCounts;
-use crate::view::{self, DaemonView, LiveCounters};
+use crate::view::{DaemonView, LiveCounters};
 
 /// The values of one scrape, except those of [`StepTimes`].
 #[derive(Debug)]
@@ -73,14 +73,11 @@ impl Scrape {
     pub(crate) fn new(view: &DaemonView<'_>, counters: LiveCounters) -> Self {
         let table = view.dataplane.connections();
         let LiveCounters { sample, depths, ports } = counters;
-        let named = ports.into_iter().map(|counted| {
-            let (namespace, pod) = counted.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
-            let xdp = counted.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+        let named = ports.into_iter().map(|port| {
+            let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
+            let xdp = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
             let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (
-                counted.id.0,
-                PortLabels { role: counted.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp },
-            )
+            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -143,9 +140,9 @@ impl Scrape {
             "Packets that came in by a port and were dropped, by drop reason",
             |add| {
                 self.each_port(|labels, port| {
-                    port.traffic
-                        .drops()
-                        .try_for_each(|(cause, count)| add.count(&[labels, &[("cause", cause.name())]].concat(), count))
+                    port.traffic.drops().try_for_each(|(reason, count)| {
+                        add.count(&[labels, &[("reason", reason.name())]].concat(), count)
+                    })
                 })
             },
         )?;
@@ -222,8 +219,8 @@ impl Scrape {
             "penstock_drops",
             "Packets dropped by workers, by drop reason; closed ports included",
             |add| {
-                let causes = penstock_dataplane::DropReason::ALL.iter();
-                causes.copied().try_for_each(|cause| add.count(&[("cause", cause.name())], total.dropped(cause)))
+                let mut reasons = penstock_dataplane::DropReason::ALL.iter().copied();
+                reasons.try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
             },
         )?;
         to.family(
@@ -305,7 +302,7 @@ impl Scrape {
         })?;
         to.family(
             FamilyType::Histogram,
-            "penstock_worker_turn_seconds",
+            "penstock_worker_poll_iteration_seconds",
             "Duration of a worker's poll iterations with packets",
             |add| {
                 workers().try_for_each(|(n, worker)| {
@@ -345,10 +342,15 @@ impl Scrape {
             "resource",
             &gauge(|health| f64::from(u8::from(health.connected))),
         )?;
-        to.gauges("penstock_source_objects", "Objects of a kind", "resource", &gauge(|health| health.objects as f64))?;
+        to.gauges(
+            "penstock_source_objects",
+            "NodeObjects of a kind",
+            "resource",
+            &gauge(|health| health.objects as f64),
+        )?;
         to.gauges(
             "penstock_source_invalid_objects",
-            "Objects among them that are not understood",
+            "NodeObjects among them that are not understood",
             "resource",
             &gauge(|health| health.invalid as f64),
         )?;

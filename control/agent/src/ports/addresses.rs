@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use super::open::mtu;
-use super::{ETHERNET_HEADER, Ports};
+use super::{ETHERNET_HEADER, OpenPorts};
 use crate::discovery::{PodPort, PodRoute};
 
 /// What the programs know of a local pod's address.
@@ -16,9 +16,9 @@ pub(super) struct Announced {
     enters_by: Option<u32>,
 }
 
-impl Ports {
+impl OpenPorts {
     /// Tells the programs which addresses are local pods', and the longest packet that uplinks may hand over for each:
-    /// zero for pods that are not served. Call it before a snapshot with them is published, and [`Ports::retract`]
+    /// zero for pods that are not served. Call it before a snapshot with them is published, and [`OpenPorts::retract`]
     /// after it, so that nobody else can use a pod's address in between.
     pub(crate) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
         let of = |route: PodRoute| Announced {

@@ -11,14 +11,14 @@ use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
 };
 
-use super::Ports;
+use super::OpenPorts;
 use super::programs::{InterfacePrograms, OpenPair, Programs};
 use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, WorkerVeth, keep_answering_arp};
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum OpenError {
+pub(crate) enum OpenPortError {
     #[error(transparent)]
     Port(#[from] PortError),
     #[error(transparent)]
@@ -29,7 +29,7 @@ pub(crate) enum OpenError {
     Map(#[from] TcxMapError),
 }
 
-/// An attached interface. Dropping it detaches the programs; [`Ports`] closes the port.
+/// An attached interface. Dropping it detaches the programs; [`OpenPorts`] closes the port.
 pub(super) struct AttachedPort {
     pub(super) id: PortId,
     pub(super) programs: InterfacePrograms,
@@ -45,14 +45,14 @@ pub(super) struct PodAttachment {
     pub(super) served: bool,
 }
 
-impl Ports {
+impl OpenPorts {
     pub(super) fn open_pod(
         &mut self,
         dataplane: &Dataplane,
         link: &Link,
         options: AttachOptions,
         port: PodPort,
-    ) -> Result<PodAttachment, OpenError> {
+    ) -> Result<PodAttachment, OpenPortError> {
         let open = match self.programs {
             Programs::Xdp(_) => {
                 let open = self.open(dataplane, link, options, forwarding_port(&port, None))?;
@@ -78,7 +78,7 @@ impl Ports {
         link: &Link,
         options: AttachOptions,
         port: &PodPort,
-    ) -> Result<AttachedPort, OpenError> {
+    ) -> Result<AttachedPort, OpenPortError> {
         let programs = self.attach(link, options)?;
         let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new(link.name.as_str()) };
         match dataplane.open_port(&request) {
@@ -99,7 +99,7 @@ impl Ports {
         dataplane: &Dataplane,
         worker: usize,
         pair: &WorkerVeth,
-    ) -> Result<OpenPair, OpenError> {
+    ) -> Result<OpenPair, OpenPortError> {
         let Programs::Tcx { tcx, xdp } = &self.programs else { unreachable!("only tcx has pairs") };
         let request = PortRequest { path: PortPath::PairOf(worker), ..PortRequest::new(pair.worker.name.as_str()) };
         let id = dataplane.open_port(&request)?;
@@ -112,7 +112,7 @@ impl Ports {
     }
 
     /// The node's stack as a port, through the workers' pairs.
-    pub(super) fn open_node_by_pairs(&self, dataplane: &Dataplane, near: &Link) -> Result<AttachedPort, OpenError> {
+    pub(super) fn open_node_by_pairs(&self, dataplane: &Dataplane, near: &Link) -> Result<AttachedPort, OpenPortError> {
         let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         let (own_mac, peer_mac) = PortRequest::macs(None);
@@ -127,8 +127,8 @@ impl Ports {
         link: &Link,
         options: AttachOptions,
         port: Port,
-    ) -> Result<AttachedPort, OpenError> {
-        let request = PortRequest { patience: self.patience, ..PortRequest::new(link.name.as_str()) };
+    ) -> Result<AttachedPort, OpenPortError> {
+        let request = PortRequest { patience: self.busy_limit, ..PortRequest::new(link.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         if let Some(error) = dataplane.gso_refused(id) {
             tracing::warn!(
@@ -137,14 +137,14 @@ impl Ports {
                 "TCP segments are sent one by one, which makes bulk TCP slower: allow packet sockets (AF_PACKET), or set workers.gso = false"
             );
         }
-        let attached = self.attach(link, options).map_err(OpenError::from).and_then(|attached| {
+        let attached = self.attach(link, options).map_err(OpenPortError::from).and_then(|attached| {
             let given = match &attached {
                 InterfacePrograms::Xdp(attached) => dataplane.with_sockets(id, |sockets| {
                     sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
                 }),
                 InterfacePrograms::Tcx { .. } | InterfacePrograms::Pairs(_) => Ok(Ok(())),
             };
-            match given.map_err(OpenError::from).and_then(|given| Ok(given?)) {
+            match given.map_err(OpenPortError::from).and_then(|given| Ok(given?)) {
                 Ok(()) => Ok(attached),
                 Err(error) => {
                     // A closed interface stays closed.

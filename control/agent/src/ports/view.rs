@@ -4,11 +4,11 @@ use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::XdpOutcomeCounts;
 
-use super::Ports;
+use super::OpenPorts;
 use super::open::{AttachedPort, PodAttachment};
 use super::programs::AttachMode;
 use crate::discovery::PodPort;
-use crate::port_layout::{OpenPort, PortLayout, ServedPod};
+use crate::port_layout::{LayoutPort, PortLayout, ServedPod};
 
 /// What is behind a port, for those who look.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,7 +42,7 @@ impl From<PortKind> for PortRole {
 }
 
 /// A port with the counters of its program.
-pub(crate) struct PortCounters {
+pub(crate) struct PortXdpCounters {
     pub(crate) id: PortId,
     pub(crate) role: PortRole,
     pub(crate) pod: Option<ObjectKey>,
@@ -50,10 +50,10 @@ pub(crate) struct PortCounters {
     pub(crate) outcomes: Option<XdpOutcomeCounts>,
 }
 
-impl Ports {
+impl OpenPorts {
     /// The ports as a snapshot needs them.
     pub(crate) fn layout(&self) -> PortLayout {
-        let placed = |open: &AttachedPort, pod: Option<ServedPod>| OpenPort {
+        let placed = |open: &AttachedPort, pod: Option<ServedPod>| LayoutPort {
             id: open.id,
             interface: open.programs.interface().name.clone(),
             port: open.port.clone(),
@@ -87,7 +87,7 @@ impl Ports {
 
     /// Interfaces that are closed because their pod is not known, with their counters.
     pub(crate) fn closed_interfaces(&self) -> Vec<(String, XdpOutcomeCounts)> {
-        self.closed_interfaces.counted()
+        self.closed_interfaces.counters()
     }
 
     /// How many pods are served.
@@ -96,24 +96,24 @@ impl Ports {
     }
 
     /// Every port with its counters.
-    pub(crate) fn counted(&self) -> Vec<PortCounters> {
+    pub(crate) fn xdp_counters(&self) -> Vec<PortXdpCounters> {
         let pod_of = |attachment: &PodAttachment| attachment.served.then(|| attachment.last.pod.clone());
         let pods = self.pods.values().map(|attachment| (&attachment.open, pod_of(attachment)));
         let all = self.permanent.iter().map(|open| (open, None)).chain(pods);
-        let counted = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortCounters {
+        let counters = |(open, pod): (&AttachedPort, Option<ObjectKey>)| PortXdpCounters {
             id: open.id,
             role: open.port.kind.into(),
             pod,
             mode: open.programs.mode(),
             outcomes: open.programs.outcomes(),
         };
-        let pairs = self.pairs.iter().map(|pair| PortCounters {
+        let pairs = self.pairs.iter().map(|pair| PortXdpCounters {
             id: pair.id,
             role: PortRole::Pair,
             pod: None,
             mode: AttachMode::Xdp(pair.far.mode().clone()),
             outcomes: pair.far.outcomes().ok(),
         });
-        all.map(counted).chain(pairs).collect()
+        all.map(counters).chain(pairs).collect()
     }
 }

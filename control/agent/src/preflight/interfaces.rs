@@ -3,30 +3,30 @@
 use penstock_dataplane::io::Offloads;
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
-use super::Finding;
+use super::PreflightFinding;
 use crate::config::XdpMode;
 use crate::discovery::{Link, PodPort, Sysctl};
 
 /// A pod's interface that can be served.
-pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<Finding> {
+pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<PreflightFinding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let settings = match Offloads::read(&port.name) {
         Ok(offloads) => format!("{own}; {}", describe(&offloads)),
         Err(_) => format!("{own}; cannot read its offloads"),
     };
-    let mut findings = vec![Finding::ok(settings)];
+    let mut findings = vec![PreflightFinding::ok(settings)];
     findings.extend((mode == XdpMode::Native).then(|| mtu_too_large_for_native(port)).flatten());
     findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
     // A warning only: other pods are served, and this one is tried again.
-    findings.extend(program(&port.name, port.link).map(Finding::warning));
+    findings.extend(program(&port.name, port.link).map(PreflightFinding::warning));
     findings
 }
 
 /// An uplink that exists, is up and fits.
-pub(super) fn uplink(link: &Link) -> Vec<Finding> {
-    let mut findings: Vec<Finding> =
+pub(super) fn uplink(link: &Link) -> Vec<PreflightFinding> {
+    let mut findings: Vec<PreflightFinding> =
         Offloads::read(&link.name).ok().and_then(|set| merging(&link.name, &set)).into_iter().collect();
-    findings.extend(program(&link.name, link.index).map(Finding::error));
+    findings.extend(program(&link.name, link.index).map(PreflightFinding::error));
     findings
 }
 
@@ -51,9 +51,9 @@ fn describe(offloads: &Offloads) -> String {
 }
 
 /// In generic mode the pod's stack hands over GSO packets before segmentation.
-fn mtu_too_large_for_native(port: &PodPort) -> Option<Finding> {
+fn mtu_too_large_for_native(port: &PodPort) -> Option<PreflightFinding> {
     (port.mtu > LARGEST_NATIVE_MTU).then(|| {
-        Finding::warning(format!(
+        PreflightFinding::warning(format!(
             "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host veth's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
             port.pod, port.mtu, port.name
         ))
@@ -61,22 +61,22 @@ fn mtu_too_large_for_native(port: &PodPort) -> Option<Finding> {
 }
 
 /// Under strict rp_filter the kernel would not answer the pod's ARP, since the route to the pod is the workers'.
-fn filter(name: &str, strict: [bool; 2]) -> Option<Finding> {
+fn filter(name: &str, strict: [bool; 2]) -> Option<PreflightFinding> {
     let which = match strict {
         [true, _] => "all",
         [false, true] => name,
         [false, false] => return None,
     };
-    Some(Finding::ok(format!(
+    Some(PreflightFinding::ok(format!(
         "net/ipv4/conf/{which}/rp_filter = 1: set to 2 on {name} while its pod is served, and restored at the end"
     )))
 }
 
 /// Packets that GRO or LRO merged before the generic path may be longer than a frame.
-fn merging(name: &str, offloads: &Offloads) -> Option<Finding> {
+fn merging(name: &str, offloads: &Offloads) -> Option<PreflightFinding> {
     let merges = [("lro", offloads.lro), ("gro", offloads.gro)].into_iter().find(|(_, on)| *on == Some(true));
     merges.map(|(feature, _)| {
-        Finding::warning(format!(
+        PreflightFinding::warning(format!(
             "uplinks: {feature} of {name} is on: if its driver has no XDP of its own, merged packets longer than a frame take the slower kernel path; switch it off (ethtool -K {name} {feature} off)"
         ))
     })

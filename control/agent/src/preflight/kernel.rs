@@ -4,19 +4,18 @@ use std::path::Path;
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+use penstock_xdp_redirect::MINIMUM_KERNEL;
 
-use super::{Finding, effective_capabilities};
+use super::{PreflightFinding, effective_capabilities};
 use crate::config::{Config, FailMode, OnExit, XdpMode};
 
-/// The first kernel whose AF_XDP sockets share a UMEM between interfaces.
-const LEAST: (u32, u32) = (5, 10);
 /// The first kernel that can send more than 32 packets per wake-up (`XDP_MAX_TX_SKB_BUDGET`).
 const BUDGET: (u32, u32) = (6, 17);
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
 const IPC_LOCK: u32 = 14;
 
 /// All kernel checks; without privileges the version only, since the others would fail for that alone.
-pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
+pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding> {
     let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
     let mut findings = vec![version(&release.unwrap_or_default())];
     if !permitted {
@@ -35,26 +34,29 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<Finding> {
     findings
 }
 
-fn version(release: &str) -> Finding {
+fn version(release: &str) -> PreflightFinding {
+    let (least_major, least_minor) = MINIMUM_KERNEL;
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
     match (numbers.next().flatten(), numbers.next().flatten()) {
-        (Some(major), Some(minor)) if (major, minor) < LEAST => Finding::error(format!(
-            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use 5.10 or later"
+        (Some(major), Some(minor)) if (major, minor) < MINIMUM_KERNEL => PreflightFinding::error(format!(
+            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use {least_major}.{least_minor} or later"
         )),
-        (Some(major), Some(minor)) if (major, minor) < BUDGET => Finding::warning(format!(
+        (Some(major), Some(minor)) if (major, minor) < BUDGET => PreflightFinding::warning(format!(
             "kernel {release}: sends at most 32 packets per wake-up, which slows bulk traffic; 6.17 or later sends more"
         )),
-        (Some(_), Some(_)) => Finding::ok(format!("kernel {release}")),
-        _ => Finding::warning(format!("kernel {release:?}: unknown version; use 5.10 or later")),
+        (Some(_), Some(_)) => PreflightFinding::ok(format!("kernel {release}")),
+        _ => PreflightFinding::warning(format!(
+            "kernel {release:?}: unknown version; use {least_major}.{least_minor} or later"
+        )),
     }
 }
 
 /// Uplinks hand packets to the workers past the kernel, so the programs must recognize connections that the kernel
 /// translates.
-pub(super) fn translation(can_be_found: bool) -> Finding {
+pub(super) fn translation(can_be_found: bool) -> PreflightFinding {
     match can_be_found {
-        true => Finding::ok("uplinks: the kernel reports which connections it translates"),
-        false => Finding::error(
+        true => PreflightFinding::ok("uplinks: the kernel reports which connections it translates"),
+        false => PreflightFinding::error(
             "uplinks: the kernel does not report which connections it translates, and pods would get no answers from Services; use Linux 5.18 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), or remove uplinks",
         ),
     }
@@ -63,42 +65,42 @@ pub(super) fn translation(can_be_found: bool) -> Finding {
 /// On uplinks connection tracking sees only the pods' direction of a TCP connection that it does not translate, and
 /// calls its packets invalid. A rule that drops those would end the connection. kube-proxy has such a rule unless the
 /// kernel is set to be liberal (`KUBE-FORWARD` in pkg/proxy/iptables/proxier.go).
-pub(super) fn one_sided_tracking(liberal: Option<String>) -> Option<Finding> {
+pub(super) fn one_sided_tracking(liberal: Option<String>) -> Option<PreflightFinding> {
     (liberal?.trim() == "0").then(|| {
-        Finding::warning(
+        PreflightFinding::warning(
             "uplinks: connection tracking sees one direction of TCP only, and a rule that drops ct state invalid, such as kube-proxy's, would end connections; set net/netfilter/nf_conntrack_tcp_be_liberal to 1 (kube-proxy: conntrack.tcpBeLiberal), or remove uplinks",
         )
     })
 }
 
-fn mode(mode: XdpMode) -> Option<Finding> {
+fn mode(mode: XdpMode) -> Option<PreflightFinding> {
     (mode == XdpMode::Generic).then(|| {
-        Finding::warning(
+        PreflightFinding::warning(
             "xdp.mode = \"generic\": GSO packets of a pod's stack that are longer than a frame are lost, so that bulk TCP stalls; switch segmentation offload off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
         )
     })
 }
 
-fn bpffs(mounted: bool, may_mount: bool) -> Finding {
+fn bpffs(mounted: bool, may_mount: bool) -> PreflightFinding {
     match (mounted, may_mount) {
-        (true, _) => Finding::ok("/sys/fs/bpf: a BPF file system"),
-        (false, true) => Finding::ok("/sys/fs/bpf: no BPF file system yet; the start mounts it"),
-        (false, false) => Finding::error(
+        (true, _) => PreflightFinding::ok("/sys/fs/bpf: a BPF file system"),
+        (false, true) => PreflightFinding::ok("/sys/fs/bpf: no BPF file system yet; the start mounts it"),
+        (false, false) => PreflightFinding::error(
             "/sys/fs/bpf: no BPF file system, which fail.mode = \"closed\" needs; mount it (mount -t bpf bpf /sys/fs/bpf)",
         ),
     }
 }
 
 /// The UMEM counts against the limit of the process that registers it (`xdp_umem_account_pages` in net/xdp/xdp_umem.c).
-fn memlock(frames: u64, limit: Option<u64>) -> Finding {
+fn memlock(frames: u64, limit: Option<u64>) -> PreflightFinding {
     match limit {
-        Some(limit) if limit < frames => Finding::error(format!(
+        Some(limit) if limit < frames => PreflightFinding::error(format!(
             "RLIMIT_MEMLOCK: {} MiB, but umem needs {} MiB; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity), or grant CAP_IPC_LOCK",
             limit >> 20,
             frames >> 20
         )),
-        Some(limit) => Finding::ok(format!("RLIMIT_MEMLOCK: {} MiB", limit >> 20)),
-        None => Finding::ok("RLIMIT_MEMLOCK: not limited"),
+        Some(limit) => PreflightFinding::ok(format!("RLIMIT_MEMLOCK: {} MiB", limit >> 20)),
+        None => PreflightFinding::ok("RLIMIT_MEMLOCK: not limited"),
     }
 }
 

@@ -1,5 +1,5 @@
-//! A node and its pods in network namespaces of their own, as the `ptp` CNI plugin sets them up. All of it is deleted
-//! when the test ends, also when it fails.
+//! A node and its pods in their own network namespaces, as the `ptp` CNI plugin sets them up. All is deleted when the
+//! test ends, also when it fails.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};

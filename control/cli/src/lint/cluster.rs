@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use penstock_policy::model::{Labels, Namespace, Object, Pod, Selector};
-use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, Step};
+use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, PathElement};
 use penstock_sources::manifest::Manifests;
 
 use super::{Finding, FindingKind};
@@ -59,7 +59,9 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
     for document in &manifests.documents {
         for field in &document.unknown_fields {
             let message = match document.object {
-                Object::NetworkPolicy(_) if field.steps().first() == Some(&Step::Field("spec".to_owned())) => {
+                Object::NetworkPolicy(_)
+                    if field.elements().first() == Some(&PathElement::Field("spec".to_owned())) =>
+                {
                     "is not a field that this version knows: every other command rejects the policy"
                 }
                 _ => "is not a field that this version knows",
@@ -69,7 +71,8 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
     }
     undefined(manifests, findings);
     for document in &manifests.documents {
-        let annotation = ["metadata", "annotations", ISOLATION_ANNOTATION].map(|name| Step::Field(name.to_owned()));
+        let annotation =
+            ["metadata", "annotations", ISOLATION_ANNOTATION].map(|name| PathElement::Field(name.to_owned()));
         let annotation: FieldPath = annotation.into_iter().collect();
         match &document.object {
             Object::Namespace(_) if !v1beta1 && document.value(&annotation).is_some() => {
@@ -120,7 +123,7 @@ fn undefined(manifests: &Manifests, findings: &mut Vec<Finding>) {
         if let Some(node) = node.filter(|node| !nodes.contains(node) && told_nodes.insert(*node)) {
             let message =
                 format!("node {node} has no Node object: its addresses are not known, and its probes not allowed");
-            let field = ["spec", "nodeName"].map(|name| Step::Field(name.to_owned())).into_iter().collect();
+            let field = ["spec", "nodeName"].map(|name| PathElement::Field(name.to_owned())).into_iter().collect();
             findings.push(Finding::new(document, field, FindingKind::NoNode, message));
         }
     }

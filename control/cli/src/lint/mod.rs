@@ -14,12 +14,17 @@ use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
 use super::cluster::ManifestArgs;
 use super::{Failure, style};
 
-/// Find what is valid in manifests, and still cannot be meant
+/// Find what is valid in manifests, but probably a mistake
 ///
-/// Rules that can never match, policies that select nothing, port names that no pod has, blocks that their excepts
-/// cover, fields that this version does not know, and more: one line each, with file, line, object and field.
+/// Rules that never match, policies that select nothing, port names that no pod has, blocks that their excepts cover,
+/// fields that this version does not know, and more. Each is one line with file, line, object and field.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  checked; without --strict also if something is found
+  1  with --strict: something is found
+  2  bad input: manifests that cannot be read or are not valid
+
 Examples:
   penstock lint --manifests policies/
   penstock lint --strict --manifests cluster.yaml policies/")]

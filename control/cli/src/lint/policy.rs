@@ -1,8 +1,10 @@
 //! Findings about rules of a policy that have no effect.
 
 use penstock_policy::describe;
-use penstock_policy::model::{NetworkPolicy, Object, Peer, Peers, Pod, Port, PortMatch, Ports, Rule, Selector};
-use penstock_sources::convert::At;
+use penstock_policy::model::{
+    NetworkPolicy, Object, Peer, Peers, Pod, PolicyPort, PolicyPorts, PortMatch, Rule, Selector,
+};
+use penstock_sources::convert::FieldPathRef;
 use penstock_sources::manifest::Document;
 use serde_json::Value;
 
@@ -21,7 +23,7 @@ struct DirectionCheck<'a> {
 
 pub(super) fn check(document: &Document, world: &LintObjects, findings: &mut Vec<Finding>) {
     let Object::NetworkPolicy(policy) = &document.object else { return };
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     let spec = at.field("spec");
     let selector_at = spec.field("podSelector");
     let namespace = &policy.key.namespace;
@@ -54,19 +56,19 @@ fn capital(direction: &str) -> &'static str {
     if direction == "ingress" { "Ingress" } else { "Egress" }
 }
 
-fn is_filled(document: &Document, at: &At<'_>) -> bool {
+fn is_filled(document: &Document, at: &FieldPathRef<'_>) -> bool {
     matches!(document.value(&at.path()), Some(Value::Array(items)) if !items.is_empty())
 }
 
 impl DirectionCheck<'_> {
-    fn rule(&self, rule: &Rule, at: &At<'_>, findings: &mut Vec<Finding>) {
-        let mut report = |at: &At<'_>, kind, message: String| {
+    fn rule(&self, rule: &Rule, at: &FieldPathRef<'_>, findings: &mut Vec<Finding>) {
+        let mut report = |at: &FieldPathRef<'_>, kind, message: String| {
             findings.push(Finding::new(self.document, at.path(), kind, message));
         };
         let (peers_at, ports_at) = (at.field(self.peers), at.field("ports"));
         for (list_at, every, none) in [
             (&peers_at, rule.peers == Peers::Every, rule.peers == Peers::AnyOf(Vec::new())),
-            (&ports_at, rule.ports == Ports::Every, rule.ports == Ports::AnyOf(Vec::new())),
+            (&ports_at, rule.ports == PolicyPorts::Every, rule.ports == PolicyPorts::AnyOf(Vec::new())),
         ] {
             let is_empty =
                 matches!(self.document.value(&list_at.path()), Some(Value::Array(items)) if items.is_empty());
@@ -92,7 +94,7 @@ impl DirectionCheck<'_> {
                 report(at, FindingKind::NeverMatches, "can never match: none of its peers can match".to_owned());
             }
         }
-        if let Ports::AnyOf(ports) = &rule.ports {
+        if let PolicyPorts::AnyOf(ports) = &rule.ports {
             for (i, port) in ports.iter().enumerate() {
                 if let PortMatch::Name(name) = &port.which {
                     self.port_name(name, port, rule, &ports_at.index(i), &mut report);
@@ -106,8 +108,8 @@ impl DirectionCheck<'_> {
         peer: &Peer,
         place: usize,
         peers: &[Peer],
-        at: &At<'_>,
-        report: &mut dyn FnMut(&At<'_>, FindingKind, String),
+        at: &FieldPathRef<'_>,
+        report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String),
     ) {
         let (pods_at, namespaces_at, block_at) =
             (at.field("podSelector"), at.field("namespaceSelector"), at.field("ipBlock"));
@@ -145,8 +147,8 @@ impl DirectionCheck<'_> {
     }
 
     /// A block whose address is not the first of it may mean one host, or another prefix.
-    fn host_bits(&self, block_at: &At<'_>, report: &mut dyn FnMut(&At<'_>, FindingKind, String)) {
-        let mut look = |at: &At<'_>| {
+    fn host_bits(&self, block_at: &FieldPathRef<'_>, report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String)) {
+        let mut look = |at: &FieldPathRef<'_>| {
             let Some(Value::String(text)) = self.document.value(&at.path()) else { return };
             let Ok(net) = text.parse::<ipnet::IpNet>() else { return };
             if net.addr() != net.network() {
@@ -169,10 +171,10 @@ impl DirectionCheck<'_> {
     fn port_name(
         &self,
         name: &str,
-        port: &Port,
+        port: &PolicyPort,
         rule: &Rule,
-        at: &At<'_>,
-        report: &mut dyn FnMut(&At<'_>, FindingKind, String),
+        at: &FieldPathRef<'_>,
+        report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String),
     ) {
         let servers: Vec<&Pod> = match (self.is_ingress, &rule.peers) {
             (true, _) => self.world.pods_in(&self.policy.key.namespace, &self.policy.pod_selector).collect(),

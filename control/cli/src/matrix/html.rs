@@ -98,6 +98,7 @@ fn reason(side: &DirectionExplanation) -> String {
     match (&side.verdict, &side.rule, &side.nearest) {
         (DirectionVerdict::Open, ..) => "open: no policy isolates the pod".to_owned(),
         (DirectionVerdict::NotLocal, ..) => "not a pod: no policy applies to it".to_owned(),
+        (DirectionVerdict::NotReady, ..) => "denied: the pod's policies are not known yet".to_owned(),
         (DirectionVerdict::Exempt, ..) => "always allowed: a pod with itself".to_owned(),
         (DirectionVerdict::Allowed(_), Some(rule), _) => format!("allowed by {rule}"),
         (DirectionVerdict::AllowedByPeer(_), Some(rule), _) => format!("allowed by {rule} of the other side"),

@@ -11,27 +11,33 @@ use std::path::PathBuf;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::Engine;
 use penstock_policy::flow::{self, FlowEndpoint, ProtocolPort};
-use penstock_policy::model::{ObjectKey, PortMatch, PortProtocol, Ports};
+use penstock_policy::model::{ObjectKey, PolicyPorts, PortMatch, PortProtocol};
 use penstock_policy::render::tables::PodScope;
 
 use super::Failure;
 use super::cluster::ManifestArgs;
 
-/// Show which pods reach which
+/// Show which pods reach which pods
 ///
-/// Without --port, all named ports of pods and all port numbers in policies are taken together.
+/// Without --port it combines every port that a pod names or a policy mentions: a cell shows whether all, some or none of
+/// them are allowed.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
+Exit codes:
+  0  shown
+  1  the output cannot be written
+  2  bad input: manifests, a port, or a file that cannot be written
+
 Examples:
   penstock matrix --manifests policies/ --port 8080/TCP
   penstock matrix --manifests policies/ --html matrix.html")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
-    /// PORT/PROTOCOL, the port by its number or its name, or a protocol without ports; may be given several times
+    /// PORT/PROTOCOL, the port by number or by name, or a protocol without ports; may be repeated
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: Vec<ProtocolPort>,
-    /// Write a page that needs nothing but itself, with the deciding rules and a filter by port, instead
+    /// Instead, write a self-contained HTML page with the deciding rules and a filter by port
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
 }
@@ -87,7 +93,7 @@ impl Matrix {
 }
 
 /// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
-/// policy can tell apart is who, and any port shows it.
+/// policy distinguishes is the pods, and any port shows that.
 fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
     let number = |protocol: PortProtocol, number| {
         ProtocolPort::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
@@ -97,7 +103,7 @@ fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
         state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
     for (policy, _) in state.policies() {
         for rule in policy.ingress.iter().chain(&policy.egress).flatten() {
-            let Ports::AnyOf(ports) = &rule.ports else { continue };
+            let PolicyPorts::AnyOf(ports) = &rule.ports else { continue };
             services.extend(ports.iter().filter_map(|port| match port.which {
                 PortMatch::Range { first, .. } => Some(number(port.protocol, first)),
                 PortMatch::Every | PortMatch::Name(_) => None,

@@ -181,7 +181,7 @@ fn policy_is_enforced_for_external_peers_with_and_without_an_uplink() {
             assert!(reaches_node(&world).iter().all(|&reached| reached), "what is for the node passes");
             let (status, _, said) = daemon.end(Signal::SIGTERM);
             assert_eq!(status.code(), Some(0), "{said}");
-            // Which way what was denied had come: by the uplink, or by the kernel and the host port.
+            // How the denied packets arrived: by the uplink, or by the kernel and the host veth.
             let denied = said.lines().find(|line| line.contains("ingress_denied")).unwrap();
             assert!(denied.contains(if keys.is_empty() { "(node)" } else { "(uplink)" }), "{said}");
             assert_restored(&before);

@@ -81,11 +81,11 @@ fn cleanup_removes_what_a_killed_daemon_left() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0));
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "taken away: 2 XDP programs, the host veth\n");
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "removed: 2 XDP programs, the host veth\n");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
         let again = output(files.command("cleanup"));
-        assert_eq!(String::from_utf8_lossy(&again.stdout), "taken away: 0 XDP programs, no host veth\n");
+        assert_eq!(String::from_utf8_lossy(&again.stdout), "removed: 0 XDP programs, no host veth\n");
     });
 }
 
@@ -115,7 +115,7 @@ fn with_fail_mode_open_the_kernel_forwards_once_the_daemon_is_killed() {
         let before = node_state();
         for _ in 0..2 {
             let daemon = Daemon::start(&files);
-            assert_eq!(reaches(&web, &db), [false; 2], "judged");
+            assert_eq!(reaches(&web, &db), [false; 2], "evaluated");
             assert_eq!(reaches_node(&web), [true; 4]);
             daemon.end(Signal::SIGKILL);
             // The process is gone. (While it goes, the kernel closes its sockets one by one.)

@@ -8,3 +8,4 @@ mod commands;
 mod links;
 mod names;
 mod pages;
+mod settings;

@@ -154,10 +154,24 @@ fn every_metric_that_a_page_names_exists() {
 }
 
 #[test]
+fn every_message_in_the_troubleshooting_table_exists() {
+    let (_, sources) = sources();
+    let page = pages::all().into_iter().find(|page| page.path == Path::new("docs/operate/troubleshooting.md")).unwrap();
+    let rows =
+        page.text.lines().skip_while(|line| !line.starts_with("| message |")).take_while(|line| !line.is_empty());
+    let messages = rows.filter_map(|row| row.strip_prefix("| `")?.split('`').next());
+    // Dots stand for what the message has in its place.
+    let pieces: Vec<&str> = messages.flat_map(|message| message.split('…')).map(str::trim).collect();
+    let missing: Vec<_> = pieces.iter().filter(|piece| !sources.contains(**piece)).collect();
+    assert!(missing.is_empty(), "there are no such messages: {missing:?}");
+    assert!(pieces.len() > 4, "only {pieces:?} found");
+}
+
+#[test]
 fn every_drop_reason_is_explained() {
     let page = pages::all().into_iter().find(|page| page.path == Path::new("docs/operate/troubleshooting.md")).unwrap();
     let explained: BTreeSet<String> = page.content().code.into_iter().map(|(_, code)| code).collect();
     let missing: Vec<&str> =
-        DropReason::ALL.iter().map(|cause| cause.name()).filter(|name| !explained.contains(*name)).collect();
+        DropReason::ALL.iter().map(|reason| reason.name()).filter(|name| !explained.contains(*name)).collect();
     assert!(missing.is_empty(), "docs/operate/troubleshooting.md does not explain {missing:?}");
 }

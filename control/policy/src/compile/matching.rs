@@ -6,8 +6,8 @@ use ipnet::IpNet;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::Direction;
 
-use crate::model::{Peer, Peers, Pod, Port, PortMatch, Ports};
-use crate::state::{AddressOwner, State};
+use crate::model::{Peer, Peers, Pod, PolicyPort, PolicyPorts, PortMatch};
+use crate::state::{ClusterState, PodOrNode};
 
 use super::provenance::{PeerKind, Provenance, RuleSource};
 
@@ -34,7 +34,7 @@ pub enum Mismatch {
 }
 
 /// Compares a rule with a flow.
-pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> RuleComparison {
+pub fn compare(state: &ClusterState, source: &RuleSource, flow: &Flow) -> RuleComparison {
     let rule = source.get();
     let peer_address = match source.direction {
         Direction::Egress => flow.dst,
@@ -50,7 +50,7 @@ pub fn compare(state: &State, source: &RuleSource, flow: &Flow) -> RuleCompariso
 }
 
 fn compare_peers(
-    state: &State,
+    state: &ClusterState,
     source: &RuleSource,
     peers: &Peers,
     address: IpAddr,
@@ -71,7 +71,7 @@ fn compare_peers(
     excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, PeerKind::from), 0, Some(Mismatch::Peer)))
 }
 
-fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
+fn is_peer(state: &ClusterState, namespace: &str, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
     let in_namespace = |pod: &Pod, selector: &crate::model::Selector| {
         state.namespace_labels(&pod.key.namespace).is_some_and(|labels| selector.matches(labels))
     };
@@ -86,13 +86,13 @@ fn is_peer(state: &State, namespace: &str, peer: &Peer, pod: Option<&Pod>, addre
     }
 }
 
-fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<Mismatch>) {
-    let Ports::AnyOf(ports) = ports else { return (0, None) };
+fn compare_ports(state: &ClusterState, ports: &PolicyPorts, flow: &Flow) -> (usize, Option<Mismatch>) {
+    let PolicyPorts::AnyOf(ports) = ports else { return (0, None) };
     let server = pod_at(state, flow.dst.into());
     if let Some(place) = ports.iter().position(|port| is_port(port, server, flow)) {
         return (place, None);
     }
-    let names = |port: &Port| match &port.which {
+    let names = |port: &PolicyPort| match &port.which {
         PortMatch::Name(name) if !has_name(server, name, port) => Some(name.clone()),
         _ => None,
     };
@@ -101,11 +101,11 @@ fn compare_ports(state: &State, ports: &Ports, flow: &Flow) -> (usize, Option<Mi
     lacking.unwrap_or((0, Some(Mismatch::Port)))
 }
 
-fn has_name(server: Option<&Pod>, name: &str, port: &Port) -> bool {
+fn has_name(server: Option<&Pod>, name: &str, port: &PolicyPort) -> bool {
     server.is_some_and(|pod| pod.ports.iter().any(|own| own.name == name && own.protocol == port.protocol))
 }
 
-fn is_port(port: &Port, server: Option<&Pod>, flow: &Flow) -> bool {
+fn is_port(port: &PolicyPort, server: Option<&Pod>, flow: &Flow) -> bool {
     let protocol: penstock_dataplane::policy::PortProtocol = port.protocol.into();
     let protocol: Protocol = protocol.number();
     protocol == flow.protocol
@@ -119,9 +119,9 @@ fn is_port(port: &Port, server: Option<&Pod>, flow: &Flow) -> bool {
         }
 }
 
-fn pod_at(state: &State, address: IpAddr) -> Option<&Pod> {
+fn pod_at(state: &ClusterState, address: IpAddr) -> Option<&Pod> {
     match state.owner(&address)? {
-        AddressOwner::Pod(pod) => state.pod(pod),
-        AddressOwner::Node(_) => None,
+        PodOrNode::Pod(pod) => state.pod(pod),
+        PodOrNode::Node(_) => None,
     }
 }

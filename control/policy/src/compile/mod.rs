@@ -12,9 +12,9 @@ use std::sync::Arc;
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
 use crate::model::{
-    IpBlock, NamedPort, NetworkPolicy, Peer, Peers, Port, PortMatch, PortProtocol, Ports, Rule, Selector,
+    IpBlock, NamedPort, NetworkPolicy, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Rule, Selector,
 };
-use crate::state::{Class, PodId, PolicyId, State};
+use crate::state::{ClusterState, PeerSet, PodId, PolicyId};
 
 pub use matching::{Mismatch, RuleComparison, compare};
 pub use provenance::{PeerKind, Provenance, RuleSource};
@@ -50,15 +50,15 @@ pub enum EffectivePeers {
     AnyOf {
         /// Whether every pod of every known namespace is a peer.
         every_pod: bool,
-        /// Pods in these classes.
-        classes: Vec<Class>,
+        /// Pods in these peer sets.
+        peer_sets: Vec<PeerSet>,
         /// Addresses in these blocks, whether pods have them or not.
         blocks: Vec<IpBlock>,
     },
 }
 
 /// The table key of one direction of a pod; `None` if no policy isolates it.
-pub fn table_key(state: &State, pod: PodId, direction: Direction) -> Option<TableKey> {
+pub fn table_key(state: &ClusterState, pod: PodId, direction: Direction) -> Option<TableKey> {
     let mut isolated = direction == Direction::Ingress && state.is_denied_by_default(pod);
     let (mut policies, mut ports) = (Vec::new(), Vec::new());
     for (number, revision) in state.policies_of(pod) {
@@ -89,8 +89,8 @@ pub fn rules_of(policy: &NetworkPolicy, direction: Direction) -> Option<&[Rule]>
 /// The port names in these rules.
 fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
     let ports = rules.iter().flat_map(|rule| match &rule.ports {
-        Ports::Every => &[],
-        Ports::AnyOf(ports) => ports.as_slice(),
+        PolicyPorts::Every => &[],
+        PolicyPorts::AnyOf(ports) => ports.as_slice(),
     });
     ports.filter_map(|port| match &port.which {
         PortMatch::Name(name) => Some((name.as_str(), port.protocol)),
@@ -99,7 +99,7 @@ fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
 }
 
 /// The port names that the rules of a key resolve on peers. When pods' numbers for them change, the rules change.
-pub fn names_on_peers(state: &State, key: &TableKey) -> Vec<(String, PortProtocol)> {
+pub fn names_on_peers(state: &ClusterState, key: &TableKey) -> Vec<(String, PortProtocol)> {
     if key.direction == Direction::Ingress {
         return Vec::new();
     }
@@ -113,7 +113,7 @@ pub fn names_on_peers(state: &State, key: &TableKey) -> Vec<(String, PortProtoco
 
 /// The effective rules of a key, in the order of its policies and their rules. Leaves out a rule that can match nothing:
 /// an empty list under v1beta1, a name that no pod has.
-pub fn rules(state: &State, key: &TableKey) -> Vec<EffectiveRule> {
+pub fn rules(state: &ClusterState, key: &TableKey) -> Vec<EffectiveRule> {
     let mut effective = Vec::new();
     for (number, _) in &key.policies {
         let policy = state.policy(*number).expect("a key lists only policies the state has");
@@ -125,12 +125,12 @@ pub fn rules(state: &State, key: &TableKey) -> Vec<EffectiveRule> {
     effective
 }
 
-fn one_rule(state: &State, key: &TableKey, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
+fn one_rule(state: &ClusterState, key: &TableKey, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
     let namespace = &source.policy.key.namespace;
     let Some(peers) = peers(namespace, &rule.peers) else { return };
     let ports = match &rule.ports {
-        Ports::Every => PortSpec::Every,
-        Ports::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(key, port)).collect()),
+        PolicyPorts::Every => PortSpec::Every,
+        PolicyPorts::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(key, port)).collect()),
     };
     if ports != PortSpec::AnyOf(Vec::new()) {
         into.push(EffectiveRule { source: source.clone(), peers, ports });
@@ -152,35 +152,35 @@ fn one_rule(state: &State, key: &TableKey, source: &RuleSource, rule: &Rule, int
 /// where the peer is a block or every address.
 fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &Peers) -> EffectiveRule {
     let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
-    let classes = match peers {
-        Peers::Every => vec![Class::Port(port)],
+    let peer_sets = match peers {
+        Peers::Every => vec![PeerSet::Port(port)],
         Peers::AnyOf(peers) => {
             let with_port = |peer: &Peer| match peer {
-                Peer::IpBlock(block) => Some(Class::Block { block: block.clone(), port: port.clone() }),
-                pods => class(namespace, pods, Some(port.clone())),
+                Peer::IpBlock(block) => Some(PeerSet::Block { block: block.clone(), port: port.clone() }),
+                pods => peer_set(namespace, pods, Some(port.clone())),
             };
             peers.iter().filter_map(with_port).collect()
         }
     };
-    let peers = EffectivePeers::AnyOf { every_pod: false, classes, blocks: Vec::new() };
+    let peers = EffectivePeers::AnyOf { every_pod: false, peer_sets, blocks: Vec::new() };
     EffectiveRule { source: source.clone(), peers, ports }
 }
 
-/// The peers of a rule as classes and blocks; `None` if the list is empty.
+/// The peers of a rule as peer sets and blocks; `None` if the list is empty.
 fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
     let Peers::AnyOf(peers) = peers else { return Some(EffectivePeers::Every) };
     if peers.is_empty() {
         return None;
     }
-    let (mut every_pod, mut classes, mut blocks) = (false, Vec::new(), Vec::new());
+    let (mut every_pod, mut peer_sets, mut blocks) = (false, Vec::new(), Vec::new());
     for peer in peers {
         match peer {
             Peer::IpBlock(block) => blocks.push(block.clone()),
             peer if finds_every_pod(peer) => every_pod = true,
-            pods => classes.extend(class(namespace, pods, None)),
+            pods => peer_sets.extend(peer_set(namespace, pods, None)),
         }
     }
-    Some(EffectivePeers::AnyOf { every_pod, classes, blocks })
+    Some(EffectivePeers::AnyOf { every_pod, peer_sets, blocks })
 }
 
 fn finds_every_pod(peer: &Peer) -> bool {
@@ -192,22 +192,22 @@ fn finds_every_pod(peer: &Peer) -> bool {
     }
 }
 
-/// The class of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block.
-fn class(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<Class> {
+/// The peer set of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block.
+fn peer_set(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<PeerSet> {
     match peer {
-        Peer::Pods(pods) => Some(Class::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),
+        Peer::Pods(pods) => Some(PeerSet::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),
         Peer::Namespaces(namespaces) => {
-            Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default(), port })
+            Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default(), port })
         }
         Peer::PodsInNamespaces { namespaces, pods } => {
-            Some(Class::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
+            Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
         Peer::IpBlock(_) => None,
     }
 }
 
 /// A rule's port as ranges. A name becomes the selected pod's number on ingress; on egress peers resolve it.
-fn ranges(key: &TableKey, port: &Port) -> Vec<PortRange> {
+fn ranges(key: &TableKey, port: &PolicyPort) -> Vec<PortRange> {
     match &port.which {
         PortMatch::Every => vec![range(port.protocol, 0, u16::MAX)],
         PortMatch::Range { first, last } => vec![range(port.protocol, *first, *last)],

@@ -5,7 +5,7 @@ use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
 use crate::compile::{Mismatch, Provenance, RuleSource, compare, rules_of};
 use crate::model::ObjectKey;
-use crate::state::{AddressOwner, PodId};
+use crate::state::{PodId, PodOrNode};
 
 use super::Engine;
 
@@ -65,8 +65,8 @@ impl Engine {
             Direction::Ingress => flow.dst,
         };
         let pod = match self.state.owner(&own.into()) {
-            Some(AddressOwner::Pod(pod)) => Some(pod),
-            Some(AddressOwner::Node(_)) | None => None,
+            Some(PodOrNode::Pod(pod)) => Some(pod),
+            Some(PodOrNode::Node(_)) | None => None,
         };
         let sources = pod.map(|pod| self.sources(pod, direction)).unwrap_or_default();
         let default_deny =

@@ -5,13 +5,14 @@
 
 mod explain;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
 
 use crate::compile::{Provenance, compare};
-use crate::model::Change;
+use crate::model::ObjectChange;
 use crate::render::tables::{self, PodScope, Tables};
-use crate::state::{self, State};
+use crate::state::{self, ClusterState};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule};
 
@@ -39,18 +40,18 @@ impl EngineSettings {
 /// A cluster's objects and the tables made from them, always consistent.
 #[derive(Debug)]
 pub struct Engine {
-    state: State,
+    state: ClusterState,
     tables: Tables,
 }
 
 impl Engine {
     /// An engine of an empty cluster.
     pub fn new(settings: EngineSettings) -> Self {
-        Self { state: State::default(), tables: Tables::new(settings.scope, settings.reach) }
+        Self { state: ClusterState::default(), tables: Tables::new(settings.scope, settings.reach) }
     }
 
     /// Applies changes atomically: the next [`Engine::policy_set`] contains all of them. Returns whether the set may differ.
-    pub fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> bool {
+    pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> bool {
         changes.into_iter().for_each(|change| self.state.apply(change));
         self.tables.update(&mut self.state)
     }
@@ -60,8 +61,14 @@ impl Engine {
         self.tables.policy_set()
     }
 
+    /// Enters the ports of this node's pods into the map of addresses, so that a snapshot of the next
+    /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
+    pub fn set_local(&mut self, forwarding: &Forwarding) {
+        self.tables.set_local(forwarding);
+    }
+
     /// The objects.
-    pub fn state(&self) -> &State {
+    pub fn state(&self) -> &ClusterState {
         &self.state
     }
 
@@ -84,7 +91,7 @@ impl Engine {
     }
 
     /// The numbers of objects and of table parts.
-    pub fn statistics(&self) -> (state::Statistics, tables::Statistics) {
+    pub fn statistics(&self) -> (state::StateStatistics, tables::TableStatistics) {
         (self.state.statistics(), self.tables.statistics())
     }
 }

@@ -138,7 +138,7 @@ pub struct Rule {
     /// Which peers.
     pub peers: Peers,
     /// Which ports.
-    pub ports: Ports,
+    pub ports: PolicyPorts,
 }
 
 /// The peers of a rule.
@@ -152,11 +152,11 @@ pub enum Peers {
 
 /// The ports of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum Ports {
+pub enum PolicyPorts {
     /// None listed: every port and every protocol, ICMP included.
     Every,
     /// At least one must match. Empty only under v1beta1: nothing matches.
-    AnyOf(Vec<Port>),
+    AnyOf(Vec<PolicyPort>),
 }
 
 /// One peer of a rule.
@@ -188,7 +188,7 @@ pub struct IpBlock {
 
 /// One port of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Port {
+pub struct PolicyPort {
     /// Its protocol.
     pub protocol: PortProtocol,
     /// The numbers that match.
@@ -257,7 +257,7 @@ impl Selector {
 
 /// A change to one object, as every source reports it.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Change {
+pub enum ObjectChange {
     /// Created or replaced.
     Set(Object),
     /// Deleted.

@@ -1,4 +1,4 @@
-//! A flat list of six-tuples, for access lists without classes, tries or excepts.
+//! A flat list of six-tuples, for access lists without identities, tries or excepts.
 //!
 //! Each direction of a pod has its own list, since both ends of a flow must allow it. Excepts are subtracted from the
 //! permits, so one deny at the end is enough and the order of permits does not affect the verdict. Permits are sorted most
@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 
-use crate::state::{AddressOwner, PodId, State};
+use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::tables::{ExpandedRule, Expansion, Tables};
 
@@ -51,14 +51,14 @@ pub struct AccessList {
 }
 
 /// The lists of all pods in scope. A direction without a list is not isolated.
-pub fn render(state: &State, tables: &Tables) -> Vec<AccessList> {
+pub fn render(state: &ClusterState, tables: &Tables) -> Vec<AccessList> {
     let expansion = tables.expand();
     let sides = tables.pods().flat_map(|pod| [(pod, Direction::Egress), (pod, Direction::Ingress)]);
     sides.filter_map(|(pod, direction)| access_list(state, tables, &expansion, pod, direction)).collect()
 }
 
 fn access_list(
-    state: &State,
+    state: &ClusterState,
     tables: &Tables,
     expansion: &Expansion<'_>,
     pod: PodId,
@@ -78,12 +78,12 @@ fn access_list(
 }
 
 /// The addresses that policy never denies a pod: its own and its node's.
-pub(super) fn always_reached(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
+pub(super) fn always_reached(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let node = state.node_of(pod);
     let of_node =
-        state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == AddressOwner::Node(node)));
+        state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == PodOrNode::Node(node)));
     let own = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.clone());
-    let own = own.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)));
+    let own = own.filter(move |address| state.owner(address) == Some(PodOrNode::Pod(pod)));
     own.chain(of_node.map(|(address, _)| address))
 }
 

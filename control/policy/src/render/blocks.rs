@@ -6,22 +6,22 @@ use crate::model::IpBlock;
 
 /// The prefixes of a block minus its excepts, ascending and disjoint.
 pub(crate) fn without_excepts(block: &IpBlock) -> Vec<IpNet> {
-    let mut left = Vec::new();
-    subtract(block.cidr, &block.except.iter().collect::<Vec<_>>(), &mut left);
-    left
+    let mut rest = Vec::new();
+    subtract(block.cidr, &block.except.iter().collect::<Vec<_>>(), &mut rest);
+    rest
 }
 
-fn subtract(net: IpNet, excepts: &[&IpNet], left: &mut Vec<IpNet>) {
+fn subtract(net: IpNet, excepts: &[&IpNet], rest: &mut Vec<IpNet>) {
     if excepts.iter().any(|except| except.contains(&net)) {
         return;
     }
     let inside: Vec<&IpNet> = excepts.iter().copied().filter(|except| net.contains(*except)).collect();
     if inside.is_empty() {
-        return left.push(net);
+        return rest.push(net);
     }
     // The except lies strictly inside, so the net can be halved.
     if let Ok(halves) = net.subnets(net.prefix_len() + 1) {
-        halves.for_each(|half| subtract(half, &inside, left));
+        halves.for_each(|half| subtract(half, &inside, rest));
     }
 }
 

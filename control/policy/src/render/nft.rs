@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 use rustc_hash::FxHashMap;
 
-use crate::state::{AddressOwner, PodId, State};
+use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::acl::always_reached;
 use super::tables::{ExpandedRule, Tables};
@@ -44,7 +44,7 @@ impl Family {
 
 /// The ruleset for the pods in scope, on what the node forwards. It needs both directions to allow a flow: cluster-wide
 /// evaluation has no such form.
-pub fn render(state: &State, tables: &Tables) -> String {
+pub fn render(state: &ClusterState, tables: &Tables) -> String {
     let (mut sets, mut chains) = (String::new(), String::new());
     let mut sides: Vec<(PodId, Direction, u32)> = tables
         .pods()
@@ -154,7 +154,7 @@ fn port_match(protocol: PortProtocol, mut ranges: Vec<&PortRange>) -> String {
 }
 
 /// The pairs of addresses that policy never denies: a pod with itself and with its node.
-fn exempt_set(state: &State, tables: &Tables, family: Family, sets: &mut String) {
+fn exempt_set(state: &ClusterState, tables: &Tables, family: Family, sets: &mut String) {
     let mut pairs: Vec<(IpAddr, IpAddr)> = Vec::new();
     for pod in tables.pods() {
         let others: Vec<IpAddr> = always_reached(state, pod).filter(|address| family.has(address)).collect();
@@ -169,7 +169,7 @@ fn exempt_set(state: &State, tables: &Tables, family: Family, sets: &mut String)
 }
 
 fn verdict_map(
-    state: &State,
+    state: &ClusterState,
     sides: &[(PodId, Direction, u32)],
     direction: Direction,
     family: Family,
@@ -189,9 +189,9 @@ fn verdict_map(
     collection(sets, "map", &name, &format!("{} : verdict", family.set_type), "", elements.into_iter());
 }
 
-fn own_addresses(state: &State, pod: PodId) -> impl Iterator<Item = IpAddr> {
+fn own_addresses(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let addresses = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.iter().copied());
-    addresses.filter(move |address| state.owner(address) == Some(AddressOwner::Pod(pod)))
+    addresses.filter(move |address| state.owner(address) == Some(PodOrNode::Pod(pod)))
 }
 
 fn set(text: &mut String, name: &str, of: &str, flags: &str, elements: impl Iterator<Item = String>) {

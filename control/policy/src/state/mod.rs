@@ -1,12 +1,12 @@
 //! The cluster's state: objects, indexes, and selectors evaluated on change.
 //!
-//! A [`State`] applies one change after another and records what each made outdated: pods whose policies may have changed,
-//! addresses whose owner or classes may have. Later stages process only these. No I/O, no clock; the result does not
-//! depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks) the other
-//! owns it.
+//! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
+//! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
+//! does not depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks)
+//! the other owns it.
 
-mod class;
 mod objects;
+mod peer_set;
 mod pods;
 mod registry;
 
@@ -14,38 +14,38 @@ use std::net::IpAddr;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::model::{Change, Labels, NetworkPolicy, Object, ObjectKey, ObjectRef, Pod, PortProtocol};
+use crate::model::{Labels, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Pod, PortProtocol};
 
-use class::{ClassIndex, ClassRecord, Classes, NamespaceSelection, PodIndex};
+use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 pub(crate) use registry::Registry;
 
-pub use class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
+pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 
-/// Number of a policy in a [`State`].
+/// Number of a policy in a [`ClusterState`].
 pub type PolicyId = u32;
-/// Number of a node's name in a [`State`].
+/// Number of a node's name in a [`ClusterState`].
 pub type NodeNumber = u32;
 
 /// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
-pub struct State {
+pub struct ClusterState {
     namespaces: Registry<String, NamespaceRecord>,
     nodes: Registry<String, NodeRecord>,
     pods: Registry<ObjectKey, PodRecord>,
     policies: Registry<ObjectKey, PolicyRecord>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
-    classes: Classes,
+    peer_sets: PeerSets,
     revision: u64,
     outdated: Outdated,
 }
 
-/// What changes made outdated since the last call of [`State::take_outdated`].
+/// What changes made outdated since the last call of [`ClusterState::take_outdated`].
 #[derive(Default, Debug)]
 pub struct Outdated {
     /// Pods whose policies or enforcement may have changed; a number may no longer be in use.
     pub pods: FxHashSet<PodId>,
-    /// Addresses whose owner, or the owner's classes, may have changed.
+    /// Addresses whose owner, or the owner's peer sets, may have changed.
     pub addresses: FxHashSet<IpAddr>,
     /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
@@ -57,7 +57,7 @@ struct NamespaceRecord {
     labels: Option<Labels>,
     default_deny_ingress: bool,
     selections: Vec<u32>,
-    classes: ClassIndex,
+    peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
 }
@@ -76,7 +76,7 @@ struct PodRecord {
     namespace: u32,
     node: Option<NodeNumber>,
     /// Sorted.
-    classes: Vec<ClassId>,
+    peer_sets: Vec<PeerSetId>,
     /// The policies that select it, sorted by their key.
     policies: Vec<PolicyId>,
 }
@@ -99,25 +99,25 @@ struct Claim {
 
 /// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum AddressOwner {
+pub enum PodOrNode {
     /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
     Node(NodeNumber),
 }
 
-impl State {
+impl ClusterState {
     /// Applies one change and records what it made outdated.
-    pub fn apply(&mut self, change: Change) {
+    pub fn apply(&mut self, change: ObjectChange) {
         match change {
-            Change::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
-            Change::Set(Object::Node(node)) => self.set_node(&node.name.clone(), Some(node.addresses)),
-            Change::Set(Object::Pod(pod)) => self.set_pod(pod),
-            Change::Set(Object::NetworkPolicy(policy)) => self.set_policy(policy),
-            Change::Delete(ObjectRef::Namespace(name)) => self.delete_namespace(&name),
-            Change::Delete(ObjectRef::Node(name)) => self.set_node(&name, None),
-            Change::Delete(ObjectRef::Pod(key)) => self.delete_pod(&key),
-            Change::Delete(ObjectRef::NetworkPolicy(key)) => self.delete_policy(&key),
+            ObjectChange::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
+            ObjectChange::Set(Object::Node(node)) => self.set_node(&node.name.clone(), Some(node.addresses)),
+            ObjectChange::Set(Object::Pod(pod)) => self.set_pod(pod),
+            ObjectChange::Set(Object::NetworkPolicy(policy)) => self.set_policy(policy),
+            ObjectChange::Delete(ObjectRef::Namespace(name)) => self.delete_namespace(&name),
+            ObjectChange::Delete(ObjectRef::Node(name)) => self.set_node(&name, None),
+            ObjectChange::Delete(ObjectRef::Pod(key)) => self.delete_pod(&key),
+            ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => self.delete_policy(&key),
         }
     }
 
@@ -188,27 +188,27 @@ impl State {
     }
 
     /// The owner of an address.
-    pub fn owner(&self, address: &IpAddr) -> Option<AddressOwner> {
+    pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
         let claim = self.claims.get(address)?;
         let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
         let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
-        pod.map(AddressOwner::Pod).or(claim.nodes.last().map(|node| AddressOwner::Node(*node)))
+        pod.map(PodOrNode::Pod).or(claim.nodes.last().map(|node| PodOrNode::Node(*node)))
     }
 
     /// Every address with an owner.
-    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, AddressOwner)> {
+    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, PodOrNode)> {
         self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
 
-    /// The classes of a pod's address, sorted.
-    pub fn classes_at(&self, pod: PodId, address: &IpAddr) -> Vec<ClassId> {
+    /// The peer sets of a pod's address, sorted.
+    pub fn peer_sets_at(&self, pod: PodId, address: &IpAddr) -> Vec<PeerSetId> {
         let record = &self.pods[pod];
-        let mut classes = record.classes.clone();
-        let blocks = self.classes.blocks.iter();
+        let mut peer_sets = record.peer_sets.clone();
+        let blocks = self.peer_sets.blocks.iter();
         let holding = blocks.filter(|(_, block, port)| block.contains(address) && record.pod.ports.contains(port));
-        classes.extend(holding.map(|(class, ..)| *class));
-        classes.sort_unstable();
-        classes
+        peer_sets.extend(holding.map(|(peer_set, ..)| *peer_set));
+        peer_sets.sort_unstable();
+        peer_sets
     }
 
     /// The numbers that pods have for this port name and protocol, ascending.
@@ -216,84 +216,84 @@ impl State {
         self.index.numbers(name, protocol)
     }
 
-    /// Adds a reference to a class. If the class is new, its members' addresses become outdated.
-    pub fn acquire(&mut self, class: &Class) -> ClassId {
-        if let Some(number) = self.classes.registry.find(class) {
-            self.classes.registry[number].references += 1;
+    /// Adds a reference to a peer set. If the peer set is new, its members' addresses become outdated.
+    pub fn acquire(&mut self, peer_set: &PeerSet) -> PeerSetId {
+        if let Some(number) = self.peer_sets.registry.find(peer_set) {
+            self.peer_sets.registry[number].references += 1;
             return number;
         }
-        let record = ClassRecord { class: class.clone(), references: 1, members: FxHashSet::default() };
-        let number = self.classes.registry.insert(class.clone(), record);
-        let members = match class {
-            Class::InNamespace { namespace, pods, port } => {
+        let record = PeerSetRecord { peer_set: peer_set.clone(), references: 1, members: FxHashSet::default() };
+        let number = self.peer_sets.registry.insert(peer_set.clone(), record);
+        let members = match peer_set {
+            PeerSet::InNamespace { namespace, pods, port } => {
                 let namespace = self.namespace(namespace);
-                self.namespaces[namespace].classes.insert(number, pods);
+                self.namespaces[namespace].peer_sets.insert(number, pods);
                 self.found_in(&self.namespaces[namespace].pods, pods, port.as_ref())
             }
-            Class::InNamespaces { namespaces, pods, port } => {
+            PeerSet::InNamespaces { namespaces, pods, port } => {
                 let selection = self.acquire_selection(namespaces);
-                self.classes.selections[selection].classes.insert(number, pods);
+                self.peer_sets.selections[selection].peer_sets.insert(number, pods);
                 self.found_in_selection(selection, pods, port.as_ref())
             }
-            Class::Port(port) => self.index.with_port(port).collect(),
-            Class::Block { block, port } => {
-                self.classes.blocks.push((number, block.clone(), port.clone()));
+            PeerSet::Port(port) => self.index.with_port(port).collect(),
+            PeerSet::Block { block, port } => {
+                self.peer_sets.blocks.push((number, block.clone(), port.clone()));
                 self.outdate_block(block);
                 Vec::new()
             }
-            Class::NamespaceUnknown => unreachable!("this class always exists"),
+            PeerSet::NamespaceUnknown => unreachable!("this peer set always exists"),
         };
         for pod in &members {
             let record = &mut self.pods[*pod];
-            let place = record.classes.partition_point(|class| *class < number);
-            record.classes.insert(place, number);
+            let place = record.peer_sets.partition_point(|peer_set| *peer_set < number);
+            record.peer_sets.insert(place, number);
             self.outdated.addresses.extend(&record.pod.addresses);
         }
-        self.classes.registry[number].members.extend(members);
+        self.peer_sets.registry[number].members.extend(members);
         number
     }
 
-    /// Drops one reference of [`State::acquire`].
-    pub fn release(&mut self, number: ClassId) {
-        let record = &mut self.classes.registry[number];
+    /// Drops one reference of [`ClusterState::acquire`].
+    pub fn release(&mut self, number: PeerSetId) {
+        let record = &mut self.peer_sets.registry[number];
         record.references -= 1;
         if record.references > 0 {
             return;
         }
-        let class = record.class.clone();
-        let record = self.classes.registry.remove(&class).expect("the class is known by its number");
+        let peer_set = record.peer_set.clone();
+        let record = self.peer_sets.registry.remove(&peer_set).expect("the peer set is known by its number");
         for pod in record.members {
             let record = &mut self.pods[pod];
-            record.classes.retain(|class| *class != number);
+            record.peer_sets.retain(|peer_set| *peer_set != number);
             self.outdated.addresses.extend(&record.pod.addresses);
         }
-        match &class {
-            Class::InNamespace { namespace, pods, .. } => {
+        match &peer_set {
+            PeerSet::InNamespace { namespace, pods, .. } => {
                 let id = self.namespace(namespace);
-                self.namespaces[id].classes.remove(number, pods);
+                self.namespaces[id].peer_sets.remove(number, pods);
                 self.forget_if_empty(namespace);
             }
-            Class::InNamespaces { namespaces, pods, .. } => {
+            PeerSet::InNamespaces { namespaces, pods, .. } => {
                 let selection = self.acquire_selection(namespaces);
-                self.classes.selections[selection].classes.remove(number, pods);
+                self.peer_sets.selections[selection].peer_sets.remove(number, pods);
                 self.forget_selection_if_empty(selection);
             }
-            Class::Block { block, .. } => {
-                self.classes.blocks.retain(|(class, ..)| *class != number);
+            PeerSet::Block { block, .. } => {
+                self.peer_sets.blocks.retain(|(peer_set, ..)| *peer_set != number);
                 self.outdate_block(block);
             }
-            Class::Port(_) | Class::NamespaceUnknown => {}
+            PeerSet::Port(_) | PeerSet::NamespaceUnknown => {}
         }
     }
 
-    /// The numbers of objects and classes.
-    pub fn statistics(&self) -> Statistics {
-        Statistics {
+    /// The numbers of objects and peer sets.
+    pub fn statistics(&self) -> StateStatistics {
+        StateStatistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
             nodes: self.nodes.iter().filter(|(_, record)| record.addresses.is_some()).count(),
             pods: self.pods.len(),
             policies: self.policies.len(),
-            classes: self.classes.registry.len() - 1,
+            peer_sets: self.peer_sets.registry.len() - 1,
         }
     }
 
@@ -303,7 +303,7 @@ impl State {
             labels: None,
             default_deny_ingress: false,
             selections: Vec::new(),
-            classes: ClassIndex::default(),
+            peer_sets: PeerSetIndex::default(),
             pods: FxHashSet::default(),
             policies: FxHashSet::default(),
         })
@@ -313,13 +313,13 @@ impl State {
         let Some(number) = self.namespaces.find(name) else { return };
         let record = &self.namespaces[number];
         let used = record.labels.is_some() || !record.pods.is_empty() || !record.policies.is_empty();
-        if !used && record.classes.is_empty() {
+        if !used && record.peer_sets.is_empty() {
             self.namespaces.remove(name);
         }
     }
 
     fn acquire_selection(&mut self, namespaces: &crate::model::Selector) -> u32 {
-        if let Some(selection) = self.classes.selections.find(namespaces) {
+        if let Some(selection) = self.peer_sets.selections.find(namespaces) {
             return selection;
         }
         let found = self
@@ -332,17 +332,17 @@ impl State {
             namespaces: found.clone(),
             ..NamespaceSelection::default()
         };
-        let number = self.classes.selections.insert(namespaces.clone(), selection);
+        let number = self.peer_sets.selections.insert(namespaces.clone(), selection);
         found.into_iter().for_each(|namespace| self.namespaces[namespace].selections.push(number));
         number
     }
 
     fn forget_selection_if_empty(&mut self, number: u32) {
-        if !self.classes.selections[number].classes.is_empty() {
+        if !self.peer_sets.selections[number].peer_sets.is_empty() {
             return;
         }
-        let selector = self.classes.selections[number].selector.clone();
-        let selection = self.classes.selections.remove(&selector).expect("the selection is known by its number");
+        let selector = self.peer_sets.selections[number].selector.clone();
+        let selection = self.peer_sets.selections.remove(&selector).expect("the selection is known by its number");
         for namespace in selection.namespaces {
             self.namespaces[namespace].selections.retain(|selection| *selection != number);
         }
@@ -354,9 +354,9 @@ impl State {
     }
 }
 
-/// The numbers of objects and classes in a [`State`].
+/// The numbers of objects and peer sets in a [`ClusterState`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Statistics {
+pub struct StateStatistics {
     /// Namespaces known.
     pub namespaces: usize,
     /// Nodes known.
@@ -365,8 +365,8 @@ pub struct Statistics {
     pub pods: usize,
     /// Policies.
     pub policies: usize,
-    /// Classes that rules use.
-    pub classes: usize,
+    /// Peer sets that rules use.
+    pub peer_sets: usize,
 }
 
 fn is_present(pod: &Pod) -> bool {

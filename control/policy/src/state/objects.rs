@@ -7,10 +7,10 @@ use rustc_hash::FxHashSet;
 
 use crate::model::{Namespace, NetworkPolicy, ObjectKey};
 
-use super::class::PodId;
-use super::{NodeNumber, NodeRecord, PolicyRecord, State};
+use super::peer_set::PodId;
+use super::{ClusterState, NodeNumber, NodeRecord, PolicyRecord};
 
-impl State {
+impl ClusterState {
     pub(super) fn set_namespace(&mut self, namespace: Namespace) {
         let number = self.namespace(&namespace.name);
         let record = &mut self.namespaces[number];
@@ -36,21 +36,21 @@ impl State {
         self.forget_if_empty(name);
     }
 
-    /// Evaluates the namespace selectors for a namespace, then the classes of its pods.
+    /// Evaluates the namespace selectors for a namespace, then the peer sets of its pods.
     fn reselect_namespace(&mut self, number: u32) {
         let labels = self.namespaces[number].labels.as_ref();
         let found = self
-            .classes
+            .peer_sets
             .selections
             .iter()
             .filter(|(_, selection)| labels.is_some_and(|labels| selection.selector.matches(labels)));
         let selections: Vec<u32> = found.map(|(selection, _)| selection).collect();
         let before = std::mem::replace(&mut self.namespaces[number].selections, selections.clone());
         before.into_iter().for_each(|selection| {
-            self.classes.selections[selection].namespaces.remove(&number);
+            self.peer_sets.selections[selection].namespaces.remove(&number);
         });
         selections.into_iter().for_each(|selection| {
-            self.classes.selections[selection].namespaces.insert(number);
+            self.peer_sets.selections[selection].namespaces.insert(number);
         });
         let pods: Vec<PodId> = self.namespaces[number].pods.iter().copied().collect();
         pods.into_iter().for_each(|pod| self.reclassify(pod));

@@ -1,4 +1,4 @@
-//! Pods: their addresses, classes and policies.
+//! Pods: their addresses, peer sets and policies.
 
 use std::net::IpAddr;
 
@@ -6,10 +6,10 @@ use rustc_hash::FxHashSet;
 
 use crate::model::{NamedPort, ObjectKey, Pod, Selector};
 
-use super::class::{Class, ClassId, NAMESPACE_UNKNOWN, PodId};
-use super::{PodRecord, PolicyId, State, is_present};
+use super::peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
+use super::{ClusterState, PodRecord, PolicyId, is_present};
 
-impl State {
+impl ClusterState {
     pub(super) fn set_pod(&mut self, pod: Pod) {
         let key = pod.key.clone();
         let number = match self.pods.find(&key) {
@@ -20,7 +20,7 @@ impl State {
                 // Empty at first, so that `replace_pod` adds everything.
                 let nothing = Pod { addresses: Vec::new(), finished: true, node: None, ..pod.clone() };
                 let record =
-                    PodRecord { pod: nothing, namespace, node: None, classes: Vec::new(), policies: Vec::new() };
+                    PodRecord { pod: nothing, namespace, node: None, peer_sets: Vec::new(), policies: Vec::new() };
                 let number = self.pods.insert(key, record);
                 self.namespaces[namespace].pods.insert(number);
                 number
@@ -117,49 +117,50 @@ impl State {
         }
     }
 
-    /// Evaluates the candidate classes for the pod.
+    /// Evaluates the candidate peer sets for the pod.
     pub(super) fn reclassify(&mut self, number: PodId) {
-        let classes = self.evaluate(&self.pods[number]);
+        let peer_sets = self.evaluate(&self.pods[number]);
         let record = &mut self.pods[number];
-        if record.classes == classes {
+        if record.peer_sets == peer_sets {
             return;
         }
         self.outdated.addresses.extend(&record.pod.addresses);
-        let before = std::mem::replace(&mut record.classes, classes);
-        let after = &record.classes;
+        let before = std::mem::replace(&mut record.peer_sets, peer_sets);
+        let after = &record.peer_sets;
         let (left, joined) = (difference(&before, after), difference(after, &before));
-        for class in left {
-            self.classes.registry[class].members.remove(&number);
+        for peer_set in left {
+            self.peer_sets.registry[peer_set].members.remove(&number);
         }
-        for class in joined {
-            self.classes.registry[class].members.insert(number);
+        for peer_set in joined {
+            self.peer_sets.registry[peer_set].members.insert(number);
         }
     }
 
-    fn evaluate(&self, record: &PodRecord) -> Vec<ClassId> {
+    fn evaluate(&self, record: &PodRecord) -> Vec<PeerSetId> {
         if !is_present(&record.pod) {
             return Vec::new();
         }
         let namespace = &self.namespaces[record.namespace];
-        let selections = namespace.selections.iter().map(|selection| &self.classes.selections[*selection].classes);
-        let candidates = [&namespace.classes].into_iter().chain(selections);
-        let candidates = candidates.flat_map(|classes| classes.candidates(&record.pod.labels));
-        let mut classes: Vec<ClassId> = candidates
-            .filter(|class| match &self.classes.registry[*class].class {
-                Class::InNamespace { pods, port, .. } | Class::InNamespaces { pods, port, .. } => {
+        let selections = namespace.selections.iter().map(|selection| &self.peer_sets.selections[*selection].peer_sets);
+        let candidates = [&namespace.peer_sets].into_iter().chain(selections);
+        let candidates = candidates.flat_map(|peer_sets| peer_sets.candidates(&record.pod.labels));
+        let mut peer_sets: Vec<PeerSetId> = candidates
+            .filter(|peer_set| match &self.peer_sets.registry[*peer_set].peer_set {
+                PeerSet::InNamespace { pods, port, .. } | PeerSet::InNamespaces { pods, port, .. } => {
                     is_member(&record.pod, pods, port.as_ref())
                 }
-                Class::Port(_) | Class::Block { .. } | Class::NamespaceUnknown => false,
+                PeerSet::Port(_) | PeerSet::Block { .. } | PeerSet::NamespaceUnknown => false,
             })
             .collect();
-        let ports = record.pod.ports.iter().filter_map(|port| self.classes.registry.find(&Class::Port(port.clone())));
-        classes.extend(ports);
+        let ports =
+            record.pod.ports.iter().filter_map(|port| self.peer_sets.registry.find(&PeerSet::Port(port.clone())));
+        peer_sets.extend(ports);
         if namespace.labels.is_none() {
-            classes.push(NAMESPACE_UNKNOWN);
+            peer_sets.push(NAMESPACE_UNKNOWN);
         }
-        classes.sort_unstable();
-        classes.dedup();
-        classes
+        peer_sets.sort_unstable();
+        peer_sets.dedup();
+        peer_sets
     }
 
     /// The pods among these that match a selector, and have the port if one is given.
@@ -180,7 +181,7 @@ impl State {
         selector: &Selector,
         port: Option<&NamedPort>,
     ) -> Vec<PodId> {
-        let namespaces = &self.classes.selections[selection].namespaces;
+        let namespaces = &self.peer_sets.selections[selection].namespaces;
         let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
         let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
         match self.index.candidates(selector) {
@@ -222,6 +223,6 @@ fn is_member(pod: &Pod, selector: &Selector, port: Option<&NamedPort>) -> bool {
 }
 
 /// The elements of the first sorted list that are not in the second.
-fn difference(a: &[ClassId], b: &[ClassId]) -> Vec<ClassId> {
-    a.iter().copied().filter(|class| b.binary_search(class).is_err()).collect()
+fn difference(a: &[PeerSetId], b: &[PeerSetId]) -> Vec<PeerSetId> {
+    a.iter().copied().filter(|peer_set| b.binary_search(peer_set).is_err()).collect()
 }

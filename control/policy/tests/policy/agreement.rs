@@ -1,4 +1,4 @@
-//! On random clusters the tables, the six-tuples and the naive reading agree on every query.
+//! On random clusters the tables, the six-tuples and the naive evaluator agree on every query.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -12,18 +12,18 @@ use super::build::Cluster;
 use super::naive::{ClusterObjects, Covered};
 use super::random::{ADDRESSES, OTHERS, destinations, history};
 
-/// Takes from a pod that is to be set the addresses that another live pod has: two at a time are not a valid state.
-pub(crate) fn without_conflict(objects: &ClusterObjects, change: Change) -> Change {
-    let Change::Set(Object::Pod(mut pod)) = change else { return change };
+/// Removes from a new pod the addresses that another running pod has: two owners of one address are not a valid state.
+pub(crate) fn without_conflict(objects: &ClusterObjects, change: ObjectChange) -> ObjectChange {
+    let ObjectChange::Set(Object::Pod(mut pod)) = change else { return change };
     let taken = |address: &IpAddr| {
         let mut others = objects.pods.values().filter(|other| other.key != pod.key && !other.finished);
         others.any(|other| other.addresses.contains(address))
     };
     pod.addresses = pod.addresses.iter().copied().filter(|address| !taken(address)).collect();
-    Change::Set(Object::Pod(pod))
+    ObjectChange::Set(Object::Pod(pod))
 }
 
-/// Every pair of ends of a family, with the destinations dealt out among the pairs from a moving start.
+/// Every pair of ends of an address family; the destination ports are distributed over the pairs.
 pub(crate) fn queries(deal: usize) -> impl Iterator<Item = Flow> {
     let ends: Vec<IpAddr> = ADDRESSES.iter().chain(&OTHERS).map(|end| end.parse().unwrap()).collect();
     let destinations = destinations();
@@ -44,7 +44,7 @@ pub(crate) fn queries(deal: usize) -> impl Iterator<Item = Flow> {
     })
 }
 
-/// What was covered in clusters of this runner, all of whose verdicts agree.
+/// The coverage of the clusters of this runner; all verdicts agree.
 fn agree(mut runner: TestRunner) -> BTreeSet<Covered> {
     let covered = RefCell::new(BTreeSet::new());
     let outcome = runner.run(&history(), |(start, _)| {
@@ -52,7 +52,7 @@ fn agree(mut runner: TestRunner) -> BTreeSet<Covered> {
         let mut changes = Vec::new();
         let mut objects = ClusterObjects::default();
         for object in start {
-            let change = without_conflict(&objects, Change::Set(object));
+            let change = without_conflict(&objects, ObjectChange::Set(object));
             objects.apply(&change);
             changes.push(change);
         }
@@ -77,7 +77,7 @@ fn tables_six_tuples_and_naive_evaluator_agree_on_every_query() {
     agree(TestRunner::new(config(150)));
 }
 
-/// On clusters that are the same every time, so that what they reach is, too.
+/// Uses the same clusters in every run, so that their coverage is the same.
 #[test]
 fn random_clusters_cover_every_kind_of_verdict() {
     let covered = agree(TestRunner::new_with_rng(config(300), TestRng::deterministic_rng(RngAlgorithm::ChaCha)));

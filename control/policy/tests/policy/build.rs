@@ -1,4 +1,4 @@
-//! Clusters in few words, and queries on which all evaluators must agree.
+//! Short notation for clusters, and queries on which all evaluators must agree.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -77,9 +77,9 @@ fn protocol_of(word: &str) -> PortProtocol {
 }
 
 /// `tcp` every port, `tcp/80`, `tcp/80-90`, `tcp/http` by name.
-pub(crate) fn port(text: &str) -> Port {
+pub(crate) fn port(text: &str) -> PolicyPort {
     let Some((protocol, which)) = text.split_once('/') else {
-        return Port { protocol: protocol_of(text), which: PortMatch::Every };
+        return PolicyPort { protocol: protocol_of(text), which: PortMatch::Every };
     };
     let number = |text: &str| text.parse::<u16>().ok();
     let range = which.split_once('-').and_then(|(first, last)| Some((number(first)?, number(last)?)));
@@ -88,7 +88,7 @@ pub(crate) fn port(text: &str) -> Port {
         (_, Some((first, last))) => PortMatch::Range { first, last },
         _ => PortMatch::Name(which.to_owned()),
     };
-    Port { protocol: protocol_of(protocol), which }
+    PolicyPort { protocol: protocol_of(protocol), which }
 }
 
 /// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`.
@@ -113,7 +113,11 @@ pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
     let given = |texts: &[&str]| !texts.is_empty();
     Rule {
         peers: if given(peers) { Peers::AnyOf(peers.iter().map(|text| peer(text)).collect()) } else { Peers::Every },
-        ports: if given(ports) { Ports::AnyOf(ports.iter().map(|text| port(text)).collect()) } else { Ports::Every },
+        ports: if given(ports) {
+            PolicyPorts::AnyOf(ports.iter().map(|text| port(text)).collect())
+        } else {
+            PolicyPorts::Every
+        },
     }
 }
 
@@ -137,7 +141,7 @@ pub(crate) fn destination(text: &str) -> (Protocol, u16) {
     (protocol, port.parse().expect("a number"))
 }
 
-/// A cluster as objects and as an engine for all pods; every query is put to all evaluators.
+/// A cluster as objects and as an engine for all pods; every query goes to all evaluators.
 pub(crate) struct Cluster {
     pub objects: ClusterObjects,
     pub engine: Engine,
@@ -150,18 +154,18 @@ impl Cluster {
         let engine = Engine::new(EngineSettings::for_all_pods());
         let mut cluster =
             Self { objects: ClusterObjects::default(), engine, lists: Vec::new(), covered: BTreeSet::new() };
-        cluster.apply(objects.into_iter().map(Change::Set).collect());
+        cluster.apply(objects.into_iter().map(ObjectChange::Set).collect());
         cluster
     }
 
-    pub(crate) fn apply(&mut self, changes: Vec<Change>) {
+    pub(crate) fn apply(&mut self, changes: Vec<ObjectChange>) {
         changes.iter().for_each(|change| self.objects.apply(change));
         self.engine.apply(changes);
         self.lists = acl::render(self.engine.state(), self.engine.tables());
     }
 
     pub(crate) fn set(&mut self, object: Object) {
-        self.apply(vec![Change::Set(object)]);
+        self.apply(vec![ObjectChange::Set(object)]);
     }
 
     /// An end is `namespace/pod` (its first address) or an address.
@@ -174,12 +178,12 @@ impl Cluster {
         Flow { src: self.address(from).into(), dst: self.address(to).into(), protocol, src_port: 40000, dst_port }
     }
 
-    /// Judges by the tables, after asserting that the others say the same of both sides.
+    /// The verdict of the tables. Asserts that the other evaluators agree in both directions.
     pub(crate) fn evaluate(&mut self, flow: &Flow) -> PolicyVerdict {
         let verdict = self.engine.evaluate(flow);
         let expected = self.objects.evaluate(flow, &mut self.covered);
         let tables = (side(verdict.egress), side(verdict.ingress));
-        assert_eq!(tables, expected, "tables and naive reading of {flow:?} in {:#?}", self.objects.objects());
+        assert_eq!(tables, expected, "tables and naive evaluator of {flow:?} in {:#?}", self.objects.objects());
         let (egress, ingress) =
             (self.list_permits(flow, Direction::Egress), self.list_permits(flow, Direction::Ingress));
         assert_eq!(
@@ -209,7 +213,7 @@ impl Cluster {
         list.is_none_or(|list| list.permits(peer, ports))
     }
 
-    /// Asserts verdicts: `from`, `to`, `port`, whether it is allowed.
+    /// Asserts verdicts: `from`, `to`, `port`, whether the flow is allowed.
     pub(crate) fn check(&mut self, queries: &[(&str, &str, &str, bool)]) {
         for (from, to, port, allowed) in queries {
             let verdict = self.evaluate(&self.flow(from, to, port));
@@ -218,7 +222,7 @@ impl Cluster {
         }
     }
 
-    /// The name of the rule that allowed on a side.
+    /// The name of the rule that allowed a direction.
     pub(crate) fn rule(&mut self, from: &str, to: &str, port: &str, direction: Direction) -> String {
         let flow = self.flow(from, to, port);
         let explanation = self.engine.explain(&flow);
@@ -230,10 +234,11 @@ impl Cluster {
     }
 }
 
-/// The tables' words as the naive reading's.
+/// A verdict of the tables in the form of the naive evaluator.
 fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
     match side {
         policy::DirectionVerdict::Denied => naive::NaiveVerdict::Denied,
+        policy::DirectionVerdict::NotReady => unreachable!("without ports every pod is ready"),
         policy::DirectionVerdict::NotLocal => naive::NaiveVerdict::NoPod,
         policy::DirectionVerdict::Open => naive::NaiveVerdict::Open,
         policy::DirectionVerdict::Allowed(_) | policy::DirectionVerdict::AllowedByPeer(_) => {
@@ -243,9 +248,9 @@ fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
     }
 }
 
-/// An engine under which a rule's action is honoured cluster-wide.
+/// An engine in which a rule's action applies cluster-wide.
 pub(crate) fn cluster_wide(objects: impl IntoIterator<Item = Object>) -> Engine {
     let mut engine = Engine::new(EngineSettings { reach: RuleScope::ClusterWide, ..EngineSettings::for_all_pods() });
-    engine.apply(objects.into_iter().map(Change::Set));
+    engine.apply(objects.into_iter().map(ObjectChange::Set));
     engine
 }

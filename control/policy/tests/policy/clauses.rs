@@ -1,11 +1,11 @@
-//! The clauses of the specification, each by examples. The number in a test's name is the clause's.
+//! Examples for each clause of the specification. The number in a test's name is the clause's.
 
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
 use penstock_policy::model::*;
 
 use super::build::*;
 
-/// Two namespaces, two nodes; every pod on `n1` unless said otherwise.
+/// Two namespaces, two nodes; every pod is on `n1` unless stated otherwise.
 fn base() -> Vec<Object> {
     vec![
         namespace("shop", "team=red env=prod"),
@@ -171,7 +171,7 @@ fn clause_4_a_block_matches_except_in_its_own_excepts() {
         ("172.18.0.0", "shop/db", "tcp/1", true),
         ("172.32.0.0", "shop/db", "tcp/1", false),
     ]);
-    // What one block excepts, another of the same rule may hold.
+    // What one block excludes, another block of the same rule may include.
     cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.1.0/25 except 172.16.1.64/26"]).check(&[
         ("172.16.1.1", "shop/db", "tcp/1", true),
         ("172.16.1.65", "shop/db", "tcp/1", false),
@@ -283,11 +283,11 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     };
     let mut cluster = with([ingress(&["namespaces"], &[]), agent("n2", "192.168.0.2")]);
     cluster.check(&[("192.168.0.2", "shop/db", "tcp/1", false), ("lab/web", "shop/db", "tcp/1", true)]);
-    // Also where its node is not known otherwise; and policies do not select it.
+    // Also if its node is not known otherwise; policies do not select it.
     cluster.set(agent("n1", "192.168.0.77"));
     cluster.set(policy("lab/deny", "", Some(vec![]), Some(vec![])));
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", true), ("shop/db", "192.168.0.77", "tcp/1", true)]);
-    cluster.apply(vec![Change::Delete(ObjectRef::Pod(key("lab/agent")))]);
+    cluster.apply(vec![ObjectChange::Delete(ObjectRef::Pod(key("lab/agent")))]);
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
 }
 
@@ -309,7 +309,7 @@ fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
 fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     let old = || Object::Pod(pod("lab/old", "app=old", &["10.0.2.9"], &[]));
     let new = || Object::Pod(pod("lab/new", "app=new", &["10.0.2.9"], &[]));
-    let gone = || Change::Delete(ObjectRef::Pod(key("lab/old")));
+    let gone = || ObjectChange::Delete(ObjectRef::Pod(key("lab/old")));
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
     cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", false)]);
     cluster.apply(vec![gone()]);
@@ -317,19 +317,19 @@ fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
     cluster.check(&[("10.0.2.9", "shop/db", "tcp/1", true)]);
 
     let mut cluster = with([ingress(&["namespaces / pods app=new"], &[]), old()]);
-    cluster.engine.apply([Change::Set(new())]);
+    cluster.engine.apply([ObjectChange::Set(new())]);
     let flow = cluster.flow("10.0.2.9", "shop/db", "tcp/1");
     assert!(cluster.engine.evaluate(&flow).is_allowed(), "the last one to claim an address has it");
     // An event of the old pod that claims nothing new does not take it back.
-    cluster.engine.apply([Change::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
+    cluster.engine.apply([ObjectChange::Set(Object::Pod(pod("lab/old", "app=old x=y", &["10.0.2.9"], &[])))]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
     cluster.engine.apply([gone()]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
 
-    // The new one goes first: the old one has it again.
+    // The new pod is deleted first: the old one owns the address again.
     let mut cluster = with([ingress(&["namespaces / pods app=old"], &[]), old(), new()]);
     assert!(!cluster.engine.evaluate(&flow).is_allowed());
-    cluster.engine.apply([Change::Delete(ObjectRef::Pod(key("lab/new")))]);
+    cluster.engine.apply([ObjectChange::Delete(ObjectRef::Pod(key("lab/new")))]);
     assert!(cluster.engine.evaluate(&flow).is_allowed());
 }
 
@@ -346,7 +346,7 @@ fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
     ]);
     cluster.set(namespace("stray", ""));
     cluster.check(&[("stray/a", "shop/db", "tcp/1", true), ("shop/db", "stray/a", "tcp/80", true)]);
-    cluster.apply(vec![Change::Delete(ObjectRef::Namespace("stray".to_owned()))]);
+    cluster.apply(vec![ObjectChange::Delete(ObjectRef::Namespace("stray".to_owned()))]);
     cluster.check(&[("stray/a", "shop/db", "tcp/1", false)]);
 }
 

@@ -1,4 +1,4 @@
-//! Clause 11: a rule's action honoured cluster-wide. The tests are the illustrations of the Contrail firewall policy.
+//! Clause 11: a rule's action applies cluster-wide. The tests are the examples of the Contrail firewall policy.
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::DirectionVerdict;

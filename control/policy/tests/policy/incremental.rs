@@ -1,4 +1,4 @@
-//! A history of changes ends where a fresh start from its last state does.
+//! A history of changes gives the same result as a fresh start from its last state.
 
 use penstock_dataplane::policy::Direction;
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -13,7 +13,7 @@ use super::build::*;
 use super::naive::ClusterObjects;
 use super::random::history;
 
-/// Everything that an engine came to, without the numbers that depend on its history.
+/// The result of an engine, without the numbers that depend on its history.
 fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
     let (state, tables) = engine.statistics();
     let set = engine.policy_set().statistics();
@@ -35,7 +35,7 @@ fn run(settings: fn() -> EngineSettings, cases: u32) {
     let result = runner.run(&history(), |(start, batches)| {
         let mut objects = ClusterObjects::default();
         let mut engine = Engine::new(settings());
-        for batch in std::iter::once(start.into_iter().map(Change::Set).collect()).chain(batches) {
+        for batch in std::iter::once(start.into_iter().map(ObjectChange::Set).collect()).chain(batches) {
             let mut changes = Vec::new();
             for change in batch {
                 let change = without_conflict(&objects, change);
@@ -44,7 +44,7 @@ fn run(settings: fn() -> EngineSettings, cases: u32) {
             }
             engine.apply(changes);
             let mut fresh = Engine::new(settings());
-            fresh.apply(objects.objects().into_iter().map(Change::Set));
+            fresh.apply(objects.objects().into_iter().map(ObjectChange::Set));
             prop_assert_eq!(outcome(&engine), outcome(&fresh));
             for flow in queries(objects.pods.len()) {
                 let (ours, fresh) = (engine.explain(&flow), fresh.explain(&flow));
@@ -78,8 +78,8 @@ fn deleting_all_objects_leaves_empty_tables() {
     let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
     let result = runner.run(&history(), |(start, _)| {
         let mut engine = Engine::new(EngineSettings::for_all_pods());
-        engine.apply(start.iter().cloned().map(Change::Set));
-        engine.apply(start.iter().map(|object| Change::Delete(object.reference())));
+        engine.apply(start.iter().cloned().map(ObjectChange::Set));
+        engine.apply(start.iter().map(|object| ObjectChange::Delete(object.reference())));
         prop_assert_eq!(outcome(&engine), outcome(&Engine::new(EngineSettings::for_all_pods())));
         prop_assert!(!nft::render(engine.state(), engine.tables()).contains("jump"));
         Ok(())
@@ -104,5 +104,5 @@ fn a_pods_new_labels_rebuild_only_affected_tables() {
     assert!(!before.evaluate(&probe).is_allowed(), "the set before stays as it was");
     let (_, tables) = cluster.engine.statistics();
     assert_eq!((tables.tables, tables.identities), (1, 2), "the pod has an identity that was there");
-    assert!(!cluster.engine.apply([Change::Set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])))]));
+    assert!(!cluster.engine.apply([ObjectChange::Set(Object::Pod(pod("shop/job", "app=web", &["10.0.0.3"], &[])))]));
 }

@@ -1,7 +1,7 @@
-//! The meaning of NetworkPolicy: each clause by examples, and random clusters on which three evaluators must agree.
+//! The meaning of NetworkPolicy: examples for each clause, and random clusters on which three evaluators must agree.
 //!
-//! The evaluators are the bitmap tables (the ones that the workers read), the flat six-tuple list, and a naive reading of
-//! the objects that shares no code with either.
+//! The evaluators are the bitmap tables (the ones that the workers read), the flat six-tuple list, and a naive evaluator
+//! that reads the objects and shares no code with either.
 
 mod agreement;
 mod build;

@@ -1,4 +1,4 @@
-//! NetworkPolicy read directly from the objects, as slowly and plainly as it can be said.
+//! A naive evaluator: reads the objects directly, slow and simple.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ pub(crate) struct ClusterObjects {
     pub policies: BTreeMap<ObjectKey, NetworkPolicy>,
 }
 
-/// What one side says.
+/// The verdict of one direction.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum NaiveVerdict {
     NoPod,
@@ -25,7 +25,7 @@ pub(crate) enum NaiveVerdict {
     Denied,
 }
 
-/// What was covered on the way to a verdict: tests assert that they have met each.
+/// Cases that occurred on the way to a verdict: tests assert that each occurred.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Covered {
     NoPod,
@@ -54,16 +54,16 @@ pub(crate) enum Covered {
 }
 
 impl ClusterObjects {
-    pub(crate) fn apply(&mut self, change: &Change) {
+    pub(crate) fn apply(&mut self, change: &ObjectChange) {
         match change.clone() {
-            Change::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
-            Change::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
-            Change::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
-            Change::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
-            Change::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
-            Change::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
-            Change::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
-            Change::Delete(ObjectRef::NetworkPolicy(key)) => drop(self.policies.remove(&key)),
+            ObjectChange::Set(Object::Namespace(it)) => drop(self.namespaces.insert(it.name.clone(), it)),
+            ObjectChange::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
+            ObjectChange::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
+            ObjectChange::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
+            ObjectChange::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
+            ObjectChange::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
+            ObjectChange::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
+            ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => drop(self.policies.remove(&key)),
         }
     }
 
@@ -75,7 +75,7 @@ impl ClusterObjects {
         namespaces.chain(nodes).chain(pods).chain(policies).collect()
     }
 
-    /// The pod that has an address: not its node's, and not any more if it is finished.
+    /// The pod that owns an address: it is not a node's address, and the pod is not finished.
     pub(crate) fn pod_at(&self, address: IpAddr) -> Option<&Pod> {
         self.pods.values().find(|pod| !pod.host_network && !pod.finished && pod.addresses.contains(&address))
     }
@@ -208,13 +208,13 @@ impl ClusterObjects {
 }
 
 fn ports_match(
-    ports: &Ports,
+    ports: &PolicyPorts,
     server: Option<&Pod>,
     flow: &Flow,
     ingress: bool,
     covered: &mut BTreeSet<Covered>,
 ) -> bool {
-    let Ports::AnyOf(ports) = ports else {
+    let PolicyPorts::AnyOf(ports) = ports else {
         covered.insert(Covered::ByEveryPort);
         return true;
     };

@@ -1,4 +1,4 @@
-//! The nftables ruleset: `nft` accepts it. What it does to packets is for the tests with real traffic.
+//! The nftables ruleset: `nft` accepts it. Tests with real traffic check its effect on packets.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -33,7 +33,7 @@ fn example() -> Vec<Object> {
     ]
 }
 
-/// Whether `nft` is there and may check (it needs a network namespace of its own, and so root).
+/// Whether `nft` is installed and can check (it needs its own network namespace, hence root).
 fn nft_check(text: &str) -> Option<(bool, String)> {
     let mut command = Command::new("unshare");
     command.args(["--net", "nft", "--check", "--file", "-"]);
@@ -55,7 +55,7 @@ fn nft_accepts_the_ruleset_of_a_node() {
         [EngineSettings::for_node("n1"), EngineSettings::for_all_pods(), EngineSettings::for_node("nowhere")]
     {
         let mut engine = Engine::new(settings);
-        engine.apply(example().into_iter().map(Change::Set));
+        engine.apply(example().into_iter().map(ObjectChange::Set));
         let text = nft::render(engine.state(), engine.tables());
         let (accepted, errors) = nft_check(&text).expect("it worked above");
         assert!(accepted, "{errors}\n{text}");
@@ -65,7 +65,7 @@ fn nft_accepts_the_ruleset_of_a_node() {
 #[test]
 fn only_pods_of_the_node_are_in_its_ruleset() {
     let mut engine = Engine::new(EngineSettings::for_node("n1"));
-    engine.apply(example().into_iter().map(Change::Set));
+    engine.apply(example().into_iter().map(ObjectChange::Set));
     let text = nft::render(engine.state(), engine.tables());
     assert!(text.contains("10.0.1.2 : jump side_"), "{text}");
     assert!(!text.contains("10.0.2.2 : jump side_"), "{text}");

@@ -1,4 +1,4 @@
-//! Random clusters: small alphabets, so that selectors, blocks and ports meet often.
+//! Random clusters: few labels, addresses and ports, so that selectors, blocks and ports match often.
 
 use std::net::IpAddr;
 
@@ -13,7 +13,7 @@ const KEYS: [&str; 2] = ["k", "l"];
 const VALUES: [&str; 3] = ["x", "y", "z"];
 const PORTS: [u16; 5] = [0, 80, 81, 255, 65535];
 const NAMES: [&str; 2] = ["http", "dns"];
-/// Of pods; some of one pod's are another's at another time.
+/// Addresses of pods; a pod may have an address that another had before.
 pub(crate) const ADDRESSES: [&str; 12] = [
     "10.0.0.1",
     "10.0.0.2",
@@ -28,7 +28,7 @@ pub(crate) const ADDRESSES: [&str; 12] = [
     "fd00::8001",
     "fd01::1",
 ];
-/// Of nodes and of nobody.
+/// Addresses of nodes, and of no object.
 pub(crate) const OTHERS: [&str; 7] =
     ["192.168.0.1", "192.168.0.2", "fd00:ffff::1", "10.0.0.99", "10.1.0.99", "172.16.0.1", "fd00::9999"];
 const BLOCKS: [&str; 12] = [
@@ -49,7 +49,7 @@ const BLOCKS: [&str; 12] = [
 pub(crate) fn destinations() -> Vec<(u8, u16)> {
     let ports = [0u16, 1, 79, 80, 81, 82, 254, 255, 256, 65534, 65535];
     let with_ports = [6u8, 17, 132].into_iter().flat_map(|protocol| ports.map(|port| (protocol, port)));
-    // Those that pods have names for come up more often.
+    // Ports that pods name are more frequent.
     let named = [6u8, 17].into_iter().flat_map(|protocol| [80, 81, 255].map(|port| (protocol, port)));
     with_ports.chain(named).chain([(1, 0), (58, 0), (50, 80)]).collect()
 }
@@ -99,7 +99,7 @@ fn some_protocol() -> impl Strategy<Value = PortProtocol> {
     prop_oneof![3 => Just(PortProtocol::Tcp), 2 => Just(PortProtocol::Udp), 1 => Just(PortProtocol::Sctp)]
 }
 
-fn some_ports() -> impl Strategy<Value = Ports> {
+fn some_ports() -> impl Strategy<Value = PolicyPorts> {
     let range = (select(&PORTS[..]), select(&PORTS[..]))
         .prop_map(|(a, b)| PortMatch::Range { first: a.min(b), last: a.max(b) });
     let which = prop_oneof![
@@ -108,10 +108,10 @@ fn some_ports() -> impl Strategy<Value = Ports> {
         2 => range,
         6 => select(&NAMES[..]).prop_map(|name| PortMatch::Name(name.to_owned())),
     ];
-    let port = (some_protocol(), which).prop_map(|(protocol, which)| Port { protocol, which });
+    let port = (some_protocol(), which).prop_map(|(protocol, which)| PolicyPort { protocol, which });
     prop_oneof![
-        2 => Just(Ports::Every),
-        5 => prop::collection::vec(port, 0..3).prop_map(Ports::AnyOf),
+        2 => Just(PolicyPorts::Every),
+        5 => prop::collection::vec(port, 0..3).prop_map(PolicyPorts::AnyOf),
     ]
 }
 
@@ -129,7 +129,7 @@ fn some_pod() -> impl Strategy<Value = Object> {
     let port = (select(&NAMES[..]), some_protocol(), select(&[80u16, 81, 255][..]))
         .prop_map(|(name, protocol, number)| NamedPort { name: name.to_owned(), protocol, number });
     let ports = prop::collection::vec(port, 0..5).prop_map(|ports| {
-        // One number a name and protocol, as an object of the API converts.
+        // One number for each name and protocol, as for a converted API object.
         let mut distinct: Vec<NamedPort> = Vec::new();
         for port in ports {
             if !distinct.iter().any(|other| (&other.name, other.protocol) == (&port.name, port.protocol)) {
@@ -174,15 +174,15 @@ fn some_object() -> impl Strategy<Value = Object> {
     prop_oneof![6 => some_pod(), 4 => policy, 2 => of_namespace, 1 => of_node]
 }
 
-fn some_change() -> impl Strategy<Value = Change> {
+fn some_change() -> impl Strategy<Value = ObjectChange> {
     prop_oneof![
-        5 => some_object().prop_map(Change::Set),
-        1 => some_object().prop_map(|object| Change::Delete(object.reference())),
+        5 => some_object().prop_map(ObjectChange::Set),
+        1 => some_object().prop_map(|object| ObjectChange::Delete(object.reference())),
     ]
 }
 
-/// A history: the objects that are there at first, then changes one by one or a few at a time.
-pub(crate) fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<Change>>)> {
+/// A history: the initial objects, then batches of one or a few changes.
+pub(crate) fn history() -> impl Strategy<Value = (Vec<Object>, Vec<Vec<ObjectChange>>)> {
     let start = prop::collection::vec(some_object(), 10..30).prop_map(|objects| {
         let namespaces = NAMESPACES.map(|name| namespace(name, if name == "a" { "k=x" } else { "l=y" }));
         namespaces.into_iter().chain(objects).collect()

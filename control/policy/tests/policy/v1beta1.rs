@@ -57,11 +57,11 @@ fn clause_11_a_policy_adds_in_an_isolated_namespace_and_does_nothing_in_another(
 
 #[test]
 fn clause_11_an_empty_list_matches_nothing_and_an_absent_one_everything() {
-    let nothing = |peers: Peers, ports: Ports| Rule { peers, ports };
+    let nothing = |peers: Peers, ports: PolicyPorts| Rule { peers, ports };
     for (rule, expected) in [
-        (nothing(Peers::AnyOf(Vec::new()), Ports::Every), false),
-        (nothing(Peers::Every, Ports::AnyOf(Vec::new())), false),
-        (nothing(Peers::Every, Ports::Every), true),
+        (nothing(Peers::AnyOf(Vec::new()), PolicyPorts::Every), false),
+        (nothing(Peers::Every, PolicyPorts::AnyOf(Vec::new())), false),
+        (nothing(Peers::Every, PolicyPorts::Every), true),
         (rule(&["namespaces user=bob"], &["tcp/443"]), true),
     ] {
         let allow = adding("myns/p", "role=frontend", vec![rule]);

@@ -12,8 +12,8 @@ use pcap_parser::{SectionHeaderBlock, parse_pcap_header};
 
 use super::buffer::{Buffer, LONGEST};
 use super::error::{CaptureError, Damage};
-use super::ng::{self, InterfaceDescription, TimestampResolution};
-use super::{Interface, InterfaceId, LinkType, Record, Time};
+use super::interface_description::{self, InterfaceDescription, TimestampResolution};
+use super::{CaptureInterface, InterfaceId, LinkType, Record, Time};
 
 /// A capture file, open for reading from its first packet to its last.
 pub struct CaptureFile {
@@ -75,7 +75,7 @@ impl CaptureFile {
     ///
     /// # Errors
     /// The file cannot be read, is not a capture, or has an unsupported link type.
-    pub fn open(path: &Path, number: usize, interfaces: &mut Vec<Interface>) -> Result<Self, CaptureError> {
+    pub fn open(path: &Path, number: usize, interfaces: &mut Vec<CaptureInterface>) -> Result<Self, CaptureError> {
         let file = File::open(path).map_err(|error| CaptureError::new(path, error.into()))?;
         Self::read(path, file, number, interfaces)
     }
@@ -88,7 +88,7 @@ impl CaptureFile {
         path: &Path,
         input: impl Read + 'static,
         number: usize,
-        interfaces: &mut Vec<Interface>,
+        interfaces: &mut Vec<CaptureInterface>,
     ) -> Result<Self, CaptureError> {
         let read = Arc::new(AtomicU64::new(0));
         let error = |damage| CaptureError::new(path, damage);
@@ -122,7 +122,7 @@ impl CaptureFile {
     pub fn next(
         &mut self,
         frames: &mut Vec<u8>,
-        interfaces: &mut Vec<Interface>,
+        interfaces: &mut Vec<CaptureInterface>,
     ) -> Result<Option<Record>, CaptureError> {
         loop {
             let step = match &mut self.format {
@@ -163,7 +163,7 @@ fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
 }
 
 /// Detects the format by its first bytes; reads the header of pcap.
-fn format(buffer: &mut Buffer, file: usize, interfaces: &mut Vec<Interface>) -> Result<Format, Damage> {
+fn format(buffer: &mut Buffer, file: usize, interfaces: &mut Vec<CaptureInterface>) -> Result<Format, Damage> {
     const SECTION_HEADER: [u8; 4] = [0x0a, 0x0d, 0x0d, 0x0a];
     if buffer.want(4)? && buffer.available()[..4] == SECTION_HEADER {
         return Ok(Format::PcapNg(PcapNg::default()));
@@ -181,13 +181,13 @@ fn format(buffer: &mut Buffer, file: usize, interfaces: &mut Vec<Interface>) -> 
         unit: if header.is_nanosecond_precision() { 1 } else { 1000 },
         header: if header.is_modified_format() { 24 } else { 16 },
         link,
-        interface: add(interfaces, Interface { file, name: None, link }),
+        interface: add(interfaces, CaptureInterface { file, name: None, link }),
     };
     buffer.consume(24);
     Ok(Format::Pcap(pcap))
 }
 
-fn add(interfaces: &mut Vec<Interface>, interface: Interface) -> InterfaceId {
+fn add(interfaces: &mut Vec<CaptureInterface>, interface: CaptureInterface) -> InterfaceId {
     interfaces.push(interface);
     InterfaceId(interfaces.len() as u32 - 1)
 }
@@ -233,7 +233,7 @@ impl PcapNg {
         buffer: &mut Buffer,
         frames: &mut Vec<u8>,
         file: usize,
-        interfaces: &mut Vec<Interface>,
+        interfaces: &mut Vec<CaptureInterface>,
     ) -> Result<ReadStep, Damage> {
         let Some(length) = self.block_length(buffer)? else { return Ok(ReadStep::End) };
         if !buffer.want(length)? {
@@ -246,19 +246,19 @@ impl PcapNg {
         let step = match block {
             Block::EnhancedPacket(packet) => {
                 let stamp = u64::from(packet.ts_high) << 32 | u64::from(packet.ts_low);
-                let described = self.described(packet.if_id, at)?;
+                let interface = self.interface(packet.if_id, at)?;
                 let bytes = packet.data.get(..packet.caplen as usize).ok_or(Damage::Malformed(at))?;
-                ReadStep::Packet(described.record(bytes, stamp, packet.origlen, frames))
+                ReadStep::Packet(interface.record(bytes, stamp, packet.origlen, frames))
             }
             Block::SimplePacket(packet) => {
-                let described = self.described(0, at)?;
-                let captured = match described.snap_length {
+                let interface = self.interface(0, at)?;
+                let captured = match interface.snap_length {
                     0 => packet.origlen,
                     snap_length => packet.origlen.min(snap_length),
                 };
                 let bytes = packet.data.get(..captured as usize).ok_or(Damage::Malformed(at))?;
                 // A simple packet block has no time: it gets the epoch of the capture's clock.
-                ReadStep::Packet(described.record(bytes, 0, packet.origlen, frames))
+                ReadStep::Packet(interface.record(bytes, 0, packet.origlen, frames))
             }
             Block::SectionHeader(section) => {
                 *self = Self::begin(&section);
@@ -267,7 +267,7 @@ impl PcapNg {
             Block::InterfaceDescription(block) => {
                 let link = LinkType::from_number(block.linktype.0 as u32)?;
                 let clock = TimestampResolution::of(&block, self.big_endian, self.interfaces.len())?;
-                let id = add(interfaces, Interface { file, name: ng::name(&block), link });
+                let id = add(interfaces, CaptureInterface { file, name: interface_description::name(&block), link });
                 self.interfaces.push(InterfaceDescription { id, link, snap_length: block.snaplen, clock });
                 ReadStep::Other
             }
@@ -305,7 +305,7 @@ impl PcapNg {
     }
 
     #[inline]
-    fn described(&self, interface: u32, at: u64) -> Result<InterfaceDescription, Damage> {
+    fn interface(&self, interface: u32, at: u64) -> Result<InterfaceDescription, Damage> {
         self.interfaces.get(interface as usize).copied().ok_or(Damage::Interface { at, interface })
     }
 }

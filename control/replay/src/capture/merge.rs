@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use super::{CaptureError, CaptureFile, Interface, Record, Time};
+use super::{CaptureError, CaptureFile, CaptureInterface, Record, Time};
 
 /// The packets of several files, merged by time. Packets of one file keep their order even if its clock stepped back; of
 /// packets with equal times, the file listed first comes first.
 pub struct Captures {
     files: Vec<CaptureFile>,
     /// With several files, the next packet of each.
-    heads: Vec<Option<PendingRecord>>,
-    interfaces: Vec<Interface>,
+    next_packets: Vec<Option<PendingRecord>>,
+    interfaces: Vec<CaptureInterface>,
 }
 
 struct PendingRecord {
@@ -29,11 +29,11 @@ impl Captures {
         for (number, path) in paths.iter().enumerate() {
             files.push(CaptureFile::open(path.as_ref(), number, &mut interfaces)?);
         }
-        let mut captures = Self { files, heads: Vec::new(), interfaces };
+        let mut captures = Self { files, next_packets: Vec::new(), interfaces };
         if captures.files.len() > 1 {
             for number in 0..captures.files.len() {
-                let head = captures.read(number, Vec::new())?;
-                captures.heads.push(head);
+                let next = captures.read(number, Vec::new())?;
+                captures.next_packets.push(next);
             }
         }
         Ok(captures)
@@ -52,13 +52,14 @@ impl Captures {
     }
 
     fn next_of_many(&mut self, frames: &mut Vec<u8>) -> Result<Option<Record>, CaptureError> {
-        let time = |head: &Option<PendingRecord>| head.as_ref().map(|head| head.record.time);
-        let earliest = self.heads.iter().enumerate().filter_map(|(number, head)| Some((time(head)?, number))).min();
+        let time = |next: &Option<PendingRecord>| next.as_ref().map(|next| next.record.time);
+        let earliest =
+            self.next_packets.iter().enumerate().filter_map(|(number, next)| Some((time(next)?, number))).min();
         let Some((_, number)): Option<(Time, usize)> = earliest else { return Ok(None) };
-        let Some(PendingRecord { record, mut frame }) = self.heads[number].take() else { return Ok(None) };
+        let Some(PendingRecord { record, mut frame }) = self.next_packets[number].take() else { return Ok(None) };
         frames.extend_from_slice(&frame);
         frame.clear();
-        self.heads[number] = self.read(number, frame)?;
+        self.next_packets[number] = self.read(number, frame)?;
         Ok(Some(record))
     }
 
@@ -68,7 +69,7 @@ impl Captures {
     }
 
     /// Every interface seen so far, indexed by [`Record::interface`].
-    pub fn interfaces(&self) -> &[Interface] {
+    pub fn interfaces(&self) -> &[CaptureInterface] {
         &self.interfaces
     }
 

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{Interface, Record};
+use super::{CaptureInterface, Record};
 
 /// Writes packets into one section. Describes an interface before its first packet.
 pub struct CaptureWriter<W> {
@@ -36,7 +36,13 @@ impl<W: Write> CaptureWriter<W> {
     }
 
     /// Writes a packet as captured, with its Ethernet header. Omits an empty comment.
-    pub fn write(&mut self, record: &Record, interface: &Interface, frame: &[u8], comment: &str) -> io::Result<()> {
+    pub fn write(
+        &mut self,
+        record: &Record,
+        interface: &CaptureInterface,
+        frame: &[u8],
+        comment: &str,
+    ) -> io::Result<()> {
         let number = self.number(record, interface)?;
         let comment = &comment.as_bytes()[..comment.len().min(usize::from(u16::MAX) - 3)];
         let options = if comment.is_empty() { 0 } else { option_len(comment.len()) + 4 };
@@ -61,11 +67,11 @@ impl<W: Write> CaptureWriter<W> {
     }
 
     /// The output.
-    pub(crate) fn gathered(&mut self) -> &mut W {
+    pub(crate) fn output_mut(&mut self) -> &mut W {
         &mut self.output
     }
 
-    fn number(&mut self, record: &Record, interface: &Interface) -> io::Result<u32> {
+    fn number(&mut self, record: &Record, interface: &CaptureInterface) -> io::Result<u32> {
         let index = record.interface.index();
         if let Some(Some(number)) = self.numbers.get(index) {
             return Ok(*number);

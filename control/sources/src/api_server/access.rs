@@ -67,51 +67,51 @@ impl Access {
 }
 
 /// A client that is rebuilt after a failure: tokens, certificates and addresses change.
-pub(super) struct Connection {
+pub(super) struct RenewableClient {
     access: Access,
     current: Mutex<(u64, Client)>,
-    busy: Arc<Busy>,
+    retry_after: Arc<RetryAfter>,
 }
 
 /// The server's last Retry-After in seconds. An overloaded server sends it only as a header.
 #[derive(Default)]
-struct Busy(AtomicU64);
+struct RetryAfter(AtomicU64);
 
 /// A client and its generation.
 #[derive(Clone)]
-pub(super) struct Connected {
-    number: u64,
+pub(super) struct CurrentClient {
+    generation: u64,
     pub(super) client: Client,
 }
 
-impl Connection {
+impl RenewableClient {
     pub(super) async fn new(access: &Access) -> Result<Self, AccessError> {
-        let busy = Arc::new(Busy::default());
-        let client = build(access, &busy).await?;
-        Ok(Self { access: access.clone(), current: Mutex::new((0, client)), busy })
+        let retry_after = Arc::new(RetryAfter::default());
+        let client = build(access, &retry_after).await?;
+        Ok(Self { access: access.clone(), current: Mutex::new((0, client)), retry_after })
     }
 
-    pub(super) fn get(&self) -> Connected {
-        let (number, client) = &*self.lock();
-        Connected { number: *number, client: client.clone() }
+    pub(super) fn get(&self) -> CurrentClient {
+        let (generation, client) = &*self.lock();
+        CurrentClient { generation: *generation, client: client.clone() }
     }
 
     /// Builds a new client from the current files, unless one newer than `failed` exists.
-    pub(super) async fn renew(&self, failed: &Connected) -> Result<(), AccessError> {
-        if self.get().number != failed.number {
+    pub(super) async fn renew(&self, failed: &CurrentClient) -> Result<(), AccessError> {
+        if self.get().generation != failed.generation {
             return Ok(());
         }
-        let client = build(&self.access, &self.busy).await?;
+        let client = build(&self.access, &self.retry_after).await?;
         let mut current = self.lock();
-        if current.0 == failed.number {
-            *current = (failed.number + 1, client);
+        if current.0 == failed.generation {
+            *current = (failed.generation + 1, client);
         }
         Ok(())
     }
 
     /// The Retry-After of the server's last answer.
     pub(super) fn retry_after(&self) -> Option<Duration> {
-        Some(self.busy.0.load(Ordering::Relaxed)).filter(|&seconds| seconds > 0).map(Duration::from_secs)
+        Some(self.retry_after.0.load(Ordering::Relaxed)).filter(|&seconds| seconds > 0).map(Duration::from_secs)
     }
 
     fn lock(&self) -> MutexGuard<'_, (u64, Client)> {
@@ -119,14 +119,14 @@ impl Connection {
     }
 }
 
-async fn build(access: &Access, busy: &Arc<Busy>) -> Result<Client, AccessError> {
+async fn build(access: &Access, retry_after: &Arc<RetryAfter>) -> Result<Client, AccessError> {
     let config = access.read().await?;
     let builder = ClientBuilder::try_from(config).map_err(|error| AccessError::Unusable(super::chain(&error)))?;
-    let busy = Arc::clone(busy);
-    Ok(builder.with_layer(&MapResponseLayer::new(move |response| busy.note(response))).build())
+    let retry_after = Arc::clone(retry_after);
+    Ok(builder.with_layer(&MapResponseLayer::new(move |response| retry_after.note(response))).build())
 }
 
-impl Busy {
+impl RetryAfter {
     fn note<B>(&self, response: Response<B>) -> Response<B> {
         let text = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
         // The header may hold a date instead; then the backoff decides.

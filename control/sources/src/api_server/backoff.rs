@@ -1,7 +1,8 @@
-//! Delays between retries.
+//! Delays between retries: backon's exponential ones, a lower limit while the server is unreachable, and Retry-After.
 
 use std::time::Duration;
 
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use rand::Rng;
 
 /// The longest first delay …
@@ -10,41 +11,56 @@ const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(30);
 /// While no connection can be made, the delay doubles only this often: attempts cost a server that is down nothing, and
 /// changes must not wait once it is back.
-const DOUBLINGS_UNREACHABLE: u32 = 2;
+const DOUBLINGS_UNREACHABLE: usize = 2;
 /// Upper limit for Retry-After, so that a server cannot silence us for good.
-const LONGEST_ASKED: Duration = Duration::from_secs(120);
+const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(120);
 
 /// Exponential backoff with jitter, so that nodes do not all reconnect to a recovering server at once.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Backoff {
-    failures: u32,
+    delays: ExponentialBackoff,
+    /// Delays since the last success; fewer while the server is unreachable.
+    failures: usize,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        // Jitter adds up to the delay itself: each is between half and all of a step.
+        let half_steps = ExponentialBuilder::new().with_min_delay(FIRST / 2).with_max_delay(LONGEST / 2);
+        Self { delays: half_steps.with_jitter().without_max_times().build(), failures: 0 }
+    }
 }
 
 impl Backoff {
     /// The delay after a failed connection attempt.
     pub(super) fn next_unreachable(&mut self) -> Duration {
-        self.failures = self.failures.min(DOUBLINGS_UNREACHABLE);
-        self.next(None)
+        if self.failures > DOUBLINGS_UNREACHABLE {
+            self.reset();
+            (0..DOUBLINGS_UNREACHABLE).for_each(|_| _ = self.step());
+        }
+        self.step()
     }
 
-    /// Between half and all of the current step; then doubles the step. Honours Retry-After, plus up to a quarter.
-    pub(super) fn next(&mut self, asked: Option<Duration>) -> Duration {
-        let step = FIRST.saturating_mul(1 << self.failures.min(20)).min(LONGEST);
-        self.failures += 1;
-        let mut random = rand::rng();
-        let own = step.mul_f64(random.random_range(0.5..=1.0));
-        let asked = asked.map(|asked| asked.min(LONGEST_ASKED).mul_f64(random.random_range(1.0..=1.25)));
-        own.max(asked.unwrap_or_default())
+    /// The next delay. Honours Retry-After, plus up to a quarter.
+    pub(super) fn next(&mut self, retry_after: Option<Duration>) -> Duration {
+        let requested =
+            retry_after.map(|time| time.min(LONGEST_RETRY_AFTER).mul_f64(rand::rng().random_range(1.0..=1.25)));
+        self.step().max(requested.unwrap_or_default())
     }
 
     /// Resets after a success.
     pub(super) fn reset(&mut self) {
-        self.failures = 0;
+        *self = Self::default();
     }
 
-    /// The number of failures since the last success.
-    pub(super) fn failures(&self) -> u32 {
-        self.failures
+    /// Whether there was no failure since the last success.
+    pub(super) fn is_reset(&self) -> bool {
+        self.failures == 0
+    }
+
+    fn step(&mut self) -> Duration {
+        self.failures += 1;
+        self.delays.next().unwrap_or(LONGEST)
     }
 }
 
@@ -61,7 +77,7 @@ mod tests {
             assert!(wait >= step / 2 && wait <= step, "{wait:?} of {step:?}");
             step = (2 * step).min(LONGEST);
         }
-        assert_eq!((step, backoff.failures()), (LONGEST, 100));
+        assert!(step == LONGEST && !backoff.is_reset());
         backoff.reset();
         assert!(backoff.next(None) <= FIRST);
         let waits: Vec<Duration> = (0..8).map(|_| Backoff::default().next(None)).collect();
@@ -79,8 +95,8 @@ mod tests {
 
     #[test]
     fn retry_after_is_honoured_up_to_a_limit() {
-        let asked = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
-        assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&asked(7)));
-        assert!(asked(1_000_000) <= LONGEST_ASKED.mul_f64(1.25));
+        let delay = |seconds| Backoff::default().next(Some(Duration::from_secs(seconds)));
+        assert!((Duration::from_secs(7)..=Duration::from_secs(9)).contains(&delay(7)));
+        assert!(delay(1_000_000) <= LONGEST_RETRY_AFTER.mul_f64(1.25));
     }
 }

@@ -13,23 +13,23 @@ use penstock_policy::model::{self, Object, Rule, Selector};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::convert::{self, FieldPath, Step};
+use crate::convert::{self, FieldPath, PathElement};
 use crate::typed;
 
-/// The interpreted content of an object.
+/// What this version understands of an object.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Content {
+pub(super) enum Interpretation {
     /// Fully understood.
-    Whole(Object),
+    Full(Object),
     /// A policy that is partly understood; the rest allows nothing.
-    Part {
+    Restricted {
         /// The restricted policy.
         object: Object,
         /// What is not understood, and the consequence.
         problem: String,
     },
     /// Not usable: treated as absent.
-    Nothing {
+    Unusable {
         /// What is not understood, and the consequence.
         problem: String,
     },
@@ -41,15 +41,15 @@ type UnsupportedField = (FieldPath, String);
 const UNKNOWN: &str = "is not a field that this version knows";
 
 /// Interprets a policy from its metadata and spec.
-pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
+pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
     let empty = Value::Object(Default::default());
     let spec = spec.unwrap_or(&empty);
     let trouble = match strict::<NetworkPolicySpec>(spec).and_then(|spec| convert(metadata, spec)) {
-        Ok(policy) => return Content::Whole(Object::NetworkPolicy(policy)),
+        Ok(policy) => return Interpretation::Full(Object::NetworkPolicy(policy)),
         Err(trouble) => trouble,
     };
     let (mut field, problem) = trouble;
-    if field.steps().first() != Some(&Step::Field("metadata".to_owned())) {
+    if field.elements().first() != Some(&PathElement::Field("metadata".to_owned())) {
         field = field.inside("spec");
     }
     match restricted(metadata, spec) {
@@ -58,10 +58,10 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Content {
                 "{field}: {problem}; until this is fixed it isolates its pods, and {kept} of its {} rules allow",
                 kept + left_out
             );
-            Content::Part { object: Object::NetworkPolicy(policy), problem }
+            Interpretation::Restricted { object: Object::NetworkPolicy(policy), problem }
         }
         // Even its name is invalid.
-        Err(_) => Content::Nothing { problem: format!("{field}: {problem}; it selects nothing") },
+        Err(_) => Interpretation::Unusable { problem: format!("{field}: {problem}; it selects nothing") },
     }
 }
 
@@ -149,7 +149,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use penstock_policy::model::{Peers, Ports};
+    use penstock_policy::model::{Peers, PolicyPorts};
 
     fn read(spec: Value) -> (model::NetworkPolicy, Option<String>) {
         let metadata = ObjectMeta {
@@ -158,8 +158,8 @@ mod tests {
             ..ObjectMeta::default()
         };
         match policy(&metadata, Some(&spec)) {
-            Content::Whole(Object::NetworkPolicy(policy)) => (policy, None),
-            Content::Part { object: Object::NetworkPolicy(policy), problem } => (policy, Some(problem)),
+            Interpretation::Full(Object::NetworkPolicy(policy)) => (policy, None),
+            Interpretation::Restricted { object: Object::NetworkPolicy(policy), problem } => (policy, Some(problem)),
             other => panic!("{other:?}"),
         }
     }
@@ -225,10 +225,10 @@ mod tests {
                  0 of its 2 rules allow",
             ),
         ];
-        for (spec, expected, told) in cases {
+        for (spec, expected, message) in cases {
             let (policy, problem) = read(spec.clone());
             let problem = problem.unwrap_or_else(|| panic!("{spec} is understood"));
-            assert!(problem.starts_with(told), "{spec}: {problem}");
+            assert!(problem.starts_with(message), "{spec}: {problem}");
             let (rules, selects_all) = shape(&policy);
             assert_eq!((rules.as_str(), selects_all, policy.isolates), (expected.0, expected.1, true), "{spec}");
         }
@@ -240,14 +240,14 @@ mod tests {
         let (policy, problem) = read(spec);
         assert_eq!((shape(&policy), problem), (("1 -".to_owned(), true), None));
         let rule = &policy.ingress.unwrap()[0];
-        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &Ports::Every));
+        assert_eq!((&rule.peers, &rule.ports), (&Peers::Every, &PolicyPorts::Every));
     }
 
     #[test]
     fn a_policy_with_an_invalid_name_selects_nothing() {
         let metadata = ObjectMeta { name: Some("Not A Name".to_owned()), ..ObjectMeta::default() };
         assert!(
-            matches!(policy(&metadata, None), Content::Nothing { problem } if problem.starts_with("metadata.name: "))
+            matches!(policy(&metadata, None), Interpretation::Unusable { problem } if problem.starts_with("metadata.name: "))
         );
     }
 }

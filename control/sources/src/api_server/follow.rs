@@ -1,8 +1,11 @@
 //! Follows one kind of objects: list, then watch, with retries.
 //!
-//! `kube::runtime::watcher` does this too. This loop differs in what matters with many nodes: it pauses before it repeats
-//! a watch that ended at once; it falls back to pages if a server does not stream lists; it drops an expired
-//! resourceVersion also when the answer's status says so; and bookmarks count as signs of life.
+//! `kube::runtime::watcher` (5.0) does this too. It is not used because it
+//! - begins a watch that ended at once again without a pause: a proxy that ends every watch is asked in a tight loop;
+//! - begins a streamed list at version 0, which a server may answer from a cache older than what is in force;
+//! - cannot begin at a known version: each new client (renewed certificate, moved server) would list everything again;
+//! - keeps a version that the server refused with HTTP status 410, and asks again for streamed lists where there are none;
+//! - does not hand on bookmarks, which show that a watch without events is alive.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -16,12 +19,12 @@ use rand::Rng;
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
-use super::access::Connected;
+use super::access::CurrentClient;
 use super::backoff::Backoff;
-use super::failure::Failure;
-use super::read::Reader;
-use super::{Shared, Timing};
-use crate::Kind;
+use super::converted::Converter;
+use super::request_error::RequestError;
+use super::{ApiServerTimeouts, Shared};
+use crate::ObjectKind;
 
 /// Objects in a page, the same as other clients use.
 const PAGE: u32 = 500;
@@ -33,12 +36,12 @@ const PAUSE: Duration = Duration::from_millis(200);
 const END_OF_LIST: &str = "k8s.io/initial-events-end";
 
 /// The trait bounds of the client's object types.
-pub(super) trait Sent: Resource + Clone + DeserializeOwned + Debug + Send + 'static {}
-impl<K: Resource + Clone + DeserializeOwned + Debug + Send + 'static> Sent for K {}
+pub(super) trait WatchedType: Resource + Clone + DeserializeOwned + Debug + Send + 'static {}
+impl<K: Resource + Clone + DeserializeOwned + Debug + Send + 'static> WatchedType for K {}
 
 /// Follows one kind.
-pub(super) struct Follower {
-    kind: Kind,
+pub(super) struct KindFollower {
+    kind: ObjectKind,
     shared: Arc<Shared>,
     backoff: Backoff,
     /// Whether to request streamed lists.
@@ -46,54 +49,62 @@ pub(super) struct Follower {
     /// Whether to request lists in pages. Off after the server expired a list's continuation token.
     pages: bool,
     /// The resourceVersion up to which all changes are known.
-    position: Option<String>,
-    /// Whether the last watch was healthy.
-    proven: bool,
+    resource_version: Option<String>,
+    /// Whether the watch stayed open long enough, or delivered something.
+    is_healthy: bool,
 }
 
-impl Follower {
-    pub(super) fn new(kind: Kind, shared: Arc<Shared>) -> Self {
-        Self { kind, shared, backoff: Backoff::default(), streams: true, pages: true, position: None, proven: false }
+impl KindFollower {
+    pub(super) fn new(kind: ObjectKind, shared: Arc<Shared>) -> Self {
+        Self {
+            kind,
+            shared,
+            backoff: Backoff::default(),
+            streams: true,
+            pages: true,
+            resource_version: None,
+            is_healthy: false,
+        }
     }
 
     /// Follows the kind forever.
-    pub(super) async fn run<K: Sent>(mut self, api: impl Fn(Client) -> Api<K> + Send, read: Reader<K>) {
+    pub(super) async fn run<K: WatchedType>(mut self, api: impl Fn(Client) -> Api<K> + Send, convert: Converter<K>) {
         loop {
-            let connected = self.shared.connection.get();
-            let api = api(connected.client.clone());
-            let (began, watches) = (Instant::now(), self.position.is_some());
-            let end = match self.position.clone() {
-                Some(position) => self.watch(&api, &position, read).await,
-                None if self.streams => self.stream(&api, read).await,
-                None => self.list(&api, read).await,
+            let client = self.shared.client.get();
+            let api = api(client.client.clone());
+            let (start, watches) = (Instant::now(), self.resource_version.is_some());
+            let end = match self.resource_version.clone() {
+                Some(version) => self.watch(&api, &version, convert).await,
+                None if self.streams => self.stream(&api, convert).await,
+                None => self.list(&api, convert).await,
             };
             match end {
-                Err(failure) => self.fail(failure, &connected).await,
+                Err(failure) => self.fail(failure, &client).await,
                 // It delivered something, but a server that ends each watch quickly must not be asked without a pause.
-                Ok(()) if watches && began.elapsed() < self.timing().stood => tokio::time::sleep(PAUSE).await,
+                Ok(()) if watches && start.elapsed() < self.timeouts().healthy_after => tokio::time::sleep(PAUSE).await,
                 Ok(()) => {}
             }
         }
     }
 
     /// Lists in pages.
-    async fn list<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
+    async fn list<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
         self.shared.store().begin_list(self.kind);
         let mut params = ListParams { limit: self.pages.then_some(PAGE), ..ListParams::default() };
         let version = loop {
-            let page = within(self.timing().page, api.list(&params)).await?;
-            let page = match page.map_err(|error| Failure::of(&error, self.kind)) {
+            let page = within(self.timeouts().page, api.list(&params)).await?;
+            let page = match page.map_err(|error| RequestError::of(&error, self.kind)) {
                 Ok(page) => page,
                 Err(failure) => {
-                    let forgotten = params.continue_token.is_some() && matches!(failure, Failure::Gone(_));
-                    self.pages &= !forgotten;
+                    let expired = params.continue_token.is_some() && matches!(failure, RequestError::Gone(_));
+                    self.pages &= !expired;
                     return Err(failure);
                 }
             };
             self.shared.health.sign(self.kind);
             for object in page.items {
-                let read = read(object);
-                self.shared.store().list(self.kind, read);
+                let object = convert(object);
+                self.shared.store().list(self.kind, object);
             }
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => params.continue_token = Some(token),
@@ -101,23 +112,23 @@ impl Follower {
             }
         };
         let version = version.filter(|version| !version.is_empty());
-        let version = version.ok_or_else(|| Failure::Malformed("a list without resourceVersion".to_owned()))?;
+        let version = version.ok_or_else(|| RequestError::Malformed("a list without resourceVersion".to_owned()))?;
         self.listed(version);
         Ok(())
     }
 
     /// Lists by a stream that continues as a watch. Falls back to pages if the server does not support it.
-    async fn stream<K: Sent>(&mut self, api: &Api<K>, read: Reader<K>) -> Result<(), Failure> {
+    async fn stream<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
         let mut params = watch_params();
         params.send_initial_events = true;
         // No version: the list must be as recent as the request.
-        match within(self.timing().begin, api.watch(&params, "")).await? {
+        match within(self.timeouts().watch_start, api.watch(&params, "")).await? {
             Ok(events) => {
                 self.shared.store().begin_list(self.kind);
-                self.consume(events, read, true).await
+                self.consume(events, convert, true).await
             }
-            Err(error) => match Failure::of(&error, self.kind) {
-                Failure::Refused { code, message } => {
+            Err(error) => match RequestError::of(&error, self.kind) {
+                RequestError::Refused { code, message } => {
                     tracing::debug!("API server, {}: no streamed lists ({code}: {message})", self.kind.resource());
                     self.streams = false;
                     Ok(())
@@ -128,76 +139,86 @@ impl Follower {
     }
 
     /// Watches from a version until the watch ends.
-    async fn watch<K: Sent>(&mut self, api: &Api<K>, version: &str, read: Reader<K>) -> Result<(), Failure> {
-        let begun = within(self.timing().begin, api.watch(&watch_params(), version)).await?;
-        let events = begun.map_err(|error| Failure::of(&error, self.kind))?;
-        if self.backoff.failures() == 0 {
-            self.shared.outages.well(self.kind);
+    async fn watch<K: WatchedType>(
+        &mut self,
+        api: &Api<K>,
+        version: &str,
+        convert: Converter<K>,
+    ) -> Result<(), RequestError> {
+        let started = within(self.timeouts().watch_start, api.watch(&watch_params(), version)).await?;
+        let events = started.map_err(|error| RequestError::of(&error, self.kind))?;
+        if self.backoff.is_reset() {
+            self.shared.outages.recovered(self.kind);
         }
-        self.consume(events, read, false).await
+        self.consume(events, convert, false).await
     }
 
     /// Processes events until the stream ends; `listing` until the initial list of a stream is complete.
-    async fn consume<K: Sent>(
+    async fn consume<K: WatchedType>(
         &mut self,
         events: impl Stream<Item = kube::Result<WatchEvent<K>>>,
-        read: Reader<K>,
+        convert: Converter<K>,
         mut listing: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RequestError> {
         let mut events = pin!(events);
-        self.proven = false;
+        self.is_healthy = false;
         loop {
-            let limit = match (listing, self.proven) {
-                (true, _) => self.timing().list_pause,
-                (false, false) => self.timing().stood,
-                (false, true) => self.timing().silence,
+            let limit = match (listing, self.is_healthy) {
+                (true, _) => self.timeouts().list_pause,
+                (false, false) => self.timeouts().healthy_after,
+                (false, true) => self.timeouts().silence,
             };
             let event = match timeout(limit, events.next()).await {
-                Ok(Some(event)) => event.map_err(|error| Failure::of(&error, self.kind))?,
-                Ok(None) if listing => return Err(Failure::Connection("it broke within a list".to_owned())),
-                Ok(None) if self.proven => return Ok(()),
-                Ok(None) => return Err(Failure::Closed),
+                Ok(Some(event)) => event.map_err(|error| RequestError::of(&error, self.kind))?,
+                Ok(None) if listing => return Err(RequestError::Connection("it broke within a list".to_owned())),
+                Ok(None) if self.is_healthy => return Ok(()),
+                Ok(None) => return Err(RequestError::Closed),
                 Err(_) if listing => {
                     self.streams = false;
                     return Ok(());
                 }
-                Err(_) if self.proven => {
+                Err(_) if self.is_healthy => {
                     tracing::debug!("API server, {}: the watch is silent; restarting it", self.kind.resource());
                     return Ok(());
                 }
                 Err(_) => {
-                    self.prove();
+                    self.mark_healthy();
                     continue;
                 }
             };
-            self.take(event, read, &mut listing)?;
-            if !listing && !self.proven {
-                self.prove();
+            self.take(event, convert, &mut listing)?;
+            if !listing && !self.is_healthy {
+                self.mark_healthy();
             }
         }
     }
 
     /// Processes one event.
-    fn take<K: Sent>(&mut self, event: WatchEvent<K>, read: Reader<K>, listing: &mut bool) -> Result<(), Failure> {
+    fn take<K: WatchedType>(
+        &mut self,
+        event: WatchEvent<K>,
+        convert: Converter<K>,
+        listing: &mut bool,
+    ) -> Result<(), RequestError> {
         match event {
             WatchEvent::Added(object) | WatchEvent::Modified(object) if *listing => {
                 self.shared.health.sign(self.kind);
-                self.shared.store().list(self.kind, read(object));
+                self.shared.store().list(self.kind, convert(object));
             }
             WatchEvent::Deleted(_) if *listing => {
-                return Err(Failure::Malformed("a deletion within a list".to_owned()));
+                return Err(RequestError::Malformed("a deletion within a list".to_owned()));
             }
             WatchEvent::Added(object) | WatchEvent::Modified(object) => {
-                let position = object.resource_version();
-                let read = read(object);
-                let is_news = self.shared.store().set(self.kind, read);
-                self.event(position, is_news);
+                let version = object.resource_version();
+                let object = convert(object);
+                let is_news = self.shared.store().set(self.kind, object);
+                self.event(version, is_news);
             }
             WatchEvent::Deleted(object) => {
-                let position = object.resource_version();
-                let read = read(object);
-                let is_news = self.shared.store().delete(self.kind, read.reference, read.version);
-                self.event(position, is_news);
+                let version = object.resource_version();
+                let object = convert(object);
+                let is_news = self.shared.store().delete(self.kind, object.reference, object.version);
+                self.event(version, is_news);
             }
             WatchEvent::Bookmark(bookmark) => {
                 self.shared.health.sign(self.kind);
@@ -209,7 +230,7 @@ impl Follower {
                     self.advance(version);
                 }
             }
-            WatchEvent::Error(status) => return Err(Failure::of_status(&status, self.kind)),
+            WatchEvent::Error(status) => return Err(RequestError::of_status(&status, self.kind)),
         }
         Ok(())
     }
@@ -220,15 +241,15 @@ impl Follower {
         if !is_first {
             tracing::info!("API server: listed all {} again", self.kind.resource());
         }
-        self.position = Some(version);
+        self.resource_version = Some(version);
         self.shared.health.listed(self.kind);
         self.shared.changed(self.kind);
     }
 
     /// Records an event.
-    fn event(&mut self, position: Option<String>, is_news: bool) {
+    fn event(&mut self, version: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
-        position.into_iter().for_each(|version| self.advance(version));
+        version.into_iter().for_each(|version| self.advance(version));
         if is_news {
             self.shared.changed(self.kind);
         }
@@ -237,46 +258,47 @@ impl Follower {
     /// Advances the known version; never moves back.
     fn advance(&mut self, version: String) {
         let number = |version: &str| version.parse::<u64>().ok();
-        let known = self.position.as_deref().and_then(number);
+        let known = self.resource_version.as_deref().and_then(number);
         if !matches!((number(&version), known), (Some(version), Some(known)) if version < known) {
-            self.position = Some(version).filter(|version| !version.is_empty());
+            self.resource_version = Some(version).filter(|version| !version.is_empty());
         }
     }
 
     /// Marks the watch as healthy.
-    fn prove(&mut self) {
-        self.proven = true;
+    fn mark_healthy(&mut self) {
+        self.is_healthy = true;
         self.backoff.reset();
-        self.shared.outages.well(self.kind);
+        self.shared.outages.recovered(self.kind);
     }
 
     /// Reports a failure and waits.
-    async fn fail(&mut self, failure: Failure, connected: &Connected) {
-        let after_good = std::mem::take(&mut self.proven) && self.backoff.failures() == 0;
-        if failure.forgets_position() {
-            self.position = None;
+    async fn fail(&mut self, failure: RequestError, client: &CurrentClient) {
+        let was_healthy = std::mem::take(&mut self.is_healthy) && self.backoff.is_reset();
+        if failure.discards_version() {
+            self.resource_version = None;
         }
         // A first failure may be a server restart or a replaced token: retry once before reporting it.
-        let is_gone = matches!(failure, Failure::Gone(_));
-        if !(is_gone && self.backoff.failures() == 0 || after_good && !matches!(failure, Failure::Forbidden { .. })) {
-            self.shared.outages.lost(self.kind, &failure);
+        let is_gone = matches!(failure, RequestError::Gone(_));
+        if !(is_gone && self.backoff.is_reset() || was_healthy && !matches!(failure, RequestError::Forbidden { .. })) {
+            self.shared.outages.failed(self.kind, &failure);
         } else {
             tracing::debug!("API server, {}: {failure}", self.kind.resource());
         }
-        if failure.asks_for_new_client()
-            && let Err(error) = self.shared.connection.renew(connected).await
+        if failure.needs_new_client()
+            && let Err(error) = self.shared.client.renew(client).await
         {
-            self.shared.outages.lost(self.kind, &Failure::Access(error));
+            self.shared.outages.failed(self.kind, &RequestError::Access(error));
         }
-        let asked = matches!(failure, Failure::Server { .. })
-            .then(|| failure.retry_after().max(self.shared.connection.retry_after()))
+        let retry_after = matches!(failure, RequestError::Server { .. })
+            .then(|| failure.retry_after().max(self.shared.client.retry_after()))
             .flatten();
-        let wait = if failure.is_unreachable() { self.backoff.next_unreachable() } else { self.backoff.next(asked) };
+        let wait =
+            if failure.is_unreachable() { self.backoff.next_unreachable() } else { self.backoff.next(retry_after) };
         tokio::time::sleep(wait).await;
     }
 
-    fn timing(&self) -> Timing {
-        self.shared.timing
+    fn timeouts(&self) -> ApiServerTimeouts {
+        self.shared.timeouts
     }
 }
 
@@ -285,6 +307,6 @@ fn watch_params() -> WatchParams {
 }
 
 /// The result of a future, or a timeout.
-async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, Failure> {
-    timeout(limit, future).await.map_err(|_| Failure::Slow(limit))
+async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, RequestError> {
+    timeout(limit, future).await.map_err(|_| RequestError::Slow(limit))
 }

@@ -5,11 +5,11 @@
 
 mod access;
 mod backoff;
+mod converted;
 mod fail_closed;
-mod failure;
 mod follow;
 mod outages;
-mod read;
+mod request_error;
 mod store;
 
 use std::fmt::Write;
@@ -20,7 +20,7 @@ use std::time::Duration;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::Api;
 use kube::core::ApiResource;
-use penstock_policy::model::{Change, Object};
+use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -28,20 +28,20 @@ use tokio::task::JoinSet;
 
 pub use access::{Access, AccessError};
 
-use super::{Kind, SourceHealth};
-use access::Connection;
-use follow::Follower;
+use super::{ObjectKind, SourceHealth};
+use access::RenewableClient;
+use follow::KindFollower;
 use outages::Outages;
 use store::Store;
 
 /// Changes within this time form one batch.
 const GATHER: Duration = Duration::from_millis(3);
 /// Interval of the log message about kinds not yet listed at start.
-const SAY_AWAITED: Duration = Duration::from_secs(10);
+const LOG_AWAITED: Duration = Duration::from_secs(10);
 
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum ApiServerError {
     /// No access to it.
     #[error(transparent)]
     Access(#[from] AccessError),
@@ -53,35 +53,35 @@ pub enum OpenError {
 /// A followed API server. Dropping it stops following.
 #[derive(Debug)]
 pub struct ApiServer {
-    batches: mpsc::Receiver<Vec<Change>>,
+    batches: mpsc::Receiver<Vec<ObjectChange>>,
     /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Timeouts for an API server.
+/// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Timing {
+pub struct ApiServerTimeouts {
     /// One page of a list.
     pub page: Duration,
     /// The start of a watch.
-    pub begin: Duration,
+    pub watch_start: Duration,
     /// Between two objects of a streamed list. A server that does not support such lists never ends one.
     pub list_pause: Duration,
     /// A watch open this long is healthy, even without events.
-    pub stood: Duration,
+    pub healthy_after: Duration,
     /// Between two signs of life of a watch. A server sends a bookmark about once a minute (KEP-956); a watch without is
     /// restarted from its position, which costs little.
     pub silence: Duration,
 }
 
-impl Default for Timing {
+impl Default for ApiServerTimeouts {
     fn default() -> Self {
         Self {
             page: Duration::from_secs(60),
-            begin: Duration::from_secs(30),
+            watch_start: Duration::from_secs(30),
             list_pause: Duration::from_secs(10),
-            stood: Duration::from_secs(5),
+            healthy_after: Duration::from_secs(5),
             silence: Duration::from_secs(150),
         }
     }
@@ -89,8 +89,8 @@ impl Default for Timing {
 
 /// State shared by the followers of all kinds.
 struct Shared {
-    timing: Timing,
-    connection: Connection,
+    timeouts: ApiServerTimeouts,
+    client: RenewableClient,
     health: Arc<SourceHealth>,
     outages: Outages,
     store: Mutex<Store>,
@@ -99,9 +99,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(connection: Connection, timing: Timing, health: Arc<SourceHealth>) -> Self {
+    fn new(client: RenewableClient, timeouts: ApiServerTimeouts, health: Arc<SourceHealth>) -> Self {
         let outages = Outages::new(Arc::clone(&health));
-        Self { timing, connection, health, outages, store: Mutex::default(), news: Notify::new() }
+        Self { timeouts, client, health, outages, store: Mutex::default(), news: Notify::new() }
     }
 
     fn store(&self) -> MutexGuard<'_, Store> {
@@ -109,7 +109,7 @@ impl Shared {
     }
 
     /// Notifies of changes in the store.
-    fn changed(&self, kind: Kind) {
+    fn changed(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
         self.news.notify_one();
@@ -120,57 +120,58 @@ impl ApiServer {
     /// Follows an API server; waits until all kinds are listed.
     pub async fn open(
         access: &Access,
-        timing: Timing,
+        timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
-    ) -> Result<(Self, Vec<Object>), OpenError> {
+    ) -> Result<(Self, Vec<Object>), ApiServerError> {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
-        let (say_begun, begun) = oneshot::channel();
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(OpenError::Thread)?;
+        let (started, start) = oneshot::channel();
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(ApiServerError::Thread)?;
         let access = access.clone();
         let body = move || {
             privileges::drop_all();
             runtime.block_on(async {
                 // A client must be built in the runtime that uses it.
-                let shared = Connection::new(&access).await.map(|connection| Shared::new(connection, timing, health));
-                let told = shared.map(Arc::new);
-                let shared = told.as_ref().ok().cloned();
+                let shared = RenewableClient::new(&access).await.map(|client| Shared::new(client, timeouts, health));
+                let shared = shared.map(Arc::new);
+                let followed = shared.as_ref().ok().cloned();
                 // Without an owner there is nothing to do: sending a batch fails then.
-                let _ = say_begun.send(told);
-                if let Some(shared) = shared {
+                let _ = started.send(shared);
+                if let Some(shared) = followed {
                     run(shared, sender, stopped).await;
                 }
             });
             // A pending name lookup must not delay shutdown.
             runtime.shutdown_background();
         };
-        let thread = thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(OpenError::Thread)?;
+        let thread =
+            thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(ApiServerError::Thread)?;
         let mut server = Self { batches, stop: Some(stop), thread: Some(thread) };
-        let first = match begun.await {
+        let first = match start.await {
             Ok(shared) => server.first(&*shared?).await,
             // It panicked; the next batch shows it.
             Err(_) => Vec::new(),
         };
         let objects = first.into_iter().filter_map(|change| match change {
-            Change::Set(object) => Some(object),
-            Change::Delete(_) => None,
+            ObjectChange::Set(object) => Some(object),
+            ObjectChange::Delete(_) => None,
         });
         Ok((server, objects.collect()))
     }
 
     /// The next changes. Cancel-safe: dropping the future loses none. `None` once the source has ended.
-    pub async fn next(&mut self) -> Option<Vec<Change>> {
+    pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
         self.batches.recv().await
     }
 
     /// All objects, once every kind is listed.
-    async fn first(&mut self, shared: &Shared) -> Vec<Change> {
-        let mut say = tokio::time::interval(SAY_AWAITED);
-        say.tick().await;
+    async fn first(&mut self, shared: &Shared) -> Vec<ObjectChange> {
+        let mut log = tokio::time::interval(LOG_AWAITED);
+        log.tick().await;
         loop {
             tokio::select! {
                 batch = self.batches.recv() => return batch.unwrap_or_default(),
-                _ = say.tick() => {
+                _ = log.tick() => {
                     let awaited: Vec<&str> = shared.store().awaited().iter().map(|kind| kind.resource()).collect();
                     tracing::info!("API server: waiting for the first list of {}", awaited.join(", "));
                 }
@@ -190,16 +191,18 @@ impl Drop for ApiServer {
 }
 
 /// Follows all kinds and sends changes until the owner is gone.
-async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: oneshot::Receiver<()>) {
+async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stopped: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
-    let follower = |kind| Follower::new(kind, Arc::clone(&shared));
-    tasks.spawn(follower(Kind::Namespace).run(Api::all, read::namespace));
-    tasks.spawn(follower(Kind::Node).run(Api::all, read::node));
-    tasks.spawn(follower(Kind::Pod).run(Api::all, read::pod));
+    let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
+    tasks.spawn(follower(ObjectKind::Namespace).run(Api::all, converted::namespace));
+    tasks.spawn(follower(ObjectKind::Node).run(Api::all, converted::node));
+    tasks.spawn(follower(ObjectKind::Pod).run(Api::all, converted::pod));
     let policies = ApiResource::erase::<NetworkPolicy>(&());
-    tasks
-        .spawn(follower(Kind::NetworkPolicy).run(move |client| Api::all_with(client, &policies), read::network_policy));
-    tasks.spawn(tell(Arc::clone(&shared), batches));
+    tasks.spawn(
+        follower(ObjectKind::NetworkPolicy)
+            .run(move |client| Api::all_with(client, &policies), converted::network_policy),
+    );
+    tasks.spawn(send_changes(Arc::clone(&shared), batches));
     tokio::select! {
         _ = stopped => {}
         // They never return, so one has panicked; the owner sees the channel close.
@@ -209,7 +212,7 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>, stopped: o
 }
 
 /// Sends changes. Accumulates them while the receiver is busy.
-async fn tell(shared: Arc<Shared>, batches: mpsc::Sender<Vec<Change>>) {
+async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>) {
     loop {
         shared.news.notified().await;
         tokio::time::sleep(GATHER).await;

@@ -4,23 +4,23 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::failure::Failure;
-use crate::{Kind, SourceHealth};
+use super::request_error::RequestError;
+use crate::{ObjectKind, SourceHealth};
 
 /// The kinds that currently fail.
 #[derive(Debug)]
 pub(super) struct Outages {
     health: Arc<SourceHealth>,
-    present: Mutex<Present>,
+    outage: Mutex<CurrentOutage>,
 }
 
 #[derive(Debug, Default)]
-struct Present {
+struct CurrentOutage {
     /// The last reported failure of each kind.
-    kinds: BTreeMap<Kind, String>,
+    kinds: BTreeMap<ObjectKind, String>,
     since: Option<Instant>,
     /// The lines logged since the outage began.
-    told: Vec<String>,
+    logged: Vec<String>,
 }
 
 /// Maximum log lines for one outage: one for each failure that needs an operator.
@@ -28,44 +28,44 @@ const MOST_LINES: usize = 8;
 
 impl Outages {
     pub(super) fn new(health: Arc<SourceHealth>) -> Self {
-        Self { health, present: Mutex::default() }
+        Self { health, outage: Mutex::default() }
     }
 
     /// A kind fails.
-    pub(super) fn lost(&self, kind: Kind, failure: &Failure) {
-        let mut present = self.lock();
+    pub(super) fn failed(&self, kind: ObjectKind, failure: &RequestError) {
+        let mut outage = self.lock();
         let text = failure.to_string();
-        let before = present.kinds.insert(kind, text.clone());
+        let before = outage.kinds.insert(kind, text.clone());
         if before.is_none() {
             self.health.lost(kind);
         }
         // A server that has just started rejects everyone until it has loaded its authorization rules: during an outage,
         // such a rejection counts only when it repeats.
-        let insists = failure.needs_someone() && before.as_ref() == Some(&text) && !present.told.contains(&text);
-        let news = present.told.is_empty() || insists;
-        present.since.get_or_insert_with(Instant::now);
-        if news && present.told.len() < MOST_LINES {
+        let repeats = failure.needs_operator() && before.as_ref() == Some(&text) && !outage.logged.contains(&text);
+        let must_log = outage.logged.is_empty() || repeats;
+        outage.since.get_or_insert_with(Instant::now);
+        if must_log && outage.logged.len() < MOST_LINES {
             tracing::warn!("API server, {}: {text}; known objects stay in force; retrying", kind.resource());
-            present.told.push(text);
+            outage.logged.push(text);
         } else {
             tracing::debug!("API server, {}: {text}", kind.resource());
         }
     }
 
     /// A kind is followed again.
-    pub(super) fn well(&self, kind: Kind) {
+    pub(super) fn recovered(&self, kind: ObjectKind) {
         self.health.connected(kind);
-        let mut present = self.lock();
-        if present.kinds.remove(&kind).is_none() || !present.kinds.is_empty() {
+        let mut outage = self.lock();
+        if outage.kinds.remove(&kind).is_none() || !outage.kinds.is_empty() {
             return;
         }
-        let seconds = present.since.take().map(|since| since.elapsed().as_secs_f64()).unwrap_or_default();
-        present.told.clear();
+        let seconds = outage.since.take().map(|since| since.elapsed().as_secs_f64()).unwrap_or_default();
+        outage.logged.clear();
         tracing::info!("API server: followed again after {seconds:.1} s");
     }
 
-    fn lock(&self) -> MutexGuard<'_, Present> {
-        self.present.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, CurrentOutage> {
+        self.outage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -74,25 +74,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_counts_once_per_kind_and_is_logged_when_it_lasts_or_needs_an_operator() {
+    fn an_outage_counts_once_per_kind_and_must_log_when_it_lasts_or_needs_an_operator() {
         let health = Arc::new(SourceHealth::default());
         let outages = Outages::new(Arc::clone(&health));
-        let told = || outages.lock().told.len();
-        let refused = |kind: Kind| Failure::Forbidden { resource: kind.resource(), message: String::new() };
-        let down = || Failure::Connection("refused".to_owned());
-        for kind in Kind::ALL {
-            outages.lost(kind, &down());
-            outages.lost(kind, &down());
+        let logged = || outages.lock().logged.len();
+        let refused = |kind: ObjectKind| RequestError::Forbidden { resource: kind.resource(), message: String::new() };
+        let down = || RequestError::Connection("refused".to_owned());
+        for kind in ObjectKind::ALL {
+            outages.failed(kind, &down());
+            outages.failed(kind, &down());
         }
-        assert_eq!(told(), 1, "one line for all kinds and tries");
-        outages.lost(Kind::Pod, &refused(Kind::Pod));
-        assert_eq!(told(), 1, "it may be starting");
-        outages.lost(Kind::Pod, &refused(Kind::Pod));
-        outages.lost(Kind::Pod, &refused(Kind::Pod));
-        assert_eq!(told(), 2, "it insists");
-        Kind::ALL.into_iter().for_each(|kind| outages.well(kind));
-        assert_eq!((told(), health.of(Kind::Pod).outages, health.of(Kind::Pod).connected), (0, 1, true));
-        outages.lost(Kind::Node, &refused(Kind::Node));
-        assert_eq!(told(), 1, "the first is told at once");
+        assert_eq!(logged(), 1, "one line for all kinds and attempts");
+        outages.failed(ObjectKind::Pod, &refused(ObjectKind::Pod));
+        assert_eq!(logged(), 1, "it may be starting");
+        outages.failed(ObjectKind::Pod, &refused(ObjectKind::Pod));
+        outages.failed(ObjectKind::Pod, &refused(ObjectKind::Pod));
+        assert_eq!(logged(), 2, "it repeats");
+        ObjectKind::ALL.into_iter().for_each(|kind| outages.recovered(kind));
+        assert_eq!((logged(), health.of(ObjectKind::Pod).outages, health.of(ObjectKind::Pod).connected), (0, 1, true));
+        outages.failed(ObjectKind::Node, &refused(ObjectKind::Node));
+        assert_eq!(logged(), 1, "the first is logged at once");
     }
 }

@@ -8,30 +8,30 @@ use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::fail_closed::Content;
-use super::read::Read;
-use crate::Kind;
+use super::converted::ConvertedObject;
+use super::fail_closed::Interpretation;
+use crate::ObjectKind;
 
 /// Deleted objects remembered for each kind, so that a late event does not bring one back.
-const REMEMBERED: usize = 10_000;
+const DELETED_KEPT: usize = 10_000;
 
 /// The known objects of a cluster.
 #[derive(Debug, Default)]
 pub(super) struct Store {
-    kinds: [Objects; Kind::ALL.len()],
+    kinds: [KindObjects; ObjectKind::ALL.len()],
     /// Changes not yet sent, with their sequence number.
-    untold: FxHashMap<ObjectRef, (u64, Change)>,
-    coming: u64,
+    unsent: FxHashMap<ObjectRef, (u64, ObjectChange)>,
+    sequence: u64,
     hasher: RandomState,
     started: bool,
 }
 
 /// The objects of one kind.
 #[derive(Debug, Default)]
-struct Objects {
+struct KindObjects {
     known: FxHashMap<ObjectRef, Known>,
     deleted: Deleted,
     list: Option<FxHashMap<ObjectRef, Listed>>,
@@ -45,9 +45,9 @@ struct Objects {
 struct Known {
     version: Option<u64>,
     /// Fingerprint of its valid content; `None` if it has none.
-    meaning: Option<u64>,
-    /// Fingerprint of its problem.
-    problem: Option<u64>,
+    content_hash: Option<u64>,
+    /// Fingerprint of its problem; `None` if it is fully understood.
+    problem_hash: Option<u64>,
 }
 
 /// An object of a list in progress.
@@ -55,8 +55,8 @@ struct Known {
 struct Listed {
     known: Known,
     /// Its content, if it differs from the known one.
-    news: Option<Object>,
-    /// Its problem, if not yet reported.
+    changed: Option<Object>,
+    /// Its problem, if not yet logged.
     problem: Option<String>,
 }
 
@@ -69,19 +69,20 @@ struct Deleted {
 
 impl Store {
     /// Starts a list of all objects of a kind. Discards an incomplete one.
-    pub(super) fn begin_list(&mut self, kind: Kind) {
+    pub(super) fn begin_list(&mut self, kind: ObjectKind) {
         self.kinds[kind as usize].list = Some(FxHashMap::default());
     }
 
     /// Adds an object to the list in progress.
-    pub(super) fn list(&mut self, kind: Kind, read: Read) {
-        let Read { reference, version, content } = read;
-        let (meaning, problem, object, text) = fingerprints(&self.hasher, content);
+    pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
+        let ConvertedObject { reference, version, content } = object;
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference);
-        let news = object.filter(|_| before.is_none_or(|known| known.meaning != meaning));
-        let told = before.is_some_and(|known| known.problem == problem);
-        let listed = Listed { known: Known { version, meaning, problem }, news, problem: text.filter(|_| !told) };
+        let changed = object.filter(|_| before.is_none_or(|known| known.content_hash != content_hash));
+        let is_logged = before.is_some_and(|known| known.problem_hash == problem_hash);
+        let known = Known { version, content_hash, problem_hash };
+        let listed = Listed { known, changed, problem: problem.filter(|_| !is_logged) };
         let Some(list) = &mut objects.list else { return };
         match list.entry(reference) {
             Entry::Vacant(place) => {
@@ -96,23 +97,26 @@ impl Store {
     }
 
     /// Completes the list: objects not in it are deleted. Returns whether this was the kind's first list.
-    pub(super) fn end_list(&mut self, kind: Kind) -> bool {
+    pub(super) fn end_list(&mut self, kind: ObjectKind) -> bool {
         let objects = &mut self.kinds[kind as usize];
         let Some(mut list) = objects.list.take() else { return false };
         let gone: Vec<ObjectRef> = objects.known.keys().filter(|name| !list.contains_key(name)).cloned().collect();
-        let mut changes: Vec<Change> = gone.into_iter().map(Change::Delete).collect();
+        let mut changes: Vec<ObjectChange> = gone.into_iter().map(ObjectChange::Delete).collect();
         objects.deleted = Deleted::default();
         objects.invalid = 0;
         let before = std::mem::take(&mut objects.known);
         for (reference, listed) in &mut list {
             let before = before.get(reference);
-            tell(reference, before.and_then(|known| known.problem), listed.known.problem, listed.problem.take());
-            objects.invalid += usize::from(listed.known.problem.is_some());
-            match listed.news.take() {
-                Some(object) => changes.push(Change::Set(object)),
+            let hash_before = before.and_then(|known| known.problem_hash);
+            log_problem(reference, hash_before, listed.known.problem_hash, listed.problem.take());
+            objects.invalid += usize::from(listed.known.problem_hash.is_some());
+            match listed.changed.take() {
+                Some(object) => changes.push(ObjectChange::Set(object)),
                 // Its content was valid before and is not now.
-                None if listed.known.meaning.is_none() && before.is_some_and(|known| known.meaning.is_some()) => {
-                    changes.push(Change::Delete(reference.clone()));
+                None if listed.known.content_hash.is_none()
+                    && before.is_some_and(|known| known.content_hash.is_some()) =>
+                {
+                    changes.push(ObjectChange::Delete(reference.clone()));
                 }
                 None => {}
             }
@@ -121,33 +125,32 @@ impl Store {
         changes.sort_by_cached_key(|change| list.get(&name_of(change)).and_then(|listed| listed.known.version));
         objects.known = list.into_iter().map(|(reference, listed)| (reference, listed.known)).collect();
         let is_first = !std::mem::replace(&mut objects.is_listed, true);
-        changes.into_iter().for_each(|change| self.note(change));
+        changes.into_iter().for_each(|change| self.queue(change));
         is_first
     }
 
     /// Adds or updates an object. Returns whether anything changed.
-    pub(super) fn set(&mut self, kind: Kind, read: Read) -> bool {
-        let Read { reference, version, content } = read;
+    pub(super) fn set(&mut self, kind: ObjectKind, object: ConvertedObject) -> bool {
+        let ConvertedObject { reference, version, content } = object;
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference).copied();
         if before.is_some_and(|known| is_late(version, known.version)) || objects.deleted.is_late(&reference, version) {
             return false;
         }
-        let (meaning, problem, object, text) = fingerprints(&self.hasher, content);
-        tell(&reference, before.and_then(|known| known.problem), problem, text);
-        objects.invalid -= usize::from(before.is_some_and(|known| known.problem.is_some()));
-        objects.invalid += usize::from(problem.is_some());
-        objects.known.insert(reference.clone(), Known { version, meaning, problem });
-        let meant = before.and_then(|known| known.meaning);
-        if meaning == meant {
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
+        log_problem(&reference, before.and_then(|known| known.problem_hash), problem_hash, problem);
+        objects.invalid -= usize::from(before.is_some_and(|known| known.problem_hash.is_some()));
+        objects.invalid += usize::from(problem_hash.is_some());
+        objects.known.insert(reference.clone(), Known { version, content_hash, problem_hash });
+        if content_hash == before.and_then(|known| known.content_hash) {
             return false;
         }
-        self.note(object.map_or(Change::Delete(reference), Change::Set));
+        self.queue(object.map_or(ObjectChange::Delete(reference), ObjectChange::Set));
         true
     }
 
     /// Deletes an object at this version. Returns whether anything changed.
-    pub(super) fn delete(&mut self, kind: Kind, reference: ObjectRef, version: Option<u64>) -> bool {
+    pub(super) fn delete(&mut self, kind: ObjectKind, reference: ObjectRef, version: Option<u64>) -> bool {
         let objects = &mut self.kinds[kind as usize];
         let Some(known) = objects.known.get(&reference) else {
             objects.deleted.remember(reference, version);
@@ -157,39 +160,39 @@ impl Store {
         if version != known.version && is_late(version, known.version) {
             return false;
         }
-        objects.invalid -= usize::from(known.problem.is_some());
+        objects.invalid -= usize::from(known.problem_hash.is_some());
         objects.known.remove(&reference);
         objects.deleted.remember(reference.clone(), version);
-        self.note(Change::Delete(reference));
+        self.queue(ObjectChange::Delete(reference));
         true
     }
 
     /// The kinds not listed yet.
-    pub(super) fn awaited(&self) -> Vec<Kind> {
-        Kind::ALL.into_iter().filter(|&kind| !self.kinds[kind as usize].is_listed).collect()
+    pub(super) fn awaited(&self) -> Vec<ObjectKind> {
+        ObjectKind::ALL.into_iter().filter(|&kind| !self.kinds[kind as usize].is_listed).collect()
     }
 
     /// The number of objects of a kind, and how many of them are not fully understood.
-    pub(super) fn count(&self, kind: Kind) -> (usize, usize) {
+    pub(super) fn count(&self, kind: ObjectKind) -> (usize, usize) {
         let objects = &self.kinds[kind as usize];
         (objects.known.len(), objects.invalid)
     }
 
     /// The changes not yet sent: deletions, then namespaces, nodes, pods and policies, each in order of arrival. `None`
     /// without changes, or until all kinds are listed; the first result has all objects and may be empty.
-    pub(super) fn take(&mut self) -> Option<Vec<Change>> {
-        if !self.awaited().is_empty() || (self.started && self.untold.is_empty()) {
+    pub(super) fn take(&mut self) -> Option<Vec<ObjectChange>> {
+        if !self.awaited().is_empty() || (self.started && self.unsent.is_empty()) {
             return None;
         }
         self.started = true;
-        let mut changes: Vec<(u64, Change)> = std::mem::take(&mut self.untold).into_values().collect();
-        changes.sort_unstable_by_key(|(coming, change)| (rank(change), *coming));
+        let mut changes: Vec<(u64, ObjectChange)> = std::mem::take(&mut self.unsent).into_values().collect();
+        changes.sort_unstable_by_key(|(sequence, change)| (rank(change), *sequence));
         Some(changes.into_iter().map(|(_, change)| change).collect())
     }
 
-    fn note(&mut self, change: Change) {
-        self.coming += 1;
-        self.untold.insert(name_of(&change), (self.coming, change));
+    fn queue(&mut self, change: ObjectChange) {
+        self.sequence += 1;
+        self.unsent.insert(name_of(&change), (self.sequence, change));
     }
 }
 
@@ -199,7 +202,7 @@ impl Deleted {
         if self.versions.insert(reference.clone(), version).is_none() {
             self.order.push_back(reference);
         }
-        if self.order.len() > REMEMBERED
+        if self.order.len() > DELETED_KEPT
             && let Some(oldest) = self.order.pop_front()
         {
             self.versions.remove(&oldest);
@@ -219,41 +222,41 @@ fn is_late(version: Option<u64>, known: Option<u64>) -> bool {
 type Fingerprints = (Option<u64>, Option<u64>, Option<Object>, Option<String>);
 
 /// The fingerprints of content and problem, and both themselves.
-fn fingerprints(hasher: &RandomState, content: Content) -> Fingerprints {
+fn fingerprints(hasher: &RandomState, content: Interpretation) -> Fingerprints {
     let (object, problem) = match content {
-        Content::Whole(object) => (Some(object), None),
-        Content::Part { object, problem } => (Some(object), Some(problem)),
-        Content::Nothing { problem } => (None, Some(problem)),
+        Interpretation::Full(object) => (Some(object), None),
+        Interpretation::Restricted { object, problem } => (Some(object), Some(problem)),
+        Interpretation::Unusable { problem } => (None, Some(problem)),
     };
-    let meaning = object.as_ref().map(|object| hasher.hash_one(object));
-    (meaning, problem.as_ref().map(|problem| hasher.hash_one(problem)), object, problem)
+    let content_hash = object.as_ref().map(|object| hasher.hash_one(object));
+    (content_hash, problem.as_ref().map(|problem| hasher.hash_one(problem)), object, problem)
 }
 
 /// Logs once that an object is not understood, or is understood again.
-fn tell(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, text: Option<String>) {
+fn log_problem(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, problem: Option<String>) {
     if before == now {
         return;
     }
-    match text {
-        Some(text) => tracing::warn!(object = %reference, "not understood: {text}"),
+    match problem {
+        Some(problem) => tracing::warn!(object = %reference, "not understood: {problem}"),
         None => tracing::info!(object = %reference, "understood again"),
     }
 }
 
-fn name_of(change: &Change) -> ObjectRef {
+fn name_of(change: &ObjectChange) -> ObjectRef {
     match change {
-        Change::Set(object) => object.reference(),
-        Change::Delete(reference) => reference.clone(),
+        ObjectChange::Set(object) => object.reference(),
+        ObjectChange::Delete(reference) => reference.clone(),
     }
 }
 
-fn rank(change: &Change) -> u8 {
+fn rank(change: &ObjectChange) -> u8 {
     match change {
-        Change::Delete(_) => 0,
-        Change::Set(Object::Namespace(_)) => 1,
-        Change::Set(Object::Node(_)) => 2,
-        Change::Set(Object::Pod(_)) => 3,
-        Change::Set(Object::NetworkPolicy(_)) => 4,
+        ObjectChange::Delete(_) => 0,
+        ObjectChange::Set(Object::Namespace(_)) => 1,
+        ObjectChange::Set(Object::Node(_)) => 2,
+        ObjectChange::Set(Object::Pod(_)) => 3,
+        ObjectChange::Set(Object::NetworkPolicy(_)) => 4,
     }
 }
 

@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use penstock_policy::model::{self, NamedPort, PodLifetime};
 use serde::Deserialize;
 
-use super::{At, Invalid, Problem, Settings, names, port};
+use super::{ConversionSettings, FieldError, FieldPathRef, FieldProblem, names, port};
 
 /// The label with a namespace's name, which the API server sets.
 pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
@@ -15,7 +15,7 @@ pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
 pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
 /// Converts a Namespace. Adds the name label if absent, as the API server does.
-pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Namespace, Invalid> {
+pub fn namespace(namespace: &Namespace, settings: ConversionSettings) -> Result<model::Namespace, FieldError> {
     let name = super::name(&namespace.metadata, names::dns_label)?;
     let mut labels = super::labels(&namespace.metadata)?;
     labels.entry(NAME_LABEL.to_owned()).or_insert_with(|| name.clone());
@@ -28,7 +28,7 @@ pub fn namespace(namespace: &Namespace, settings: Settings) -> Result<model::Nam
 }
 
 /// Reads the value of the isolation annotation.
-fn isolates_ingress(text: &str) -> Result<bool, Invalid> {
+fn isolates_ingress(text: &str) -> Result<bool, FieldError> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Isolation {
@@ -37,26 +37,28 @@ fn isolates_ingress(text: &str) -> Result<bool, Invalid> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Ingress {
-        isolation: Option<Kind>,
+        isolation: Option<IsolationMode>,
     }
     #[derive(Deserialize)]
-    enum Kind {
+    enum IsolationMode {
         DefaultDeny,
     }
     match serde_json::from_str::<Isolation>(text) {
-        Ok(Isolation { ingress }) => Ok(matches!(ingress, Some(Ingress { isolation: Some(Kind::DefaultDeny) }))),
+        Ok(Isolation { ingress }) => {
+            Ok(matches!(ingress, Some(Ingress { isolation: Some(IsolationMode::DefaultDeny) })))
+        }
         Err(error) => {
-            let at = At::OBJECT;
-            let (metadata, problem) = (at.field("metadata"), Problem::Annotation(error.to_string()));
+            let at = FieldPathRef::OBJECT;
+            let (metadata, problem) = (at.field("metadata"), FieldProblem::Annotation(error.to_string()));
             Err(metadata.field("annotations").field(ISOLATION_ANNOTATION).invalid(problem))
         }
     }
 }
 
 /// Converts a Node.
-pub fn node(node: &Node) -> Result<model::Node, Invalid> {
+pub fn node(node: &Node) -> Result<model::Node, FieldError> {
     let name = super::name(&node.metadata, names::dns_subdomain)?;
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     let status_at = at.field("status");
     let addresses_at = status_at.field("addresses");
     let mut addresses = Vec::new();
@@ -70,7 +72,7 @@ pub fn node(node: &Node) -> Result<model::Node, Invalid> {
 }
 
 /// Converts a Pod.
-pub fn pod(pod: &Pod) -> Result<model::Pod, Invalid> {
+pub fn pod(pod: &Pod) -> Result<model::Pod, FieldError> {
     let key = super::key(&pod.metadata)?;
     let labels = super::labels(&pod.metadata)?;
     let spec = pod.spec.as_ref();
@@ -97,9 +99,9 @@ fn lifetime(pod: &Pod) -> PodLifetime {
 }
 
 /// `status.podIPs`, or else `status.podIP`.
-fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
+fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, FieldError> {
     let Some(status) = &pod.status else { return Ok(Vec::new()) };
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     let status_at = at.field("status");
     let mut addresses = Vec::new();
     let list_at = status_at.field("podIPs");
@@ -115,9 +117,9 @@ fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, Invalid> {
 
 /// The named ports of a pod's containers and sidecars (init containers that keep running). The first of a name and
 /// protocol counts, as for a Service.
-fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, Invalid> {
+fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, FieldError> {
     let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     let spec_at = at.field("spec");
     let mut found: Vec<NamedPort> = Vec::new();
     let mut collect = |list: &'static str, i: usize, container: &Container| {
@@ -144,16 +146,16 @@ fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, Invalid> {
     Ok(found)
 }
 
-fn unicast(text: &str, at: &At<'_>) -> Result<IpAddr, Invalid> {
-    let address: IpAddr = text.parse().map_err(|_| at.invalid(Problem::Address(text.to_owned())))?;
+fn unicast(text: &str, at: &FieldPathRef<'_>) -> Result<IpAddr, FieldError> {
+    let address: IpAddr = text.parse().map_err(|_| at.invalid(FieldProblem::Address(text.to_owned())))?;
     if let IpAddr::V6(v6) = address
         && v6.to_ipv4_mapped().is_some()
     {
-        return Err(at.invalid(Problem::Mapped(text.to_owned())));
+        return Err(at.invalid(FieldProblem::Mapped(text.to_owned())));
     }
     let broadcast = address == IpAddr::from([255; 4]);
     match address.is_unspecified() || address.is_loopback() || address.is_multicast() || broadcast {
-        true => Err(at.invalid(Problem::NotUnicast(address))),
+        true => Err(at.invalid(FieldProblem::NotUnicast(address))),
         false => Ok(address),
     }
 }

@@ -2,22 +2,22 @@
 //!
 //! No I/O: manifests and the API server both use it. The rules are those of Kubernetes' own validation
 //! (`pkg/apis/networking/validation`, `pkg/apis/core/validation`): an object that Kubernetes rejects has no meaning to
-//! enforce. Nothing is silently narrowed, widened or skipped: what does not convert is an [`Invalid`].
+//! enforce. Nothing is silently narrowed, widened or skipped: what does not convert is an [`FieldError`].
 
 mod cluster;
+mod field_error;
 mod names;
 mod path;
 mod policy;
 mod port;
-mod problem;
 mod v1beta1;
 
 pub use cluster::ISOLATION_ANNOTATION;
 pub(crate) use cluster::NAME_LABEL;
 pub use cluster::{namespace, node, pod};
-pub use path::{At, FieldPath, Step};
+pub use field_error::{FieldError, FieldProblem};
+pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
-pub use problem::{Invalid, Problem};
 pub use v1beta1::network_policy as v1beta1_network_policy;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -25,15 +25,15 @@ use penstock_policy::model::ObjectKey;
 
 /// Which objects to read beyond the stable API.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Settings {
+pub struct ConversionSettings {
     /// Read `extensions/v1beta1` policies and the DefaultDeny annotation of namespaces, with the semantics of the original
     /// NetworkPolicy proposal. If off, such a policy is an error and the annotation has no effect.
     pub v1beta1: bool,
 }
 
 /// The name of an object without a namespace.
-fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), Problem>) -> Result<String, Invalid> {
-    let at = At::OBJECT;
+fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), FieldProblem>) -> Result<String, FieldError> {
+    let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");
     let name = meta.name.clone().unwrap_or_default();
     valid(&name).map_err(|problem| at.field("name").invalid(problem))?;
@@ -41,17 +41,17 @@ fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), Problem>) -> Result<Str
 }
 
 /// Namespace and name; without a namespace it is `default`, as for every API client.
-fn key(meta: &ObjectMeta) -> Result<ObjectKey, Invalid> {
+fn key(meta: &ObjectMeta) -> Result<ObjectKey, FieldError> {
     let name = name(meta, names::dns_subdomain)?;
     let namespace = meta.namespace.clone().unwrap_or_else(|| "default".to_owned());
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     names::dns_label(&namespace).map_err(|problem| at.field("metadata").field("namespace").invalid(problem))?;
     Ok(ObjectKey { namespace, name })
 }
 
 /// The labels of an object.
-fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, Invalid> {
-    let at = At::OBJECT;
+fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, FieldError> {
+    let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");
     let at = at.field("labels");
     let labels = meta.labels.clone().unwrap_or_default();

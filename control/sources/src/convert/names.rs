@@ -1,22 +1,22 @@
 //! The syntax of names (Kubernetes, "Object Names and IDs" and "Labels and Selectors"; `k8s.io/apimachinery`
 //! `pkg/util/validation`).
 
-use super::Problem;
+use super::FieldProblem;
 
 /// An RFC 1123 label: the name of a namespace.
-pub(super) fn dns_label(name: &str) -> Result<(), Problem> {
+pub(super) fn dns_label(name: &str) -> Result<(), FieldProblem> {
     let rule = "use at most 63 of a-z, 0-9 and '-', with a letter or digit at both ends";
     check(name, "name", rule, is_dns_label(name))
 }
 
 /// An RFC 1123 subdomain: the name of most objects.
-pub(super) fn dns_subdomain(name: &str) -> Result<(), Problem> {
+pub(super) fn dns_subdomain(name: &str) -> Result<(), FieldProblem> {
     let rule = "use at most 253 of a-z, 0-9, '-' and '.', with a letter or digit at both ends of each part";
     check(name, "name", rule, is_dns_subdomain(name))
 }
 
 /// The key of a label: a name, with or without the prefix of a DNS subdomain.
-pub(super) fn label_key(key: &str) -> Result<(), Problem> {
+pub(super) fn label_key(key: &str) -> Result<(), FieldProblem> {
     let valid = match key.split_once('/') {
         Some((prefix, name)) => is_dns_subdomain(prefix) && is_label_name(name),
         None => is_label_name(key),
@@ -26,13 +26,13 @@ pub(super) fn label_key(key: &str) -> Result<(), Problem> {
 }
 
 /// The value of a label; it may be empty.
-pub(super) fn label_value(value: &str) -> Result<(), Problem> {
+pub(super) fn label_value(value: &str) -> Result<(), FieldProblem> {
     let rule = "use at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends, or nothing";
     check(value, "label value", rule, value.is_empty() || is_label_name(value))
 }
 
 /// The name of a port (RFC 6335 section 5.1: an IANA service name).
-pub(super) fn port_name(name: &str) -> Result<(), Problem> {
+pub(super) fn port_name(name: &str) -> Result<(), FieldProblem> {
     let valid = name.len() <= 15
         && has_ends(name, |c| c.is_ascii_lowercase() || c.is_ascii_digit())
         && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-')
@@ -42,11 +42,11 @@ pub(super) fn port_name(name: &str) -> Result<(), Problem> {
     check(name, "port name", rule, valid)
 }
 
-fn check(value: &str, what: &'static str, rule: &'static str, valid: bool) -> Result<(), Problem> {
+fn check(value: &str, what: &'static str, rule: &'static str, valid: bool) -> Result<(), FieldProblem> {
     match (value, valid) {
         (_, true) => Ok(()),
-        ("", false) => Err(Problem::Missing(rule)),
-        (value, false) => Err(Problem::Name { value: value.to_owned(), what, rule }),
+        ("", false) => Err(FieldProblem::Missing(rule)),
+        (value, false) => Err(FieldProblem::Name { value: value.to_owned(), what, rule }),
     }
 }
 
@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn names_follow_kubernetes_syntax() {
         let long = |n: usize| "a".repeat(n);
-        type Check = fn(&str) -> Result<(), Problem>;
+        type Check = fn(&str) -> Result<(), FieldProblem>;
         let table: [(Check, &[&str], &[&str]); 5] = [
             (dns_label, &["a", "shop-1", "1a", &long(63)], &["", "Shop", "a.b", "-a", "a-", "a_b", &long(64), "ä"]),
             (dns_subdomain, &["a", "web.shop-1", &long(64), &long(253)], &["", "a..b", ".a", "a-.b", "A", &long(254)]),

@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-use super::{Invalid, Problem};
+use super::{FieldError, FieldProblem};
 
 /// The location of a field in its object, such as `spec.ingress[0].from[1].ipBlock.cidr`.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
-pub struct FieldPath(Vec<Step>);
+pub struct FieldPath(Vec<PathElement>);
 
-/// One step of a [`FieldPath`].
+/// One element of a [`FieldPath`].
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub enum Step {
+pub enum PathElement {
     /// To a field, or to the value of a map's key.
     Field(String),
     /// To an item of a list, from 0.
@@ -18,19 +18,19 @@ pub enum Step {
 }
 
 impl FieldPath {
-    /// The steps from the object to the field.
-    pub fn steps(&self) -> &[Step] {
+    /// The elements from the object to the field.
+    pub fn elements(&self) -> &[PathElement] {
         &self.0
     }
 
     /// The path of this field when its object is a field of another.
     pub(crate) fn inside(self, name: &str) -> Self {
-        std::iter::once(Step::Field(name.to_owned())).chain(self.0).collect()
+        std::iter::once(PathElement::Field(name.to_owned())).chain(self.0).collect()
     }
 
     /// The path relative to the field of this name; unchanged if it starts elsewhere.
     pub(crate) fn without(mut self, name: &str) -> Self {
-        if matches!(self.0.first(), Some(Step::Field(first)) if first == name) {
+        if matches!(self.0.first(), Some(PathElement::Field(first)) if first == name) {
             self.0.remove(0);
         }
         self
@@ -42,8 +42,8 @@ impl FieldPath {
     }
 }
 
-impl FromIterator<Step> for FieldPath {
-    fn from_iter<I: IntoIterator<Item = Step>>(steps: I) -> Self {
+impl FromIterator<PathElement> for FieldPath {
+    fn from_iter<I: IntoIterator<Item = PathElement>>(steps: I) -> Self {
         Self(steps.into_iter().collect())
     }
 }
@@ -52,10 +52,10 @@ impl fmt::Display for FieldPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, step) in self.0.iter().enumerate() {
             match step {
-                Step::Index(index) => write!(f, "[{index}]")?,
+                PathElement::Index(index) => write!(f, "[{index}]")?,
                 // A label's key contains dots and slashes: put it in brackets, as the API's messages do.
-                Step::Field(name) if name.contains(['.', '/']) => write!(f, "[{name}]")?,
-                Step::Field(name) => write!(f, "{}{name}", if i == 0 { "" } else { "." })?,
+                PathElement::Field(name) if name.contains(['.', '/']) => write!(f, "[{name}]")?,
+                PathElement::Field(name) => write!(f, "{}{name}", if i == 0 { "" } else { "." })?,
             }
         }
         Ok(())
@@ -64,46 +64,46 @@ impl fmt::Display for FieldPath {
 
 /// A field path under construction: lives on the stack, and is allocated only for an error.
 #[derive(Clone, Copy, Debug)]
-pub struct At<'a> {
-    parent: Option<&'a At<'a>>,
-    step: StepRef<'a>,
+pub struct FieldPathRef<'a> {
+    parent: Option<&'a FieldPathRef<'a>>,
+    step: ElementRef<'a>,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum StepRef<'a> {
+enum ElementRef<'a> {
     Object,
     Field(&'a str),
     Index(usize),
 }
 
-impl<'a> At<'a> {
+impl<'a> FieldPathRef<'a> {
     /// The object itself.
-    pub const OBJECT: At<'static> = At { parent: None, step: StepRef::Object };
+    pub const OBJECT: FieldPathRef<'static> = FieldPathRef { parent: None, step: ElementRef::Object };
 
     /// A field, or the value of a map's key.
-    pub fn field(&'a self, name: &'a str) -> At<'a> {
-        At { parent: Some(self), step: StepRef::Field(name) }
+    pub fn field(&'a self, name: &'a str) -> FieldPathRef<'a> {
+        FieldPathRef { parent: Some(self), step: ElementRef::Field(name) }
     }
 
     /// An item of a list.
-    pub fn index(&'a self, index: usize) -> At<'a> {
-        At { parent: Some(self), step: StepRef::Index(index) }
+    pub fn index(&'a self, index: usize) -> FieldPathRef<'a> {
+        FieldPathRef { parent: Some(self), step: ElementRef::Index(index) }
     }
 
     /// The path to this field.
     pub fn path(&self) -> FieldPath {
-        let mut path = self.parent.map(At::path).unwrap_or_default();
+        let mut path = self.parent.map(FieldPathRef::path).unwrap_or_default();
         match self.step {
-            StepRef::Object => {}
-            StepRef::Field(name) => path.0.push(Step::Field(name.to_owned())),
-            StepRef::Index(index) => path.0.push(Step::Index(index)),
+            ElementRef::Object => {}
+            ElementRef::Field(name) => path.0.push(PathElement::Field(name.to_owned())),
+            ElementRef::Index(index) => path.0.push(PathElement::Index(index)),
         }
         path
     }
 
     /// An error at this field.
-    pub(crate) fn invalid(&self, problem: Problem) -> Invalid {
-        Invalid { field: self.path(), problem }
+    pub(crate) fn invalid(&self, problem: FieldProblem) -> FieldError {
+        FieldError { field: self.path(), problem }
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_field_path_displays_as_in_api_messages() {
-        let at = At::OBJECT;
+        let at = FieldPathRef::OBJECT;
         assert_eq!(at.path().to_string(), "");
         let spec = at.field("spec");
         let ingress = spec.field("ingress");

@@ -4,22 +4,22 @@
 //! or `ports` list matches nothing, and there is neither egress nor ipBlock nor a peer with both selectors.
 
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort};
-use penstock_policy::model::{self, Peers, Ports};
+use penstock_policy::model::{self, Peers, PolicyPorts};
 
-use super::{At, Invalid, Problem, policy};
+use super::{FieldError, FieldPathRef, FieldProblem, policy};
 
 /// Converts a policy of `extensions/v1beta1`. Its JSON form is a part of the stable API's, so it is read by
 /// the latter's type.
-pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Invalid> {
+pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, FieldError> {
     let mut converted = policy::network_policy(policy)?;
-    let at = At::OBJECT;
+    let at = FieldPathRef::OBJECT;
     let spec_at = at.field("spec");
     let Some(spec) = &policy.spec else { return Ok(converted) };
     if spec.egress.is_some() {
-        return Err(spec_at.field("egress").invalid(Problem::NotInV1Beta1));
+        return Err(spec_at.field("egress").invalid(FieldProblem::NotInV1Beta1));
     }
     if spec.policy_types.is_some() {
-        return Err(spec_at.field("policyTypes").invalid(Problem::NotInV1Beta1));
+        return Err(spec_at.field("policyTypes").invalid(FieldProblem::NotInV1Beta1));
     }
     let ingress_at = spec_at.field("ingress");
     let rules = converted.ingress.iter_mut().flatten();
@@ -37,29 +37,29 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, In
             converted.peers = Peers::AnyOf(Vec::new());
         }
         if rule.ports.as_ref().is_some_and(Vec::is_empty) {
-            converted.ports = Ports::AnyOf(Vec::new());
+            converted.ports = PolicyPorts::AnyOf(Vec::new());
         }
     }
     converted.isolates = false;
     Ok(converted)
 }
 
-fn check_peer(peer: &NetworkPolicyPeer, at: &At<'_>) -> Result<(), Invalid> {
+fn check_peer(peer: &NetworkPolicyPeer, at: &FieldPathRef<'_>) -> Result<(), FieldError> {
     if peer.ip_block.is_some() {
-        return Err(at.field("ipBlock").invalid(Problem::NotInV1Beta1));
+        return Err(at.field("ipBlock").invalid(FieldProblem::NotInV1Beta1));
     }
     if peer.pod_selector.is_some() && peer.namespace_selector.is_some() {
-        return Err(at.invalid(Problem::OneSelectorInV1Beta1));
+        return Err(at.invalid(FieldProblem::OneSelectorInV1Beta1));
     }
     Ok(())
 }
 
-fn check_port(port: &NetworkPolicyPort, at: &At<'_>) -> Result<(), Invalid> {
+fn check_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Result<(), FieldError> {
     if port.end_port.is_some() {
-        return Err(at.field("endPort").invalid(Problem::NotInV1Beta1));
+        return Err(at.field("endPort").invalid(FieldProblem::NotInV1Beta1));
     }
     match port.protocol.as_deref() {
-        Some("SCTP") => Err(at.field("protocol").invalid(Problem::NotInV1Beta1)),
+        Some("SCTP") => Err(at.field("protocol").invalid(FieldProblem::NotInV1Beta1)),
         _ => Ok(()),
     }
 }

@@ -7,22 +7,22 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use penstock_policy::model::{Change, Object, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 
 use crate::manifest::{self, ManifestError, ManifestErrors, Manifests, Options, Origin};
 
 /// The result of one or several saves.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Batch {
+pub struct DirectoryChanges {
     /// Changes since the last batch: deletions first, then namespaces, nodes, pods, policies.
-    pub changes: Vec<Change>,
+    pub changes: Vec<ObjectChange>,
     /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
     /// Files whose errors are fixed.
     pub fixed: Vec<PathBuf>,
 }
 
-impl Batch {
+impl DirectoryChanges {
     /// Whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.problems.is_empty() && self.fixed.is_empty()
@@ -36,9 +36,9 @@ struct File {
     /// Its latest contents.
     latest: Result<Objects, ManifestErrors>,
     /// Its objects in force.
-    good: Objects,
+    last_valid: Objects,
     /// The errors reported last.
-    told: Vec<ManifestError>,
+    reported: Vec<ManifestError>,
 }
 
 /// All files of a directory.
@@ -46,11 +46,11 @@ struct File {
 pub(super) struct Files {
     options: Options,
     files: BTreeMap<PathBuf, File>,
-    /// Objects of files deleted since the last [`Files::settle`].
+    /// Objects of files deleted since the last [`Files::update`].
     gone: Vec<Objects>,
     /// Namespaces that objects use and no file defines.
     implied: Vec<Object>,
-    /// Whether a file changed since the last [`Files::settle`].
+    /// Whether a file changed since the last [`Files::update`].
     is_outdated: bool,
 }
 
@@ -67,7 +67,7 @@ impl Files {
         match self.files.get_mut(path) {
             Some(file) => file.latest = latest,
             None => {
-                let file = File { latest, good: Objects::default(), told: Vec::new() };
+                let file = File { latest, last_valid: Objects::default(), reported: Vec::new() };
                 self.files.insert(path.to_owned(), file);
             }
         }
@@ -82,29 +82,29 @@ impl Files {
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
             self.is_outdated = true;
-            self.gone.push(file.good);
+            self.gone.push(file.last_valid);
         }
     }
 
     /// Determines the objects in force and returns what changed.
-    pub(super) fn settle(&mut self) -> Batch {
+    pub(super) fn update(&mut self) -> DirectoryChanges {
         if !std::mem::take(&mut self.is_outdated) {
-            return Batch::default();
+            return DirectoryChanges::default();
         }
-        let (held, mut errors) = self.hold();
-        let mut batch = Batch::default();
+        let (usable, mut errors) = self.usable();
+        let mut batch = DirectoryChanges::default();
         let mut before: Vec<Objects> = std::mem::take(&mut self.gone);
         let mut after = Vec::new();
-        for ((path, file), held) in self.files.iter_mut().zip(held) {
+        for ((path, file), usable) in self.files.iter_mut().zip(usable) {
             let of_file = errors.remove(path).unwrap_or_default();
-            if of_file.is_empty() && !file.told.is_empty() {
+            if of_file.is_empty() && !file.reported.is_empty() {
                 batch.fixed.push(path.clone());
             }
-            batch.problems.extend(of_file.iter().filter(|error| !file.told.contains(error)).cloned());
-            file.told = of_file;
-            if !Arc::ptr_eq(&file.good, &held) {
-                after.push(Arc::clone(&held));
-                before.push(std::mem::replace(&mut file.good, held));
+            batch.problems.extend(of_file.iter().filter(|error| !file.reported.contains(error)).cloned());
+            file.reported = of_file;
+            if !Arc::ptr_eq(&file.last_valid, &usable) {
+                after.push(Arc::clone(&usable));
+                before.push(std::mem::replace(&mut file.last_valid, usable));
             }
         }
         if !before.is_empty() || !after.is_empty() {
@@ -121,7 +121,7 @@ impl Files {
     }
 
     fn written(&self) -> impl Iterator<Item = &Object> {
-        self.files.values().flat_map(|file| file.good.iter().map(|(object, _)| object))
+        self.files.values().flat_map(|file| file.last_valid.iter().map(|(object, _)| object))
     }
 
     /// The objects of each file that can be in force, in the files' order, and the errors of files whose latest contents
@@ -130,11 +130,11 @@ impl Files {
     /// Starts with the latest contents of all files, so that an object can move between files and two pods can swap their
     /// addresses, in any order of saves. While two files conflict, both fall back to their last valid objects, which never
     /// conflict.
-    fn hold(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
+    fn usable(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
         let mut errors: BTreeMap<PathBuf, Vec<ManifestError>> = BTreeMap::new();
-        let mut held: Vec<Objects> = Vec::new();
+        let mut usable: Vec<Objects> = Vec::new();
         for (path, file) in &self.files {
-            held.push(Arc::clone(file.latest.as_ref().unwrap_or(&file.good)));
+            usable.push(Arc::clone(file.latest.as_ref().unwrap_or(&file.last_valid)));
             if let Err(ManifestErrors(of_file)) = &file.latest {
                 errors.insert(path.clone(), of_file.clone());
             }
@@ -142,13 +142,13 @@ impl Files {
         loop {
             // The file of each object in the sequence.
             let owners: Vec<usize> =
-                held.iter().enumerate().flat_map(|(i, held)| held.iter().map(move |_| i)).collect();
-            let conflicts = manifest::conflicts(held.iter().flat_map(|held| held.iter()).map(|(o, at)| (o, at)));
+                usable.iter().enumerate().flat_map(|(i, usable)| usable.iter().map(move |_| i)).collect();
+            let conflicts = manifest::conflicts(usable.iter().flat_map(|usable| usable.iter()).map(|(o, at)| (o, at)));
             let mut fell_back = false;
             for conflict in conflicts {
                 for (i, (path, file)) in self.files.iter().enumerate() {
                     let error = match i {
-                        _ if Arc::ptr_eq(&held[i], &file.good) => continue,
+                        _ if Arc::ptr_eq(&usable[i], &file.last_valid) => continue,
                         _ if i == owners[conflict.second] => &conflict.at_second,
                         _ if i == owners[conflict.first] => &conflict.at_first,
                         _ => continue,
@@ -158,11 +158,11 @@ impl Files {
                 }
             }
             if !fell_back {
-                return (held, errors);
+                return (usable, errors);
             }
-            for (held, (path, file)) in held.iter_mut().zip(&self.files) {
+            for (usable, (path, file)) in usable.iter_mut().zip(&self.files) {
                 if errors.contains_key(path) {
-                    *held = Arc::clone(&file.good);
+                    *usable = Arc::clone(&file.last_valid);
                 }
             }
         }
@@ -178,15 +178,18 @@ fn in_files(files: &[Objects]) -> impl Iterator<Item = &Object> {
 }
 
 /// The changes from one set of objects to another.
-fn difference<'a>(before: impl Iterator<Item = &'a Object>, after: impl Iterator<Item = &'a Object>) -> Vec<Change> {
+fn difference<'a>(
+    before: impl Iterator<Item = &'a Object>,
+    after: impl Iterator<Item = &'a Object>,
+) -> Vec<ObjectChange> {
     fn by_name<'a>(objects: impl Iterator<Item = &'a Object>) -> BTreeMap<ObjectRef, &'a Object> {
         objects.map(|object| (object.reference(), object)).collect()
     }
     let (before, after) = (by_name(before), by_name(after));
     let gone = before.keys().filter(|name| !after.contains_key(*name));
-    let mut changes: Vec<Change> = gone.map(|name| Change::Delete(name.clone())).collect();
+    let mut changes: Vec<ObjectChange> = gone.map(|name| ObjectChange::Delete(name.clone())).collect();
     let set = after.into_iter().filter(|(name, object)| before.get(name) != Some(object));
-    changes.extend(set.map(|(_, object)| Change::Set(object.clone())));
+    changes.extend(set.map(|(_, object)| ObjectChange::Set(object.clone())));
     changes
 }
 
@@ -205,15 +208,15 @@ mod tests {
     }
 
     /// `+name address` and `-name`, in order; of namespaces with their labels.
-    fn told(batch: &Batch) -> Vec<String> {
-        let tell = |change: &Change| match change {
-            Change::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
-            Change::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
-            Change::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
-            Change::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
+    fn reported(batch: &DirectoryChanges) -> Vec<String> {
+        let describe = |change: &ObjectChange| match change {
+            ObjectChange::Set(Object::Pod(pod)) => format!("+{} {}", pod.key.name, pod.addresses[0]),
+            ObjectChange::Set(Object::Namespace(namespace)) => format!("+{} {:?}", namespace.name, namespace.labels),
+            ObjectChange::Delete(ObjectRef::Pod(key)) => format!("-{}", key.name),
+            ObjectChange::Delete(ObjectRef::Namespace(name)) => format!("-{name}"),
             other => panic!("{other:?}"),
         };
-        batch.changes.iter().map(tell).collect()
+        batch.changes.iter().map(describe).collect()
     }
 
     /// With the namespace that the pods are in.
@@ -221,7 +224,7 @@ mod tests {
         let mut files = Files::new(Options::default());
         let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: default}}";
         files.set(Path::new("default.yaml"), Ok(namespace.to_owned()));
-        files.settle();
+        files.update();
         files
     }
 
@@ -230,29 +233,29 @@ mod tests {
         let mut files = Files::new(Options::default());
         let named = r#"+default {"kubernetes.io/metadata.name": "default"}"#;
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
-        assert_eq!(told(&files.settle()), [named, "+x 10.0.0.1"]);
+        assert_eq!(reported(&files.update()), [named, "+x 10.0.0.1"]);
         let defined = "{apiVersion: v1, kind: Namespace, metadata: {name: default, labels: {a: b}}}";
         files.set(Path::new("b.yaml"), Ok(defined.to_owned()));
         let labelled = r#"+default {"a": "b", "kubernetes.io/metadata.name": "default"}"#;
-        assert_eq!(told(&files.settle()), [labelled]);
+        assert_eq!(reported(&files.update()), [labelled]);
         files.remove(Path::new("b.yaml"));
-        assert_eq!(told(&files.settle()), [named], "its own labels go, the namespace stays");
+        assert_eq!(reported(&files.update()), [named], "its own labels go, the namespace stays");
         set(&mut files, "a.yaml", &[]);
-        assert_eq!(told(&files.settle()), ["-default", "-x"]);
+        assert_eq!(reported(&files.update()), ["-default", "-x"]);
     }
 
     #[test]
     fn only_differences_are_reported() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
-        assert_eq!(told(&files.settle()), ["+x 10.0.0.1", "+y 10.0.0.2"]);
+        assert_eq!(reported(&files.update()), ["+x 10.0.0.1", "+y 10.0.0.2"]);
         set(&mut files, "a.yaml", &[("y", "10.0.0.3"), ("z", "10.0.0.4"), ("x", "10.0.0.1")]);
-        assert_eq!(told(&files.settle()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
+        assert_eq!(reported(&files.update()), ["+y 10.0.0.3", "+z 10.0.0.4"]);
         set(&mut files, "a.yaml", &[("z", "10.0.0.4")]);
-        assert_eq!(told(&files.settle()), ["-x", "-y"]);
-        assert!(files.settle().is_empty());
+        assert_eq!(reported(&files.update()), ["-x", "-y"]);
+        assert!(files.update().is_empty());
         files.remove(Path::new("a.yaml"));
-        assert_eq!(told(&files.settle()), ["-z"]);
+        assert_eq!(reported(&files.update()), ["-z"]);
         assert_eq!(files.objects().count(), 1);
     }
 
@@ -261,49 +264,49 @@ mod tests {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
-        files.settle();
+        files.update();
         let broken = || Ok(format!("{}{}", pod("x", "10.0.0.9"), pod("z", "10.0.0.999")));
         files.set(Path::new("a.yaml"), broken());
         set(&mut files, "b.yaml", &[("y", "10.0.0.3")]);
-        let batch = files.settle();
-        assert_eq!(told(&batch), ["+y 10.0.0.3"], "one file's error does not stop the other");
+        let batch = files.update();
+        assert_eq!(reported(&batch), ["+y 10.0.0.3"], "one file's error does not stop the other");
         assert_eq!(batch.problems.len(), 1);
         assert!(batch.problems[0].to_string().starts_with("a.yaml:3: Pod default/z: status.podIPs[0].ip: "));
         files.set(Path::new("a.yaml"), broken());
-        assert!(files.settle().is_empty(), "the same error is not told again");
+        assert!(files.update().is_empty(), "the same error is not reported again");
         files.set(Path::new("a.yaml"), Ok("a: [".to_owned()));
-        let batch = files.settle();
+        let batch = files.update();
         assert!(matches!(&batch.problems[..], [error] if error.to_string().contains("YAML")), "{batch:?}");
         set(&mut files, "a.yaml", &[("x", "10.0.0.9")]);
-        let batch = files.settle();
-        assert_eq!((told(&batch), batch.fixed), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
+        let batch = files.update();
+        assert_eq!((reported(&batch), batch.fixed), (vec!["+x 10.0.0.9".to_owned()], vec![PathBuf::from("a.yaml")]));
     }
 
     #[test]
     fn a_file_that_was_never_valid_adds_and_removes_nothing() {
         let mut files = files();
         files.set(Path::new("a.yaml"), Ok("kind: Pod".to_owned()));
-        assert_eq!(files.settle().problems.len(), 1);
+        assert_eq!(files.update().problems.len(), 1);
         files.remove(Path::new("a.yaml"));
-        assert!(files.settle().is_empty());
+        assert!(files.update().is_empty());
     }
 
     #[test]
     fn an_object_moves_between_files_in_either_order_of_saves() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1"), ("y", "10.0.0.2")]);
-        files.settle();
+        files.update();
         set(&mut files, "b.yaml", &[("x", "10.0.0.1")]);
-        let batch = files.settle();
+        let batch = files.update();
         assert!(batch.changes.is_empty(), "{batch:?}");
         let problem = batch.problems[0].to_string();
         assert_eq!(problem, "b.yaml:1: Pod default/x: is defined twice, also at a.yaml:1: remove one, or rename it");
         set(&mut files, "a.yaml", &[("y", "10.0.0.2")]);
-        let batch = files.settle();
+        let batch = files.update();
         assert!(batch.changes.is_empty() && batch.problems.is_empty(), "it is the same object: {batch:?}");
         assert_eq!(batch.fixed, [PathBuf::from("b.yaml")]);
         set(&mut files, "b.yaml", &[]);
-        assert_eq!(told(&files.settle()), ["-x"]);
+        assert_eq!(reported(&files.update()), ["-x"]);
     }
 
     #[test]
@@ -311,16 +314,16 @@ mod tests {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
-        files.settle();
+        files.update();
         set(&mut files, "a.yaml", &[("x", "10.0.0.2")]);
-        let batch = files.settle();
+        let batch = files.update();
         assert!(batch.changes.is_empty());
         assert_eq!(
             batch.problems[0].to_string(),
             "a.yaml:1: Pod default/x: address 10.0.0.2 is also that of Pod default/y at b.yaml:1: give each pod its own"
         );
         set(&mut files, "b.yaml", &[("y", "10.0.0.1")]);
-        assert_eq!(told(&files.settle()), ["+x 10.0.0.2", "+y 10.0.0.1"]);
+        assert_eq!(reported(&files.update()), ["+x 10.0.0.2", "+y 10.0.0.1"]);
     }
 
     #[test]
@@ -328,11 +331,11 @@ mod tests {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
-        files.settle();
+        files.update();
         // b takes the address that a leaves; but a also repeats a name within itself, so it does not leave it.
         set(&mut files, "a.yaml", &[("x", "10.0.0.3"), ("x", "10.0.0.4")]);
         set(&mut files, "b.yaml", &[("y", "10.0.0.1")]);
-        let batch = files.settle();
+        let batch = files.update();
         assert!(batch.changes.is_empty(), "{batch:?}");
         assert_eq!(batch.problems.len(), 2);
         assert_eq!(files.objects().count(), 3);
@@ -342,10 +345,10 @@ mod tests {
     fn a_file_can_be_renamed_over_another() {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
-        files.settle();
+        files.update();
         files.remove(Path::new("a.yaml"));
         set(&mut files, "b.yaml", &[("x", "10.0.0.1")]);
-        assert!(files.settle().is_empty(), "the object is the same");
+        assert!(files.update().is_empty(), "the object is the same");
         assert_eq!(files.objects().count(), 2);
     }
 }

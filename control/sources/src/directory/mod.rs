@@ -13,30 +13,30 @@ use penstock_policy::model::Object;
 use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
-pub use files::Batch;
+pub use files::DirectoryChanges;
 
-use super::convert::Settings;
-use super::manifest::{self, Fault, ManifestErrors, Options};
+use super::convert::ConversionSettings;
+use super::manifest::{self, ManifestErrors, ManifestProblem, Options};
 use files::Files;
-use watch::{Message, Watch};
+use watch::{DirectoryWatch, Message};
 
 /// Batches that may wait for a slow reader.
 const WAITING_BATCHES: usize = 16;
 
 /// A watched directory of manifests. Dropping it stops watching.
 ///
-/// A save is applied as a whole: one [`Batch`] holds all its changes. Errors are logged once each; their files keep their
+/// A save is applied as a whole: one [`DirectoryChanges`] holds all its changes. Errors are logged once each; their files keep their
 /// last valid objects. If the directory disappears, all objects stay until it is back.
 #[derive(Debug)]
 pub struct ManifestDirectory {
-    batches: Option<batches::Receiver<Batch>>,
+    batches: Option<batches::Receiver<DirectoryChanges>>,
     messages: mpsc::Sender<Message>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// Why a directory cannot be a source.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum DirectoryError {
     /// It does not exist or is not a directory.
     #[error("manifests: {path}: {reason}: set it to a readable directory", path = .path.display())]
     NotADirectory {
@@ -60,23 +60,23 @@ pub enum OpenError {
 
 impl ManifestDirectory {
     /// Reads all manifests of a directory and starts to watch it.
-    pub fn open(path: &Path, settings: Settings) -> Result<(Self, Vec<Object>), OpenError> {
+    pub fn open(path: &Path, settings: ConversionSettings) -> Result<(Self, Vec<Object>), DirectoryError> {
         // Events name files by absolute paths.
         let path = &std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let (messages, inbox) = mpsc::channel();
         // Watch first, then read: a save in between is seen twice, not missed.
-        let mut watch = Watch::new(path, messages.clone(), inbox)
-            .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;
+        let mut watch = DirectoryWatch::new(path, messages.clone(), inbox)
+            .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
         let options = Options { settings, ..Options::default() };
         let mut files = Files::new(options);
         watch
             .read_all(&mut files)
-            .map_err(|error| OpenError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
-        let batch = files.settle();
+            .map_err(|error| DirectoryError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
+        let batch = files.update();
         if !batch.problems.is_empty() {
             // Two conflicting objects are one error here, reported at the later one.
             let errors = manifest::read_manifests(&[path], &options).err();
-            return Err(OpenError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
+            return Err(DirectoryError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
         }
         let objects = files.objects().cloned().collect();
         let (sender, receiver) = batches::channel(WAITING_BATCHES);
@@ -86,12 +86,12 @@ impl ManifestDirectory {
                 privileges::drop_all();
                 watch.run(files, &sender);
             })
-            .map_err(|error| OpenError::Watch { path: path.to_owned(), reason: error.to_string() })?;
+            .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
         Ok((Self { batches: Some(receiver), messages, thread: Some(thread) }, objects))
     }
 
     /// The next batch. Cancel-safe: dropping the future loses none. `None` once the source has ended.
-    pub async fn next(&mut self) -> Option<Batch> {
+    pub async fn next(&mut self) -> Option<DirectoryChanges> {
         self.batches.as_mut()?.recv().await
     }
 }
@@ -110,14 +110,14 @@ impl Drop for ManifestDirectory {
 }
 
 /// Logs a batch's errors and fixes.
-fn log(batch: &Batch) {
+fn log(batch: &DirectoryChanges) {
     for error in &batch.problems {
         tracing::warn!(
             file = %error.origin.file.display(),
             line = error.origin.line,
             object = error.object,
             field = %error.field,
-            "manifest not applied, its last valid objects stay: {}", error.fault
+            "manifest not applied, its last valid objects stay: {}", error.problem
         );
     }
     for file in &batch.fixed {
@@ -127,5 +127,5 @@ fn log(batch: &Batch) {
 
 /// The error of a directory that cannot be listed.
 fn unreadable(path: &Path, error: &std::io::Error) -> manifest::ManifestError {
-    manifest::of_path(path, Fault::Unreadable(format!("{error}; all objects stay as they are")))
+    manifest::of_path(path, ManifestProblem::Unreadable(format!("{error}; all objects stay as they are")))
 }

@@ -3,6 +3,9 @@
 //! A save is several events, and half-written contents can be valid: a truncated file has no objects, which would drop its
 //! policies. So a file being written is not read until it is closed or replaced by a rename, and events are gathered until
 //! they pause. A check once a second finds what lost events, or a recreated directory without events, would hide.
+//!
+//! `notify-debouncer-full` (0.7) would replace only the pause, and delays each event by itself: it does not know whether a
+//! file is still written, and its thread wakes four times per delay, here 400 times a second on an idle node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -18,7 +21,7 @@ use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
 use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
-use super::files::{Batch, Files};
+use super::files::{DirectoryChanges, Files};
 use crate::manifest;
 
 /// A save is complete once its events pause this long …
@@ -50,7 +53,7 @@ fn stamp(data: &Metadata) -> Stamp {
 }
 
 /// A directory that is watched.
-pub(super) struct Watch {
+pub(super) struct DirectoryWatch {
     path: PathBuf,
     watcher: RecommendedWatcher,
     inbox: Receiver<Message>,
@@ -69,11 +72,11 @@ pub(super) struct Watch {
     events: Option<(Instant, Instant)>,
 }
 
-impl Watch {
+impl DirectoryWatch {
     pub(super) fn new(path: &Path, messages: Sender<Message>, inbox: Receiver<Message>) -> notify::Result<Self> {
         // An error means that the thread has ended.
-        let tell = move |event| drop(messages.send(Message::Event(event)));
-        let watcher = privileges::run_without(move || notify::recommended_watcher(tell))?;
+        let send = move |event| drop(messages.send(Message::Event(event)));
+        let watcher = privileges::run_without(move || notify::recommended_watcher(send))?;
         let mut watch = Self {
             path: path.to_owned(),
             watcher,
@@ -97,12 +100,12 @@ impl Watch {
     }
 
     /// Sends a batch for each save until the receiver is gone.
-    pub(super) fn run(mut self, mut files: Files, batches: &batches::Sender<Batch>) {
+    pub(super) fn run(mut self, mut files: Files, batches: &batches::Sender<DirectoryChanges>) {
         loop {
             match self.inbox.recv_timeout(self.until_due(Instant::now())) {
-                Ok(Message::Event(event)) => self.note(event),
+                Ok(Message::Event(event)) => self.record(event),
                 Err(RecvTimeoutError::Timeout) => {
-                    let batch = self.look(&mut files);
+                    let batch = self.refresh(&mut files);
                     super::log(&batch);
                     if !batch.is_empty() && batches.blocking_send(batch).is_err() {
                         return;
@@ -123,7 +126,7 @@ impl Watch {
         due.map_or(CHECK, |due| due.saturating_duration_since(now))
     }
 
-    fn note(&mut self, event: notify::Result<Event>) {
+    fn record(&mut self, event: notify::Result<Event>) {
         let event = match event {
             Ok(event) => event,
             Err(error) => {
@@ -143,12 +146,12 @@ impl Watch {
         let mut concerns_us = event.need_rescan();
         for path in event.paths {
             if path.parent() == Some(&self.path) {
-                self.note_file(event.kind, &path, now);
+                self.record_file(event.kind, &path, now);
                 concerns_us = true;
             }
             // A watched parent also reports events outside the directory.
             if path == self.path {
-                // Watch it at once, to get its events.
+                // DirectoryWatch it at once, to get its events.
                 self.follow();
                 concerns_us = true;
             }
@@ -158,7 +161,7 @@ impl Watch {
         }
     }
 
-    fn note_file(&mut self, kind: EventKind, path: &Path, now: Instant) {
+    fn record_file(&mut self, kind: EventKind, path: &Path, now: Instant) {
         let begins_write = match kind {
             EventKind::Modify(ModifyKind::Data(_)) => true,
             // A link needs no close.
@@ -182,7 +185,7 @@ impl Watch {
     }
 
     /// Reads the directory and updates the objects in force.
-    fn look(&mut self, files: &mut Files) -> Batch {
+    fn refresh(&mut self, files: &mut Files) -> DirectoryChanges {
         let had_events = self.events.take().is_some();
         self.follow();
         let mut problems = Vec::new();
@@ -200,7 +203,7 @@ impl Watch {
                 }
             }
         }
-        let mut batch = files.settle();
+        let mut batch = files.update();
         batch.problems.append(&mut problems);
         tracing::trace!(had_events, changes = batch.changes.len(), "read the manifests");
         batch

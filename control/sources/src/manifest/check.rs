@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use penstock_policy::model::{Namespace, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::error::{Fault, ManifestError, Origin};
+use super::error::{ManifestError, ManifestProblem, Origin};
 use crate::convert::{FieldPath, NAME_LABEL};
 
 /// Two objects that cannot coexist.
@@ -66,14 +66,16 @@ fn owned_addresses(object: &Object) -> &[IpAddr] {
 
 fn conflict(first: CheckedObject<'_>, second: CheckedObject<'_>, address: Option<IpAddr>) -> Conflict {
     let error_at = |entry: CheckedObject<'_>, other: CheckedObject<'_>| {
-        let fault = match address {
-            Some(address) => {
-                Fault::SharedAddress { address, other: other.object.reference(), other_origin: other.origin.clone() }
-            }
-            None => Fault::Duplicate { other: other.origin.clone() },
+        let problem = match address {
+            Some(address) => ManifestProblem::SharedAddress {
+                address,
+                other: other.object.reference(),
+                other_origin: other.origin.clone(),
+            },
+            None => ManifestProblem::Duplicate { other: other.origin.clone() },
         };
         let object = Some(entry.object.reference().to_string());
-        ManifestError { origin: entry.origin.clone(), object, field: FieldPath::default(), fault }
+        ManifestError { origin: entry.origin.clone(), object, field: FieldPath::default(), problem }
     };
     let (at_first, at_second) = (error_at(first, second), error_at(second, first));
     Conflict { first: first.place, second: second.place, at_first, at_second }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use penstock_policy::model::ObjectRef;
 
-use super::super::convert::{FieldPath, Problem};
+use super::super::convert::{FieldPath, FieldProblem};
 
 /// A location in a manifest file.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -43,8 +43,8 @@ pub struct ManifestError {
     pub object: Option<String>,
     /// The field; empty if the error is not about one field.
     pub field: FieldPath,
-    /// The fault.
-    pub fault: Fault,
+    /// The problem.
+    pub problem: ManifestProblem,
 }
 
 impl std::error::Error for ManifestError {}
@@ -58,13 +58,13 @@ impl fmt::Display for ManifestError {
         if !self.field.is_empty() {
             write!(f, "{}: ", self.field)?;
         }
-        self.fault.fmt(f)
+        self.problem.fmt(f)
     }
 }
 
-/// A fault in a manifest.
+/// A problem in a manifest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Fault {
+pub enum ManifestProblem {
     /// It cannot be read.
     #[error("cannot be read: {0}")]
     Unreadable(String),
@@ -98,7 +98,7 @@ pub enum Fault {
     UnknownField,
     /// A field with a wrong value.
     #[error(transparent)]
-    Invalid(#[from] Problem),
+    Invalid(#[from] FieldProblem),
     /// Two objects of one kind and name.
     #[error("is defined twice, also at {other}: remove one, or rename it")]
     Duplicate {

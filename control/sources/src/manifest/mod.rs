@@ -16,17 +16,17 @@ use std::sync::Arc;
 use penstock_policy::model::Object;
 
 pub(crate) use check::{conflicts, implied_namespaces};
-pub use error::{Fault, ManifestError, ManifestErrors, Origin};
+pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
 
-use super::convert::{FieldPath, Settings};
-use object::Reader;
-use tree::Node;
+use super::convert::{ConversionSettings, FieldPath};
+use object::DocumentReader;
+use tree::YamlNode;
 
 /// How to read manifests.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Which objects to read beyond the stable API.
-    pub settings: Settings,
+    pub settings: ConversionSettings,
     /// How to treat unknown fields.
     pub unknown_fields: UnknownFields,
 }
@@ -68,7 +68,7 @@ pub struct Document {
     pub origin: Origin,
     /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
-    tree: Node,
+    tree: YamlNode,
 }
 
 impl Document {
@@ -79,7 +79,7 @@ impl Document {
 
     /// The value of a field as written; `None` if absent.
     pub fn value(&self, field: &FieldPath) -> Option<serde_json::Value> {
-        self.tree.at(field).map(Node::to_value)
+        self.tree.at(field).map(YamlNode::to_value)
     }
 }
 
@@ -120,10 +120,10 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
             origin: Origin::new(file, malformed.line.unwrap_or(0)),
             object: None,
             field: FieldPath::default(),
-            fault: Fault::Syntax(malformed.message),
+            problem: ManifestProblem::Syntax(malformed.message),
         }),
         Ok(trees) => {
-            let mut reader = Reader { file, options, manifests: &mut manifests, errors: &mut errors };
+            let mut reader = DocumentReader { file, options, manifests: &mut manifests, errors: &mut errors };
             trees.into_iter().for_each(|tree| reader.document(tree));
         }
     }
@@ -139,9 +139,9 @@ fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<Ar
             continue;
         }
         match files_in(path) {
-            Ok(found) if found.is_empty() => errors.push(of_path(path, Fault::NoManifests)),
+            Ok(found) if found.is_empty() => errors.push(of_path(path, ManifestProblem::NoManifests)),
             Ok(found) => files.extend(found.into_iter().map(Arc::from)),
-            Err(error) => errors.push(of_path(path, Fault::Unreadable(error.to_string()))),
+            Err(error) => errors.push(of_path(path, ManifestProblem::Unreadable(error.to_string()))),
         }
     }
     files
@@ -175,10 +175,10 @@ pub(crate) fn read_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
         }
         path => fs::read_to_string(path),
     };
-    text.map_err(|error| ManifestErrors(vec![of_path(file, Fault::Unreadable(error.to_string()))]))
+    text.map_err(|error| ManifestErrors(vec![of_path(file, ManifestProblem::Unreadable(error.to_string()))]))
 }
 
-pub(crate) fn of_path(path: &Path, fault: Fault) -> ManifestError {
+pub(crate) fn of_path(path: &Path, problem: ManifestProblem) -> ManifestError {
     let origin = Origin { file: Arc::from(path), line: None };
-    ManifestError { origin, object: None, field: FieldPath::default(), fault }
+    ManifestError { origin, object: None, field: FieldPath::default(), problem }
 }

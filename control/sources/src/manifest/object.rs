@@ -8,10 +8,10 @@ use penstock_policy::model::Object;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::super::convert::{self, FieldPath, Invalid, Step};
+use super::super::convert::{self, FieldError, FieldPath, PathElement};
 use super::super::typed;
-use super::error::{Fault, ManifestError, Origin};
-use super::tree::Node;
+use super::error::{ManifestError, ManifestProblem, Origin};
+use super::tree::YamlNode;
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
 /// The supported kinds.
@@ -40,26 +40,28 @@ enum Declared {
 }
 
 /// Converts the documents of a file into `manifests`, and collects errors in `errors`.
-pub(super) struct Reader<'a> {
+pub(super) struct DocumentReader<'a> {
     pub(super) file: &'a Arc<Path>,
     pub(super) options: &'a Options,
     pub(super) manifests: &'a mut Manifests,
     pub(super) errors: &'a mut Vec<ManifestError>,
 }
 
-impl Reader<'_> {
+impl DocumentReader<'_> {
     /// A document of the file.
-    pub(super) fn document(&mut self, tree: Node) {
+    pub(super) fn document(&mut self, tree: YamlNode) {
         if let Err(error) = self.any(tree, None) {
             self.errors.push(*error);
         }
     }
 
-    fn any(&mut self, tree: Node, in_list_of: Option<ManifestKind>) -> Result<(), Box<ManifestError>> {
+    fn any(&mut self, tree: YamlNode, in_list_of: Option<ManifestKind>) -> Result<(), Box<ManifestError>> {
         match self.declared(&tree, in_list_of)? {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
-                for item in tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, Fault::NotAList))? {
+                for item in
+                    tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, ManifestProblem::NotAList))?
+                {
                     // An error in one item does not hide errors in the next.
                     if let Err(error) = self.any(item, kind) {
                         self.errors.push(*error);
@@ -75,21 +77,21 @@ impl Reader<'_> {
     }
 
     /// The declared type of a tree.
-    fn declared(&self, tree: &Node, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
-        let text = |field| tree.get(field).and_then(Node::as_str);
+    fn declared(&self, tree: &YamlNode, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
+        let text = |field| tree.get(field).and_then(YamlNode::as_str);
         if !tree.is_mapping() {
-            return Err(self.error(tree, &[], Fault::NotAnObject));
+            return Err(self.error(tree, &[], ManifestProblem::NotAnObject));
         }
         let (version, name) = match (text("apiVersion"), text("kind"), in_list_of) {
             (Some(version), Some(name), _) => (version, name),
             // The items of a typed list may omit their type.
             (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
-            _ => return Err(self.error(tree, &[], Fault::NotAnObject)),
+            _ => return Err(self.error(tree, &[], ManifestProblem::NotAnObject)),
         };
         let (single, is_list) = name.strip_suffix("List").map_or((name, false), |single| (single, true));
         let unread = |remedy| {
-            let fault = Fault::ApiVersion { kind: name.to_owned(), version: version.to_owned(), remedy };
-            Err(self.error(tree, &["apiVersion"], fault))
+            let problem = ManifestProblem::ApiVersion { kind: name.to_owned(), version: version.to_owned(), remedy };
+            Err(self.error(tree, &["apiVersion"], problem))
         };
         let kind = match (single, version) {
             ("", "v1") if is_list => return Ok(Declared::List(None)),
@@ -111,7 +113,7 @@ impl Reader<'_> {
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
 
-    fn object(&mut self, tree: Node, kind: ManifestKind) -> Result<(), Box<ManifestError>> {
+    fn object(&mut self, tree: YamlNode, kind: ManifestKind) -> Result<(), Box<ManifestError>> {
         let settings = self.options.settings;
         let (object, unknown) = match kind {
             ManifestKind::Namespace => {
@@ -134,9 +136,9 @@ impl Reader<'_> {
     /// Deserializes a tree as an API type and converts it; notes the fields that the type does not know.
     fn typed<T: DeserializeOwned>(
         &self,
-        tree: &Node,
+        tree: &YamlNode,
         kind: ManifestKind,
-        convert: impl FnOnce(&T) -> Result<Object, Invalid>,
+        convert: impl FnOnce(&T) -> Result<Object, FieldError>,
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
         let mut value = tree.to_value();
         if let Value::Object(fields) = &mut value {
@@ -144,32 +146,32 @@ impl Reader<'_> {
             fields.remove("apiVersion");
             fields.remove("kind");
         }
-        let (typed, unknown) =
-            typed::read::<T>(value).map_err(|(field, wrong)| self.error_at(tree, field, Fault::Type(wrong)))?;
+        let (typed, unknown) = typed::read::<T>(value)
+            .map_err(|(field, wrong)| self.error_at(tree, field, ManifestProblem::Type(wrong)))?;
         if self.options.unknown_fields == UnknownFields::Refuse
             && kind.is_policy()
             && let Some(field) =
-                unknown.iter().find(|field| field.steps().first() == Some(&Step::Field("spec".to_owned())))
+                unknown.iter().find(|field| field.elements().first() == Some(&PathElement::Field("spec".to_owned())))
         {
-            return Err(self.error_at(tree, field.clone(), Fault::UnknownField));
+            return Err(self.error_at(tree, field.clone(), ManifestProblem::UnknownField));
         }
         match convert(&typed) {
             Ok(object) => Ok((object, unknown)),
-            Err(Invalid { field, problem }) => Err(self.error_at(tree, field, Fault::Invalid(problem))),
+            Err(FieldError { field, problem }) => Err(self.error_at(tree, field, ManifestProblem::Invalid(problem))),
         }
     }
 
-    fn origin(&self, tree: &Node) -> Origin {
+    fn origin(&self, tree: &YamlNode) -> Origin {
         Origin::new(self.file, tree.line())
     }
 
-    fn error(&self, tree: &Node, field: &[&str], fault: Fault) -> Box<ManifestError> {
-        self.error_at(tree, field.iter().map(|name| Step::Field((*name).to_owned())).collect(), fault)
+    fn error(&self, tree: &YamlNode, field: &[&str], problem: ManifestProblem) -> Box<ManifestError> {
+        self.error_at(tree, field.iter().map(|name| PathElement::Field((*name).to_owned())).collect(), problem)
     }
 
-    fn error_at(&self, tree: &Node, field: FieldPath, fault: Fault) -> Box<ManifestError> {
+    fn error_at(&self, tree: &YamlNode, field: FieldPath, problem: ManifestProblem) -> Box<ManifestError> {
         let object = tree.is_mapping().then(|| describe(tree));
-        Box::new(ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, fault })
+        Box::new(ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, problem })
     }
 }
 
@@ -184,9 +186,9 @@ fn is_policy_group(version: &str) -> bool {
 }
 
 /// The name of an object, as far as known: `Pod shop/web-1`.
-fn describe(tree: &Node) -> String {
-    let kind = tree.get("kind").and_then(Node::as_str).unwrap_or("object");
-    let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(Node::as_str);
+fn describe(tree: &YamlNode) -> String {
+    let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or("object");
+    let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(YamlNode::as_str);
     let is_clustered = matches!(kind, "Namespace" | "Node");
     match (text("namespace"), text("name")) {
         (_, Some(name)) if is_clustered => format!("{kind} {name}"),

@@ -9,11 +9,11 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Number, Value};
 use serde_saphyr::{Spanned, UserMessageFormatter};
 
-use crate::convert::{FieldPath, Step};
+use crate::convert::{FieldPath, PathElement};
 
 /// A value and its location.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Node {
+pub(crate) struct YamlNode {
     /// Line of the value's first character, from 1; 0 if unknown.
     line: u64,
     kind: NodeValue,
@@ -22,7 +22,7 @@ pub(crate) struct Node {
 #[derive(Clone, Debug, PartialEq)]
 enum NodeValue {
     Scalar(Value),
-    Sequence(Vec<Node>),
+    Sequence(Vec<YamlNode>),
     Mapping(Vec<MappingEntry>),
 }
 
@@ -31,7 +31,7 @@ struct MappingEntry {
     key: String,
     /// Line of the key.
     line: u64,
-    value: Node,
+    value: YamlNode,
 }
 
 /// Why a text is not YAML, and where.
@@ -44,7 +44,7 @@ pub(crate) struct Malformed {
 }
 
 /// Parses all documents of a text; skips empty ones.
-pub(crate) fn parse(text: &str) -> Result<Vec<Node>, Malformed> {
+pub(crate) fn parse(text: &str) -> Result<Vec<YamlNode>, Malformed> {
     let Some(starts) = json_documents(text) else { return parse_yaml(text) };
     let mut nodes = Vec::new();
     for (i, &start) in starts.iter().enumerate() {
@@ -72,7 +72,7 @@ fn json_documents(text: &str) -> Option<Vec<usize>> {
     (starts.len() > 1).then_some(starts)
 }
 
-fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
+fn parse_yaml(text: &str) -> Result<Vec<YamlNode>, Malformed> {
     // The parser's default limits are for small files. A dump of a whole cluster is larger; nesting and alias expansion
     // stay limited.
     let options = serde_saphyr::options! {
@@ -87,7 +87,7 @@ fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
         strict_booleans: true,
         with_snippet: false,
     };
-    serde_saphyr::from_multiple_with_options::<Node>(text, options).map_err(|error| {
+    serde_saphyr::from_multiple_with_options::<YamlNode>(text, options).map_err(|error| {
         let line = error.location().map(|location| location.line()).filter(|&line| line > 0);
         let message = error.without_snippet().render_with_formatter(&UserMessageFormatter);
         // The line is reported separately.
@@ -96,14 +96,14 @@ fn parse_yaml(text: &str) -> Result<Vec<Node>, Malformed> {
     })
 }
 
-impl Node {
+impl YamlNode {
     /// Line of the value's first character, from 1; 0 where it is not known.
     pub(crate) fn line(&self) -> u64 {
         self.line
     }
 
     /// The value of a mapping's key.
-    pub(crate) fn get(&self, key: &str) -> Option<&Node> {
+    pub(crate) fn get(&self, key: &str) -> Option<&YamlNode> {
         self.entry(key).map(|entry| &entry.value)
     }
 
@@ -124,7 +124,7 @@ impl Node {
 
     /// The items of the sequence under a mapping's key; null counts as empty. Returns the node itself if there is no
     /// sequence.
-    pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<Node>, Node> {
+    pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<YamlNode>, YamlNode> {
         let NodeValue::Mapping(entries) = &mut self.kind else { return Err(self) };
         let found = entries.iter_mut().find(|entry| entry.key == key);
         match found.map(|entry| &mut entry.value.kind) {
@@ -142,10 +142,14 @@ impl Node {
     /// The line of the field at a path, or of its deepest existing parent.
     pub(crate) fn line_of(&self, path: &FieldPath) -> u64 {
         let (mut node, mut line) = (self, self.line);
-        for step in path.steps() {
+        for step in path.elements() {
             let found = match (step, &node.kind) {
-                (Step::Field(name), NodeValue::Mapping(_)) => node.entry(name).map(|entry| (&entry.value, entry.line)),
-                (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index).map(|item| (item, item.line)),
+                (PathElement::Field(name), NodeValue::Mapping(_)) => {
+                    node.entry(name).map(|entry| (&entry.value, entry.line))
+                }
+                (PathElement::Index(index), NodeValue::Sequence(items)) => {
+                    items.get(*index).map(|item| (item, item.line))
+                }
                 _ => None,
             };
             match found {
@@ -157,10 +161,10 @@ impl Node {
     }
 
     /// The value at a path.
-    pub(crate) fn at(&self, path: &FieldPath) -> Option<&Node> {
-        path.steps().iter().try_fold(self, |node, step| match (step, &node.kind) {
-            (Step::Field(name), NodeValue::Mapping(_)) => node.get(name),
-            (Step::Index(index), NodeValue::Sequence(items)) => items.get(*index),
+    pub(crate) fn at(&self, path: &FieldPath) -> Option<&YamlNode> {
+        path.elements().iter().try_fold(self, |node, step| match (step, &node.kind) {
+            (PathElement::Field(name), NodeValue::Mapping(_)) => node.get(name),
+            (PathElement::Index(index), NodeValue::Sequence(items)) => items.get(*index),
             _ => None,
         })
     }
@@ -169,7 +173,7 @@ impl Node {
     pub(crate) fn to_value(&self) -> Value {
         match &self.kind {
             NodeValue::Scalar(value) => value.clone(),
-            NodeValue::Sequence(items) => Value::Array(items.iter().map(Node::to_value).collect()),
+            NodeValue::Sequence(items) => Value::Array(items.iter().map(YamlNode::to_value).collect()),
             NodeValue::Mapping(entries) => {
                 let entries = entries.iter().map(|entry| (entry.key.clone(), entry.value.to_value()));
                 Value::Object(entries.collect::<Map<_, _>>())
@@ -178,7 +182,7 @@ impl Node {
     }
 }
 
-impl<'de> Deserialize<'de> for Node {
+impl<'de> Deserialize<'de> for YamlNode {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let spanned = Spanned::<NodeValue>::deserialize(deserializer)?;
         Ok(Self { line: spanned.referenced.line(), kind: spanned.value })
@@ -263,8 +267,8 @@ mod tests {
 
     fn path(steps: &[&str]) -> FieldPath {
         let step = |step: &&str| match step.parse() {
-            Ok(index) => Step::Index(index),
-            Err(_) => Step::Field(step.to_string()),
+            Ok(index) => PathElement::Index(index),
+            Err(_) => PathElement::Field(step.to_string()),
         };
         steps.iter().map(step).collect()
     }
@@ -305,7 +309,7 @@ b:
     fn documents_are_split_and_empty_ones_skipped() {
         let text = "# only a comment\n---\na: 1\n---\n# nothing\n--- \n...\n---\nb: 2\n";
         let trees = parse(text).unwrap();
-        assert_eq!(trees.iter().map(Node::to_value).collect::<Vec<_>>(), [json!({"a": 1}), json!({"b": 2})]);
+        assert_eq!(trees.iter().map(YamlNode::to_value).collect::<Vec<_>>(), [json!({"a": 1}), json!({"b": 2})]);
         assert_eq!(trees[1].line(), 9);
         assert!(parse("").unwrap().is_empty());
     }
@@ -322,7 +326,7 @@ b:
     fn json_documents_need_no_separator() {
         let trees = parse("{\"a\": 1}\n{\n  \"b\": 2\n}{\"c\": 3}\n").unwrap();
         assert_eq!(
-            trees.iter().map(Node::to_value).collect::<Vec<_>>(),
+            trees.iter().map(YamlNode::to_value).collect::<Vec<_>>(),
             [json!({"a": 1}), json!({"b": 2}), json!({"c": 3})]
         );
         assert_eq!(trees[1].line_of(&path(&["b"])), 3);

@@ -8,6 +8,7 @@
 //! would. Loom treats sequentially consistent accesses as weaker ones; the table uses none, only fences, which loom
 //! models.
 
+mod seqlock;
 pub(super) mod storage;
 
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -38,7 +38,7 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
         update.set_address(address, Some(AddressOwner::Pod { identity, endpoint: Some(id), node: None }));
         update.set_endpoint(id, Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }));
     }
-    Snapshot { epoch: Epoch(epoch), policy: update.finish(), forwarding }
+    Snapshot::new(Epoch(epoch), update.finish(), forwarding)
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Ports are opened and closed, workers sleep, and errors are reported.
 
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
@@ -174,6 +175,46 @@ fn closing_a_dead_workers_port_closes_it_and_frees_its_frames() {
         let other = Bench::start(config(&[1]));
         other.open("a");
         other.open("b");
+    });
+}
+
+/// Takes a while to be dropped, and then says so: the thread that drops it ends later than it dies.
+struct SlowToEnd(Wires, Arc<AtomicBool>);
+
+impl Drop for SlowToEnd {
+    fn drop(&mut self) {
+        thread::sleep(Duration::from_millis(300));
+        self.1.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Processor for SlowToEnd {
+    fn process(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+        clocks: Option<&mut StageClocks>,
+    ) {
+        self.0.process(snapshot, now, ingress, frames, verdicts, clocks);
+    }
+
+    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
+}
+
+#[test]
+fn closing_a_dead_workers_port_returns_when_its_thread_has_closed_everything() {
+    in_namespace(|| {
+        veth("a");
+        let ended = Arc::new(AtomicBool::new(false));
+        let dataplane =
+            Dataplane::start_with(config(&[0]), |_, _| SlowToEnd(Wires::new(), Arc::clone(&ended))).unwrap();
+        let port = dataplane.open_port(&PortRequest::new("a")).unwrap();
+        dataplane.kill_worker(0);
+        dataplane.close_port(port).unwrap_or_else(|error| panic!("{error}"));
+        assert!(ended.load(Ordering::SeqCst), "the thread still ends, with the port's sockets");
     });
 }
 

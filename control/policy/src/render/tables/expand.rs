@@ -60,7 +60,7 @@ impl<'a> Expansion<'a> {
         let identities = &self.tables.identities;
         let mut peers: FxHashSet<u32> = self.tables.tables[table].linked.peers(rule, identities).collect();
         if *every_pod {
-            let known = |identity: &u32| identities.classes(*identity).first() != Some(&NAMESPACE_UNKNOWN);
+            let known = |identity: &u32| identities.peer_sets(*identity).first() != Some(&NAMESPACE_UNKNOWN);
             peers.extend(self.addresses.keys().copied().filter(known));
         }
         let pods = peers.iter().filter_map(|identity| self.addresses.get(identity)).flatten();

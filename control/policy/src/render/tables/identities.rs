@@ -6,26 +6,26 @@ use std::num::NonZeroU32;
 use penstock_dataplane::policy::Identity;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::state::{ClassId, Registry};
+use crate::state::{PeerSetId, Registry};
 
 /// An identity.
 #[derive(Debug)]
 struct IdentityRecord {
     /// Sorted.
-    classes: Box<[ClassId]>,
+    peer_sets: Box<[PeerSetId]>,
     /// How many addresses have it.
     addresses: usize,
 }
 
-/// One identity for each distinct set of classes of a pod's address.
+/// One identity for each distinct set of peer sets of a pod's address.
 #[derive(Default, Debug)]
 pub(super) struct Identities {
-    known: Registry<Box<[ClassId]>, IdentityRecord>,
+    known: Registry<Box<[PeerSetId]>, IdentityRecord>,
     by_address: FxHashMap<IpAddr, u32>,
-    by_class: FxHashMap<ClassId, FxHashSet<u32>>,
-    /// Identities added or removed; those removed are listed below with their classes.
+    by_peer_set: FxHashMap<PeerSetId, FxHashSet<u32>>,
+    /// Identities added or removed; those removed are listed below with their peer sets.
     changed: FxHashSet<u32>,
-    removed: Vec<(u32, Box<[ClassId]>)>,
+    removed: Vec<(u32, Box<[PeerSetId]>)>,
 }
 
 /// The identity number in tables: they count from 1.
@@ -34,9 +34,9 @@ pub(super) fn identity(number: u32) -> Identity {
 }
 
 impl Identities {
-    /// Sets the classes of a pod's address; `None` if it is no longer a pod's.
-    pub(super) fn set(&mut self, address: IpAddr, classes: Option<Vec<ClassId>>) {
-        let number = classes.map(|classes| self.acquire(classes));
+    /// Sets the peer sets of a pod's address; `None` if it is no longer a pod's.
+    pub(super) fn set(&mut self, address: IpAddr, peer_sets: Option<Vec<PeerSetId>>) {
+        let number = peer_sets.map(|peer_sets| self.acquire(peer_sets));
         let before = match number {
             Some(number) => self.by_address.insert(address, number),
             None => self.by_address.remove(&address),
@@ -46,15 +46,16 @@ impl Identities {
         }
     }
 
-    fn acquire(&mut self, classes: Vec<ClassId>) -> u32 {
-        if let Some(number) = self.known.find(classes.as_slice()) {
+    fn acquire(&mut self, peer_sets: Vec<PeerSetId>) -> u32 {
+        if let Some(number) = self.known.find(peer_sets.as_slice()) {
             self.known[number].addresses += 1;
             return number;
         }
-        let classes: Box<[ClassId]> = classes.into();
-        let number = self.known.insert(classes.clone(), IdentityRecord { classes: classes.clone(), addresses: 1 });
-        for class in &classes {
-            self.by_class.entry(*class).or_default().insert(number);
+        let peer_sets: Box<[PeerSetId]> = peer_sets.into();
+        let number =
+            self.known.insert(peer_sets.clone(), IdentityRecord { peer_sets: peer_sets.clone(), addresses: 1 });
+        for peer_set in &peer_sets {
+            self.by_peer_set.entry(*peer_set).or_default().insert(number);
         }
         self.changed.insert(number);
         number
@@ -66,27 +67,28 @@ impl Identities {
         if record.addresses > 0 {
             return;
         }
-        let classes = std::mem::take(&mut record.classes);
-        self.known.remove(&classes);
-        for class in &classes {
-            let members = self.by_class.entry(*class).or_default();
+        let peer_sets = std::mem::take(&mut record.peer_sets);
+        self.known.remove(&peer_sets);
+        for peer_set in &peer_sets {
+            let members = self.by_peer_set.entry(*peer_set).or_default();
             members.remove(&number);
             if members.is_empty() {
-                self.by_class.remove(class);
+                self.by_peer_set.remove(peer_set);
             }
         }
         self.changed.insert(number);
-        self.removed.push((number, classes));
+        self.removed.push((number, peer_sets));
     }
 
-    /// The identities added or removed since the last call, each once for every class it has or had.
-    pub(super) fn take_changed(&mut self) -> Vec<(u32, ClassId)> {
+    /// The identities added or removed since the last call, each once for every peer set it has or had.
+    pub(super) fn take_changed(&mut self) -> Vec<(u32, PeerSetId)> {
         let removed = std::mem::take(&mut self.removed);
-        let removed =
-            removed.into_iter().flat_map(|(number, classes)| classes.into_iter().map(move |class| (number, class)));
+        let removed = removed
+            .into_iter()
+            .flat_map(|(number, peer_sets)| peer_sets.into_iter().map(move |peer_set| (number, peer_set)));
         let mut changed: Vec<_> = removed.collect();
         for number in std::mem::take(&mut self.changed) {
-            changed.extend(self.classes(number).iter().map(|class| (number, *class)));
+            changed.extend(self.peer_sets(number).iter().map(|peer_set| (number, *peer_set)));
         }
         changed
     }
@@ -101,14 +103,14 @@ impl Identities {
         self.by_address.iter().map(|(address, number)| (*address, *number))
     }
 
-    /// The classes of an identity, sorted; empty if no address has it.
-    pub(super) fn classes(&self, number: u32) -> &[ClassId] {
-        self.known.get(number).map(|record| &*record.classes).unwrap_or_default()
+    /// The peer sets of an identity, sorted; empty if no address has it.
+    pub(super) fn peer_sets(&self, number: u32) -> &[PeerSetId] {
+        self.known.get(number).map(|record| &*record.peer_sets).unwrap_or_default()
     }
 
-    /// The identities in a class.
-    pub(super) fn in_class(&self, class: ClassId) -> impl Iterator<Item = u32> {
-        self.by_class.get(&class).into_iter().flatten().copied()
+    /// The identities in a peer set.
+    pub(super) fn in_peer_set(&self, peer_set: PeerSetId) -> impl Iterator<Item = u32> {
+        self.by_peer_set.get(&peer_set).into_iter().flatten().copied()
     }
 
     /// How many there are.

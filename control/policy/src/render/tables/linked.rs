@@ -1,4 +1,4 @@
-//! Effective rules with acquired classes, and the rule table built from them.
+//! Effective rules with acquired peer sets, and the rule table built from them.
 
 use std::sync::Arc;
 
@@ -7,59 +7,61 @@ use rustc_hash::FxHashMap;
 
 use crate::compile::{EffectivePeers, EffectiveRule};
 use crate::model::IpBlock;
-use crate::state::{ClassId, NAMESPACE_UNKNOWN, State};
+use crate::state::{ClusterState, NAMESPACE_UNKNOWN, PeerSetId};
 
 use super::identities::{Identities, identity};
 
-/// The rules of one table, with references to the classes they use.
+/// The rules of one table, with references to the peer sets they use.
 #[derive(Default, Debug)]
 pub(super) struct LinkedRules {
     pub(super) rules: Vec<EffectiveRule>,
-    /// For each rule the classes of pods that are peers.
-    classes: Vec<Vec<ClassId>>,
+    /// For each rule the peer sets of pods that are peers.
+    peer_sets: Vec<Vec<PeerSetId>>,
     every_pod: RuleSet,
 }
 
 impl LinkedRules {
-    /// Acquires the classes of rules.
-    pub(super) fn new(rules: Vec<EffectiveRule>, state: &mut State) -> Self {
+    /// Acquires the peer sets of rules.
+    pub(super) fn new(rules: Vec<EffectiveRule>, state: &mut ClusterState) -> Self {
         let link = |rule: &EffectiveRule| match &rule.peers {
             EffectivePeers::Every => Vec::new(),
-            EffectivePeers::AnyOf { classes, .. } => classes.iter().map(|class| state.acquire(class)).collect(),
+            EffectivePeers::AnyOf { peer_sets, .. } => {
+                peer_sets.iter().map(|peer_set| state.acquire(peer_set)).collect()
+            }
         };
-        let classes = rules.iter().map(link).collect();
+        let peer_sets = rules.iter().map(link).collect();
         let with_every_pod = (0u32..)
             .zip(&rules)
             .filter(|(_, rule)| matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. }));
         let every_pod = with_every_pod.map(|(number, _)| number).collect();
-        Self { rules, classes, every_pod }
+        Self { rules, peer_sets, every_pod }
     }
 
-    /// Releases the classes.
-    pub(super) fn unlink(self, state: &mut State) {
-        self.classes.into_iter().flatten().for_each(|class| state.release(class));
+    /// Releases the peer sets.
+    pub(super) fn unlink(self, state: &mut ClusterState) {
+        self.peer_sets.into_iter().flatten().for_each(|peer_set| state.release(peer_set));
     }
 
-    /// Every class that affects rows; may repeat.
-    pub(super) fn uses(&self) -> impl Iterator<Item = ClassId> {
+    /// Every peer set that affects rows; may repeat.
+    pub(super) fn uses(&self) -> impl Iterator<Item = PeerSetId> {
         let unknown = (!self.every_pod.is_empty()).then_some(NAMESPACE_UNKNOWN);
-        self.classes.iter().flatten().copied().chain(unknown)
+        self.peer_sets.iter().flatten().copied().chain(unknown)
     }
 
-    /// The rules that match an identity with these classes; `None` if they are those that match every pod.
-    pub(super) fn row(&self, classes: &[ClassId]) -> Option<RuleSet> {
-        let has = |class: &ClassId| classes.binary_search(class).is_ok();
-        let by_class = (0u32..).zip(&self.classes).filter(|(_, peers)| peers.iter().any(has));
-        let mut row: RuleSet = by_class.map(|(number, _)| number).collect();
+    /// The rules that match an identity with these peer sets; `None` if they are those that match every pod.
+    pub(super) fn row(&self, peer_sets: &[PeerSetId]) -> Option<RuleSet> {
+        let has = |peer_set: &PeerSetId| peer_sets.binary_search(peer_set).is_ok();
+        let by_peer_set = (0u32..).zip(&self.peer_sets).filter(|(_, peers)| peers.iter().any(has));
+        let mut row: RuleSet = by_peer_set.map(|(number, _)| number).collect();
         if !has(&NAMESPACE_UNKNOWN) {
             row.union_with(&self.every_pod);
         }
         (row != self.every_pod).then_some(row)
     }
 
-    /// The identities that match a rule by its classes; may repeat.
+    /// The identities that match a rule by its peer sets; may repeat.
     pub(super) fn peers(&self, rule: u32, identities: &Identities) -> impl Iterator<Item = u32> {
-        self.classes[rule as usize].iter().flat_map(|class| identities.in_class(*class))
+        self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
     }
 
     /// Builds the table.
@@ -69,11 +71,11 @@ impl LinkedRules {
             self.peers(rule, identities).for_each(|identity| rows.entry(identity).or_default().insert(rule));
         }
         if !self.every_pod.is_empty() {
-            identities.in_class(NAMESPACE_UNKNOWN).for_each(|identity| {
+            identities.in_peer_set(NAMESPACE_UNKNOWN).for_each(|identity| {
                 rows.entry(identity).or_default();
             });
             for (identity, row) in &mut rows {
-                if identities.classes(*identity).first() != Some(&NAMESPACE_UNKNOWN) {
+                if identities.peer_sets(*identity).first() != Some(&NAMESPACE_UNKNOWN) {
                     row.union_with(&self.every_pod);
                 }
             }

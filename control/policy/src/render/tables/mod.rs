@@ -1,7 +1,7 @@
 //! The workers' bitmap tables, kept consistent with the state.
 //!
 //! [`Tables::update`] handles only what the state reports as outdated. It finds the table keys of affected pods, compiles
-//! new ones, gives addresses with changed classes their identities, patches tables that contain an added or removed
+//! new ones, gives addresses with changed peer sets their identities, patches tables that contain an added or removed
 //! identity, and publishes all of it in one new [`PolicySet`].
 
 mod expand;
@@ -11,6 +11,7 @@ mod linked;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::{
     AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope, RuleTable,
 };
@@ -18,7 +19,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::compile::{self, EffectiveRule, TableKey};
 use crate::model::PortProtocol;
-use crate::state::{self, ClassId, Outdated, PodId, Registry, State};
+use crate::state::{ClusterState, Outdated, PeerSetId, PodId, PodOrNode, Registry};
 
 pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
@@ -40,7 +41,7 @@ pub struct Tables {
     endpoints: Registry<PodId, EndpointRecord>,
     tables: Registry<Arc<TableKey>, TableRecord>,
     identities: Identities,
-    by_class: FxHashMap<ClassId, FxHashSet<u32>>,
+    by_peer_set: FxHashMap<PeerSetId, FxHashSet<u32>>,
     by_name: FxHashMap<(String, PortProtocol), FxHashSet<u32>>,
     set: PolicySet,
 }
@@ -89,7 +90,7 @@ impl Tables {
             endpoints: Registry::default(),
             tables: Registry::default(),
             identities: Identities::default(),
-            by_class: FxHashMap::default(),
+            by_peer_set: FxHashMap::default(),
             by_name: FxHashMap::default(),
             set: update.finish(),
         }
@@ -100,8 +101,19 @@ impl Tables {
         &self.set
     }
 
+    /// Enters the ports of this node's pods, as in [`PolicySetUpdate::set_local`]. Later updates keep them.
+    ///
+    /// [`PolicySetUpdate::set_local`]: penstock_dataplane::policy::PolicySetUpdate::set_local
+    pub fn set_local(&mut self, forwarding: &Forwarding) {
+        let mut update = self.set.update();
+        // As in `publish`.
+        self.set = PolicySet::default();
+        update.set_local(forwarding);
+        self.set = update.finish();
+    }
+
     /// Updates the tables from the state. Returns whether anything changed.
-    pub fn update(&mut self, state: &mut State) -> bool {
+    pub fn update(&mut self, state: &mut ClusterState) -> bool {
         let Outdated { pods, mut addresses, names } = state.take_outdated();
         let mut pending = PendingUpdate::default();
         for name in &names {
@@ -111,17 +123,17 @@ impl Tables {
             self.assign_tables(state, pod, &mut pending);
         }
         self.link(state, &mut pending);
-        // Linking acquires and releases classes; that outdates addresses, but no pod and no port name.
+        // Linking acquires and releases peer sets; that outdates addresses, but no pod and no port name.
         addresses.extend(state.take_outdated().addresses);
         if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
             return false;
         }
         for address in &addresses {
-            let classes = match state.owner(address) {
-                Some(state::AddressOwner::Pod(pod)) => Some(state.classes_at(pod, address)),
-                Some(state::AddressOwner::Node(_)) | None => None,
+            let peer_sets = match state.owner(address) {
+                Some(PodOrNode::Pod(pod)) => Some(state.peer_sets_at(pod, address)),
+                Some(PodOrNode::Node(_)) | None => None,
             };
-            self.identities.set(*address, classes);
+            self.identities.set(*address, peer_sets);
         }
         self.rebuild(&mut pending);
         self.publish(state, &addresses, &pending);
@@ -129,7 +141,7 @@ impl Tables {
     }
 
     /// Finds the table keys of a pod and assigns their tables.
-    fn assign_tables(&mut self, state: &State, pod: PodId, pending: &mut PendingUpdate) {
+    fn assign_tables(&mut self, state: &ClusterState, pod: PodId, pending: &mut PendingUpdate) {
         if !self.is_in_scope(state, pod) {
             let Some(number) = self.endpoints.find(&pod) else { return };
             let record = self.endpoints.remove(&pod).expect("found above");
@@ -158,16 +170,16 @@ impl Tables {
         }
     }
 
-    fn is_in_scope(&self, state: &State, pod: PodId) -> bool {
-        let here = match &self.scope {
+    fn is_in_scope(&self, state: &ClusterState, pod: PodId) -> bool {
+        let in_scope = match &self.scope {
             PodScope::AllPods => true,
             PodScope::Node(name) => state.pod(pod).is_some_and(|pod| pod.node.as_ref() == Some(name)),
         };
-        here && state.is_present(pod)
+        in_scope && state.is_present(pod)
     }
 
     /// Assigns the table of a key to an endpoint; creates it if needed.
-    fn assign_table(&mut self, state: &State, endpoint: u32, key: TableKey, pending: &mut PendingUpdate) -> u32 {
+    fn assign_table(&mut self, state: &ClusterState, endpoint: u32, key: TableKey, pending: &mut PendingUpdate) -> u32 {
         let table = match self.tables.find(&key) {
             Some(table) => table,
             None => {
@@ -194,9 +206,9 @@ impl Tables {
         pending.released.insert(table);
     }
 
-    /// Compiles the tables to build and removes those without endpoints. Acquires before it releases, so a class that
+    /// Compiles the tables to build and removes those without endpoints. Acquires before it releases, so a peer set that
     /// stays in use is not rebuilt.
-    fn link(&mut self, state: &mut State, pending: &mut PendingUpdate) {
+    fn link(&mut self, state: &mut ClusterState, pending: &mut PendingUpdate) {
         let mut unused = Vec::new();
         for table in &pending.released {
             if self.tables[*table].endpoints.is_empty() {
@@ -213,14 +225,14 @@ impl Tables {
             unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));
         }
         for (table, linked) in unused {
-            for class in linked.uses() {
-                remove(&mut self.by_class, &class, table);
+            for peer_set in linked.uses() {
+                remove(&mut self.by_peer_set, &peer_set, table);
             }
             linked.unlink(state);
         }
         for table in &pending.to_build {
-            for class in self.tables[*table].linked.uses() {
-                self.by_class.entry(class).or_default().insert(*table);
+            for peer_set in self.tables[*table].linked.uses() {
+                self.by_peer_set.entry(peer_set).or_default().insert(*table);
             }
             pending.endpoints.extend(&self.tables[*table].endpoints);
         }
@@ -238,9 +250,9 @@ impl Tables {
             self.tables[*table].table = self.tables[*table].linked.build(&self.identities);
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
-        for (identity, class) in self.identities.take_changed() {
+        for (identity, peer_set) in self.identities.take_changed() {
             for table in
-                self.by_class.get(&class).into_iter().flatten().filter(|table| !pending.to_build.contains(table))
+                self.by_peer_set.get(&peer_set).into_iter().flatten().filter(|table| !pending.to_build.contains(table))
             {
                 patches.entry(*table).or_default().insert(identity);
             }
@@ -248,8 +260,8 @@ impl Tables {
         for (table, changed) in patches {
             let record = &mut self.tables[table];
             let rows = changed.into_iter().map(|number| {
-                let classes = self.identities.classes(number);
-                (identity(number), if classes.is_empty() { None } else { record.linked.row(classes) })
+                let peer_sets = self.identities.peer_sets(number);
+                (identity(number), if peer_sets.is_empty() { None } else { record.linked.row(peer_sets) })
             });
             record.table = Arc::new(record.table.with_identities(rows));
             pending.endpoints.extend(&record.endpoints);
@@ -257,7 +269,7 @@ impl Tables {
     }
 
     /// Publishes everything that changed in the next set.
-    fn publish(&mut self, state: &State, addresses: &FxHashSet<IpAddr>, pending: &PendingUpdate) {
+    fn publish(&mut self, state: &ClusterState, addresses: &FxHashSet<IpAddr>, pending: &PendingUpdate) {
         let mut update = self.set.update();
         // Drops the set before, so that what it alone referenced is changed in place.
         self.set = PolicySet::default();
@@ -275,8 +287,8 @@ impl Tables {
         for address in addresses {
             let owner = match state.owner(address) {
                 None => None,
-                Some(state::AddressOwner::Node(node)) => Some(AddressOwner::Node(NodeId(node))),
-                Some(state::AddressOwner::Pod(pod)) => self.identities.at(address).map(|number| AddressOwner::Pod {
+                Some(PodOrNode::Node(node)) => Some(AddressOwner::Node(NodeId(node))),
+                Some(PodOrNode::Pod(pod)) => self.identities.at(address).map(|number| AddressOwner::Pod {
                     identity: identity(number),
                     endpoint: self.endpoints.find(&pod).map(EndpointId),
                     node: state.node_of(pod).map(NodeId),
@@ -313,9 +325,9 @@ impl Tables {
     }
 
     /// How many identities and tables there are.
-    pub fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> TableStatistics {
         let rules = self.tables.iter().map(|(_, record)| record.linked.rules.len()).sum();
-        Statistics {
+        TableStatistics {
             endpoints: self.endpoints.len(),
             identities: self.identities.len(),
             tables: self.tables.len(),
@@ -326,7 +338,7 @@ impl Tables {
 
 /// Sizes of a set of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Statistics {
+pub struct TableStatistics {
     /// Pods in scope.
     pub endpoints: usize,
     /// Groups of addresses that rules distinguish.

@@ -5,21 +5,21 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn namespace(name: &str, version: u64) -> Read {
+fn namespace(name: &str, version: u64) -> ConvertedObject {
     // What it means changes with every third version only.
     let labels = [("third".to_owned(), (version / 3).to_string())].into();
     let object = Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false });
-    Read { reference: object.reference(), version: Some(version), content: Content::Whole(object) }
+    ConvertedObject { reference: object.reference(), version: Some(version), content: Interpretation::Full(object) }
 }
 
 /// A store of which all kinds have been listed, the namespaces of `list` among them.
-fn listed(list: impl IntoIterator<Item = Read>) -> (Store, Vec<Change>) {
+fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<ObjectChange>) {
     let mut store = Store::default();
     let mut list = Some(list);
-    for kind in Kind::ALL {
-        assert_eq!(store.take(), None, "nothing is told before all kinds are listed");
+    for kind in ObjectKind::ALL {
+        assert_eq!(store.take(), None, "nothing is sent before all kinds are listed");
         store.begin_list(kind);
-        if kind == Kind::Namespace {
+        if kind == ObjectKind::Namespace {
             list.take().into_iter().flatten().for_each(|read| store.list(kind, read));
         }
         assert!(store.end_list(kind), "the first");
@@ -28,19 +28,19 @@ fn listed(list: impl IntoIterator<Item = Read>) -> (Store, Vec<Change>) {
     (store, first)
 }
 
-fn names(changes: &[Change]) -> Vec<String> {
+fn names(changes: &[ObjectChange]) -> Vec<String> {
     changes
         .iter()
-        .map(|change| format!("{}{}", if matches!(change, Change::Set(_)) { "+" } else { "-" }, name_of(change)))
+        .map(|change| format!("{}{}", if matches!(change, ObjectChange::Set(_)) { "+" } else { "-" }, name_of(change)))
         .collect()
 }
 
 fn set(store: &mut Store, name: &str, version: u64) -> bool {
-    store.set(Kind::Namespace, namespace(name, version))
+    store.set(ObjectKind::Namespace, namespace(name, version))
 }
 
 fn delete(store: &mut Store, name: &str, version: u64) -> bool {
-    store.delete(Kind::Namespace, ObjectRef::Namespace(name.to_owned()), Some(version))
+    store.delete(ObjectKind::Namespace, ObjectRef::Namespace(name.to_owned()), Some(version))
 }
 
 #[test]
@@ -63,26 +63,26 @@ fn late_and_repeated_events_are_ignored_also_for_deleted_objects() {
     assert!(set(&mut store, "a", 18), "made again");
     assert!(!delete(&mut store, "never-seen", 20) && !set(&mut store, "never-seen", 19), "deleted before it was seen");
     assert_eq!(names(&store.take().unwrap()), ["+Namespace a"]);
-    assert_eq!(store.count(Kind::Namespace), (1, 0));
+    assert_eq!(store.count(ObjectKind::Namespace), (1, 0));
 }
 
 #[test]
 fn a_list_replaces_all_objects_of_its_kind() {
     let (mut store, _) = listed([namespace("a", 3), namespace("b", 6), namespace("c", 9)]);
-    store.begin_list(Kind::Namespace);
-    store.list(Kind::Namespace, namespace("d", 12));
+    store.begin_list(ObjectKind::Namespace);
+    store.list(ObjectKind::Namespace, namespace("d", 12));
     assert_eq!(store.take(), None, "half a list is none");
-    // It broke off, and begins anew.
-    store.begin_list(Kind::Namespace);
-    store.list(Kind::Namespace, namespace("a", 3));
-    store.list(Kind::Namespace, namespace("b", 15));
-    store.list(Kind::Namespace, namespace("b", 13));
-    assert!(!store.end_list(Kind::Namespace));
+    // The list broke off and begins again.
+    store.begin_list(ObjectKind::Namespace);
+    store.list(ObjectKind::Namespace, namespace("a", 3));
+    store.list(ObjectKind::Namespace, namespace("b", 15));
+    store.list(ObjectKind::Namespace, namespace("b", 13));
+    assert!(!store.end_list(ObjectKind::Namespace));
     assert_eq!(names(&store.take().unwrap()), ["-Namespace c", "+Namespace b"]);
-    // A list says what is so, even if the cluster was set back.
-    store.begin_list(Kind::Namespace);
-    store.list(Kind::Namespace, namespace("b", 3));
-    store.end_list(Kind::Namespace);
+    // A list is the current state, even if the cluster was restored from a backup.
+    store.begin_list(ObjectKind::Namespace);
+    store.list(ObjectKind::Namespace, namespace("b", 3));
+    store.end_list(ObjectKind::Namespace);
     assert_eq!(names(&store.take().unwrap()), ["-Namespace a", "+Namespace b"]);
     assert!(set(&mut store, "b", 6), "versions count from there");
 }
@@ -92,10 +92,10 @@ fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
     let (mut store, _) = listed([namespace("old", 3)]);
     let node = |name: &str| {
         let object = Object::Node(Node { name: name.to_owned(), addresses: Vec::new() });
-        Read { reference: object.reference(), version: Some(30), content: Content::Whole(object) }
+        ConvertedObject { reference: object.reference(), version: Some(30), content: Interpretation::Full(object) }
     };
-    store.set(Kind::Node, node("y"));
-    store.set(Kind::Node, node("x"));
+    store.set(ObjectKind::Node, node("y"));
+    store.set(ObjectKind::Node, node("x"));
     set(&mut store, "new", 6);
     delete(&mut store, "old", 9);
     assert_eq!(names(&store.take().unwrap()), ["-Namespace old", "+Namespace new", "+Node y", "+Node x"]);
@@ -104,28 +104,34 @@ fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
 #[test]
 fn an_invalid_object_is_counted_and_replaces_its_last_valid_version() {
     let (mut store, _) = listed([namespace("a", 3)]);
-    let nothing = |version| Read { content: Content::Nothing { problem: "why".to_owned() }, ..namespace("a", version) };
-    assert!(store.set(Kind::Namespace, nothing(6)));
+    let nothing = |version| ConvertedObject {
+        content: Interpretation::Unusable { problem: "why".to_owned() },
+        ..namespace("a", version)
+    };
+    assert!(store.set(ObjectKind::Namespace, nothing(6)));
     assert_eq!(
-        (names(&store.take().unwrap()), store.count(Kind::Namespace)),
+        (names(&store.take().unwrap()), store.count(ObjectKind::Namespace)),
         (vec!["-Namespace a".to_owned()], (1, 1))
     );
     // So it is in a list, and with another version.
-    store.begin_list(Kind::Namespace);
-    store.list(Kind::Namespace, nothing(9));
-    store.end_list(Kind::Namespace);
-    assert_eq!((store.take(), store.count(Kind::Namespace)), (None, (1, 1)));
-    let Content::Whole(object) = namespace("a", 12).content else { unreachable!("as it is built") };
-    let part = Read { content: Content::Part { object, problem: "some".to_owned() }, ..namespace("a", 12) };
-    assert!(store.set(Kind::Namespace, part));
+    store.begin_list(ObjectKind::Namespace);
+    store.list(ObjectKind::Namespace, nothing(9));
+    store.end_list(ObjectKind::Namespace);
+    assert_eq!((store.take(), store.count(ObjectKind::Namespace)), (None, (1, 1)));
+    let Interpretation::Full(object) = namespace("a", 12).content else { unreachable!("as it is built") };
+    let part = ConvertedObject {
+        content: Interpretation::Restricted { object, problem: "some".to_owned() },
+        ..namespace("a", 12)
+    };
+    assert!(store.set(ObjectKind::Namespace, part));
     assert_eq!(
-        (names(&store.take().unwrap()), store.count(Kind::Namespace)),
+        (names(&store.take().unwrap()), store.count(ObjectKind::Namespace)),
         (vec!["+Namespace a".to_owned()], (1, 1))
     );
     assert!(!set(&mut store, "a", 13), "understood again, and of the same meaning");
-    assert_eq!((store.take(), store.count(Kind::Namespace)), (None, (1, 0)));
+    assert_eq!((store.take(), store.count(ObjectKind::Namespace)), (None, (1, 0)));
     delete(&mut store, "a", 15);
-    assert_eq!(store.count(Kind::Namespace), (0, 0));
+    assert_eq!(store.count(ObjectKind::Namespace), (0, 0));
 }
 
 /// One thing that happens to one of a few names; its version is its place in the sequence.
@@ -141,8 +147,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    /// Each event comes once or several times and early or late, with lists in between: who follows what is told has
-    /// what the last versions say.
+    /// Each event comes once or several times and early or late, with lists in between. The changes sent end in the last
+    /// versions.
     #[test]
     fn events_in_any_order_end_in_the_last_versions(
         steps in steps(),
@@ -150,22 +156,22 @@ proptest! {
     ) {
         let version = |place: usize| 3 * (place as u64 + 1);
         let name = |number: u8| format!("n{number}");
-        let truth = |up_to: usize| {
-            let mut truth = BTreeMap::new();
+        let expected = |up_to: usize| {
+            let mut expected = BTreeMap::new();
             for (place, step) in steps[..up_to].iter().enumerate() {
                 match *step {
-                    Step::Set(number) => drop(truth.insert(name(number), version(place))),
-                    Step::Delete(number) => drop(truth.remove(&name(number))),
+                    Step::Set(number) => drop(expected.insert(name(number), version(place))),
+                    Step::Delete(number) => drop(expected.remove(&name(number))),
                 }
             }
-            truth
+            expected
         };
         let (mut store, _) = listed([]);
-        let mut told: BTreeMap<ObjectRef, Object> = BTreeMap::new();
+        let mut received: BTreeMap<ObjectRef, Object> = BTreeMap::new();
         let mut take = |store: &mut Store| for change in store.take().unwrap_or_default() {
             match change {
-                Change::Set(object) => drop(told.insert(object.reference(), object)),
-                Change::Delete(reference) => drop(told.remove(&reference)),
+                ObjectChange::Set(object) => drop(received.insert(object.reference(), object)),
+                ObjectChange::Delete(reference) => drop(received.remove(&reference)),
             }
         };
         let event = |store: &mut Store, place: usize| match steps[place] {
@@ -175,12 +181,12 @@ proptest! {
         for (index, what) in order {
             match what {
                 0 => take(&mut store),
-                // A list of what is so after some of the steps; what came later comes again after it.
+                // A list of the state after some of the steps; the later events follow again.
                 1 => {
                     let up_to = index.index(steps.len() + 1);
-                    store.begin_list(Kind::Namespace);
-                    truth(up_to).iter().for_each(|(name, &version)| store.list(Kind::Namespace, namespace(name, version)));
-                    store.end_list(Kind::Namespace);
+                    store.begin_list(ObjectKind::Namespace);
+                    expected(up_to).iter().for_each(|(name, &version)| store.list(ObjectKind::Namespace, namespace(name, version)));
+                    store.end_list(ObjectKind::Namespace);
                     for place in up_to..steps.len() {
                         event(&mut store, place);
                     }
@@ -190,18 +196,18 @@ proptest! {
                 }
             }
         }
-        // In the end each has come at least once.
+        // In the end each event has come at least once.
         for place in 0..steps.len() {
             event(&mut store, place);
         }
         take(&mut store);
-        let told: BTreeMap<String, Read> = told.into_values().map(|object| (object.reference().to_string(), object))
-            .map(|(name, object)| (name, Read { reference: object.reference(), version: None, content: Content::Whole(object) }))
+        let received: BTreeMap<String, ConvertedObject> = received.into_values().map(|object| (object.reference().to_string(), object))
+            .map(|(name, object)| (name, ConvertedObject { reference: object.reference(), version: None, content: Interpretation::Full(object) }))
             .collect();
-        let truth: BTreeMap<String, Read> = truth(steps.len()).into_iter()
+        let expected: BTreeMap<String, ConvertedObject> = expected(steps.len()).into_iter()
             .map(|(name, version)| namespace(&name, version))
-            .map(|read| (read.reference.to_string(), Read { version: None, ..read }))
+            .map(|read| (read.reference.to_string(), ConvertedObject { version: None, ..read }))
             .collect();
-        prop_assert_eq!(told, truth);
+        prop_assert_eq!(received, expected);
     }
 }

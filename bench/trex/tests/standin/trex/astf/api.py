@@ -82,16 +82,16 @@ class ASTFProfile:
 
     def to_json(self):
         programs = [side.program for template in self.templates for side in (template.client, template.server)]
-        told = {'templates': [{'client_template': {'program_index': 2 * number, **template.client.fields},
-                               'server_template': {'program_index': 2 * number + 1,
-                                                   'assoc': [{'port': template.server.port}]}}
-                              for number, template in enumerate(self.templates)],
-                'program_list': [{'commands': program.commands} for program in programs],
-                'ip_gen_dist_list': [{'dir': side, 'ip_start': ends[0], 'ip_end': ends[1], 'ip_offset': offset}
-                                     for side, ends, offset in self.templates[0].client.ip_gen.sides]}
+        document = {'templates': [{'client_template': {'program_index': 2 * number, **template.client.fields},
+                                   'server_template': {'program_index': 2 * number + 1,
+                                                       'assoc': [{'port': template.server.port}]}}
+                                  for number, template in enumerate(self.templates)],
+                    'program_list': [{'commands': program.commands} for program in programs],
+                    'ip_gen_dist_list': [{'dir': side, 'ip_start': ends[0], 'ip_end': ends[1], 'ip_offset': offset}
+                                         for side, ends, offset in self.templates[0].client.ip_gen.sides]}
         if self.client_info:
-            told['c_glob_info'] = self.client_info.to_json()
-        return told
+            document['c_glob_info'] = self.client_info.to_json()
+        return document
 
     @classmethod
     def load(cls, filename, **kwargs):

@@ -1,4 +1,4 @@
-//! Classes of pods: each distinct selector of the rules once, with its members updated on every change.
+//! Peer sets of pods: each distinct selector of the rules once, with its members updated on every change.
 
 use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -7,18 +7,18 @@ use crate::model::{IpBlock, LabelOperator, Labels, NamedPort, PortProtocol, Sele
 
 use super::registry::Registry;
 
-/// Number of a pod in a [`State`](super::State).
+/// Number of a pod in a [`ClusterState`](super::ClusterState).
 pub type PodId = u32;
-/// Number of a class in a [`State`](super::State); reused once no rule references it.
-pub type ClassId = u32;
+/// Number of a peer set in a [`ClusterState`](super::ClusterState); reused once no rule references it.
+pub type PeerSetId = u32;
 
-/// The class of pods whose Namespace is not known yet. A rule for all pods of all namespaces matches every pod but these:
+/// The peer set of pods whose Namespace is not known yet. A rule for all pods of all namespaces matches every pod but these:
 /// its selector must match the namespace's labels, which are unknown.
-pub const NAMESPACE_UNKNOWN: ClassId = 0;
+pub const NAMESPACE_UNKNOWN: PeerSetId = 0;
 
-/// What the pods (or addresses) of a class have in common.
+/// What the pods (or addresses) of a peer set have in common.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum Class {
+pub enum PeerSet {
     /// Pods of one namespace that match a selector.
     InNamespace {
         /// The namespace's name.
@@ -50,45 +50,45 @@ pub enum Class {
     NamespaceUnknown,
 }
 
-/// A class and its members.
+/// A peer set and its members.
 #[derive(Debug)]
-pub(super) struct ClassRecord {
-    pub(super) class: Class,
+pub(super) struct PeerSetRecord {
+    pub(super) peer_set: PeerSet,
     /// The number of rules that use it.
     pub(super) references: u32,
-    /// Its pods; empty for a [`Class::Block`], whose members are addresses.
+    /// Its pods; empty for a [`PeerSet::Block`], whose members are addresses.
     pub(super) members: FxHashSet<PodId>,
 }
 
-/// Classes indexed by a label that their members must have, so that a pod is tested only against candidates.
+/// Peer sets indexed by a label that their members must have, so that a pod is tested only against candidates.
 #[derive(Default, Debug)]
-pub(super) struct ClassIndex {
+pub(super) struct PeerSetIndex {
     /// By key and value of a label that all members have.
-    anchored: FxHashMap<String, FxHashMap<String, Vec<ClassId>>>,
-    /// Classes whose selector requires no specific label.
-    others: Vec<ClassId>,
+    anchored: FxHashMap<String, FxHashMap<String, Vec<PeerSetId>>>,
+    /// Peer sets whose selector requires no specific label.
+    others: Vec<PeerSetId>,
 }
 
-impl ClassIndex {
-    pub(super) fn insert(&mut self, class: ClassId, pods: &Selector) {
+impl PeerSetIndex {
+    pub(super) fn insert(&mut self, peer_set: PeerSetId, pods: &Selector) {
         match anchor(pods) {
-            None => self.others.push(class),
+            None => self.others.push(peer_set),
             Some((key, values)) => {
                 let by_value = self.anchored.entry(key.to_owned()).or_default();
-                values.iter().for_each(|value| by_value.entry(value.clone()).or_default().push(class));
+                values.iter().for_each(|value| by_value.entry(value.clone()).or_default().push(peer_set));
             }
         }
     }
 
-    pub(super) fn remove(&mut self, class: ClassId, pods: &Selector) {
+    pub(super) fn remove(&mut self, peer_set: PeerSetId, pods: &Selector) {
         let Some((key, values)) = anchor(pods) else {
-            return self.others.retain(|other| *other != class);
+            return self.others.retain(|other| *other != peer_set);
         };
         let Some(by_value) = self.anchored.get_mut(key) else { return };
         for value in values {
-            if let Some(classes) = by_value.get_mut(value) {
-                classes.retain(|other| *other != class);
-                if classes.is_empty() {
+            if let Some(peer_sets) = by_value.get_mut(value) {
+                peer_sets.retain(|other| *other != peer_set);
+                if peer_sets.is_empty() {
                     by_value.remove(value);
                 }
             }
@@ -98,8 +98,8 @@ impl ClassIndex {
         }
     }
 
-    /// The classes that may contain a pod with these labels.
-    pub(super) fn candidates<'a>(&'a self, labels: &'a Labels) -> impl Iterator<Item = ClassId> + 'a {
+    /// The peer sets that may contain a pod with these labels.
+    pub(super) fn candidates<'a>(&'a self, labels: &'a Labels) -> impl Iterator<Item = PeerSetId> + 'a {
         let anchored = labels.iter().filter_map(|(key, value)| self.anchored.get(key)?.get(value));
         anchored.flatten().chain(&self.others).copied()
     }
@@ -118,12 +118,12 @@ fn anchor(selector: &Selector) -> Option<(&str, &[String])> {
     certain.min_by_key(|(_, values)| values.len())
 }
 
-/// The namespaces that a selector matches, and the classes of pods in them.
+/// The namespaces that a selector matches, and the peer sets of pods in them.
 #[derive(Default, Debug)]
 pub(super) struct NamespaceSelection {
     pub(super) selector: Selector,
     pub(super) namespaces: FxHashSet<u32>,
-    pub(super) classes: ClassIndex,
+    pub(super) peer_sets: PeerSetIndex,
 }
 
 /// Pods by label and by named port.
@@ -212,20 +212,20 @@ fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, 
     last
 }
 
-/// All classes that rules use.
+/// All peer sets that rules use.
 #[derive(Debug)]
-pub(super) struct Classes {
-    pub(super) registry: Registry<Class, ClassRecord>,
+pub(super) struct PeerSets {
+    pub(super) registry: Registry<PeerSet, PeerSetRecord>,
     pub(super) selections: Registry<Selector, NamespaceSelection>,
-    /// The classes of addresses.
-    pub(super) blocks: Vec<(ClassId, IpBlock, NamedPort)>,
+    /// The peer sets of addresses.
+    pub(super) blocks: Vec<(PeerSetId, IpBlock, NamedPort)>,
 }
 
-impl Default for Classes {
+impl Default for PeerSets {
     fn default() -> Self {
         let mut registry = Registry::default();
-        let unknown = Class::NamespaceUnknown;
-        let record = ClassRecord { class: unknown.clone(), references: 1, members: FxHashSet::default() };
+        let unknown = PeerSet::NamespaceUnknown;
+        let record = PeerSetRecord { peer_set: unknown.clone(), references: 1, members: FxHashSet::default() };
         let number = registry.insert(unknown, record);
         assert_eq!(number, NAMESPACE_UNKNOWN);
         Self { registry, selections: Registry::default(), blocks: Vec::new() }

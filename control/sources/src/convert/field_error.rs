@@ -1,4 +1,4 @@
-//! Problems of fields.
+//! Errors in the fields of an object.
 
 use std::net::IpAddr;
 
@@ -9,16 +9,16 @@ use super::FieldPath;
 /// A field that makes its object invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{field}: {problem}")]
-pub struct Invalid {
+pub struct FieldError {
     /// The field's path.
     pub field: FieldPath,
     /// Its problem.
-    pub problem: Problem,
+    pub problem: FieldProblem,
 }
 
 /// The problem of a field: one line with value and remedy.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Problem {
+pub enum FieldProblem {
     /// A required field is missing.
     #[error("is missing: {0}")]
     Missing(&'static str),

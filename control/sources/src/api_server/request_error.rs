@@ -5,14 +5,14 @@ use std::time::Duration;
 use kube::core::Status;
 
 use super::access::AccessError;
-use crate::Kind;
+use crate::ObjectKind;
 
 /// The role that the manifests ship.
 const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
+pub(super) enum RequestError {
     /// 401: unknown credentials.
     #[error("401 Unauthorized: {0}: renew the token or certificate; it is read again before every retry")]
     Unauthorized(String),
@@ -69,9 +69,9 @@ pub(super) enum Failure {
     Access(#[from] AccessError),
 }
 
-impl Failure {
+impl RequestError {
     /// Classifies a client error of one kind's request.
-    pub(super) fn of(error: &kube::Error, kind: Kind) -> Self {
+    pub(super) fn of(error: &kube::Error, kind: ObjectKind) -> Self {
         match error {
             kube::Error::Api(status) => Self::of_status(status, kind),
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::LinesCodecMaxLineLengthExceeded => {
@@ -84,7 +84,7 @@ impl Failure {
     }
 
     /// Classifies an API status.
-    pub(super) fn of_status(status: &Status, kind: Kind) -> Self {
+    pub(super) fn of_status(status: &Status, kind: ObjectKind) -> Self {
         let message = match status.message.trim() {
             "" => status.reason.clone(),
             message => message.lines().next().unwrap_or_default().to_owned(),
@@ -116,17 +116,17 @@ impl Failure {
     }
 
     /// Whether the resourceVersion we resumed from is no longer usable.
-    pub(super) fn forgets_position(&self) -> bool {
+    pub(super) fn discards_version(&self) -> bool {
         matches!(self, Self::Gone(_) | Self::Refused { .. } | Self::Malformed(_))
     }
 
     /// Whether an operator must act.
-    pub(super) fn needs_someone(&self) -> bool {
+    pub(super) fn needs_operator(&self) -> bool {
         matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::Access(_))
     }
 
     /// Whether a new client may help.
-    pub(super) fn asks_for_new_client(&self) -> bool {
+    pub(super) fn needs_new_client(&self) -> bool {
         !matches!(self, Self::Gone(_) | Self::Forbidden { .. } | Self::Refused { .. } | Self::Server { .. })
     }
 }

@@ -1,0 +1,85 @@
+//! Converts API objects to the model. Does not keep the originals.
+
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::DynamicObject;
+use penstock_policy::model::{Object, ObjectKey, ObjectRef};
+
+use super::fail_closed::{self, Interpretation};
+use crate::ObjectKind;
+use crate::convert::{self, ConversionSettings};
+
+/// A converted object.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct ConvertedObject {
+    /// Its reference.
+    pub(super) reference: ObjectRef,
+    /// Its `resourceVersion`: larger is later (KEP-5504). `None` if it is not a number; such objects are taken in order of
+    /// arrival.
+    pub(super) version: Option<u64>,
+    /// Its content.
+    pub(super) content: Interpretation,
+}
+
+/// Converts an object of one kind.
+pub(super) type Converter<K> = fn(K) -> ConvertedObject;
+
+pub(super) fn namespace(object: core::Namespace) -> ConvertedObject {
+    let content = content(
+        convert::namespace(&object, ConversionSettings::default()).map(Object::Namespace),
+        ObjectKind::Namespace,
+    );
+    ConvertedObject {
+        reference: ObjectRef::Namespace(name(&object.metadata)),
+        version: version(&object.metadata),
+        content,
+    }
+}
+
+pub(super) fn node(object: core::Node) -> ConvertedObject {
+    let content = content(convert::node(&object).map(Object::Node), ObjectKind::Node);
+    ConvertedObject { reference: ObjectRef::Node(name(&object.metadata)), version: version(&object.metadata), content }
+}
+
+pub(super) fn pod(object: core::Pod) -> ConvertedObject {
+    let content = content(convert::pod(&object).map(Object::Pod), ObjectKind::Pod);
+    ConvertedObject { reference: ObjectRef::Pod(key(&object.metadata)), version: version(&object.metadata), content }
+}
+
+/// Policies are read from JSON, not the client's type: that type would silently drop an unknown field, and with it a
+/// restriction.
+pub(super) fn network_policy(object: DynamicObject) -> ConvertedObject {
+    let content = fail_closed::policy(&object.metadata, object.data.get("spec"));
+    ConvertedObject {
+        reference: ObjectRef::NetworkPolicy(key(&object.metadata)),
+        version: version(&object.metadata),
+        content,
+    }
+}
+
+fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> Interpretation {
+    converted.map_or_else(
+        |invalid| {
+            let meaning = match kind {
+                ObjectKind::Namespace => "no namespaceSelector matches it",
+                ObjectKind::Node => "its addresses are not treated as a node's",
+                ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
+                ObjectKind::NetworkPolicy => "it selects nothing",
+            };
+            Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
+        },
+        Interpretation::Full,
+    )
+}
+
+fn name(meta: &ObjectMeta) -> String {
+    meta.name.clone().unwrap_or_default()
+}
+
+fn key(meta: &ObjectMeta) -> ObjectKey {
+    ObjectKey { namespace: meta.namespace.clone().unwrap_or_default(), name: name(meta) }
+}
+
+fn version(meta: &ObjectMeta) -> Option<u64> {
+    meta.resource_version.as_deref()?.parse().ok()
+}
