@@ -1,6 +1,7 @@
 //! The real daemon on real veths: every test builds a node of its own in network namespaces, starts
 //! `penstock run` in it and sends packets. Needs root and a built `penstock`.
 
+mod attach;
 mod bad_input;
 mod connections;
 mod fixture;

@@ -49,8 +49,8 @@ pub struct Config {
     /// NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
-    /// Where programs take pods' packets: `"xdp"` on their veths, or `"tcx"` there, which leaves packets whole and keeps the
-    /// node's routes as they are.
+    /// Where programs take pods' packets: `"xdp"` on their veths, or `"tcx"` there, which leaves packets whole and the
+    /// node's routes as they are. `"tcx"` needs Linux 6.6.
     #[serde(default)]
     pub attach: Attach,
     /// What happens to a new veth's packets before its pod is known.
