@@ -99,7 +99,7 @@ impl DaemonConfig {
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
         let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
-            "node = \"{node}\"\nattach = \"{}\"\n{keys}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
+            "node = \"{node}\"\n{keys}\nattach = \"{}\"\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
              [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}",
             attach.name()
         )

@@ -248,6 +248,17 @@ impl Netlink {
         Ok(self.links()?.iter().filter_map(name_of).collect())
     }
 
+    /// How many packets the interface dropped instead of sending.
+    pub fn tx_dropped(&self, name: &str) -> Result<u64> {
+        let links = self.links()?;
+        let link = links.iter().find(|link| name_of(link).as_deref() == Some(name));
+        let dropped = link.into_iter().flat_map(|link| &link.attributes).find_map(|attribute| match attribute {
+            LinkAttribute::Stats64(statistics) => Some(statistics.tx_dropped),
+            _ => None,
+        });
+        dropped.with_context(|| format!("no statistics of interface {name}"))
+    }
+
     /// Whether an XDP program is attached to the interface, in any mode.
     pub fn has_xdp(&self, name: &str) -> Result<bool> {
         Ok(self.links()?.iter().any(|link| name_of(link).as_deref() == Some(name) && xdp_of(link).is_some()))

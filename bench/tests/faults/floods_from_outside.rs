@@ -9,6 +9,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use penstock_admin::types::PortStatus;
 use penstock_bench::load::{Flood, FloodPackets, FloodSources, Generator, route_default_to};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Outside;
@@ -176,13 +177,14 @@ fn flood(
     }
 }
 
-fn host(fixture: &Fixture) -> penstock_admin::types::PortStatus {
+fn host(fixture: &Fixture) -> PortStatus {
     fixture.status().ports.into_iter().find(|port| port.kind == "host").unwrap()
 }
 
-/// Packets that the kernel dropped at the flood's and the flooded pod's ports.
+/// Packets that the kernel dropped at the flood's and the flooded pod's ports, or at the pair that carries both.
 fn lost_so_far(fixture: &Fixture) -> u64 {
-    kernel_lost(&host(fixture)) + kernel_lost(&fixture.port("test/pod-0"))
+    let carries_the_flood = |port: &PortStatus| port.kind != "pod" || port.pod.as_deref() == Some("test/pod-0");
+    fixture.status().ports.iter().filter(|port| carries_the_flood(port)).map(kernel_lost).sum()
 }
 
 /// Connections rejected for a full table, of the flooded pod and another. Their replies to a flood open nothing.

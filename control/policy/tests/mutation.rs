@@ -36,8 +36,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "1: ingress is evaluated by the destination's egress rules",
         POLICY,
-        "self.evaluate_direction(&dst, Direction::Ingress, &src, flow.src, flow)",
-        "self.evaluate_direction(&dst, Direction::Egress, &src, flow.src, flow)",
+        "self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow)",
+        "self.evaluate_direction(dst, Direction::Egress, src, flow.src, flow)",
     ),
     mutation(
         "2: a policy isolates in both directions",
