@@ -9,7 +9,7 @@ use crate::discovery::{HostVeth, HostVethError, NetlinkError, NetworkState, PodR
 /// The interfaces of the daemon's own.
 pub(crate) enum NodePath {
     /// `attach = "xdp"`: a veth pair that the node's routes to its pods lead into.
-    HostVeth(HostVeth),
+    HostVeth(Box<HostVeth>),
     /// `attach = "tcx"`: the workers' pairs. The node's routes stay as they are.
     Pairs(WorkerPairs),
 }

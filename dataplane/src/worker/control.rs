@@ -208,7 +208,7 @@ impl PortControl {
         let mut path_of = |worker: usize| match path {
             PortPath::Pairs => WorkerPath::PodThroughPair(interface),
             PortPath::NodeByPairs => WorkerPath::NodeThroughPair,
-            PortPath::PairOf(_) if !own[worker].is_empty() => WorkerPath::Pair(own[worker].remove(0)),
+            PortPath::PairOf(_) if !own[worker].is_empty() => WorkerPath::Pair(Box::new(own[worker].remove(0))),
             _ if own[worker].is_empty() => WorkerPath::Other(owners[worker % owners.len()]),
             _ => WorkerPath::Own(std::mem::take(&mut own[worker])),
         };

@@ -39,7 +39,7 @@ pub(crate) enum WorkerPath {
     /// By handing packets off to this worker.
     Other(usize),
     /// It is the worker's pair, with this queue.
-    Pair(XskQueue),
+    Pair(Box<XskQueue>),
     /// A pod's port through the worker's pair: its packets were at the interface with this index.
     PodThroughPair(u32),
     /// The node's stack through the worker's pair.

@@ -290,7 +290,7 @@ impl WorkerState {
             }
             WorkerPath::Other(owner) => PortRoute::Other(owner),
             WorkerPath::Pair(xsk) => {
-                let index = self.add_queue(port, xsk, &counters, Some(PairTraffic::new()));
+                let index = self.add_queue(port, *xsk, &counters, Some(PairTraffic::new()));
                 self.pair = Some(index);
                 PortRoute::Own(index)
             }

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: [`CHECKSUM_OPEN`], [`FROM_NODE`], [`LOCAL_PROCESS`] | flags: [`TO_NODE`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 sent by a process of the node | flags: 1 [`TO_NODE`] |
 //! | 3 | 0 | 0 |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | – |

@@ -77,7 +77,7 @@ pub(super) async fn open_programs(
             FailMode::Open => Lifetime::Daemon,
         };
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        return Ok((Programs::Xdp(redirect), NodePath::HostVeth(host_veth)));
+        return Ok((Programs::Xdp(redirect), NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = WorkerPairs::create(netlink, &config.host_veth, workers, mtu).await.map_err(failed)?;
     let options = TcxOptions {
