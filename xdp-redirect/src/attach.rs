@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
-use crate::pins::{Pinned, PinnedProgram, Pins, detach};
+use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{
     AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, SocketError, XdpOutcomeCounts, egress_check,
@@ -51,22 +51,7 @@ pub struct Attached {
     options: AttachOptions,
     mode: XdpMode,
     program: Program,
-    link: OwnedFd,
-    pin: Option<(Pins, Pinned)>,
-    kept: bool,
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        // Closing the link would suffice if no recently forked child could hold a copy.
-        detach(&self.link);
-        if let Some((pins, pinned)) = &self.pin {
-            pins.unlink(*pinned);
-        }
-    }
+    link: InterfaceLink,
 }
 
 impl Attached {
@@ -85,7 +70,8 @@ impl Attached {
                 }
             },
         };
-        Ok(Self { interface: interface.clone(), options, mode, program, link, pin: None, kept: false })
+        let link = InterfaceLink::new(link, None);
+        Ok(Self { interface: interface.clone(), options, mode, program, link })
     }
 
     /// Takes over the link pinned for this interface, if there is one: its program is replaced atomically by this one.
@@ -101,9 +87,8 @@ impl Attached {
             match replace_program(&link, &program.fd) {
                 Ok(()) => {
                     let mode = mode_of(interface);
-                    let pin = Some((pins.clone(), pinned));
-                    let interface = interface.clone();
-                    return Ok(Self { interface, options, mode, program, link, pin, kept: false });
+                    let link = InterfaceLink::new(link, Some((pins.clone(), pinned)));
+                    return Ok(Self { interface: interface.clone(), options, mode, program, link });
                 }
                 Err(error) => {
                     tracing::warn!(%interface, %error, "the pinned XDP link cannot be taken over; a new one is made");
@@ -112,15 +97,15 @@ impl Attached {
             }
         }
         let mut attached = Self::attach(program, interface, options)?;
-        pins.pin(pinned, attached.link.as_fd())
+        pins.pin(pinned, attached.link.link.as_fd())
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
-        attached.pin = Some((pins.clone(), pinned));
+        attached.link.pin = Some((pins.clone(), pinned));
         Ok(attached)
     }
 
     /// Leaves the program attached if it is pinned; otherwise detaches it.
     pub fn keep(mut self) {
-        self.kept = self.pin.is_some();
+        self.link.keep();
     }
 
     /// The interface it is attached to.

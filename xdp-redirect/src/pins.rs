@@ -94,6 +94,38 @@ pub struct Pinned {
     pub interface: u32,
 }
 
+/// A link to an interface. Dropping it detaches the program, and unpins the link if it is pinned.
+#[derive(Debug)]
+pub(crate) struct InterfaceLink {
+    pub(crate) link: OwnedFd,
+    pub(crate) pin: Option<(Pins, Pinned)>,
+    kept: bool,
+}
+
+impl InterfaceLink {
+    pub(crate) fn new(link: OwnedFd, pin: Option<(Pins, Pinned)>) -> Self {
+        Self { link, pin, kept: false }
+    }
+
+    /// Leaves the program attached when this is dropped, if the link is pinned.
+    pub(crate) fn keep(&mut self) {
+        self.kept = self.pin.is_some();
+    }
+}
+
+impl Drop for InterfaceLink {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        // Closing the link would suffice if no recently forked child could hold a copy.
+        detach(&self.link);
+        if let Some((pins, pinned)) = &self.pin {
+            pins.unlink(*pinned);
+        }
+    }
+}
+
 impl Pins {
     /// The pins of the calling thread's network namespace, below `root` (such as `/sys/fs/bpf/penstock`). Mounts bpffs
     /// at `/sys/fs/bpf` if necessary, creates the directory, and removes links whose interfaces are gone.

@@ -17,7 +17,7 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 use crate::attach::{is_gone, replace_program};
 use crate::liveness::ProcessLiveness;
 use crate::local_pods::key;
-use crate::pins::{Pinned, PinnedProgram, Pins, detach};
+use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::{AttachError, Interface, LoadError, OwnAddressesError, XdpOutcome, XdpOutcomeCounts, own_addresses};
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -172,15 +172,15 @@ impl TcxPrograms {
         program: PinnedProgram,
         descriptor: &OwnedFd,
         hook: libbpf_sys::bpf_attach_type,
-    ) -> Result<TcxLink, AttachError> {
+    ) -> Result<InterfaceLink, AttachError> {
         let pinned = Pinned { program, interface: interface.index };
         let Some(pins) = &self.pins else {
-            return Ok(TcxLink { link: create_link(descriptor.as_fd(), interface, hook)?, pin: None, kept: false });
+            return Ok(InterfaceLink::new(create_link(descriptor.as_fd(), interface, hook)?, None));
         };
         let pin = Some((pins.clone(), pinned));
         if let Some(link) = pins.take(pinned) {
             match replace_program(&link, descriptor) {
-                Ok(()) => return Ok(TcxLink { link, pin, kept: false }),
+                Ok(()) => return Ok(InterfaceLink::new(link, pin)),
                 Err(error) => {
                     tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
                     pins.remove(pinned);
@@ -190,7 +190,7 @@ impl TcxPrograms {
         let link = create_link(descriptor.as_fd(), interface, hook)?;
         pins.pin(pinned, link.as_fd())
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
-        Ok(TcxLink { link, pin, kept: false })
+        Ok(InterfaceLink::new(link, pin))
     }
 
     /// Marks this address as a local pod's, whose packets enter the node's stack by this interface: with any other, or if
@@ -258,27 +258,6 @@ impl WorkerPair {
     }
 }
 
-/// A link, pinned or not. Dropping it detaches the program.
-#[derive(Debug)]
-struct TcxLink {
-    link: OwnedFd,
-    pin: Option<(Pins, Pinned)>,
-    kept: bool,
-}
-
-impl Drop for TcxLink {
-    fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        // Closing the link would suffice if no recently forked child could hold a copy.
-        detach(&self.link);
-        if let Some((pins, pinned)) = &self.pin {
-            pins.unlink(*pinned);
-        }
-    }
-}
-
 /// The node's end of a pod's veth with both programs attached. Dropping it detaches them.
 #[derive(Debug)]
 pub struct PodVeth {
@@ -287,7 +266,7 @@ pub struct PodVeth {
     own: MapHandle,
     outcomes: MapHandle,
     served: Option<u16>,
-    links: [TcxLink; 2],
+    links: [InterfaceLink; 2],
 }
 
 impl PodVeth {
@@ -334,7 +313,7 @@ impl PodVeth {
 
     /// Leaves the programs attached if they are pinned; otherwise detaches them.
     pub fn keep(mut self) {
-        self.links.iter_mut().for_each(|link| link.kept = link.pin.is_some());
+        self.links.iter_mut().for_each(InterfaceLink::keep);
     }
 }
 
