@@ -38,7 +38,7 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 test: build ## Every test, those on real veths included; they run the optimised daemon
 	$(CARGO) test --workspace --locked --no-fail-fast
 	@# On real veths once more with tcx.
-	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system --test faults
+	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system
 	@# Two million random and mutated frames, for which an optimised build takes less than a minute.
 	$(CARGO) test --release --locked -p penstock-pcap-tests --test frames
 	@# The connection table's interleavings: the same code over loom's atomics.
@@ -59,6 +59,7 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
 	$(CARGO) test --locked -p penstock-bench --test faults --test nodes --test on_cluster -- --ignored --nocapture
+	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(MAKE) fuzz
 
