@@ -111,6 +111,8 @@ pub struct Pipeline {
     mode: PipelineMode,
     /// Storage for a batch: packets are written once and stay in place.
     slots: Vec<AdmittedPacket>,
+    /// By slot, what tracking said of it: only of a batch whose stages are timed, and valid only within that batch.
+    tracked: Vec<Result<PacketPath, DroppedPacket>>,
     replies: Replies,
     open: OpenChecksum,
 }
@@ -124,6 +126,7 @@ impl Pipeline {
             connections,
             mode,
             slots: vec![slot; BATCH],
+            tracked: vec![Ok(PacketPath::Direct); BATCH],
             replies: Replies::new(OnRevoke::default()),
             open: OpenChecksum::Finish,
         }
@@ -207,12 +210,11 @@ impl Pipeline {
         let from_host = port.kind == PortKind::Host;
         let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, timer, from_host };
         if T::WHOLE_BATCH {
-            let mut outcomes = [Ok(PacketPath::Direct); BATCH];
-            for (entry, outcome) in self.slots[..admitted].iter().zip(&mut outcomes) {
-                *outcome = tracker.track_in(self.mode, frames.bytes(entry.index), entry);
+            for (entry, tracked) in self.slots[..admitted].iter().zip(&mut self.tracked) {
+                *tracked = tracker.track_in(self.mode, frames.bytes(entry.index), entry);
             }
             tracker.timer.tracked();
-            for (entry, allowed) in self.slots[..admitted].iter().zip(outcomes) {
+            for (entry, &allowed) in self.slots[..admitted].iter().zip(&self.tracked) {
                 let frame = frames.bytes(entry.index);
                 verdicts[entry.index] =
                     conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
