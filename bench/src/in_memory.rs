@@ -85,6 +85,7 @@ pub fn snapshot() -> Snapshot {
             own_mac: Mac([2, 0, 0, 0, 0, number]),
             peer_mac: Mac([4, 0, 0, 0, 0, number]),
             mtu: 1500,
+            interface: 0,
             addresses: vec![address],
         };
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");

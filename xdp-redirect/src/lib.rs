@@ -7,6 +7,7 @@
 //! Every packet has one of the outcomes [`XdpOutcome::ALL`], which are counted.
 
 mod attach;
+mod connection_maps;
 mod egress_check;
 mod error;
 mod foreign;
@@ -21,6 +22,7 @@ mod tcx;
 mod translation;
 
 pub use attach::{Attached, XdpMode};
+pub use connection_maps::{ConnectionMapSizes, ConnectionMaps, ConnectionMapsError};
 pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};

@@ -154,6 +154,10 @@ impl Pins {
         Ok(Self { directory: root.join(inode.to_string()) })
     }
 
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
     fn make_directory(&self) -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
     }

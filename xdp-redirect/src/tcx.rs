@@ -10,14 +10,17 @@ use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 
 use crate::attach::{is_gone, replace_program};
+use crate::connection_maps::ConnectionMaps;
 use crate::liveness::ProcessLiveness;
 use crate::local_pods::key;
-use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
+use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::{AttachError, Interface, LoadError, OwnAddressesError, XdpOutcome, XdpOutcomeCounts, own_addresses};
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -52,8 +55,10 @@ pub struct ServedPort {
     pub node_mac: [u8; 6],
     /// MAC of the pod's end.
     pub pod_mac: [u8; 6],
-    /// MAC address of the bridge that the interface belongs to, if any.
-    pub bridge: Option<[u8; 6]>,
+    /// Whether the interface belongs to a bridge.
+    pub is_bridged: bool,
+    /// Longest IP packet to the pod, in bytes.
+    pub mtu: u32,
 }
 
 /// The kernel did not change a map of the tcx programs.
@@ -75,6 +80,8 @@ pub struct TcxPrograms {
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
+    /// Whether they take over links of an earlier process ([`TcxPrograms::take_over`]).
+    is_live: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -84,12 +91,15 @@ struct Maps {
     own_addresses: MapHandle,
     outcomes: MapHandle,
     pod_addresses: MapHandle,
+    offloaded: MapHandle,
 }
 
 impl TcxPrograms {
     /// Loads the programs through the verifier. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or root), and Linux 6.6 for
     /// tcx.
-    pub fn load(options: &TcxOptions) -> Result<Self, LoadError> {
+    ///
+    /// With `connections` they forward packets of established connections by themselves.
+    pub fn load(options: &TcxOptions, connections: Option<&ConnectionMaps>) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the tcx programs", source);
         let mut storage = MaybeUninit::uninit();
         let mut open = skeleton::TcxSkelBuilder::default().open(&mut storage).map_err(failed)?;
@@ -99,6 +109,14 @@ impl TcxPrograms {
         constants.pairs.iter_mut().zip(&options.pairs).for_each(|(constant, &pair)| *constant = pair);
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
+        constants.offload = connections.is_some().into();
+        if let Some(connections) = connections {
+            let [table, tags, entries, uses] = connections.handles();
+            open.maps.ct_table.reuse_fd(table.as_fd()).map_err(failed)?;
+            open.maps.ct_tags.reuse_fd(tags.as_fd()).map_err(failed)?;
+            open.maps.ct_entries.reuse_fd(entries.as_fd()).map_err(failed)?;
+            open.maps.ct_uses.reuse_fd(uses.as_fd()).map_err(failed)?;
+        }
         let (own, outcomes) = (new_own_addresses().map_err(failed)?, new_outcomes().map_err(failed)?);
         open.maps.own_addresses.set_inner_map_fd(own.as_fd()).map_err(failed)?;
         open.maps.outcomes.set_inner_map_fd(outcomes.as_fd()).map_err(failed)?;
@@ -117,10 +135,52 @@ impl TcxPrograms {
                 own_addresses: map(&*loaded.maps.own_addresses)?,
                 outcomes: map(&*loaded.maps.outcomes)?,
                 pod_addresses: map(&*loaded.maps.pod_addresses)?,
+                offloaded: map(&*loaded.maps.offloaded)?,
             }),
             liveness,
             pins: options.pins.clone(),
+            is_live: AtomicBool::new(false),
         })
+    }
+
+    /// From now on these programs run where an earlier process has left its own: first on these interfaces, then on each
+    /// that is attached. Until this is called those of the earlier process run on, with its maps: what they forward
+    /// without a worker passes without a gap.
+    pub fn take_over<'a>(&self, veths: impl IntoIterator<Item = &'a mut PodVeth>) -> Result<(), AttachError> {
+        self.is_live.store(true, Ordering::Relaxed);
+        veths.into_iter().try_for_each(|veth| self.take_over_veth(veth))
+    }
+
+    fn take_over_veth(&self, veth: &mut PodVeth) -> Result<(), AttachError> {
+        let programs = [(&self.from_pod, BPF_TCX_INGRESS), (&self.to_pod, BPF_TCX_EGRESS)];
+        for (link, (program, hook)) in veth.links.iter_mut().zip(programs) {
+            if !link.is_of_earlier {
+                continue;
+            }
+            if let Err(error) = replace_program(&link.link.link, program) {
+                let interface = &veth.interface;
+                tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
+                let new = self.new_link(interface, link.pinned, program, hook)?;
+                let mut earlier = std::mem::replace(&mut link.link, new);
+                detach(&earlier.link);
+                // Its pin is the new one's.
+                earlier.keep();
+            }
+            link.is_of_earlier = false;
+        }
+        Ok(())
+    }
+
+    /// Packets of established connections that the programs forwarded by themselves: from pod to pod, from a pod to the
+    /// node's stack, and from there to a pod.
+    pub fn offloaded(&self) -> Result<[u64; 3], libbpf_rs::Error> {
+        let mut counts = [0; 3];
+        for (way, count) in (0u32..).zip(&mut counts) {
+            let by_cpu = self.maps.offloaded.lookup_percpu(&way.to_ne_bytes(), MapFlags::ANY)?.unwrap_or_default();
+            let words = by_cpu.iter().filter_map(|value| Some(u64::from_ne_bytes(*value.first_chunk()?)));
+            *count = words.sum();
+        }
+        Ok(counts)
     }
 
     /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.
@@ -135,13 +195,13 @@ impl TcxPrograms {
 
     /// Attaches to the node's end of a worker's pair: what the worker sends is delivered.
     pub fn attach_worker(&self, pair: &Interface) -> Result<WorkerPair, AttachError> {
-        let link = create_link(self.from_worker.as_fd(), pair, libbpf_sys::BPF_TCX_INGRESS)?;
+        let link = create_link(self.from_worker.as_fd(), pair, BPF_TCX_INGRESS)?;
         Ok(WorkerPair { interface: pair.clone(), _link: link })
     }
 
     /// Attaches to the node's end of a pod's veth, in the calling thread's network namespace. Everything except address
     /// resolution is dropped until [`PodVeth::serve`]. Pinned links of this interface are taken over: no packet passes
-    /// meanwhile that the old programs would have dropped.
+    /// meanwhile that the old programs would have dropped. They run until [`TcxPrograms::take_over`].
     pub fn attach_pod(&self, interface: &Interface) -> Result<PodVeth, AttachError> {
         let kernel = |source: libbpf_rs::Error| AttachError::Load {
             interface: interface.name.clone(),
@@ -154,16 +214,21 @@ impl TcxPrograms {
             map.update(&index, &inner.as_fd().as_raw_fd().to_ne_bytes(), MapFlags::ANY).map_err(kernel)?;
         }
         // What the pod sends first: until both are attached, nothing that it sends passes.
-        let from_pod = self.attach(interface, PinnedProgram::FromPod, &self.from_pod, libbpf_sys::BPF_TCX_INGRESS)?;
-        let to_pod = self.attach(interface, PinnedProgram::ToPod, &self.to_pod, libbpf_sys::BPF_TCX_EGRESS)?;
-        Ok(PodVeth {
+        let from_pod = self.attach(interface, PinnedProgram::FromPod, &self.from_pod, BPF_TCX_INGRESS)?;
+        let to_pod = self.attach(interface, PinnedProgram::ToPod, &self.to_pod, BPF_TCX_EGRESS)?;
+        let mut veth = PodVeth {
             interface: interface.clone(),
             maps: Arc::clone(&self.maps),
             own,
             outcomes,
             served: None,
             links: [from_pod, to_pod],
-        })
+            is_kept: false,
+        };
+        if self.is_live.load(Ordering::Relaxed) {
+            self.take_over_veth(&mut veth)?;
+        }
+        Ok(veth)
     }
 
     fn attach(
@@ -172,25 +237,29 @@ impl TcxPrograms {
         program: PinnedProgram,
         descriptor: &OwnedFd,
         hook: libbpf_sys::bpf_attach_type,
-    ) -> Result<InterfaceLink, AttachError> {
+    ) -> Result<TcxLink, AttachError> {
         let pinned = Pinned { program, interface: interface.index };
-        let Some(pins) = &self.pins else {
-            return Ok(InterfaceLink::new(create_link(descriptor.as_fd(), interface, hook)?, None));
-        };
-        let pin = Some((pins.clone(), pinned));
-        if let Some(link) = pins.take(pinned) {
-            match replace_program(&link, descriptor) {
-                Ok(()) => return Ok(InterfaceLink::new(link, pin)),
-                Err(error) => {
-                    tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
-                    pins.remove(pinned);
-                }
-            }
+        if let Some(pins) = &self.pins
+            && let Some(link) = pins.take(pinned)
+        {
+            let link = InterfaceLink::new(link, Some((pins.clone(), pinned)));
+            return Ok(TcxLink { link, pinned, is_of_earlier: true });
         }
-        let link = create_link(descriptor.as_fd(), interface, hook)?;
+        Ok(TcxLink { link: self.new_link(interface, pinned, descriptor, hook)?, pinned, is_of_earlier: false })
+    }
+
+    fn new_link(
+        &self,
+        interface: &Interface,
+        pinned: Pinned,
+        program: &OwnedFd,
+        hook: libbpf_sys::bpf_attach_type,
+    ) -> Result<InterfaceLink, AttachError> {
+        let link = create_link(program.as_fd(), interface, hook)?;
+        let Some(pins) = &self.pins else { return Ok(InterfaceLink::new(link, None)) };
         pins.pin(pinned, link.as_fd())
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
-        Ok(InterfaceLink::new(link, pin))
+        Ok(InterfaceLink::new(link, Some((pins.clone(), pinned))))
     }
 
     /// Marks this address as a local pod's, whose packets enter the node's stack by this interface: with any other, or if
@@ -223,15 +292,17 @@ impl Maps {
 }
 
 /// Size of `struct interface` and of `struct target` in `src/bpf/tcx.bpf.c`.
-const INTERFACE: usize = 12;
+const INTERFACE: usize = 20;
 const TARGET: usize = 16;
 
 impl ServedPort {
     fn interface(&self) -> [u8; INTERFACE] {
         let mut bytes = [0; INTERFACE];
         bytes[..2].copy_from_slice(&self.port.to_ne_bytes());
-        bytes[2..4].copy_from_slice(&u16::from(self.bridge.is_some()).to_ne_bytes());
-        bytes[4..10].copy_from_slice(&self.bridge.unwrap_or_default());
+        bytes[2..4].copy_from_slice(&u16::from(self.is_bridged).to_ne_bytes());
+        bytes[4..10].copy_from_slice(&self.node_mac);
+        bytes[10..16].copy_from_slice(&self.pod_mac);
+        bytes[16..].copy_from_slice(&self.mtu.to_ne_bytes());
         bytes
     }
 
@@ -266,7 +337,17 @@ pub struct PodVeth {
     own: MapHandle,
     outcomes: MapHandle,
     served: Option<u16>,
-    links: [InterfaceLink; 2],
+    /// That of what the pod sends, and that of what the node's stack sends to it.
+    links: [TcxLink; 2],
+    is_kept: bool,
+}
+
+#[derive(Debug)]
+struct TcxLink {
+    link: InterfaceLink,
+    pinned: Pinned,
+    /// It still runs the program of the process that made it.
+    is_of_earlier: bool,
 }
 
 impl PodVeth {
@@ -311,14 +392,18 @@ impl PodVeth {
         XdpOutcomeCounts::read(&self.outcomes)
     }
 
-    /// Leaves the programs attached if they are pinned; otherwise detaches them.
+    /// Leaves the programs attached if they are pinned, with what they know of the interface; otherwise detaches them.
     pub fn keep(mut self) {
-        self.links.iter_mut().for_each(InterfaceLink::keep);
+        self.links.iter_mut().for_each(|link| link.link.keep());
+        self.is_kept = self.links.iter().all(|link| link.link.pin.is_some());
     }
 }
 
 impl Drop for PodVeth {
     fn drop(&mut self) {
+        if self.is_kept {
+            return;
+        }
         self.stop_serving();
         for map in [&self.maps.own_addresses, &self.maps.outcomes] {
             // It may be gone already.

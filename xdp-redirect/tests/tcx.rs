@@ -102,7 +102,8 @@ impl Pod {
             port,
             node_mac: parse_mac(&ip(&format!("link show dev v{}", self.number))),
             pod_mac: self.mac(),
-            bridge: None,
+            is_bridged: false,
+            mtu: 1500,
         }
     }
 }
@@ -180,7 +181,7 @@ impl Node {
         ip("addr add 10.0.0.254/32 dev lo");
         let pair = Interface::by_name("pn0").unwrap();
         let options = TcxOptions { pairs: vec![pair.index], open_without_workers, pins: None };
-        let programs = TcxPrograms::load(&options).unwrap();
+        let programs = TcxPrograms::load(&options, None).unwrap();
         let attached = programs.attach_worker(&pair).unwrap();
         let pods = [1, 2].map(|number| {
             let pod = Pod::new(number);
@@ -340,7 +341,7 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         let pins = Pins::open(root).unwrap();
         let load = || {
             let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: Some(pins.clone()) };
-            TcxPrograms::load(&options).unwrap()
+            TcxPrograms::load(&options, None).unwrap()
         };
         ip("addr add 10.0.0.254/32 dev lo");
         let pod = Pod::new(1);
@@ -360,7 +361,10 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         pod.run(send);
         assert!(socket.recv_from(&mut [0; 16]).is_err(), "closed while no process is there");
         let next = load();
-        let veth = next.attach_pod(&pod.interface()).unwrap();
+        let mut veth = next.attach_pod(&pod.interface()).unwrap();
+        pod.run(send);
+        assert_eq!(veth.outcomes().unwrap().get(XdpOutcome::NotReady), 0, "the earlier program still runs");
+        next.take_over([&mut veth]).unwrap();
         pod.run(send);
         expect(&veth, XdpOutcome::NotReady, 1);
         drop(veth);

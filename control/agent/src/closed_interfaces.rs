@@ -106,6 +106,11 @@ impl ClosedInterfaces {
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
     }
 
+    /// The programs of all closed interfaces.
+    pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut InterfacePrograms> {
+        self.closed.values_mut()
+    }
+
     /// All programs that are attached.
     pub(super) fn into_attached(self) -> impl Iterator<Item = InterfacePrograms> {
         self.closed.into_values()

@@ -12,13 +12,13 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use penstock_dataplane::conntrack::{ConnTable, OwnerId, TableOrigin};
+use penstock_dataplane::conntrack::{ConnTable, OpenError, OwnerId, TableOrigin};
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Address;
 use penstock_policy::model::ObjectKey;
 
 use super::RunError;
-use super::config::TableMapping;
+use super::config::{Config, TableMapping};
 
 /// The owner of each address: the pod, and the index of its interface; a recreated pod has a new one.
 pub(super) type AddressOwners = BTreeMap<IpAddr, (ObjectKey, u32)>;
@@ -36,6 +36,30 @@ pub(super) fn make_directory(mapping: &TableMapping) -> Result<(), RunError> {
             directory.display()
         ))
     })
+}
+
+/// Locks a connection table in the kernel against a second daemon, by a file beside the owners' file. A table in a file is
+/// locked by that file, which goes if the table is in the kernel.
+pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
+    let TableMapping::File(path) = &config.conntrack.mapping else { return Ok(None) };
+    if !config.offloads() {
+        return Ok(None);
+    }
+    let name = beside(path, ".lock");
+    let unusable = |error: io::Error| RunError::bad_input(format!("{}: {error}", name.display()));
+    let file =
+        fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&name).map_err(unusable)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(fs::TryLockError::WouldBlock) => {
+            return Err(RunError::bad_input(OpenError::InUse { path: path.clone() }));
+        }
+        Err(fs::TryLockError::Error(error)) => return Err(unusable(error)),
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(unusable(error)),
+        _ => Ok(Some(file)),
+    }
 }
 
 /// Tracks which pods' connections the table holds.
@@ -243,7 +267,7 @@ fn name((pod, interface): &(ObjectKey, u32)) -> String {
 #[cfg(test)]
 mod tests {
     use penstock_dataplane::Epoch;
-    use penstock_dataplane::conntrack::{Config, NewConnection, Timestamp};
+    use penstock_dataplane::conntrack::{Config, NewConnection, TableMemory, Timestamp};
     use penstock_dataplane::forward::{Port, PortId, PortKind};
     use penstock_dataplane::packet::{Flow, Protocol, Transport};
 
@@ -252,7 +276,8 @@ mod tests {
     const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 
     fn open(path: &Path) -> ConnTable {
-        ConnTable::new(&Config { entries: 1024, mapping: Some(path.to_owned()), ..Config::default() }).unwrap()
+        ConnTable::new(&Config { entries: 1024, memory: TableMemory::File(path.to_owned()), ..Config::default() })
+            .unwrap()
     }
 
     fn ip(last: u8) -> IpAddr {
@@ -278,7 +303,7 @@ mod tests {
             owners.insert(ip(last), (key, interface));
             let addresses = vec![ip(last).into()];
             let mac = Default::default();
-            let behind = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, addresses };
+            let behind = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, interface: 0, addresses };
             forwarding.insert(PortId(port), behind).unwrap();
         }
         (owners, forwarding)

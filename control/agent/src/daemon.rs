@@ -33,8 +33,10 @@ use super::publisher::Publisher;
 use super::signals::{Signal, Signals};
 use super::{RunError, logging};
 use crate::discovery::{Events, Netlink, NetworkState, PodProblem};
-pub(super) use start::clear_pins;
-use start::{leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane};
+pub(super) use start::{clear_pins, connection_map_sizes};
+use start::{
+    connection_maps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane,
+};
 
 /// How often the network is read without an event, to catch changes that no event reported.
 const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
@@ -128,6 +130,8 @@ struct Daemon<'a> {
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
     close_first: CloseFirstFds,
+    /// Held as long as this process uses the connection table in the kernel.
+    _table_lock: Option<std::fs::File>,
 }
 
 impl<'a> Daemon<'a> {
@@ -153,12 +157,15 @@ impl<'a> Daemon<'a> {
         let pins = pins(config)?;
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
+        let table_lock = connections::lock(config)?;
+        let maps = connection_maps(config, pins.as_ref())?;
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
-        let dataplane = start_dataplane(config)?;
+        let dataplane = start_dataplane(config, maps.as_ref())?;
         leave_cores_to_workers(config, &[gettid()]);
         let operation = operation(&dataplane)?;
-        let (programs, node_path) = open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins).await?;
+        let (programs, node_path) =
+            open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, maps.as_ref()).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
@@ -178,6 +185,7 @@ impl<'a> Daemon<'a> {
             unrouted: BTreeMap::new(),
             operation,
             close_first: CloseFirstFds::default(),
+            _table_lock: table_lock,
         };
         match daemon.begin(started).await {
             Ok(()) => Ok(daemon),
@@ -219,6 +227,8 @@ impl<'a> Daemon<'a> {
         }
         self.reconcile("first state", started).await?;
         self.ports.take_over_pinned(&self.netstate);
+        self.ports.take_over_programs().map_err(RunError::failed)?;
+        self.dataplane.take_over_offload();
         self.ports.stop_waiting_for_queues();
         privileges::drop_to_runtime().map_err(RunError::failed)?;
         let inputs = self.publisher.inputs();

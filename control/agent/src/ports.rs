@@ -98,6 +98,7 @@ impl OpenPorts {
             own_mac: workers.mac,
             peer_mac: node.mac,
             mtu: mtu(node.mtu),
+            interface: 0,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
@@ -144,6 +145,7 @@ impl OpenPorts {
             own_mac: link.mac,
             peer_mac: Default::default(),
             mtu: mtu(link.mtu),
+            interface: 0,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;
@@ -180,6 +182,18 @@ impl OpenPorts {
                 pins.remove(pinned);
             }
         }
+    }
+
+    /// From now on the programs run where an earlier daemon left its own. Ports and policy are in place.
+    pub(super) fn take_over_programs(&mut self) -> Result<(), AttachError> {
+        let pods = self.pods.values_mut().map(|attachment| &mut attachment.open.programs);
+        self.programs.take_over(pods.chain(self.closed_interfaces.attached_mut()))
+    }
+
+    /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
+    /// to a pod. `None` with XDP.
+    pub(super) fn offloaded(&self) -> Option<[u64; 3]> {
+        self.programs.offloaded()
     }
 
     /// Attaches a program that drops everything from an interface.

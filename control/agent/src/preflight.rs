@@ -12,14 +12,17 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
+use penstock_dataplane::conntrack;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
-    MINIMUM_KERNEL, Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated, try_source_check,
+    ConnectionMaps, MINIMUM_KERNEL, Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated,
+    try_source_check,
 };
 
 use super::config::{Attach, Config, MidstreamPickup};
+use super::daemon::connection_map_sizes;
 use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
 /// How much a finding matters.
@@ -187,13 +190,21 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
 pub(super) fn attachable(config: &Config) -> Option<PreflightFinding> {
     match config.attach {
         Attach::Xdp => source_check(),
-        Attach::Tcx => Some(tcx()),
+        Attach::Tcx => Some(tcx(config.offloads())),
     }
 }
 
-fn tcx() -> PreflightFinding {
+fn tcx(offloads: bool) -> PreflightFinding {
     let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
-    match TcxPrograms::load(&options) {
+    let load = |maps: Option<&ConnectionMaps>| TcxPrograms::load(&options, maps).map_err(|error| error.to_string());
+    let accepted = if offloads {
+        let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
+        let maps = ConnectionMaps::open(None, &sizes).map_err(|error| error.to_string());
+        maps.and_then(|maps| load(Some(&maps)))
+    } else {
+        load(None)
+    };
+    match accepted {
         Ok(_) => PreflightFinding::ok("attach: the kernel accepts the tcx programs"),
         Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
     }

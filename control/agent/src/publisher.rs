@@ -37,6 +37,8 @@ pub(super) struct Publisher {
 pub(super) struct SnapshotInputs {
     pub(super) objects: NodeObjects,
     pub(super) epoch: Epoch,
+    /// Whether nothing was published yet.
+    is_first: bool,
     pub(super) progress: EnforcementProgress,
     /// The ports that are open.
     layout: PortLayout,
@@ -56,7 +58,8 @@ impl Publisher {
     ) -> Self {
         let inputs = SnapshotInputs {
             objects,
-            epoch: Epoch::default(),
+            epoch: dataplane.connections().last_epoch(),
+            is_first: true,
             progress: EnforcementProgress::new(),
             layout: PortLayout::default(),
             network: NodeNetwork::default(),
@@ -112,7 +115,7 @@ impl Publisher {
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;
-        let first = inputs.epoch == Epoch::default();
+        let first = std::mem::take(&mut inputs.is_first);
         if policy || layout_changed || first || context_changed {
             inputs.layout = layout;
             self.publish(inputs, why, seen);

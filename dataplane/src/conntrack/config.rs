@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::entry::ControlWord;
+use super::shared::KernelMaps;
 use super::state::{SctpState, State, TcpState};
 use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
@@ -20,8 +21,20 @@ pub struct Config {
     pub timeouts: Timeouts,
     /// Whether a TCP segment or SCTP chunk from mid-stream may open a connection.
     pub midstream_pickup: MidStreamPickup,
-    /// File of the table, so that it outlasts the process; anonymous memory if `None`.
-    pub mapping: Option<PathBuf>,
+    /// Where the table lies.
+    pub memory: TableMemory,
+}
+
+/// Where a table lies.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum TableMemory {
+    /// In memory of the process; it ends with it.
+    #[default]
+    Anonymous,
+    /// In a file, so that it outlasts the process.
+    File(PathBuf),
+    /// In BPF arrays, where programs in the kernel read it and forward packets of established connections by themselves.
+    Kernel(KernelMaps),
 }
 
 impl Config {
@@ -50,7 +63,7 @@ impl Default for Config {
             quota: None,
             timeouts: Timeouts::default(),
             midstream_pickup: MidStreamPickup::Always,
-            mapping: None,
+            memory: TableMemory::Anonymous,
         }
     }
 }
@@ -237,6 +250,14 @@ impl TimeoutTicks {
             table[class(protocol)][usize::from(REVOKED_AT)] = ticks(timeouts.of(protocol, State::Revoked));
         }
         Self(table)
+    }
+
+    /// The timeouts that the kernel's programs must know: TCP established; UDP unreplied, replied, assured.
+    pub(super) fn of_kernel(&self) -> [u32; 4] {
+        let [tcp, udp, ..] = &self.0;
+        let state = |state: State| usize::from(state.code());
+        let udp = [State::Unreplied, State::Replied, State::Assured].map(|of| udp[state(of)]);
+        [tcp[state(State::Tcp(TcpState::Established))], udp[0], udp[1], udp[2]]
     }
 
     /// Idle timeout in ticks for the state in `control`; zero if it is not a state.

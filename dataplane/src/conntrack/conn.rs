@@ -161,7 +161,10 @@ impl<'t> Conn<'t> {
 
     /// The sequence number that the receiver of packets in this direction expects next: one past the highest that
     /// passed. `None` if unknown, or if the protocol is not TCP.
-    pub fn next_sequence(&self, orientation: Orientation) -> Option<u32> {
+    pub fn next_sequence(&self, orientation: Orientation, now: Timestamp) -> Option<u32> {
+        if self.was_forwarded_by_kernel(now.tick()) {
+            return None;
+        }
         let (_, tracked) = self.entry.tracking(self.control).filter(|_| self.hashed.protocol() == Protocol::TCP)?;
         Window::unpack(tracked[orientation as usize]).next()
     }
@@ -239,7 +242,8 @@ impl<'t> Conn<'t> {
             return Some(Update::Removed);
         };
         let held = self.entry.held_syn();
-        match track::step(state, tracked, control.original(), orientation, transport, held, now) {
+        let known = self.known(tracked, now);
+        match track::step(state, known, control.original(), orientation, transport, held, now) {
             PacketEffect::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
             PacketEffect::Hold(..) if orientation != control.original() && !allowed => Some(Update::ReverseSyn),
             PacketEffect::Hold(tracking, syn) => {
@@ -252,6 +256,18 @@ impl<'t> Conn<'t> {
             PacketEffect::Open => Some(Update::Opens),
             PacketEffect::Restart(_) => Some(Update::Restarts),
         }
+    }
+
+    /// What is known of its windows: after segments that the kernel forwarded by itself, they begin anew.
+    fn known(&self, tracked: Tracking, now: Tick) -> Tracking {
+        let is_stale = self.hashed.protocol() == Protocol::TCP && self.was_forwarded_by_kernel(now);
+        if is_stale { tracked.map(Window::unsynchronised) } else { tracked }
+    }
+
+    /// Whether the kernel may have forwarded packets by itself since the last one that a worker did.
+    fn was_forwarded_by_kernel(&self, now: Tick) -> bool {
+        // Ticks are coarse: of packets within one it is unknown which was the last.
+        self.table.kernel_age(self.slot, now).is_some_and(|age| age <= self.control.tick().age(now))
     }
 
     /// Removes it for an allowed packet that [`Update::Opens`] a new one; insert that one then. False if such a packet
@@ -290,7 +306,8 @@ impl<'t> Conn<'t> {
                 continue;
             };
             let held = self.entry.held_syn();
-            let step = track::step(state, tracked, control.original(), orientation, transport, held, now.tick());
+            let known = self.known(tracked, now.tick());
+            let step = track::step(state, known, control.original(), orientation, transport, held, now.tick());
             let PacketEffect::Restart(tracking) = step else { return false };
             let wanted = control
                 .with(TcpState::SynReceived as u8, now.tick())

@@ -33,6 +33,11 @@ impl EpochTag {
         Self(epoch.0 & Self::MASK)
     }
 
+    /// Its low 16 bits, as stored in a [path](super::path).
+    pub(super) const fn low_bits(self) -> u64 {
+        self.0 as u64 & 0xffff
+    }
+
     /// Whether a verdict under this tag is still valid under `wanted`: it is equal or newer.
     #[inline]
     pub(super) const fn covers(self, wanted: Self) -> bool {

@@ -96,12 +96,14 @@ impl ConnTable {
         // still send. Otherwise a packet of the answering side would open a connection in the other direction.
         let class = State::from_code(protocol, control.state())?.eviction_class();
         let (liveness, class) = match class {
-            _ if self.is_expired(protocol, control, now) => (Liveness::Expired, EvictionClass::Closing),
+            _ if self.is_expired(protocol, (slot, control), now) => (Liveness::Expired, EvictionClass::Closing),
             EvictionClass::Kept => return None,
             EvictionClass::Closing => (Liveness::Closing, class),
             EvictionClass::Unanswered | EvictionClass::Answered => (Liveness::Open, class),
         };
+        let age = control.tick().age(now);
+        let age = self.kernel_age(slot, now).map_or(age, |kernel| age.min(kernel));
         let is_of_another = !entry.is_opened_by(control, source);
-        Some(EvictionRank { liveness, is_of_another, class, freshness: Tick::MASK - control.tick().age(now) })
+        Some(EvictionRank { liveness, is_of_another, class, freshness: Tick::MASK - age })
     }
 }

@@ -1,4 +1,4 @@
-//! The memory of a table: anonymous, or a file that outlasts the process.
+//! The memory of a table: anonymous, a file that outlasts the process, or BPF arrays that programs in the kernel read.
 //!
 //! A file is a page with the [`FileHeader`], the tags, then the entries. It is created under another name and renamed
 //! when complete. Every change to the table is one atomic word and an entry describes itself, so the file is usable
@@ -13,40 +13,73 @@ use std::time::{Duration, Instant};
 
 use memmap2::{MmapMut, MmapOptions};
 
+use super::config::TableMemory;
 use super::entry::TableEntry;
 use super::hash::Seed;
 use super::origin::{OpenError, TableOrigin, UnusableFile};
+use super::path::KernelUse;
+use super::shared::{KernelMaps, SharedMaps};
 use super::tags::{LANES, Tags};
 
-/// Entries and tags in a mapping that is initially zero: free.
+/// Entries and tags in mappings that are initially zero: free.
 pub(super) struct Storage {
     entries: NonNull<TableEntry>,
     tags: NonNull<Tags>,
     groups: usize,
-    /// The mapping that the pointers refer to.
-    _map: MmapMut,
-    /// Locked as long as the table exists.
-    _file: Option<File>,
+    memory: Memory,
 }
 
-// SAFETY: the pointers refer to the mapping that the value owns, and everything in it is atomic.
+/// What the pointers refer to.
+enum Memory {
+    /// One mapping; its file is locked as long as the table exists.
+    One(
+        #[expect(dead_code, reason = "held for the pointers into it")] MmapMut,
+        #[expect(dead_code, reason = "held for its lock")] Option<File>,
+    ),
+    /// BPF arrays.
+    Shared(SharedMaps),
+}
+
+// SAFETY: the pointers refer to the mappings that the value owns, and everything in it is atomic.
 unsafe impl Send for Storage {}
 // SAFETY: as above.
 unsafe impl Sync for Storage {}
 
 impl Storage {
     /// Memory for this many groups: the content of the file if it is usable, otherwise free entries.
-    pub(super) fn open(groups: u32, mapping: Option<&Path>) -> Result<(Self, Seed, TableOrigin), OpenError> {
-        let Some(path) = mapping else {
-            let bytes = table_len(groups);
-            let map = MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
-            advise(&map);
-            return Ok((Self::new(map, None, 0, groups), Seed::random(), TableOrigin::New));
+    pub(super) fn open(groups: u32, memory: &TableMemory) -> Result<(Self, Seed, TableOrigin), OpenError> {
+        let path = match memory {
+            TableMemory::Anonymous => {
+                let bytes = table_len(groups);
+                let map =
+                    MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
+                advise(&map);
+                return Ok((Self::new(map, None, 0, groups), Seed::random(), TableOrigin::New));
+            }
+            TableMemory::File(path) => path,
+            TableMemory::Kernel(maps) => {
+                return Self::open_shared(groups, maps).map_err(|source| OpenError::Kernel { source });
+            }
         };
         Self::open_file(groups, path).map_err(|error| match error {
             FileError::InUse => OpenError::InUse { path: path.to_owned() },
             FileError::Io(source) => OpenError::File { path: path.to_owned(), source },
         })
+    }
+
+    fn open_shared(groups: u32, maps: &KernelMaps) -> io::Result<(Self, Seed, TableOrigin)> {
+        let mut maps = SharedMaps::open(maps, groups)?;
+        let (seed, origin) = match FileHeader::seed_in(maps.header(), groups) {
+            Ok(seed) => (seed, TableOrigin::Found),
+            Err(reason) => {
+                let is_new = maps.header().iter().all(|byte| *byte == 0);
+                let seed = Seed::random();
+                maps.clear(&FileHeader::new(groups, &seed)?.to_bytes());
+                (seed, if is_new { TableOrigin::New } else { TableOrigin::Remade(reason) })
+            }
+        };
+        let (entries, tags) = (maps.entries(), maps.tags());
+        Ok((Self { entries, tags, groups: groups as usize, memory: Memory::Shared(maps) }, seed, origin))
     }
 
     fn open_file(groups: u32, path: &Path) -> Result<(Self, Seed, TableOrigin), FileError> {
@@ -75,7 +108,7 @@ impl Storage {
         // header and tags are multiples of 64 bytes, so both parts are aligned to 64.
         let (tags, entries) =
             unsafe { (base.add(tags_at).cast(), base.add(tags_at + groups * size_of::<Tags>()).cast()) };
-        Self { entries, tags, groups, _map: map, _file: file }
+        Self { entries, tags, groups, memory: Memory::One(map, file) }
     }
 
     #[inline]
@@ -88,6 +121,23 @@ impl Storage {
     pub(super) fn tags(&self) -> &[Tags] {
         // SAFETY: as for the entries.
         unsafe { std::slice::from_raw_parts(self.tags.as_ptr(), self.groups) }
+    }
+
+    /// What the kernel forwarded of each entry, if its programs read the table.
+    #[inline]
+    pub(super) fn uses(&self) -> Option<&[KernelUse]> {
+        match &self.memory {
+            Memory::One(..) => None,
+            Memory::Shared(maps) => Some(maps.uses()),
+        }
+    }
+
+    /// The maps, if the kernel's programs read the table.
+    pub(super) fn shared(&self) -> Option<&SharedMaps> {
+        match &self.memory {
+            Memory::One(..) => None,
+            Memory::Shared(maps) => Some(maps),
+        }
     }
 }
 
@@ -171,19 +221,19 @@ const HEADER_LEN: usize = 4096;
 
 /// Identifies a file as a table that this program can use. Words are in native byte order: the file never leaves the
 /// machine.
-struct FileHeader {
+pub(super) struct FileHeader {
     words: [u64; Self::WORDS],
 }
 
 impl FileHeader {
     /// Magic, version, groups, boot id (2), seed, checksum.
-    const WORDS: usize = Self::SEED_AT + Seed::WORDS + 1;
+    pub(super) const WORDS: usize = Self::SEED_AT + Seed::WORDS + 1;
     const SEED_AT: usize = 5;
     const CHECKSUM_AT: usize = Self::WORDS - 1;
     /// "penstock" in ASCII.
     const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
     /// Version of the file format; increase it whenever the meaning of any bit changes.
-    const VERSION: u64 = 2;
+    pub(super) const VERSION: u64 = 2;
 
     fn new(groups: u32, seed: &Seed) -> io::Result<Self> {
         let mut words = [0; Self::WORDS];
@@ -204,6 +254,12 @@ impl FileHeader {
 
     /// The seed of the table in `file`, if it is valid and has this many groups.
     fn check(file: &[u8], groups: u32) -> Result<Seed, UnusableFile> {
+        let seed = Self::seed_in(file, groups)?;
+        if file.len() == HEADER_LEN + table_len(groups) { Ok(seed) } else { Err(UnusableFile::Torn) }
+    }
+
+    /// The seed of the header at the start of `file`, whatever follows it.
+    fn seed_in(file: &[u8], groups: u32) -> Result<Seed, UnusableFile> {
         let bytes = file.get(..size_of::<Self>()).ok_or(UnusableFile::Torn)?;
         let mut words = [0u64; Self::WORDS];
         for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
@@ -220,9 +276,6 @@ impl FileHeader {
         }
         if words[2] != u64::from(groups) {
             return Err(UnusableFile::Size);
-        }
-        if file.len() != HEADER_LEN + table_len(groups) {
-            return Err(UnusableFile::Torn);
         }
         if boot().ok().is_none_or(|boot| words[3..5] != boot) {
             return Err(UnusableFile::OtherBoot);

@@ -26,9 +26,11 @@ mod hash;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
 mod origin;
+mod path;
 mod recover;
 mod sctp;
 mod seqlock;
+mod shared;
 mod state;
 mod sweep;
 mod sync;
@@ -38,13 +40,14 @@ mod tcp;
 mod time;
 mod track;
 
-pub use config::{Config, ConfigError, MidStreamPickup, Timeouts};
+pub use config::{Config, ConfigError, MidStreamPickup, TableMemory, Timeouts};
 pub use conn::{Conn, Reevaluation, Update};
 pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
 pub use fragments::Fragments;
 pub use hash::PreparedFlow;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
+pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
 pub use state::{EvictionClass, SctpState, State, TcpState};
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
 pub use table::{ConnTable, InsertError, Insertion, NewConnection};

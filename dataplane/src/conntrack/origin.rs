@@ -62,6 +62,12 @@ pub enum OpenError {
         /// Error of the kernel.
         source: std::io::Error,
     },
+    /// The BPF arrays cannot be mapped.
+    #[error("connection table: the kernel does not map its BPF arrays ({source}): set offload = false")]
+    Kernel {
+        /// Error of the kernel.
+        source: std::io::Error,
+    },
     /// Another process uses the file.
     #[error("connection table {path} is in use by another process: stop that one, or set another mapping")]
     InUse {

@@ -19,10 +19,13 @@ impl ConnTable {
             let (group, lane) = (slot / LANES, slot % LANES);
             match self.sound(slot) {
                 Some(loaded) => {
-                    let hash = self.seed.hash(&loaded.key);
-                    self.tags(group).clear(lane);
-                    self.tags(group).set(lane, tag(hash));
-                    self.take_over(slot, &loaded);
+                    let tag = tag(self.seed.hash(&loaded.key));
+                    // The kernel's programs may be reading a right one.
+                    if self.tags(group).lanes_with(tag) >> lane & 1 == 0 {
+                        self.tags(group).clear(lane);
+                        self.tags(group).set(lane, tag);
+                    }
+                    self.keep(slot, &loaded);
                 }
                 None => {
                     self.tags(group).clear(lane);
@@ -41,10 +44,13 @@ impl ConnTable {
         (loaded.control.is_live() && is_home && is_state).then_some(loaded)
     }
 
-    fn take_over(&self, slot: u32, loaded: &EntrySnapshot) {
+    fn keep(&self, slot: u32, loaded: &EntrySnapshot) {
         let (entry, control) = (self.entry(slot), loaded.control);
-        // No other thread uses the table yet: the word cannot have changed.
-        let _ = entry.exchange(control, control.with_verdict(EpochTag::NONE, !control.is_revoked()));
+        // A shared table keeps the verdicts by which the kernel's programs forward. This process' epochs are later ones.
+        if !self.is_shared() {
+            // No other thread uses the table yet: the word cannot have changed.
+            let _ = entry.exchange(control, control.with_verdict(EpochTag::NONE, !control.is_revoked()));
+        }
         if key_of(&loaded.key).protocol == Protocol::TCP {
             entry.set_tracking(loaded.tracking.map(Window::unsynchronised));
         }

@@ -59,6 +59,9 @@ impl ConnTable {
             for slot in self.occupied(group) {
                 let control = self.entry(slot).control();
                 swept.expired += usize::from(self.expire(slot, control, now));
+                if let Some(uses) = self.storage.uses() {
+                    uses[slot as usize].clear_stale(control.generation(), epoch);
+                }
                 if control.is_live() && control.epoch().is_stale(epoch) {
                     // If it fails, a packet was just processed, and policy was evaluated.
                     let unasked = control.with_verdict(EpochTag::NONE, !control.is_revoked());
@@ -82,6 +85,7 @@ impl ConnTable {
             let EntrySnapshot { control, key, owner, .. } = self.entry(slot).load()?;
             let key = key_of(&key);
             let (age, lifetime) = (control.tick().age(now.tick()), self.timeout_ticks.of(key.protocol, control));
+            let age = self.kernel_age(slot, now.tick()).map_or(age, |kernel| age.min(kernel));
             (control.is_live() && age <= lifetime).then_some(())?;
             Some(ConnectionInfo {
                 original: key.flow(control.original()),

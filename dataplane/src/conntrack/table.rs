@@ -1,6 +1,6 @@
 //! The table: lookup and insertion.
 
-use std::sync::atomic::{AtomicU32, Ordering as CountOrdering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering as CountOrdering};
 
 use crossbeam::utils::CachePadded;
 
@@ -15,6 +15,7 @@ use super::interleavings::storage::Storage;
 #[cfg(not(all(test, feature = "loom")))]
 use super::mapping::Storage;
 use super::origin::{OpenError, TableOrigin};
+use super::shared::SharedMaps;
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
@@ -39,6 +40,8 @@ pub struct ConnTable {
     entries: u32,
     quota: u32,
     midstream_pickup: MidStreamPickup,
+    /// Whether published epochs are those of the kernel's programs ([`ConnTable::take_over`]).
+    is_published: AtomicBool,
 }
 
 /// A connection to insert.
@@ -102,7 +105,7 @@ impl ConnTable {
     pub fn new(config: &Config) -> Result<Self, OpenError> {
         config.check()?;
         let groups = group_count(config.entries);
-        let (storage, seed, origin) = Storage::open(groups, config.mapping.as_deref())?;
+        let (storage, seed, origin) = Storage::open(groups, &config.memory)?;
         let mut table = Self {
             storage,
             seed,
@@ -116,7 +119,11 @@ impl ConnTable {
             entries: config.entries as u32,
             quota: config.quota(),
             midstream_pickup: config.midstream_pickup,
+            is_published: AtomicBool::new(origin != TableOrigin::Found),
         };
+        if let Some(shared) = table.storage.shared() {
+            shared.set_timeouts(table.timeout_ticks.of_kernel());
+        }
         if origin == TableOrigin::Found {
             table.recover();
             if let MidStreamPickup::AfterLoss(_) = table.midstream_pickup {
@@ -138,7 +145,47 @@ impl ConnTable {
 
     /// Bytes of the table: entries and tags.
     pub fn memory(&self) -> usize {
-        size_of_val(self.storage.entries()) + size_of_val(self.storage.tags())
+        let uses = self.storage.uses().map_or(0, size_of_val);
+        size_of_val(self.storage.entries()) + size_of_val(self.storage.tags()) + uses
+    }
+
+    /// Whether programs in the kernel read the table.
+    #[inline]
+    pub fn is_shared(&self) -> bool {
+        self.storage.shared().is_some()
+    }
+
+    /// The epoch that the last process published to the kernel's programs: this one's must be later.
+    pub fn last_epoch(&self) -> Epoch {
+        self.storage.shared().map_or(Epoch::default(), SharedMaps::epoch)
+    }
+
+    /// A snapshot of this epoch is published: from now on the kernel's programs forward no packet of a connection that
+    /// was evaluated under an older one. If the table was found, only after [`ConnTable::take_over`].
+    pub fn publish_epoch(&self, epoch: Epoch) {
+        if let Some(shared) = self.storage.shared()
+            && self.is_published.load(CountOrdering::SeqCst)
+        {
+            shared.set_epoch(epoch);
+        }
+    }
+
+    /// The workers have policy and ports: what the last process allowed ends with this epoch.
+    pub fn take_over(&self, epoch: Epoch) {
+        self.is_published.store(true, CountOrdering::SeqCst);
+        self.publish_epoch(epoch);
+    }
+
+    /// A worker has evaluated a packet under `epoch`, and sends it from interface `from` to interface `to` (0: the node's
+    /// stack): the kernel's programs may forward the next ones of this direction as long as that is the epoch.
+    pub fn take_path(&self, hashed: &PreparedFlow, (from, to): (u32, u32), epoch: Epoch) {
+        let Some(uses) = self.storage.uses() else { return };
+        let Some((slot, control)) = self.lookup(hashed) else { return };
+        let epoch = EpochTag::of(epoch);
+        uses[slot as usize].take_path(hashed.orientation, (from, to), epoch, || {
+            let now = self.entry(slot).control();
+            now.is_same_generation(control) && now.epoch() == epoch && !now.is_revoked()
+        });
     }
 
     /// Number of connections; it may be off by the few that are being inserted or removed.
@@ -201,7 +248,8 @@ impl ConnTable {
     #[inline(always)]
     pub fn find(&self, hashed: &PreparedFlow, now: Timestamp) -> Option<Conn<'_>> {
         let (slot, control) = self.lookup(hashed)?;
-        (!self.is_expired(hashed.protocol(), control, now.tick())).then(|| Conn::new(self, hashed, slot, control))
+        (!self.is_expired(hashed.protocol(), (slot, control), now.tick()))
+            .then(|| Conn::new(self, hashed, slot, control))
     }
 
     /// The connection of the packet quoted by an ICMP error. Its state is not changed.
@@ -225,7 +273,7 @@ impl ConnTable {
         let contents = EntryContents { owner: new.owner, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
-                if !self.is_expired(hashed.protocol(), control, new.now.tick()) {
+                if !self.is_expired(hashed.protocol(), (slot, control), new.now.tick()) {
                     self.counters.count(TableEvent::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
                 }
@@ -327,6 +375,9 @@ impl ConnTable {
     fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
+        if let Some(uses) = self.storage.uses() {
+            uses[slot as usize].reset(control.generation());
+        }
         self.entry(slot).publish(control, &hashed.words, contents);
     }
 
@@ -423,17 +474,26 @@ impl ConnTable {
 
     /// Whether a connection has expired.
     #[inline]
-    pub(super) fn is_expired(&self, protocol: Protocol, control: ControlWord, now: Tick) -> bool {
+    pub(super) fn is_expired(&self, protocol: Protocol, (slot, control): SlotRef, now: Tick) -> bool {
         let age = control.tick().age(now);
         // No timeout is that short, and a busy connection's last packet was just now.
-        age > 0 && age > self.timeout_ticks.of(protocol, control)
+        if age == 0 {
+            return false;
+        }
+        let timeout = self.timeout_ticks.of(protocol, control);
+        age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
+    }
+
+    /// Ticks since the kernel last forwarded a packet of this entry by itself, if it did.
+    pub(super) fn kernel_age(&self, slot: u32, now: Tick) -> Option<u32> {
+        self.storage.uses()?[slot as usize].ticks().map(|tick| tick.age(now)).min()
     }
 
     /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
     /// stays: its control word differs.
     pub(super) fn expire(&self, slot: u32, control: ControlWord, now: Tick) -> bool {
         let entry = self.entry(slot);
-        if !control.is_live() || !self.is_expired(entry.protocol(), control, now) {
+        if !control.is_live() || !self.is_expired(entry.protocol(), (slot, control), now) {
             return false;
         }
         let expired = entry.exchange(control, control.claimed()).is_ok();
@@ -475,7 +535,7 @@ impl ConnTable {
 
 /// Number of groups for this many connections: a tenth more room than needed, so that two groups suffice for each until
 /// all are inserted.
-fn group_count(entries: usize) -> u32 {
+pub(super) fn group_count(entries: usize) -> u32 {
     if cfg!(all(test, feature = "loom")) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
 }
 

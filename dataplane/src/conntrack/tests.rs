@@ -334,11 +334,12 @@ fn a_mid_stream_segment_opens_only_in_time_and_within_half_a_share() {
         assert_eq!(open(midstream_pickup, end), 0);
     }
     let directory = tempfile::tempdir().unwrap();
-    let mapping = Some(directory.path().join("conntrack"));
+    let path = directory.path().join("conntrack");
     for (midstream_pickup, first, again) in
         [(MidStreamPickup::AfterLoss(end), true, false), (MidStreamPickup::Until(end), true, true)]
     {
-        let config = Config { entries: 64, midstream_pickup, mapping: mapping.clone(), ..Config::default() };
+        let memory = TableMemory::File(path.clone());
+        let config = Config { entries: 64, midstream_pickup, memory, ..Config::default() };
         for (n, expected) in [(1, first), (2, again)] {
             let table = ConnTable::new(&config).unwrap();
             assert_eq!(
@@ -348,7 +349,7 @@ fn a_mid_stream_segment_opens_only_in_time_and_within_half_a_share() {
                 table.origin()
             );
         }
-        std::fs::remove_file(config.mapping.unwrap()).unwrap();
+        std::fs::remove_file(&path).unwrap();
     }
 }
 

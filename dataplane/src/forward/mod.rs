@@ -58,6 +58,8 @@ pub struct Port {
     pub peer_mac: Mac,
     /// MTU: maximum length of an IP packet sent on it, in bytes, without the Ethernet header.
     pub mtu: u16,
+    /// Index of a pod's interface on the node, for the kernel's programs; 0 if they do not forward for it.
+    pub interface: u32,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.
     pub addresses: Vec<Address>,
 }

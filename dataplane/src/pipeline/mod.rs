@@ -3,7 +3,7 @@
 //!
 //! The stages are the modules in order: `admit` (parse, spoofing, scope), `track` (connection, otherwise policy),
 //! `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
-//! reply (`reply`).
+//! reply (`reply`). Where the kernel's programs read the connection table, `offload` then leaves them the next packets.
 //!
 //! Code that every packet executes is marked `inline(always)`, down to parser and connection table:
 //! [`Pipeline::process_batch`] is instantiated for each type of [`Frames`] in the crate of that type, and if there are
@@ -11,6 +11,7 @@
 
 mod admit;
 mod dispatch;
+mod offload;
 mod reply;
 mod timed;
 mod track;
@@ -227,6 +228,9 @@ impl Pipeline {
                 verdicts[entry.index] =
                     conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
             }
+        }
+        if self.connections.is_shared() && self.mode == PipelineMode::Full {
+            offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts);
         }
     }
 

@@ -198,7 +198,7 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
             && let Transport::Tcp(segment) = packet.transport
         {
             // After a restart the segment's own number is the best known.
-            revoked_at = connection.next_sequence(hashed.orientation()).or(Some(segment.seq));
+            revoked_at = connection.next_sequence(hashed.orientation(), self.now).or(Some(segment.seq));
         }
         let route = self.route_of(&mut connection, packet);
         let update = connection.update(hashed.orientation(), &packet.transport, self.now);

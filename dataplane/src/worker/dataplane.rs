@@ -238,9 +238,18 @@ impl Dataplane {
 
     /// Publishes a snapshot; each worker adopts it in its next poll iteration.
     pub fn publish(&self, snapshot: Snapshot) {
+        let epoch = snapshot.epoch;
         let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
         retired.push(self.shared.snapshot.swap(Arc::new(snapshot)));
         retired.retain(|old| Arc::strong_count(old) > 1);
+        drop(retired);
+        self.connections.publish_epoch(epoch);
+    }
+
+    /// The kernel's programs are this process' from now on: those of connections that the last process allowed, and that
+    /// no worker has evaluated since, go to a worker once.
+    pub fn take_over_offload(&self) {
+        self.connections.take_over(self.shared.snapshot.load().epoch);
     }
 
     /// The last published snapshot.

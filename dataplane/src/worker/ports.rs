@@ -110,7 +110,7 @@ mod tests {
         let mut forwarding = Forwarding::new([]);
         for &id in ids {
             let (own_mac, peer_mac) = (Mac::default(), Mac::default());
-            let port = Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, addresses: Vec::new() };
+            let port = Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, interface: 0, addresses: Vec::new() };
             forwarding.insert(PortId(id), port).unwrap();
         }
         Snapshot { forwarding, ..Snapshot::default() }

@@ -4,6 +4,11 @@
  *   pod ── from_pod ──▶ pair ──▶ worker ──▶ pair ── from_worker ──▶ pod, or the node's stack as if the pod had sent it
  *   the node's stack ── to_pod ──▶ pair
  *
+ * Packets of established connections take the same way without the worker (established.h):
+ *
+ *   pod ── from_pod ──▶ pod, or the node's stack
+ *   the node's stack ── to_pod ──▶ pod
+ *
  * A frame on a pair carries in its Ethernet addresses what the other side must know (struct tag). Pods cannot write these:
  * the programs replace both addresses of each frame that enters or leaves a pair. */
 #include <stddef.h>
@@ -18,6 +23,7 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
+#include "established.h"
 #include "neighbour.h"
 #include "outcome.h"
 #include "translation.h"
@@ -29,12 +35,13 @@ const volatile __u32 open_without_workers = 0; /* pass packets to the kernel whi
 const volatile __u32 workers = 1;              /* in use of `pairs` */
 const volatile __u32 pairs[MAX_WORKERS] = {};  /* interface index of the node's end of each worker's pair */
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
+const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
 
 struct interface { /* the node's end of a pod's veth */
-	__u16 port;         /* the number that workers know it by */
-	__u16 bridged;      /* it is a port of the bridge with this MAC */
-	struct mac bridge;
-	__u16 unused;
+	__u16 port;            /* the number that workers know it by */
+	__u16 bridged;         /* it is a port of the bridge with the MAC `node` */
+	struct mac node, pod;  /* of the node towards the pod, and of the pod */
+	__u32 mtu;             /* longest IP packet to the pod, in bytes */
 };
 struct { /* by interface index; without an entry everything is dropped */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, MAX_PORTS); __uint(map_flags, BPF_F_NO_PREALLOC);
@@ -68,6 +75,11 @@ struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d): the interface by whi
 struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
+
+enum { OFFLOADED_TO_POD, OFFLOADED_TO_STACK, OFFLOADED_FROM_STACK, OFFLOADED };
+struct { /* packets of established connections: pod to pod, pod to the node's stack, the node's stack to pod */
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OFFLOADED); __type(key, __u32); __type(value, __u64);
+} offloaded SEC(".maps");
 
 extern void *bpf_cast_to_kern_ctx(void *) __ksym;
 struct sk_buff { __u8 ip_summed : 2; } __attribute__((preserve_access_index));
@@ -167,15 +179,95 @@ static __always_inline int pull(struct __sk_buff *skb)
 	return bpf_skb_pull_data(skb, skb->len < RESOLUTION ? skb->len : RESOLUTION);
 }
 
+static __always_inline int count_offloaded(__u32 way, const struct packet *packet, const struct connection *connection, int action)
+{
+	__u64 *packets = bpf_map_lookup_elem(&offloaded, &way);
+
+	count_use(packet, connection);
+	if (packets)
+		*packets += 1;
+	return action;
+}
+
+/* Rewrites a packet for its pod as workers do: MACs, and TTL with the header's checksum (RFC 1624), or the hop limit. */
+static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *packet, const struct interface *to)
+{
+	const void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct { struct mac to, from; __be16 protocol; __u16 ip[6]; } head = { .to = to->pod, .from = to->node };
+	const __u16 *words = data + ETH_HLEN;
+	__u32 sum;
+
+	if ((const void *)(words + 6) > end)
+		return -1;
+	head.protocol = skb->protocol;
+	__builtin_memcpy(head.ip, words, sizeof(head.ip));
+	if (!packet->is_v4) {
+		head.ip[3] -= bpf_htons(1); /* next header and hop limit, which is at least 2 */
+		return bpf_skb_store_bytes(skb, 0, &head, ETH_HLEN + 8, 0);
+	}
+	head.ip[4] -= bpf_htons(0x0100); /* TTL, which is at least 2, and protocol */
+	sum = (__u16)~words[5] + (__u16)~words[4] + head.ip[4];
+	sum = (sum & 0xffff) + (sum >> 16);
+	head.ip[5] = ~(sum + (sum >> 16));
+	return bpf_skb_store_bytes(skb, 0, &head, sizeof(head), 0);
+}
+
+/* Length of the longest IP packet that this one becomes on a wire: a long TCP segment is segmented. */
+static __always_inline __u32 longest(const struct __sk_buff *skb, const struct packet *packet)
+{
+	return skb->gso_size ? packet->headers + skb->gso_size : packet->length;
+}
+
+/* Forwards a packet of an established connection as a worker would; -1: it is for a worker. */
+static __always_inline int forward_from_pod(struct __sk_buff *skb)
+{
+	__u32 interface = skb->ifindex;
+	struct connection connection;
+	const struct interface *at;
+	const struct ethhdr *eth;
+	struct packet packet;
+
+	if (!read_packet(skb, &packet) || !is_established(&packet, interface, &connection))
+		return -1;
+	if (connection.to) {
+		at = bpf_map_lookup_elem(&interfaces, &connection.to);
+		if (!at || packet.hops <= 1 || longest(skb, &packet) > at->mtu || rewrite(skb, &packet, at))
+			return -1;
+		/* The pod may have given it any MAC. */
+		if (skb->pkt_type)
+			bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
+		return count_offloaded(OFFLOADED_TO_POD, &packet, &connection, bpf_redirect_peer(connection.to, 0));
+	}
+	/* A worker would have given it these MACs; a bridge forwards by them. */
+	at = bpf_map_lookup_elem(&interfaces, &interface);
+	eth = (void *)(long)skb->data;
+	if (!at || (const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) ||
+	    !is_mac(&at->pod, eth->h_source))
+		return -1;
+	return count_offloaded(OFFLOADED_TO_STACK, &packet, &connection, TC_ACT_OK);
+}
+
+/* The same for what the node's stack sends to the pod. */
+static __always_inline int forward_to_pod(struct __sk_buff *skb)
+{
+	struct connection connection;
+	struct packet packet;
+
+	if (!read_packet(skb, &packet) || !is_established(&packet, 0, &connection) || connection.to != skb->ifindex)
+		return -1;
+	return count_offloaded(OFFLOADED_FROM_STACK, &packet, &connection, TC_ACT_OK);
+}
+
 /* What a pod sends. */
 SEC("tcx/ingress")
 int from_pod(struct __sk_buff *skb)
 {
 	__u32 interface = skb->ifindex;
 	const struct interface *at;
-	const struct ethhdr *eth;
-	const void *end;
-	void *own;
+	const struct ethhdr *eth = 0;
+	const void *end = 0;
+	void *own = 0;
+	int action;
 
 	/* The kernel clears marks on the way out of a pod's namespace (skb_scrub_packet in net/core/skbuff.c). */
 	if (skb->mark == passed) {
@@ -187,14 +279,21 @@ int from_pod(struct __sk_buff *skb)
 	/* The kernel treats VLAN 0 as untagged: a pod could bypass the workers. */
 	if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))
 		return count(interface, VLAN_TAG, TC_ACT_SHOT);
+	if (offload && (skb->protocol == bpf_htons(ETH_P_IP) || skb->protocol == bpf_htons(ETH_P_IPV6))) {
+		action = forward_from_pod(skb);
+		if (action >= 0)
+			return action;
+	}
 	at = bpf_map_lookup_elem(&interfaces, &interface);
-	own = bpf_map_lookup_elem(&own_addresses, &interface);
-	if (pull(skb))
-		return count(interface, NOT_IP, TC_ACT_SHOT);
-	eth = (void *)(long)skb->data;
-	end = (void *)(long)skb->data_end;
-	if ((const void *)(eth + 1) > end)
-		return count(interface, NOT_IP, TC_ACT_SHOT);
+	if (skb->protocol == bpf_htons(ETH_P_ARP) || skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		if (pull(skb))
+			return count(interface, NOT_IP, TC_ACT_SHOT);
+		own = bpf_map_lookup_elem(&own_addresses, &interface);
+		eth = (void *)(long)skb->data;
+		end = (void *)(long)skb->data_end;
+		if ((const void *)(eth + 1) > end)
+			return count(interface, NOT_IP, TC_ACT_SHOT);
+	}
 	switch (skb->protocol) {
 	case bpf_htons(ETH_P_ARP):
 		if (own && !is_own_arp(own, eth, end))
@@ -202,7 +301,7 @@ int from_pod(struct __sk_buff *skb)
 		return count(interface, ARP, TC_ACT_OK);
 	case bpf_htons(ETH_P_IPV6):
 		if ((const void *)(eth + 1) + sizeof(struct ipv6hdr) <= end &&
-		    is_neighbour_discovery(skb, interface, at && at->bridged ? &at->bridge : 0, eth, end)) {
+		    is_neighbour_discovery(skb, interface, at && at->bridged ? &at->node : 0, eth, end)) {
 			if (own && !is_own_discovery(own, eth, end))
 				return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
 			return count(interface, NEIGHBOUR_DISCOVERY, TC_ACT_OK);
@@ -255,6 +354,7 @@ int to_pod(struct __sk_buff *skb)
 	__u32 interface = skb->ifindex;
 	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
 	struct ipv6hdr ip6;
+	int action;
 	__u8 type;
 
 	if (is_open())
@@ -276,6 +376,11 @@ int to_pod(struct __sk_buff *skb)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
 	if (is_spoofed(skb))
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
+	if (offload) {
+		action = forward_to_pod(skb);
+		if (action >= 0)
+			return action;
+	}
 	return redirect_to_worker(skb, at, FROM_NODE | (skb->ingress_ifindex ? 0 : LOCAL_PROCESS), FROM_STACK);
 }
 

@@ -53,6 +53,10 @@ pub struct Config {
     /// node's routes as they are. `"tcx"` needs Linux 6.6.
     #[serde(default)]
     pub attach: Attach,
+    /// With `attach = "tcx"`: whether the programs forward packets of established connections by themselves. Otherwise all
+    /// packets go through the workers. Only on x86-64.
+    #[serde(default = "yes")]
+    pub offload: bool,
     /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
@@ -109,7 +113,8 @@ pub struct Config {
 }
 
 /// The top-level keys that are not sections.
-const KEYS: [&str; 7] = ["attach", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
+const KEYS: [&str; 8] =
+    ["attach", "offload", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
 
 /// Keys that were renamed: the deprecated name and the current one. Both are accepted.
 const RENAMED_KEYS: [(&str, &str); 3] = [
@@ -119,6 +124,12 @@ const RENAMED_KEYS: [(&str, &str); 3] = [
 ];
 
 impl Config {
+    /// Whether the kernel's programs forward packets of established connections. They read the connection table in an
+    /// order that x86-64 keeps without barriers.
+    pub(crate) fn offloads(&self) -> bool {
+        self.offload && self.attach == Attach::Tcx && cfg!(target_arch = "x86_64")
+    }
+
     /// Makes relative paths start at `directory`.
     fn start_paths_at(&mut self, directory: &Path) {
         for path in [&mut self.source.manifests, &mut self.source.kubeconfig].into_iter().flatten() {
@@ -167,6 +178,10 @@ pub enum StartupMode {
     Closed,
     /// The kernel forwards them, without policy.
     Open,
+}
+
+fn yes() -> bool {
+    true
 }
 
 fn default_pod_interfaces() -> Vec<InterfacePattern> {
@@ -388,9 +403,9 @@ impl Conntrack {
                     }
                 }
             },
-            mapping: match &self.mapping {
-                TableMapping::Off => None,
-                TableMapping::File(path) => Some(path.clone()),
+            memory: match &self.mapping {
+                TableMapping::Off => conntrack::TableMemory::Anonymous,
+                TableMapping::File(path) => conntrack::TableMemory::File(path.clone()),
             },
         })
     }

@@ -7,12 +7,13 @@ use std::thread::{self, JoinHandle};
 
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
+use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
 use penstock_dataplane::pipeline;
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
 use penstock_privileges as privileges;
-use penstock_xdp_redirect::{PinError, Pins, Redirect, TcxOptions, TcxPrograms};
+use penstock_xdp_redirect::{ConnectionMapSizes, ConnectionMaps, PinError, Pins, Redirect, TcxOptions, TcxPrograms};
 
-use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority};
+use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping};
 use crate::connections::ClearingJobs;
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
@@ -60,6 +61,7 @@ pub(super) async fn open_programs(
     netstate: &NetworkState,
     workers: usize,
     pins: Option<Pins>,
+    maps: Option<&ConnectionMaps>,
 ) -> Result<(Programs, NodePath), RunError> {
     let mtu = pair_mtu(config, netstate);
     let failed = |error| match error {
@@ -85,7 +87,7 @@ pub(super) async fn open_programs(
         open_without_workers: config.fail.mode == FailMode::Open,
         pins,
     };
-    let loaded = TcxPrograms::load(&options).and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
+    let loaded = TcxPrograms::load(&options, maps).and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
     match loaded {
         Ok(programs) => Ok((programs, NodePath::Pairs(pairs))),
         Err(error) => {
@@ -103,11 +105,43 @@ pub(crate) fn clear_pins(root: &Path) -> Result<usize, PinError> {
     let pins = Pins::open(root)?;
     let links = pins.links();
     links.iter().for_each(|&pinned| pins.remove(pinned));
+    pins.remove_connection_maps();
     pins.close();
     Ok(links.len())
 }
 
-pub(super) fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
+/// Sizes of the BPF maps of a table for this many connections.
+pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
+    let KernelMapSizes { groups, entries } = KernelMapSizes::of(connections);
+    ConnectionMapSizes {
+        version: KernelMapSizes::VERSION,
+        table: KernelMapSizes::TABLE,
+        tags: (groups, KernelMapSizes::TAGS),
+        entries: (entries, KernelMapSizes::ENTRY),
+        usage: KernelMapSizes::USE,
+    }
+}
+
+/// The BPF maps of the connection table, where the tcx programs forward packets of established connections. Removes what an
+/// earlier daemon pinned where this one has none.
+pub(super) fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Option<ConnectionMaps>, RunError> {
+    if !config.offloads() {
+        if let Some(pins) = pins {
+            pins.remove_connection_maps();
+        }
+        return Ok(None);
+    }
+    let sizes = connection_map_sizes(config.conntrack.entries as usize);
+    let pins = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
+    Ok(Some(ConnectionMaps::open(pins, &sizes).map_err(RunError::bad_input)?))
+}
+
+pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) -> Result<Dataplane, RunError> {
+    let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
+    if let Some(maps) = maps {
+        let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
+        connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
+    }
     let cores = preflight::worker_cores(config).map_err(RunError::bad_input)?;
     let settings = worker::Config {
         frames: config.umem.frame_count(),
@@ -129,7 +163,7 @@ pub(super) fn start_dataplane(config: &Config) -> Result<Dataplane, RunError> {
         time_stages: config.workers.time_stages,
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
-        connections: config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?,
+        connections,
         on_revoke: match config.conntrack.on_revoke {
             OnRevoke::Drop => penstock_dataplane::reply::OnRevoke::Drop,
             OnRevoke::Reset => penstock_dataplane::reply::OnRevoke::Reset,

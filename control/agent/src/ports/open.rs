@@ -116,7 +116,8 @@ impl OpenPorts {
         let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         let (own_mac, peer_mac) = PortRequest::macs(None);
-        let port = Port { kind: PortKind::Host, own_mac, peer_mac, mtu: mtu(near.mtu), addresses: Vec::new() };
+        let port =
+            Port { kind: PortKind::Host, own_mac, peer_mac, mtu: mtu(near.mtu), interface: 0, addresses: Vec::new() };
         Ok(AttachedPort { id, programs: InterfacePrograms::Pairs(interface(near)), port })
     }
 
@@ -203,7 +204,7 @@ impl PodAttachment {
     /// Tells the programs where the pod is, and limits it to its own addresses in ARP and neighbour discovery.
     fn update_programs(&mut self) {
         let PodPort { own_mac, peer_mac, name, .. } = &self.last;
-        if let Err(error) = self.open.programs.serve(self.open.id, *own_mac, *peer_mac) {
+        if let Err(error) = self.open.programs.serve(self.open.id, self.open.port.mtu, *own_mac, *peer_mac) {
             tracing::error!(interface = name, %error, "the pod has no network");
         }
         let none = BTreeSet::new();
@@ -256,6 +257,7 @@ fn forwarding_port(port: &PodPort, by_pairs: Option<PortId>) -> Port {
         own_mac,
         peer_mac,
         mtu: mtu(port.mtu),
+        interface: port.link,
         addresses: port.addresses.iter().copied().map(Address::from).collect(),
     }
 }

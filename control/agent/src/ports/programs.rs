@@ -58,6 +58,26 @@ impl Programs {
         })
     }
 
+    /// From now on these programs run where an earlier daemon left its own.
+    pub(super) fn take_over<'a>(
+        &self,
+        interfaces: impl IntoIterator<Item = &'a mut InterfacePrograms>,
+    ) -> Result<(), AttachError> {
+        let Self::Tcx { tcx, .. } = self else { return Ok(()) };
+        tcx.take_over(interfaces.into_iter().filter_map(|programs| match programs {
+            InterfacePrograms::Tcx { veth, .. } => Some(veth),
+            InterfacePrograms::Xdp(_) | InterfacePrograms::Pairs(_) => None,
+        }))
+    }
+
+    /// Packets that the programs forwarded without a worker ([`TcxPrograms::offloaded`]).
+    pub(crate) fn offloaded(&self) -> Option<[u64; 3]> {
+        match self {
+            Self::Xdp(_) => None,
+            Self::Tcx { tcx, .. } => tcx.offloaded().ok(),
+        }
+    }
+
     /// Marks an address as a local pod's. The longest frame for it matters to uplinks, and is 0 for a pod without a port.
     /// `enters_by`: the interface by which the pod's packets enter the node's stack.
     pub(super) fn announce(
@@ -155,11 +175,11 @@ impl InterfacePrograms {
     }
 
     /// With tcx: its packets are those of this port from now on, between these MAC addresses of the node and the pod.
-    pub(super) fn serve(&mut self, port: PortId, node: Mac, pod: Mac) -> Result<(), TcxMapError> {
+    pub(super) fn serve(&mut self, port: PortId, mtu: u16, node: Mac, pod: Mac) -> Result<(), TcxMapError> {
         match self {
             Self::Tcx { veth, options } => {
-                let bridge = options.bridge;
-                veth.serve(&ServedPort { port: port.0, node_mac: bridge.unwrap_or(node.0), pod_mac: pod.0, bridge })
+                let (node_mac, is_bridged) = (options.bridge.unwrap_or(node.0), options.bridge.is_some());
+                veth.serve(&ServedPort { port: port.0, node_mac, pod_mac: pod.0, is_bridged, mtu: mtu.into() })
             }
             Self::Xdp(_) | Self::Pairs(_) => Ok(()),
         }

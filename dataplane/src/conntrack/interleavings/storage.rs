@@ -1,10 +1,11 @@
 //! Entries and tags of loom atomics; each run creates its own.
 
-use std::path::Path;
-
+use crate::conntrack::config::TableMemory;
 use crate::conntrack::entry::TableEntry;
 use crate::conntrack::hash::Seed;
 use crate::conntrack::origin::{OpenError, TableOrigin};
+use crate::conntrack::path::KernelUse;
+use crate::conntrack::shared::SharedMaps;
 use crate::conntrack::tags::{LANES, Tags};
 
 pub(in crate::conntrack) struct Storage {
@@ -13,7 +14,7 @@ pub(in crate::conntrack) struct Storage {
 }
 
 impl Storage {
-    pub(in crate::conntrack) fn open(groups: u32, _: Option<&Path>) -> Result<(Self, Seed, TableOrigin), OpenError> {
+    pub(in crate::conntrack) fn open(groups: u32, _: &TableMemory) -> Result<(Self, Seed, TableOrigin), OpenError> {
         let entries = (0..groups * LANES).map(|_| TableEntry::new()).collect();
         let tags = (0..groups).map(|_| Tags::new()).collect();
         // Every run must be identical.
@@ -27,5 +28,13 @@ impl Storage {
 
     pub(in crate::conntrack) fn tags(&self) -> &[Tags] {
         &self.tags
+    }
+
+    pub(in crate::conntrack) fn uses(&self) -> Option<&[KernelUse]> {
+        None
+    }
+
+    pub(in crate::conntrack) fn shared(&self) -> Option<&SharedMaps> {
+        None
     }
 }

@@ -12,7 +12,7 @@ use crate::snapshot::Epoch;
 const ENTRIES: usize = 1000;
 
 fn open(path: &Path) -> Result<ConnTable, OpenError> {
-    ConnTable::new(&Config { entries: ENTRIES, mapping: Some(path.to_owned()), ..Config::default() })
+    ConnTable::new(&Config { entries: ENTRIES, memory: TableMemory::File(path.to_owned()), ..Config::default() })
 }
 
 fn contents() -> EntryContents {
@@ -132,7 +132,8 @@ fn an_unusable_file_is_replaced_with_a_reason() {
             "another size",
             |path| {
                 std::fs::remove_file(path).unwrap();
-                let config = Config { entries: 2 * ENTRIES, mapping: Some(path.to_owned()), ..Config::default() };
+                let config =
+                    Config { entries: 2 * ENTRIES, memory: TableMemory::File(path.to_owned()), ..Config::default() };
                 drop(ConnTable::new(&config).unwrap());
             },
             |why| *why == UnusableFile::Size,

@@ -218,23 +218,24 @@ fn the_expected_sequence_number_follows_what_passed() {
     let case = &cases()[0];
     case.open(&table);
     let conn = find(&table, &case.flow, NOW).unwrap();
-    assert_eq!(case.ways().map(|way| conn.next_sequence(way)), [Some(1011), Some(5001)]);
+    assert_eq!(case.ways().map(|way| conn.next_sequence(way, NOW)), [Some(1011), Some(5001)]);
     // Whether the final FIN and a revoked packet count depends on whether they passed.
     let mut conn = conn;
     conn.update(case.ways()[1], &segment(TcpFlags::ACK.with(TcpFlags::FIN), 5001, 1011, 2), NOW);
-    assert_eq!(conn.next_sequence(case.ways()[1]), Some(5004));
+    assert_eq!(conn.next_sequence(case.ways()[1], NOW), Some(5004));
     conn.set_verdict(Epoch(2), false);
     assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Revoked);
-    assert_eq!(conn.next_sequence(case.ways()[0]), Some(1011));
+    assert_eq!(conn.next_sequence(case.ways()[0], NOW), Some(1011));
     let udp = &cases()[2];
     udp.open(&table);
-    assert_eq!(find(&table, &udp.flow, NOW).unwrap().next_sequence(udp.ways()[0]), None);
+    assert_eq!(find(&table, &udp.flow, NOW).unwrap().next_sequence(udp.ways()[0], NOW), None);
 }
 
 #[test]
 fn a_revoked_connection_stays_revoked_across_a_restart() {
     let directory = tempfile::tempdir().unwrap();
-    let config = Config { entries: 64, mapping: Some(directory.path().join("conntrack")), ..Config::default() };
+    let config =
+        Config { entries: 64, memory: TableMemory::File(directory.path().join("conntrack")), ..Config::default() };
     let case = &cases()[0];
     {
         let table = ConnTable::new(&config).unwrap();
@@ -244,7 +245,7 @@ fn a_revoked_connection_stays_revoked_across_a_restart() {
     let table = ConnTable::new(&config).unwrap();
     let mut conn = find(&table, &case.flow, NOW).unwrap();
     assert!(conn.is_revoked() && !conn.is_evaluated_under(Epoch(2)), "and is evaluated again");
-    assert_eq!(conn.next_sequence(case.ways()[0]), None, "segments may have passed meanwhile");
+    assert_eq!(conn.next_sequence(case.ways()[0], NOW), None, "segments may have passed meanwhile");
     assert_eq!(conn.set_verdict(Epoch(1), false), Reevaluation::Unchanged);
     assert_eq!(conn.update(case.ways()[0], &case.later[0], NOW), Update::Revoked);
 }

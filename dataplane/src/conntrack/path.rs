@@ -1,0 +1,179 @@
+//! The path of a connection, as the kernel's programs read it.
+
+use super::entry::EpochTag;
+use super::sync::{AtomicU64, EXCHANGE, Ordering};
+use crate::packet::Orientation;
+
+/// Where a connection's packets come from and go to, in one word.
+///
+/// | bits | |
+/// |---|---|
+/// | 0–22, 23–45 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack |
+/// | 46, 47 | a worker has sent a packet of this direction on between these interfaces: from the lower end, the higher |
+/// | 48–63 | low bits of the epoch under which it did |
+///
+/// A path is valid for the verdict of its own epoch only: after the next evaluation of the connection, a worker has to
+/// take each direction once more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Path(u64);
+
+const END_BITS: u32 = 23;
+const ENDS: u64 = (1 << (2 * END_BITS)) - 1;
+const TAKEN_AT: u32 = 2 * END_BITS;
+const EPOCH_AT: u32 = 48;
+/// A sweep clears a path this many epochs behind.
+const STALE: u64 = 1 << 14;
+
+impl Path {
+    /// No path, in an entry that is claimed in this generation. It differs from that of other generations, so that a
+    /// worker that is late does not write the path of the entry's last connection.
+    pub(super) const fn none(generation: u64) -> Self {
+        Self(generation & ENDS)
+    }
+
+    /// This path once a packet in direction `orientation` has gone from interface `from` to interface `to` under this
+    /// epoch. `None` if an index has too many bits: such a connection stays with the workers.
+    fn taken(self, orientation: Orientation, from: u32, to: u32, epoch: EpochTag) -> Option<Self> {
+        if (from | to) >> END_BITS != 0 {
+            return None;
+        }
+        let (low, high) = match orientation {
+            Orientation::LowToHigh => (from, to),
+            Orientation::HighToLow => (to, from),
+        };
+        let same = u64::from(low) | u64::from(high) << END_BITS | epoch.low_bits() << EPOCH_AT;
+        let is_same = self.0 & !(3 << TAKEN_AT) == same;
+        let before = if is_same { self.0 } else { same };
+        Some(Self(before | 1 << (TAKEN_AT + orientation as u32)))
+    }
+}
+
+/// What the kernel forwarded of one connection, and the path by which it may. Workers write the path, the kernel's
+/// programs the rest.
+#[repr(C, align(32))]
+pub(super) struct KernelUse {
+    path: AtomicU64,
+    /// Packets by direction, modulo 2³², two to a word: the lower end's in the lower half.
+    packets: AtomicU64,
+    /// By direction: the tick of the last packet in the low 22 bits, and bytes of IP packets modulo 2⁴² above; 0 if there
+    /// was none.
+    used: [AtomicU64; 2],
+}
+
+const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<KernelUse>() == 32);
+
+impl KernelUse {
+    #[cfg(all(test, feature = "loom"))]
+    pub(super) fn new() -> Self {
+        let zero = || AtomicU64::new(0);
+        Self { path: zero(), packets: zero(), used: [zero(), zero()] }
+    }
+
+    /// Empty, for a connection that is about to be written in this generation of the entry. A program that is counting
+    /// a packet of the last connection may still add it.
+    pub(super) fn reset(&self, generation: u64) {
+        self.path.store(Path::none(generation).0, Ordering::Relaxed);
+        self.packets.store(0, Ordering::Relaxed);
+        self.used.iter().for_each(|used| used.store(0, Ordering::Relaxed));
+    }
+
+    /// Notes that a packet has gone from one interface to the other. `is_still`: whether the entry still holds the
+    /// packet's connection with the verdict of this epoch.
+    pub(super) fn take_path(
+        &self,
+        orientation: Orientation,
+        (from, to): (u32, u32),
+        epoch: EpochTag,
+        is_still: impl FnOnce() -> bool,
+    ) {
+        let before = self.path.load(Ordering::Acquire);
+        let Some(Path(after)) = Path(before).taken(orientation, from, to, epoch) else { return };
+        if after != before && is_still() {
+            // If it fails, another worker has just noted something else, and the next packet meets a worker again.
+            let _ = self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed);
+        }
+    }
+
+    /// Clears a path that was taken under an epoch so far behind `now` that its low bits may be reused.
+    pub(super) fn clear_stale(&self, generation: u64, now: EpochTag) {
+        let path = self.path.load(Ordering::Acquire);
+        let behind = now.low_bits().wrapping_sub(path >> EPOCH_AT) & 0xffff;
+        if path >> TAKEN_AT & 3 != 0 && (STALE..=u64::from(u16::MAX) - STALE).contains(&behind) {
+            // If it fails, a worker has just taken it under a newer epoch.
+            let _ = self.path.compare_exchange(path, Path::none(generation).0, EXCHANGE, Ordering::Relaxed);
+        }
+    }
+
+    /// The ticks of the last packets that the kernel forwarded, by direction.
+    #[inline]
+    pub(super) fn ticks(&self) -> impl Iterator<Item = super::time::Tick> {
+        let words = self.used.iter().map(|used| used.load(Ordering::Relaxed));
+        words.filter(|word| *word != 0).map(|word| super::time::Tick(word as u32 & super::time::Tick::MASK))
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use Orientation::{HighToLow, LowToHigh};
+
+    use super::*;
+    use crate::snapshot::Epoch;
+
+    fn epoch(number: u32) -> EpochTag {
+        EpochTag::of(Epoch(number))
+    }
+
+    #[test]
+    fn each_direction_is_taken_for_itself_and_between_the_same_interfaces() {
+        let there = Path::none(3).taken(LowToHigh, 7, 9, epoch(5)).unwrap();
+        assert_eq!(there.0, 7 | 9 << 23 | 1 << 46 | 5 << 48);
+        let both = there.taken(HighToLow, 9, 7, epoch(5)).unwrap();
+        assert_eq!(both.0, there.0 | 1 << 47);
+        assert_eq!(both.taken(LowToHigh, 7, 9, epoch(5)), Some(both));
+        // By another interface, or under another epoch: the other direction has to be seen again.
+        for (from, to, number) in [(9, 0, 5), (0, 7, 5), (9, 7, 6)] {
+            let again = there.taken(HighToLow, from, to, epoch(number)).unwrap();
+            let ends = u64::from(to) | u64::from(from) << 23;
+            assert_eq!(again.0, ends | 1 << 47 | u64::from(number) << 48);
+        }
+    }
+
+    #[test]
+    fn an_interface_whose_index_has_too_many_bits_has_no_path() {
+        for (from, to) in [(1 << 23, 0), (0, 1 << 23), (u32::MAX, 1)] {
+            assert_eq!(Path::none(0).taken(LowToHigh, from, to, epoch(1)), None);
+        }
+        assert!(Path::none(0).taken(LowToHigh, (1 << 23) - 1, (1 << 23) - 1, epoch(1)).is_some());
+    }
+
+    #[test]
+    fn a_path_is_cleared_before_the_bits_of_its_epoch_are_reused() {
+        for (behind, is_cleared) in [(0, false), (1, false), (0x3fff, false), (0x4000, true), (0xbfff, true)] {
+            let entry = KernelUse { path: 0.into(), packets: 0.into(), used: [0.into(), 0.into()] };
+            entry.take_path(LowToHigh, (7, 9), epoch(0x1_fff0), || true);
+            let taken = entry.path.load(Ordering::Relaxed);
+            entry.clear_stale(4, epoch(0x1_fff0 + behind));
+            let expected = if is_cleared { Path::none(4).0 } else { taken };
+            assert_eq!(entry.path.load(Ordering::Relaxed), expected, "{behind:#x}");
+        }
+    }
+
+    #[test]
+    fn a_late_worker_writes_no_path_into_the_next_connections_entry() {
+        let entry = KernelUse { path: 0.into(), packets: 0.into(), used: [0.into(), 0.into()] };
+        entry.reset(1);
+        // Between its look at the path and the exchange, the entry is claimed for another connection.
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || {
+            entry.reset(2);
+            true
+        });
+        assert_eq!(entry.path.load(Ordering::Relaxed), Path::none(2).0);
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || false);
+        assert_eq!(entry.path.load(Ordering::Relaxed), Path::none(2).0);
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || true);
+        assert_eq!(
+            Some(entry.path.load(Ordering::Relaxed)),
+            Path::none(2).taken(LowToHigh, 7, 9, epoch(5)).map(|path| path.0)
+        );
+    }
+}

@@ -1,0 +1,154 @@
+//! A table in BPF arrays: programs in the kernel read it and forward packets of established connections by themselves.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use memmap2::{MmapMut, MmapOptions};
+
+use super::entry::TableEntry;
+use super::mapping::FileHeader;
+use super::path::KernelUse;
+use super::tags::{LANES, Tags};
+use crate::snapshot::Epoch;
+
+/// BPF arrays for a table (`BPF_MAP_TYPE_ARRAY` with `BPF_F_MMAPABLE`), of the sizes that [`KernelMapSizes`] says.
+#[derive(Clone, Debug)]
+pub struct KernelMaps(pub Arc<KernelMapFds>);
+
+/// The descriptors of the arrays. The structures in them are those of `xdp-redirect/src/bpf/established.h`.
+#[derive(Debug)]
+pub struct KernelMapFds {
+    /// One element, `struct table`.
+    pub table: OwnedFd,
+    /// `struct tags` of each group.
+    pub tags: OwnedFd,
+    /// `struct entry` of each connection.
+    pub entries: OwnedFd,
+    /// `struct kernel_use` of each connection.
+    pub uses: OwnedFd,
+}
+
+impl PartialEq for KernelMaps {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for KernelMaps {}
+
+/// Sizes of the arrays.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KernelMapSizes {
+    /// Number of groups.
+    pub groups: u32,
+    /// Number of entries.
+    pub entries: u32,
+}
+
+impl KernelMapSizes {
+    /// Version of the arrays' contents: what another version left must not be used.
+    pub const VERSION: u64 = FileHeader::VERSION;
+    /// Bytes of `struct table`.
+    pub const TABLE: u32 = size_of::<TablePage>() as u32;
+    /// Bytes of `struct tags`.
+    pub const TAGS: u32 = size_of::<Tags>() as u32;
+    /// Bytes of `struct entry`.
+    pub const ENTRY: u32 = size_of::<TableEntry>() as u32;
+    /// Bytes of `struct kernel_use`.
+    pub const USE: u32 = size_of::<KernelUse>() as u32;
+
+    /// Those of a table for this many connections.
+    pub fn of(connections: usize) -> Self {
+        let groups = super::table::group_count(connections);
+        Self { groups, entries: groups * LANES }
+    }
+}
+
+/// `struct table`.
+#[repr(C)]
+struct TablePage {
+    header: [u64; FileHeader::WORDS],
+    epoch: AtomicU32,
+    timeouts: [AtomicU32; 4],
+    unused: u32,
+}
+
+/// The mapped arrays.
+pub(super) struct SharedMaps {
+    table: MmapMut,
+    tags: MmapMut,
+    entries: MmapMut,
+    uses: MmapMut,
+    groups: usize,
+}
+
+impl SharedMaps {
+    pub(super) fn open(maps: &KernelMaps, groups: u32) -> io::Result<Self> {
+        let groups = groups as usize;
+        let map = |fd: &OwnedFd, len: usize| {
+            // SAFETY: programs in the kernel change only what is read as atomics here; the header is checked before use.
+            unsafe { MmapOptions::new().len(len).map_mut(fd.as_raw_fd()) }
+        };
+        let entries = groups * LANES as usize;
+        Ok(Self {
+            table: map(&maps.0.table, size_of::<TablePage>())?,
+            tags: map(&maps.0.tags, groups * size_of::<Tags>())?,
+            entries: map(&maps.0.entries, entries * size_of::<TableEntry>())?,
+            uses: map(&maps.0.uses, entries * size_of::<KernelUse>())?,
+            groups,
+        })
+    }
+
+    /// The bytes of the header.
+    pub(super) fn header(&self) -> &[u8] {
+        &self.table[..size_of::<[u64; FileHeader::WORDS]>()]
+    }
+
+    /// Empties the table, and gives it this header. Only before others use it.
+    pub(super) fn clear(&mut self, header: &[u8]) {
+        for map in [&mut self.tags, &mut self.entries, &mut self.uses, &mut self.table] {
+            map.fill(0);
+        }
+        self.table[..header.len()].copy_from_slice(header);
+    }
+
+    pub(super) fn entries(&mut self) -> NonNull<TableEntry> {
+        NonNull::from(&mut self.entries[..]).cast()
+    }
+
+    pub(super) fn tags(&mut self) -> NonNull<Tags> {
+        NonNull::from(&mut self.tags[..]).cast()
+    }
+
+    #[inline]
+    pub(super) fn uses(&self) -> &[KernelUse] {
+        // SAFETY: the mapping contains this many, page-aligned, and any bit pattern is a valid atomic.
+        unsafe { std::slice::from_raw_parts(self.uses.as_ptr().cast(), self.groups * LANES as usize) }
+    }
+
+    fn page(&self) -> &TablePage {
+        // SAFETY: the mapping contains one, page-aligned; only atomics in it are read through this reference.
+        unsafe { &*self.table.as_ptr().cast() }
+    }
+
+    /// The epoch under which the programs forward.
+    pub(super) fn epoch(&self) -> Epoch {
+        Epoch(self.page().epoch.load(Ordering::Acquire))
+    }
+
+    /// From now on the programs forward no packet of a connection that was evaluated under an older epoch. A program that
+    /// runs meanwhile may still do so.
+    pub(super) fn set_epoch(&self, epoch: Epoch) {
+        self.page().epoch.store(epoch.0, Ordering::SeqCst);
+    }
+
+    /// Timeouts in ticks: TCP established; UDP unreplied, replied, assured.
+    pub(super) fn set_timeouts(&self, ticks: [u32; 4]) {
+        for (word, ticks) in self.page().timeouts.iter().zip(ticks) {
+            word.store(ticks, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Looks packets up in the workers' connection table (dataplane/src/conntrack), and says which of them need no worker.
+ *
+ * Workers alone write entries; the programs read them, and count packets in `struct kernel_use`. An entry is one connection as long
+ * as the generation in its control word is the same: what is read between two equal control words belongs together. That holds
+ * where loads are not reordered; the loader allows it on x86-64 only.
+ *
+ * A packet that is not understood, or of which anything is in doubt, is for a worker. */
+
+#define LANES 32
+struct tags { __u64 words[LANES / 4]; };
+struct entry { __u64 control, low[2], high[2], name, tracking[2]; };
+struct kernel_use { /* what the kernel forwarded; by direction: 0 from the lower end, 1 from the higher */
+	__u64 path; /* written by workers */
+	__u32 packets[2];
+	__u64 used[2]; /* bytes, and below them the tick of the last packet */
+};
+struct table {
+	__u64 identity[2], groups, boot[2], seed[6], names[2], checksum;
+	__u32 epoch; /* entries that were last evaluated under an older one are for a worker */
+	__u32 timeouts[4]; /* in ticks: TCP established; UDP unreplied, replied, assured */
+	__u32 unused;
+};
+
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct table); } ct_table SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct tags); } ct_tags SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct entry); } ct_entries SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct kernel_use); } ct_uses SEC(".maps");
+
+/* The control word (dataplane/src/conntrack/entry.rs). */
+#define STATE(control) ((control) & 15)
+#define TENTATIVE (1 << 4)
+#define ORIGINAL(control) ((control) >> 5 & 1)
+#define REVOKED (1 << 6)
+#define TICK_MASK 0x3fffff
+#define TICK(control) ((control) >> 8 & TICK_MASK)
+#define EPOCH_MASK 0x7fffff
+#define EPOCH(control) ((control) >> 30 & EPOCH_MASK)
+enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5 };
+
+/* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; in which directions packets
+ * took it; and the low bits of the epoch. */
+#define END(path, end) ((__u32)((path) >> ((end) ? 23 : 0)) & 0x7fffff)
+#define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
+#define PATH_EPOCH(path) ((path) >> 48)
+
+#define NAME_MASK 0xffffffffffULL
+#define TICK_NANOSECONDS 512000000
+#define TCP_DECIDES 0x17 /* FIN, SYN, RST and ACK */
+#define TCP_ACK 0x10
+#define NO_SLOT 0xffffffff
+
+struct packet {
+	__u64 low[2], high[2], name;
+	__u32 direction; /* 0: from the lower end */
+	__u32 length;    /* of the IP packet, in bytes */
+	__u32 headers;   /* of IP and transport, in bytes */
+	__u8 protocol, is_v4, hops;
+};
+
+static __always_inline __u64 fold(__u64 a, __u64 b)
+{
+	__u64 a0 = (__u32)a, a1 = a >> 32, b0 = (__u32)b, b1 = b >> 32;
+	__u64 low = a0 * b0, middle = a1 * b0 + (low >> 32), other = a0 * b1 + (__u32)middle;
+
+	return (other << 32 | (__u32)low) ^ (a1 * b1 + (middle >> 32) + (other >> 32));
+}
+
+static __always_inline __u64 hash_of(const struct table *table, const struct packet *packet)
+{
+	__u64 low = fold(packet->low[0] ^ table->seed[0], packet->low[1] ^ table->seed[1]);
+	__u64 high = fold(packet->high[0] ^ table->seed[2], packet->high[1] ^ table->seed[3]);
+	__u64 both = fold((low << 23 | low >> 41) ^ high ^ packet->name, table->seed[4]);
+
+	return fold(both ^ low, table->seed[5] | 1);
+}
+
+static __always_inline __u32 home_of(__u64 hash, __u32 groups)
+{
+	return ((hash >> 32) * groups) >> 32;
+}
+
+/* The connection with this packet's key in one group, and its control word. */
+static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct packet *packet, __u64 *control)
+{
+	const struct tags *tags = bpf_map_lookup_elem(&ct_tags, &group);
+	const __u64 ones = 0x0001000100010001ULL;
+	__u32 word, lane, slot;
+
+	if (!tags)
+		return NO_SLOT;
+	for (word = 0; word < LANES / 4; word++) {
+		const __u64 differs = tags->words[word] ^ wanted;
+		/* The top bit of each lane without a difference, and perhaps of others: the entry decides. */
+		const __u64 equal = (differs - ones) & ~differs & ones << 15;
+
+		if (!equal)
+			continue;
+		for (lane = 0; lane < 4; lane++) {
+			const struct entry *entry;
+
+			if (!(equal & 1ULL << (16 * lane + 15)))
+				continue;
+			slot = group * LANES + word * 4 + lane;
+			entry = bpf_map_lookup_elem(&ct_entries, &slot);
+			if (!entry)
+				continue;
+			*control = *(const volatile __u64 *)&entry->control;
+			if (!((entry->low[0] ^ packet->low[0]) | (entry->low[1] ^ packet->low[1]) |
+			      (entry->high[0] ^ packet->high[0]) | (entry->high[1] ^ packet->high[1]) |
+			      ((entry->name ^ packet->name) & NAME_MASK)))
+				return slot;
+		}
+	}
+	return NO_SLOT;
+}
+
+static __always_inline int is_recent(__u32 tick, __u32 now, __u32 timeout)
+{
+	const __u32 age = (now - tick) & TICK_MASK;
+
+	return age <= timeout || age > TICK_MASK - (1 << 16); /* slightly ahead of this CPU's clock */
+}
+
+/* Whether every packet of this kind belongs to the connection whatever its contents, and which timeout it has. */
+static __always_inline int is_certain(const struct packet *packet, __u64 control, __u32 *timeout)
+{
+	const __u32 state = STATE(control), from_opener = packet->direction == ORIGINAL(control);
+
+	if (control & (TENTATIVE | REVOKED))
+		return 0;
+	if (packet->protocol == IPPROTO_TCP) {
+		*timeout = 0;
+		return state == TCP_ESTABLISHED;
+	}
+	*timeout = (state - 1) & 3;
+	return state == UDP_ASSURED || (state == UDP_UNREPLIED && from_opener) || (state == UDP_REPLIED && !from_opener);
+}
+
+/* RFC 1071 */
+static __always_inline int is_sound(const struct iphdr *ip4)
+{
+	const __u32 *words = (const void *)ip4;
+	__u64 sum = (__u64)words[0] + words[1] + words[2] + words[3] + words[4];
+
+	sum = (sum & 0xffffffff) + (sum >> 32);
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	sum = (sum & 0xffff) + (sum >> 16);
+	return sum == 0xffff;
+}
+
+static __always_inline __u64 half(const __u32 *words)
+{
+	return (__u64)bpf_ntohl(words[0]) << 32 | bpf_ntohl(words[1]);
+}
+
+struct pair_of_ports { __be16 from, to; };
+
+/* Reads a TCP segment without SYN, FIN and RST, or a UDP datagram, that is neither a fragment nor has options or extension
+ * headers. Any other packet: 0. */
+static __always_inline int read_packet(struct __sk_buff *skb, struct packet *packet)
+{
+	const void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	const struct iphdr *ip4 = data + ETH_HLEN;
+	const struct ipv6hdr *ip6 = data + ETH_HLEN;
+	const struct pair_of_ports *ports;
+	const __u8 *transport;
+	__u64 from[2], to[2];
+	__u16 from_port, to_port;
+	__u32 network, length;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		if ((const void *)(ip4 + 1) > end || *(const __u8 *)ip4 != 0x45 || ip4->frag_off & bpf_htons(0x3fff) || !is_sound(ip4))
+			return 0;
+		packet->is_v4 = 1;
+		packet->protocol = ip4->protocol;
+		packet->hops = ip4->ttl;
+		packet->length = bpf_ntohs(ip4->tot_len);
+		from[0] = to[0] = 0;
+		from[1] = 0xffff00000000ULL | bpf_ntohl(ip4->saddr);
+		to[1] = 0xffff00000000ULL | bpf_ntohl(ip4->daddr);
+		network = sizeof(*ip4);
+	} else {
+		if ((const void *)(ip6 + 1) > end || (*(const __u8 *)ip6 & 0xf0) != 0x60)
+			return 0;
+		packet->is_v4 = 0;
+		packet->protocol = ip6->nexthdr;
+		packet->hops = ip6->hop_limit;
+		packet->length = sizeof(*ip6) + bpf_ntohs(ip6->payload_len);
+		from[0] = half(ip6->saddr.s6_addr32);
+		from[1] = half(ip6->saddr.s6_addr32 + 2);
+		to[0] = half(ip6->daddr.s6_addr32);
+		to[1] = half(ip6->daddr.s6_addr32 + 2);
+		/* RFC 4942 section 2.2: mapped addresses must not appear on the wire. */
+		if ((!from[0] && from[1] >> 32 == 0xffff) || (!to[0] && to[1] >> 32 == 0xffff))
+			return 0;
+		network = sizeof(*ip6);
+	}
+	if (packet->length > skb->len - ETH_HLEN || packet->length < network)
+		return 0;
+	length = packet->length - network;
+	transport = data + ETH_HLEN + network;
+	if (packet->protocol == IPPROTO_TCP) {
+		const __u32 header = (const void *)(transport + 20) > end ? 0 : (transport[12] >> 4) * 4;
+
+		if (header < 20 || header > length || (transport[13] & TCP_DECIDES) != TCP_ACK)
+			return 0;
+		packet->headers = network + header;
+	} else if (packet->protocol == IPPROTO_UDP) {
+		const __u16 *udp = (const void *)transport;
+		const __u32 said = (const void *)(transport + 8) > end ? 0 : bpf_ntohs(udp[2]);
+
+		if (said < 8 || said > length)
+			return 0;
+		packet->headers = network + 8;
+	} else {
+		return 0;
+	}
+	ports = (const void *)transport;
+	from_port = bpf_ntohs(ports->from);
+	to_port = bpf_ntohs(ports->to);
+	/* The end with the lower address, then port, comes first. */
+	packet->direction = from[0] != to[0] ? from[0] > to[0] : from[1] != to[1] ? from[1] > to[1] : from_port > to_port;
+	packet->low[0] = packet->direction ? to[0] : from[0];
+	packet->low[1] = packet->direction ? to[1] : from[1];
+	packet->high[0] = packet->direction ? from[0] : to[0];
+	packet->high[1] = packet->direction ? from[1] : to[1];
+	packet->name = (__u64)packet->protocol << 32 |
+		       (packet->direction ? (__u32)from_port << 16 | to_port : (__u32)to_port << 16 | from_port);
+	return 1;
+}
+
+struct connection { /* of a packet that needs no worker */
+	struct kernel_use *use;
+	const struct entry *entry;
+	__u64 control;
+	__u32 to;  /* the interface of the other end, 0: the node's stack */
+	__u32 now; /* in ticks */
+};
+
+/* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
+ * direction on from this interface (0: from the node's stack). */
+static __always_inline int is_established(const struct packet *packet, __u32 at, struct connection *found)
+{
+	const __u32 zero = 0;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+	__u32 epoch, group, slot, kind, timeout, direction = packet->direction & 1;
+	__u64 hash, tag, path;
+	struct kernel_use *use;
+
+	if (!table)
+		return 0;
+	epoch = *(const volatile __u32 *)&table->epoch;
+	hash = hash_of(table, packet);
+	tag = hash & 0xffff ? hash & 0xffff : 1;
+	tag |= tag << 16;
+	tag |= tag << 32;
+	group = home_of(hash, table->groups);
+	slot = find_in(group, tag, packet, &found->control);
+	if (slot == NO_SLOT) {
+		__u32 other = home_of(hash * 0x9e3779b97f4a7c15ULL, table->groups);
+
+		if (other == group)
+			other = group + 1 < table->groups ? group + 1 : 0;
+		slot = find_in(other, tag, packet, &found->control);
+	}
+	if (slot == NO_SLOT || !is_certain(packet, found->control, &kind))
+		return 0;
+	/* Serial numbers as of RFC 1982; 0: not evaluated. */
+	if (!EPOCH(found->control) || (EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000)
+		return 0;
+	use = bpf_map_lookup_elem(&ct_uses, &slot);
+	found->entry = bpf_map_lookup_elem(&ct_entries, &slot);
+	if (!use || !found->entry)
+		return 0;
+	path = *(volatile __u64 *)&use->path;
+	if (!TAKEN(path, direction) || END(path, direction) != at || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
+		return 0;
+	found->use = use;
+	found->to = END(path, !direction);
+	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+	timeout = table->timeouts[kind & 3];
+	if (!is_recent(TICK(found->control), found->now, timeout)) {
+		const __u64 one = use->used[0], other = use->used[1];
+
+		if (!(one && is_recent(one & TICK_MASK, found->now, timeout)) &&
+		    !(other && is_recent(other & TICK_MASK, found->now, timeout)))
+			return 0;
+	}
+	/* Nothing of what was read belongs to another connection or verdict. */
+	return *(const volatile __u64 *)&found->entry->control == found->control;
+}
+
+static __always_inline void count_use(const struct packet *packet, const struct connection *found)
+{
+	const __u32 direction = packet->direction & 1;
+
+	found->use->packets[direction] += 1;
+	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | found->now;
+}
