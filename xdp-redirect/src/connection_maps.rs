@@ -119,10 +119,10 @@ impl Pins {
 }
 
 fn create(name: &str, count: u32, size: u32) -> Result<MapHandle, libbpf_rs::Error> {
-    let writes = if name == "ct_uses" { 0 } else { libbpf_sys::BPF_F_RDONLY_PROG };
     let options = libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
-        map_flags: libbpf_sys::BPF_F_MMAPABLE | writes,
+        // Not BPF_F_RDONLY_PROG: a process may not map that writable (bpf_map_mmap in kernel/bpf/syscall.c).
+        map_flags: libbpf_sys::BPF_F_MMAPABLE,
         ..Default::default()
     };
     MapHandle::create(MapType::Array, Some(name), 4, size, count, &options)

@@ -31,7 +31,9 @@ pub use own_addresses::OwnAddressesError;
 pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
-pub use tcx::{MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, WorkerPair};
+pub use tcx::{
+    MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TriedFrame, WorkerPair,
+};
 pub use translation::can_find_translated;
 
 use std::fmt;

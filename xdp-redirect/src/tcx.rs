@@ -71,6 +71,15 @@ pub struct TcxMapError {
     source: libbpf_rs::Error,
 }
 
+/// Result of [`TcxPrograms::try_frame`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TriedFrame {
+    /// What the program returned: `TC_ACT_*` of `linux/pkt_cls.h`.
+    pub action: u32,
+    /// The frame as the program left it.
+    pub frame: Vec<u8>,
+}
+
 /// The loaded programs and their maps.
 #[derive(Debug)]
 pub struct TcxPrograms {
@@ -169,6 +178,36 @@ impl TcxPrograms {
             link.is_of_earlier = false;
         }
         Ok(())
+    }
+
+    /// Runs the program on what a pod sends (`from_pod`) or on what the node's stack sends to it, on a frame of this
+    /// interface, without sending anything (`BPF_PROG_TEST_RUN`). `segment`: bytes of payload of each segment that it would
+    /// become on a wire, or 0. For tests of what the programs decide.
+    pub fn try_frame(&self, from_pod: bool, interface: u32, frame: &[u8], segment: u32) -> io::Result<TriedFrame> {
+        // The kernel wants the padding, too, to be zero.
+        let mut context = MaybeUninit::<skeleton::types::__sk_buff>::zeroed();
+        // SAFETY: numbers and pointers, for all of which zero is a valid value.
+        let context = unsafe { context.assume_init_mut() };
+        (context.ifindex, context.gso_size) = (interface, segment);
+        let mut after = vec![0; frame.len()];
+        let mut options = libbpf_sys::bpf_test_run_opts {
+            sz: size_of::<libbpf_sys::bpf_test_run_opts>() as libbpf_sys::size_t,
+            data_in: frame.as_ptr().cast(),
+            data_size_in: frame.len() as u32,
+            data_out: after.as_mut_ptr().cast(),
+            data_size_out: after.len() as u32,
+            ctx_size_in: size_of_val(context) as u32,
+            ctx_in: (&raw mut *context).cast(),
+            repeat: 1,
+            ..Default::default()
+        };
+        let program = if from_pod { &self.from_pod } else { &self.to_pod };
+        // SAFETY: all buffers live across the call and have the lengths that the options say.
+        let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &mut options) };
+        if result != 0 {
+            return Err(io::Error::from_raw_os_error(-result));
+        }
+        Ok(TriedFrame { action: options.retval, frame: after })
     }
 
     /// Packets of established connections that the programs forwarded by themselves: from pod to pod, from a pod to the

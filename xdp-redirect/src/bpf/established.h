@@ -22,9 +22,9 @@ struct table {
 	__u32 unused;
 };
 
-struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct table); } ct_table SEC(".maps");
-struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct tags); } ct_tags SEC(".maps");
-struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE | BPF_F_RDONLY_PROG); __type(key, __u32); __type(value, struct entry); } ct_entries SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct table); } ct_table SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct tags); } ct_tags SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct entry); } ct_entries SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct kernel_use); } ct_uses SEC(".maps");
 
 /* The control word (dataplane/src/conntrack/entry.rs). */
@@ -32,6 +32,7 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define TENTATIVE (1 << 4)
 #define ORIGINAL(control) ((control) >> 5 & 1)
 #define REVOKED (1 << 6)
+#define VIA_HOST (1 << 7) /* its packets traverse the node's stack */
 #define TICK_MASK 0x3fffff
 #define TICK(control) ((control) >> 8 & TICK_MASK)
 #define EPOCH_MASK 0x7fffff

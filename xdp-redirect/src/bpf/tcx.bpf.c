@@ -230,6 +230,8 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb)
 	if (!read_packet(skb, &packet) || !is_established(&packet, interface, &connection))
 		return -1;
 	if (connection.to) {
+		if (connection.control & VIA_HOST)
+			return -1;
 		at = bpf_map_lookup_elem(&interfaces, &connection.to);
 		if (!at || packet.hops <= 1 || longest(skb, &packet) > at->mtu || rewrite(skb, &packet, at))
 			return -1;
@@ -248,12 +250,13 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb)
 }
 
 /* The same for what the node's stack sends to the pod. */
-static __always_inline int forward_to_pod(struct __sk_buff *skb)
+static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	struct connection connection;
 	struct packet packet;
 
-	if (!read_packet(skb, &packet) || !is_established(&packet, 0, &connection) || connection.to != skb->ifindex)
+	if (!read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
+	    connection.to != skb->ifindex)
 		return -1;
 	return count_offloaded(OFFLOADED_FROM_STACK, &packet, &connection, TC_ACT_OK);
 }
@@ -377,7 +380,7 @@ int to_pod(struct __sk_buff *skb)
 	if (is_spoofed(skb))
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
 	if (offload) {
-		action = forward_to_pod(skb);
+		action = forward_to_pod(skb, at);
 		if (action >= 0)
 			return action;
 	}

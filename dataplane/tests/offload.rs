@@ -1,0 +1,532 @@
+//! What the kernel's programs forward without a worker, against what a worker does with the same packet: they share the
+//! connection table. Needs root; each test has a network namespace of its own, in which nothing is sent.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::panic::resume_unwind;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use etherparse::{PacketBuilder, TcpHeader};
+use nix::sched::{CloneFlags, unshare};
+use penstock_dataplane::conntrack::{
+    Config, ConnTable, KernelMapFds, KernelMapSizes, KernelMaps, TableMemory, TableOrigin, Timestamp,
+};
+use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
+use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::policy::{
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
+};
+use penstock_dataplane::{Epoch, Snapshot};
+use penstock_xdp_redirect::{
+    ConnectionMapSizes, ConnectionMaps, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms,
+};
+use proptest::prelude::*;
+use proptest::test_runner::{Config as RunnerConfig, TestRunner};
+
+const HOST: PortId = PortId(0);
+const A: PortId = PortId(1);
+const B: PortId = PortId(2);
+const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xee];
+const MTU: u16 = 1400;
+/// `TC_ACT_OK`, `TC_ACT_SHOT` and `TC_ACT_REDIRECT` of `linux/pkt_cls.h`.
+const OK: u32 = 0;
+const REDIRECT: u32 = 7;
+const TO_WORKER: [u8; 2] = [2, 0xfa];
+
+fn pod_mac(port: PortId) -> [u8; 6] {
+    [2, 0, 0, 0, 1, port.0 as u8]
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+/// Addresses of the two pods and of a machine outside, by family.
+fn address(end: End, v4: bool) -> IpAddr {
+    ip(match (end, v4) {
+        (End::A, true) => "10.0.0.1",
+        (End::B, true) => "10.0.0.2",
+        (End::Outside, true) => "203.0.113.7",
+        (End::A, false) => "fd00::1",
+        (End::B, false) => "fd00::2",
+        (End::Outside, false) => "2001:db8::7",
+    })
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    A,
+    B,
+    Outside,
+}
+
+impl End {
+    fn port(self) -> PortId {
+        match self {
+            Self::A => A,
+            Self::B => B,
+            Self::Outside => HOST,
+        }
+    }
+}
+
+fn in_namespace<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+    let run = || {
+        unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
+        test()
+    };
+    thread::scope(|scope| scope.spawn(run).join()).unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// Two pods, the programs at their veths, and a worker's pipeline over the same connection table.
+struct Node {
+    programs: TcxPrograms,
+    veths: [PodVeth; 2],
+    maps: ConnectionMaps,
+    pipeline: Pipeline,
+    snapshot: Snapshot,
+}
+
+fn open_table(maps: &ConnectionMaps) -> Arc<ConnTable> {
+    let [table, tags, entries, uses] = maps.descriptors().unwrap();
+    let memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
+    Arc::new(ConnTable::new(&Config { entries: ENTRIES, memory, ..Config::default() }).unwrap())
+}
+
+const ENTRIES: usize = 128;
+
+impl Node {
+    fn new() -> Self {
+        let KernelMapSizes { groups, entries } = KernelMapSizes::of(ENTRIES);
+        let sizes = ConnectionMapSizes {
+            version: KernelMapSizes::VERSION,
+            table: KernelMapSizes::TABLE,
+            tags: (groups, KernelMapSizes::TAGS),
+            entries: (entries, KernelMapSizes::ENTRY),
+            usage: KernelMapSizes::USE,
+        };
+        let maps = ConnectionMaps::open(None, &sizes).unwrap();
+        let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
+        let programs = TcxPrograms::load(&options, Some(&maps)).unwrap();
+        let veths = [A, B].map(|port| {
+            let name = format!("v{}", port.0);
+            let made = Command::new("ip").args(["link", "add", "name", &name, "type", "veth"]).status().unwrap();
+            assert!(made.success());
+            let mut veth = programs.attach_pod(&Interface::by_name(&name).unwrap()).unwrap();
+            veth.serve(&ServedPort {
+                port: port.0,
+                node_mac: NODE_MAC,
+                pod_mac: pod_mac(port),
+                is_bridged: false,
+                mtu: MTU.into(),
+            })
+            .unwrap();
+            veth
+        });
+        let pipeline = Pipeline::new(open_table(&maps), PipelineMode::Full);
+        let mut node = Self { programs, veths, maps, pipeline, snapshot: Snapshot::default() };
+        node.publish(Epoch(1), true);
+        node
+    }
+
+    fn interface(&self, end: End) -> u32 {
+        match end {
+            End::Outside => 0,
+            end => self.veths[end.port().index() - 1].interface().index,
+        }
+    }
+
+    /// Publishes policy by which B accepts connections, or none.
+    fn publish(&mut self, epoch: Epoch, allowed: bool) {
+        let mut forwarding = Forwarding::new([ip("192.168.0.1").into()]);
+        for (id, end) in [(HOST, End::Outside), (A, End::A), (B, End::B)] {
+            let is_pod = end != End::Outside;
+            let addresses =
+                if is_pod { vec![address(end, true).into(), address(end, false).into()] } else { Vec::new() };
+            let port = Port {
+                kind: if is_pod { PortKind::Pod } else { PortKind::Host },
+                own_mac: Mac(NODE_MAC),
+                peer_mac: Mac(pod_mac(id)),
+                mtu: if is_pod { MTU } else { 65_535 },
+                interface: self.interface(end),
+                addresses,
+            };
+            forwarding.insert(id, port).unwrap();
+        }
+        let mut update = PolicySet::default().update();
+        for (number, end) in [(1, End::A), (2, End::B)] {
+            let endpoint = EndpointId(number);
+            let identity = Identity(NonZeroU32::new(number).unwrap());
+            for v4 in [true, false] {
+                let owner = AddressOwner::Pod { identity, endpoint: Some(endpoint), node: Some(NodeId(0)) };
+                update.set_address(address(end, v4).into(), Some(owner));
+            }
+            let ingress = match (end, allowed) {
+                (End::B, false) => EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),
+                _ => EndpointPolicy::Open,
+            };
+            update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
+        }
+        self.snapshot = Snapshot::new(epoch, update.finish(), forwarding);
+        self.pipeline.connections().publish_epoch(epoch);
+    }
+
+    fn next_epoch(&mut self, allowed: bool) {
+        self.publish(self.snapshot.epoch.next(), allowed);
+    }
+
+    /// What a worker does with a frame from this end, and the frame afterwards.
+    fn worker(&mut self, from: End, frame: &[u8], now: Timestamp) -> (Verdict, Vec<u8>) {
+        let mut batch = MemoryFrames::new();
+        batch.push(frame.to_vec()).unwrap();
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
+        self.pipeline.process_batch(&self.snapshot, now, from.port(), &mut batch, &mut verdicts, &mut ());
+        (verdicts[0], batch.drain().next().unwrap())
+    }
+
+    /// What the program does with it where it meets the frame: at the sending pod, or at the receiving one if the sender
+    /// is outside. `None`: it is for a worker, or dropped.
+    fn program(&self, from: End, to: End, frame: &[u8], segment: u32) -> Option<(u32, Vec<u8>)> {
+        let at = if from == End::Outside { to } else { from };
+        let before = self.programs.offloaded().unwrap();
+        let tried = self.programs.try_frame(from != End::Outside, self.interface(at), frame, segment).unwrap();
+        let offloaded = self.programs.offloaded().unwrap() != before;
+        let to_worker = tried.action == REDIRECT && tried.frame[..2] == TO_WORKER;
+        assert!(to_worker || (tried.action == REDIRECT) <= offloaded, "{tried:?}");
+        assert!(!(to_worker && offloaded), "{tried:?}");
+        offloaded.then_some((tried.action, tried.frame))
+    }
+}
+
+/// A packet in one of the directions of a flow between two ends.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    from: End,
+    to: End,
+    v4: bool,
+    tcp: bool,
+    /// Which of the flows between these ends.
+    flow: u8,
+    /// TCP flags, by bit.
+    flags: u8,
+    ttl: u8,
+    payload: usize,
+}
+
+impl Sent {
+    fn frame(&self) -> Vec<u8> {
+        let (lower, upper) = (1000 + u16::from(self.flow), 80);
+        let opens = matches!((self.from, self.to), (End::A, _) | (End::Outside, End::B));
+        let (src, dst) = if opens { (lower, upper) } else { (upper, lower) };
+        let from_mac = if self.from == End::Outside { NODE_MAC } else { pod_mac(self.from.port()) };
+        let to_mac = if self.from == End::Outside { pod_mac(self.to.port()) } else { NODE_MAC };
+        let ethernet = PacketBuilder::ethernet2(from_mac, to_mac);
+        let builder = match (address(self.from, self.v4), address(self.to, self.v4)) {
+            (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), self.ttl),
+            (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), self.ttl),
+            _ => unreachable!("one family"),
+        };
+        let mut frame = Vec::new();
+        let payload = vec![0x5a; self.payload];
+        if self.tcp {
+            let mut header = TcpHeader::new(src, dst, 1000, 4000);
+            header.acknowledgment_number = 1000;
+            (header.fin, header.syn, header.rst) = (self.flags & 1 != 0, self.flags & 2 != 0, self.flags & 4 != 0);
+            (header.psh, header.ack) = (self.flags & 8 != 0, self.flags & 16 != 0);
+            builder.tcp_header(header).write(&mut frame, &payload).unwrap();
+        } else {
+            builder.udp(src, dst).write(&mut frame, &payload).unwrap();
+        }
+        frame
+    }
+}
+
+const ACK: u8 = 16;
+const SYN: u8 = 2;
+
+fn sent(from: End, to: End, tcp: bool, flags: u8) -> Sent {
+    Sent { from, to, v4: true, tcp, flow: 1, flags, ttl: 64, payload: 10 }
+}
+
+/// Opens a connection by workers alone.
+fn open(node: &mut Node, of: Sent, now: Timestamp) {
+    let back = Sent { from: of.to, to: of.from, ..of };
+    for (packet, flags) in [(of, SYN), (back, SYN | ACK), (of, ACK), (back, ACK), (of, ACK)] {
+        let frame = Sent { flags: if of.tcp { flags } else { 0 }, payload: 0, ..packet }.frame();
+        let (verdict, _) = node.worker(packet.from, &in_step(frame, of.tcp, flags, packet.from == of.from), now);
+        assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?} {flags:x}: {verdict:?}");
+    }
+}
+
+/// Gives a segment of a handshake the numbers that it must have.
+fn in_step(mut frame: Vec<u8>, tcp: bool, flags: u8, from_opener: bool) -> Vec<u8> {
+    if tcp {
+        let at = if frame[12..14] == [8, 0] { 34 } else { 54 };
+        let (seq, ack): (u32, u32) = match (flags, from_opener) {
+            (SYN, _) => (999, 0),
+            (_, false) if flags & SYN != 0 => (999, 1000),
+            _ => (1000, 1000),
+        };
+        frame[at + 4..at + 8].copy_from_slice(&seq.to_be_bytes());
+        frame[at + 8..at + 12].copy_from_slice(&ack.to_be_bytes());
+    }
+    frame
+}
+
+/// Asserts that the program forwards a packet exactly as a worker then does.
+fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), now: Timestamp) {
+    let (verdict, by_worker) = node.worker(of.from, frame, now);
+    let Verdict::Forward(egress) = verdict else {
+        panic!("the program forwards what a worker drops: {verdict:?}: {of:?}")
+    };
+    match (of.from, egress) {
+        (End::Outside, _) | (_, HOST) => {
+            assert_eq!((done.0, &done.1[..]), (OK, frame), "{of:?}: as it was");
+            assert_eq!(by_worker[12..], done.1[12..], "{of:?}");
+        }
+        // The MACs tell to which pod.
+        _ => assert_eq!((done.0, &done.1), (REDIRECT, &by_worker), "{of:?}"),
+    }
+}
+
+#[test]
+fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (a, b) in [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)] {
+            for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
+                let there = Sent { v4, ..sent(a, b, tcp, ACK) };
+                assert!(node.program(a, b, &there.frame(), 0).is_none(), "{there:?}: not open yet");
+                open(&mut node, there, now);
+                // A datagram of the opener, answered, may open a stream: only a worker notes that.
+                let ways = if tcp { &[(a, b), (b, a)][..] } else { &[(b, a)] };
+                for &(from, to) in ways {
+                    let packet = Sent { from, to, ..there };
+                    let frame = packet.frame();
+                    let done = node.program(from, to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                    assert_alike(&mut node, packet, &frame, &done, now);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn what_needs_a_worker_is_left_to_it() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let base = sent(End::A, End::B, true, ACK);
+        open(&mut node, base, now);
+        let long = Sent { payload: usize::from(MTU) - 40, ..base };
+        let cases: [(&str, Sent, bool); 8] = [
+            ("a segment", base, true),
+            ("as long as the MTU", long, true),
+            ("longer than the MTU", Sent { payload: long.payload + 1, ..base }, false),
+            ("its last hop", Sent { ttl: 1, ..base }, false),
+            ("FIN", Sent { flags: ACK | 1, ..base }, false),
+            ("SYN", Sent { flags: SYN, ..base }, false),
+            ("RST", Sent { flags: ACK | 4, ..base }, false),
+            ("another flow", Sent { flow: 2, ..base }, false),
+        ];
+        for (what, packet, passes) in cases {
+            assert_eq!(node.program(End::A, End::B, &packet.frame(), 0).is_some(), passes, "{what}");
+        }
+        // A long TCP segment is measured by what it becomes.
+        let large = Sent { payload: 3000, ..base }.frame();
+        assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 40).is_some());
+        assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 39).is_none());
+        // The same packet from another pod, and one with another pod's MACs towards the node's stack.
+        let tried = node.programs.try_frame(true, node.interface(End::B), &base.frame(), 0).unwrap();
+        assert_eq!(tried.frame[..2], TO_WORKER, "a forged source is a worker's to drop");
+        let out = sent(End::A, End::Outside, true, ACK);
+        open(&mut node, out, now);
+        assert!(node.program(End::A, End::Outside, &out.frame(), 0).is_some());
+        for at in [0, 6] {
+            let mut frame = out.frame();
+            frame[at + 5] ^= 1;
+            assert!(node.program(End::A, End::Outside, &frame, 0).is_none(), "byte {at}");
+        }
+    });
+}
+
+#[test]
+fn after_a_change_each_connection_meets_a_worker_once_and_is_evaluated() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let (there, back) = (sent(End::A, End::B, true, ACK), sent(End::B, End::A, true, ACK));
+        open(&mut node, there, now);
+        node.next_epoch(true);
+        for packet in [there, back] {
+            assert!(
+                node.program(packet.from, packet.to, &packet.frame(), 0).is_none(),
+                "evaluated under an older epoch"
+            );
+            assert!(matches!(node.worker(packet.from, &packet.frame(), now).0, Verdict::Forward(_)));
+            assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_some());
+        }
+        node.next_epoch(false);
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_none());
+        assert!(matches!(node.worker(End::A, &there.frame(), now).0, Verdict::Drop(_)));
+        for packet in [there, back] {
+            assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "revoked");
+        }
+    });
+}
+
+#[test]
+fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        // Its last packet at a worker was longer ago than the timeout of an answered datagram, 120 s.
+        let old = Timestamp::from_millis(now.as_millis() - 300_000);
+        let (there, back) = (sent(End::A, End::B, false, 0), sent(End::B, End::A, false, 0));
+        open(&mut node, there, old);
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_none(), "expired");
+        let near = Timestamp::from_millis(now.as_millis() - 100_000);
+        open(&mut node, there, near);
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_some());
+        let later = now.plus(Duration::from_secs(60));
+        let idle: Vec<Duration> = node.pipeline.connections().iter(later).map(|found| found.idle).collect();
+        assert!(idle.len() == 1 && idle[0] <= Duration::from_secs(61), "{idle:?}");
+        let (verdict, _) = node.worker(End::B, &back.frame(), later);
+        assert_eq!(verdict, Verdict::Forward(A), "160 s after the last packet at a worker");
+    });
+}
+
+#[test]
+fn segments_after_those_that_the_kernel_forwarded_are_not_out_of_window() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        open(&mut node, there, now);
+        let mut far = Sent { flags: ACK | 1, ..there }.frame();
+        far[38..42].copy_from_slice(&2_000_000_000_u32.to_be_bytes());
+        assert_eq!(
+            node.worker(End::A, &far, now).0,
+            Verdict::Drop(DropReason::InvalidState),
+            "nothing came in between"
+        );
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_some());
+        assert_eq!(
+            node.worker(End::A, &far, now).0,
+            Verdict::Forward(B),
+            "the worker has not seen what came before it"
+        );
+    });
+}
+
+#[test]
+fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        open(&mut node, there, now);
+        node.next_epoch(true);
+        open(&mut node, Sent { flow: 2, ..there }, now);
+        let second = Sent { flow: 2, ..there };
+        node.pipeline = Pipeline::new(open_table(&node.maps), PipelineMode::Full);
+        let table = node.pipeline.connections();
+        assert_eq!((table.origin(), table.len(), table.last_epoch()), (&TableOrigin::Found, 2, Epoch(2)));
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_some(), "under the last epoch");
+        // Until it has ports and policy, what it publishes does not count.
+        node.next_epoch(true);
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_some());
+        node.pipeline.connections().take_over(node.snapshot.epoch);
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_none());
+        for packet in [there, second] {
+            assert!(matches!(node.worker(End::A, &packet.frame(), now).0, Verdict::Forward(B)));
+            assert!(node.program(End::A, End::B, &packet.frame(), 0).is_some());
+        }
+    });
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// This packet with so many mutated bytes (position, and what is changed in it).
+    Packet(Sent, Vec<(u16, u8)>),
+    /// Policy that allows connections to B or not.
+    Publish(bool),
+}
+
+fn any_end() -> impl Strategy<Value = (End, End)> {
+    prop::sample::select(vec![
+        (End::A, End::B),
+        (End::B, End::A),
+        (End::A, End::Outside),
+        (End::Outside, End::A),
+        (End::Outside, End::B),
+        (End::B, End::Outside),
+    ])
+}
+
+fn any_packet() -> impl Strategy<Value = Sent> {
+    let flags = prop_oneof![8 => Just(ACK), 2 => Just(SYN), 2 => Just(SYN | ACK), 1 => Just(ACK | 1), 1 => 0..64_u8];
+    let ttl = prop_oneof![8 => Just(64_u8), 1 => Just(1), 1 => Just(2), 1 => Just(0)];
+    let payload = prop_oneof![8 => 0..64_usize, 1 => Just(1355), 1 => 1340..1380_usize];
+    (any_end(), any::<bool>(), any::<bool>(), 0..3_u8, flags, ttl, payload).prop_map(
+        |((from, to), v4, tcp, flow, flags, ttl, payload)| Sent { from, to, v4, tcp, flow, flags, ttl, payload },
+    )
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    let mutation = (0..80_u16, 1..=255_u8);
+    prop_oneof![
+        20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
+        8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
+        1 => prop::bool::weighted(0.7).prop_map(Step::Publish),
+    ]
+}
+
+#[test]
+fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let mut forwarded = 0_u32;
+        let mut runner = TestRunner::new(RunnerConfig { cases: 200, ..RunnerConfig::default() });
+        let steps = prop::collection::vec(any_step(), 1..200);
+        let cell = std::cell::RefCell::new((&mut node, &mut forwarded));
+        runner
+            .run(&steps, |steps| {
+                let (node, forwarded) = &mut *cell.borrow_mut();
+                let ends = [End::A, End::B].map(|end| [true, false].map(|v4| address(end, v4).into()));
+                node.pipeline.connections().remove_addresses(ends.as_flattened());
+                node.next_epoch(true);
+                for step in steps {
+                    let now = Timestamp::now();
+                    let (packet, mutations) = match step {
+                        Step::Publish(allowed) => {
+                            node.next_epoch(allowed);
+                            continue;
+                        }
+                        Step::Packet(packet, mutations) => (packet, mutations),
+                    };
+                    let mut frame = packet.frame();
+                    for (at, change) in mutations {
+                        if let Some(byte) = frame.get_mut(usize::from(at)) {
+                            *byte ^= change;
+                        }
+                    }
+                    match node.program(packet.from, packet.to, &frame, 0) {
+                        Some(done) => {
+                            assert_alike(node, packet, &frame, &done, now);
+                            **forwarded += 1;
+                        }
+                        None => _ = node.worker(packet.from, &frame, now),
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        assert!(forwarded > 200, "only {forwarded} packets of all passed without a worker");
+    });
+}
