@@ -112,7 +112,7 @@ impl EnforcementProgress {
     /// Checks whether the published snapshot is in force on every worker.
     pub(super) fn check_in_force(&mut self, dataplane: &Dataplane) -> bool {
         let Some(awaited) = self.awaited else { return true };
-        if dataplane.in_force().iter().any(|&epoch| epoch != awaited.epoch) {
+        if !dataplane.is_in_force(awaited.epoch) {
             return false;
         }
         // Not the first snapshot: no event caused it, and it takes as long as the interfaces do.

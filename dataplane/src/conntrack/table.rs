@@ -161,12 +161,15 @@ impl ConnTable {
     }
 
     /// A snapshot of this epoch is published: from now on the kernel's programs forward no packet of a connection that
-    /// was evaluated under an older one. If the table was found, only after [`ConnTable::take_over`].
-    pub fn publish_epoch(&self, epoch: Epoch) {
-        if let Some(shared) = self.storage.shared()
-            && self.is_published.load(CountOrdering::SeqCst)
-        {
-            shared.set_epoch(epoch);
+    /// was evaluated under an older one. If the table was found, only after [`ConnTable::take_over`]. Returns whether they
+    /// read it.
+    pub fn publish_epoch(&self, epoch: Epoch) -> bool {
+        match self.storage.shared() {
+            Some(shared) if self.is_published.load(CountOrdering::SeqCst) => {
+                shared.set_epoch(epoch);
+                true
+            }
+            _ => false,
         }
     }
 

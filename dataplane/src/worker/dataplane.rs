@@ -12,6 +12,7 @@ use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
 use super::control::{PortControl, WorkerShared};
+use super::grace::GraceThread;
 use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
 use super::privileges::{Priority, drop_capabilities, raise_priority};
@@ -79,6 +80,8 @@ impl PortRequest {
 pub struct Dataplane {
     shared: Arc<WorkerShared>,
     connections: Arc<ConnTable>,
+    /// Where the kernel's programs forward, too: when they do so under the published epoch.
+    grace: Option<GraceThread>,
     control: Mutex<PortControl>,
     /// Snapshots that a worker may still use. They are dropped here, so that no worker has to free one. Behind a
     /// separate lock, so that publishing never waits for a port that is being opened.
@@ -131,6 +134,7 @@ impl Dataplane {
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
+        let grace = connections.is_shared().then(GraceThread::start).transpose().map_err(StartError::Grace)?;
         let shared = Arc::new(share(umem, &config)?);
         let control = PortControl {
             shared: shared.clone(),
@@ -143,6 +147,7 @@ impl Dataplane {
         let mut this = Self {
             shared: shared.clone(),
             connections,
+            grace,
             control: Mutex::new(control),
             retired: Mutex::default(),
             threads: Vec::new(),
@@ -243,13 +248,21 @@ impl Dataplane {
         retired.push(self.shared.snapshot.swap(Arc::new(snapshot)));
         retired.retain(|old| Arc::strong_count(old) > 1);
         drop(retired);
-        self.connections.publish_epoch(epoch);
+        if self.connections.publish_epoch(epoch)
+            && let Some(grace) = &self.grace
+        {
+            grace.published(epoch);
+        }
     }
 
     /// The kernel's programs are this process' from now on: those of connections that the last process allowed, and that
     /// no worker has evaluated since, go to a worker once.
     pub fn take_over_offload(&self) {
-        self.connections.take_over(self.shared.snapshot.load().epoch);
+        let epoch = self.shared.snapshot.load().epoch;
+        self.connections.take_over(epoch);
+        if let Some(grace) = &self.grace {
+            grace.published(epoch);
+        }
     }
 
     /// The last published snapshot.
@@ -301,6 +314,17 @@ impl Dataplane {
         let published = self.shared.snapshot.load().epoch;
         let workers = self.shared.inboxes.iter().zip(&self.shared.counters);
         workers.map(|(inbox, counters)| if inbox.is_asleep() { published } else { counters.epoch() }).collect()
+    }
+
+    /// The epoch in force in the kernel's programs, if they forward: they leave every packet of a connection that was
+    /// evaluated under an older one to the workers.
+    pub fn offload_in_force(&self) -> Option<Epoch> {
+        self.grace.as_ref().map(GraceThread::in_force)
+    }
+
+    /// Whether this epoch is in force on every worker and in the kernel's programs.
+    pub fn is_in_force(&self, epoch: Epoch) -> bool {
+        self.in_force().into_iter().chain(self.offload_in_force()).all(|in_force| in_force == epoch)
     }
 
     /// The same counted by frame owners, for tests: the two must agree.

@@ -30,6 +30,9 @@ pub enum StartError {
     /// The connection table could not be created.
     #[error(transparent)]
     Connections(#[from] OpenError),
+    /// The thread that waits for the kernel's programs could not be started.
+    #[error("cannot start the thread that waits for the kernel's programs: {0}")]
+    Grace(std::io::Error),
     /// A thread could not be started.
     #[error("cannot start the thread of worker {worker}: {source}")]
     Thread {

@@ -12,6 +12,7 @@ mod config;
 mod control;
 mod dataplane;
 mod error;
+mod grace;
 mod histogram;
 mod inbox;
 mod ports;

@@ -37,10 +37,10 @@ impl DaemonView<'_> {
             uptime_seconds: self.started.elapsed().as_secs_f64(),
             policies: self.objects.policies(),
             published: self.epoch.0,
-            in_force: in_force.iter().all(|&epoch| epoch == self.epoch),
+            in_force: self.dataplane.is_in_force(self.epoch),
             workers: self.workers(now, before, depths, &in_force),
             ports: self.port_list(counters, before),
-            pods: self.pods(&in_force),
+            pods: self.pods(),
             drops: total.drops().map(|(cause, count)| (cause.name().to_owned(), count)).collect(),
             frames: types::FrameCounts {
                 total: depths.frames.total,
@@ -147,8 +147,8 @@ impl DaemonView<'_> {
             .collect()
     }
 
-    fn pods(&self, in_force: &[Epoch]) -> Vec<types::PodStatus> {
-        let everywhere = in_force.iter().all(|&epoch| epoch == self.epoch);
+    fn pods(&self) -> Vec<types::PodStatus> {
+        let everywhere = self.dataplane.is_in_force(self.epoch);
         let pods = self.objects.pods().filter(|pod| !pod.host_network && !pod.finished);
         pods.map(|pod| {
             let port = self.ports.port_of(&pod.key);

@@ -176,7 +176,7 @@ pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) ->
     };
     let wanted = settings.priority;
     let dataplane = Dataplane::start(settings).map_err(|error| match error {
-        StartError::Thread { .. } => RunError::failed(error),
+        StartError::Thread { .. } | StartError::Grace(_) => RunError::failed(error),
         _ => RunError::bad_input(error),
     })?;
     let (has, reason) =

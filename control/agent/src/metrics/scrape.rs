@@ -29,6 +29,9 @@ pub(crate) struct Scrape {
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
+    offload_in_force: Option<u32>,
+    /// From pod to pod, from a pod to the node's stack, and from there to a pod.
+    offloaded: Option<[u64; 3]>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -86,6 +89,8 @@ impl Scrape {
             ports: named.collect(),
             published: view.epoch.0,
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
+            offload_in_force: view.dataplane.offload_in_force().map(|epoch| epoch.0),
+            offloaded: view.ports.offloaded(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
@@ -300,6 +305,22 @@ impl Scrape {
                 .enumerate()
                 .try_for_each(|(n, epoch)| add.value(&[("worker", &label(n))], (*epoch).into()))
         })?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_offload_epoch",
+            "The snapshot in force in the tcx programs, if they forward packets of established connections",
+            |add| self.offload_in_force.iter().try_for_each(|epoch| add.value(&[], (*epoch).into())),
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_offloaded_packets",
+            "Packets that the tcx programs forwarded without a worker; port counters do not include them",
+            |add| {
+                let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod"];
+                let counts = self.offloaded.iter().flatten();
+                paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], *count))
+            },
+        )?;
         to.family(
             FamilyType::Histogram,
             "penstock_worker_poll_iteration_seconds",
