@@ -32,7 +32,8 @@ pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
 pub use tcx::{
-    MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TriedFrame, WorkerPair,
+    MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount,
+    TriedFrame, WorkerPair,
 };
 pub use translation::can_find_translated;
 

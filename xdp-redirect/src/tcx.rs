@@ -101,6 +101,7 @@ struct Maps {
     outcomes: MapHandle,
     pod_addresses: MapHandle,
     offloaded: MapHandle,
+    offloaded_ports: MapHandle,
 }
 
 impl TcxPrograms {
@@ -145,6 +146,7 @@ impl TcxPrograms {
                 outcomes: map(&*loaded.maps.outcomes)?,
                 pod_addresses: map(&*loaded.maps.pod_addresses)?,
                 offloaded: map(&*loaded.maps.offloaded)?,
+                offloaded_ports: map(&*loaded.maps.offloaded_ports)?,
             }),
             liveness,
             pins: options.pins.clone(),
@@ -212,12 +214,10 @@ impl TcxPrograms {
 
     /// Packets of established connections that the programs forwarded by themselves: from pod to pod, from a pod to the
     /// node's stack, and from there to a pod.
-    pub fn offloaded(&self) -> Result<[u64; 3], libbpf_rs::Error> {
-        let mut counts = [0; 3];
+    pub fn offloaded(&self) -> Result<[TrafficCount; 3], libbpf_rs::Error> {
+        let mut counts = [TrafficCount::default(); 3];
         for (way, count) in (0u32..).zip(&mut counts) {
-            let by_cpu = self.maps.offloaded.lookup_percpu(&way.to_ne_bytes(), MapFlags::ANY)?.unwrap_or_default();
-            let words = by_cpu.iter().filter_map(|value| Some(u64::from_ne_bytes(*value.first_chunk()?)));
-            *count = words.sum();
+            [*count] = sums(&self.maps.offloaded, way)?;
         }
         Ok(counts)
     }
@@ -319,10 +319,42 @@ impl TcxPrograms {
     }
 }
 
+/// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct TrafficCount {
+    /// Packets.
+    pub packets: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Sums of an element of a map with counters by CPU.
+fn sums<const N: usize>(map: &MapHandle, key: u32) -> Result<[TrafficCount; N], libbpf_rs::Error> {
+    let mut sums = [TrafficCount::default(); N];
+    for of_cpu in map.lookup_percpu(&key.to_ne_bytes(), MapFlags::ANY)?.unwrap_or_default() {
+        let words = of_cpu.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of eight")));
+        for (at, word) in words.enumerate().take(2 * N) {
+            let sum = &mut sums[at / 2];
+            *(if at % 2 == 0 { &mut sum.packets } else { &mut sum.bytes }) += word;
+        }
+    }
+    Ok(sums)
+}
+
 impl Maps {
     fn interfaces_remove(&self, interface: u32) {
         // It may not be there.
         let _ = self.interfaces.delete(&interface.to_ne_bytes());
+    }
+
+    /// Sets what the programs counted for this port to 0: it belonged to another pod.
+    fn clear_offloaded(&self, port: u16) -> Result<(), libbpf_rs::Error> {
+        let key = u32::from(port).to_ne_bytes();
+        let zeros: Vec<Vec<u8>> = match self.offloaded_ports.lookup_percpu(&key, MapFlags::ANY)? {
+            Some(values) => values.iter().map(|value| vec![0; value.len()]).collect(),
+            None => return Ok(()),
+        };
+        self.offloaded_ports.update_percpu(&key, &zeros, MapFlags::ANY)
     }
 
     fn set_target(&self, port: u16, target: &[u8; TARGET]) -> Result<(), libbpf_rs::Error> {
@@ -401,8 +433,9 @@ impl PodVeth {
             self.stop_serving();
         }
         let index = self.interface.index;
+        let forget = if self.served.is_none() { self.maps.clear_offloaded(served.port) } else { Ok(()) };
         // First the way to the pod: an answer may come at once.
-        let set = self.maps.set_target(served.port, &served.target(index)).and_then(|()| {
+        let set = forget.and_then(|()| self.maps.set_target(served.port, &served.target(index))).and_then(|()| {
             self.served = Some(served.port);
             self.maps.interfaces.update(&index.to_ne_bytes(), &served.interface(), MapFlags::ANY)
         });
@@ -424,6 +457,14 @@ impl PodVeth {
     pub fn set_own_addresses(&self, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), OwnAddressesError> {
         own_addresses::set(&self.own, mac, addresses)
             .map_err(|source| OwnAddressesError { interface: self.interface.name.clone(), source })
+    }
+
+    /// What the pod sent and what it received without a worker, since it is served.
+    pub fn offloaded(&self) -> Result<[TrafficCount; 2], libbpf_rs::Error> {
+        match self.served {
+            Some(port) => sums(&self.maps.offloaded_ports, port.into()),
+            None => Ok(Default::default()),
+        }
     }
 
     /// Counters of both programs, by outcome.

@@ -30,6 +30,8 @@ pub struct DaemonConfig {
     pub manifests: PathBuf,
     /// Where programs take pods' packets; [`Attach::of_run`] unless a test needs one of the two.
     pub attach: Attach,
+    /// Whether tcx programs forward packets of established connections; not if `PENSTOCK_TEST_OFFLOAD` is `false`.
+    pub offload: bool,
     /// Further top-level keys, in TOML.
     pub keys: String,
     /// Keys of the section `[conntrack]`, in TOML.
@@ -82,6 +84,7 @@ impl DaemonConfig {
             node: node.into(),
             manifests: manifests.into(),
             attach: Attach::of_run(),
+            offload: std::env::var("PENSTOCK_TEST_OFFLOAD").as_deref() != Ok("false"),
             keys: String::new(),
             conntrack: "mapping = \"off\"\n".into(),
             sections: "[umem]\nmemory = \"64MiB\"\n".into(),
@@ -93,13 +96,13 @@ impl DaemonConfig {
 
     /// As TOML.
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, attach, keys, conntrack, sections, admin, metrics, environment: _ } = self;
+        let Self { node, manifests, attach, offload, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
         // Daemons of several nodes share a machine, so each has its own file or none.
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
         let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
-            "node = \"{node}\"\n{keys}\nattach = \"{}\"\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
+            "node = \"{node}\"\n{keys}\nattach = \"{}\"\noffload = {offload}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
              [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}",
             attach.name()
         )

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use penstock_bench::load::{TransferReport, transfer, transfer_for};
+use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -43,7 +44,10 @@ fn a_hundred_megabytes_arrive_unchanged_over_both_families() {
             assert!(report.bytes >= 100_000_000, "{report:?}");
             assert_no_storm(&fixture, &report);
             let joined = joined(&fixture) - before;
-            assert!(if gso { joined > report.segments / 10 } else { joined == 0 }, "{joined} left joined: {report:?}");
+            // With tcx most segments meet no worker, and are as long as the sender made them.
+            let joins = gso && Attach::of_run() == Attach::Xdp;
+            let is_right = if joins { joined > report.segments / 10 } else { gso || joined == 0 };
+            assert!(is_right, "{joined} left joined: {report:?}");
         }
     }
 }

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use nix::unistd::gettid;
+use nix::unistd::{Pid, gettid};
 use penstock_dataplane::worker::Dataplane;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
@@ -162,7 +162,8 @@ impl<'a> Daemon<'a> {
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
         let dataplane = start_dataplane(config, maps.as_ref())?;
-        leave_cores_to_workers(config, &[gettid()]);
+        let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
+        leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
         let (programs, node_path) =
             open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, maps.as_ref()).await?;

@@ -87,7 +87,7 @@ impl Operation {
             layers: layers.clone(),
             loaded: loaded.clone(),
             source,
-            samples: CounterSamples::new(CounterSample::take(dataplane)),
+            samples: CounterSamples::new(CounterSample::first(dataplane)),
             verdicts: verdicts.map_err(RunError::bad_input)?,
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),

@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
-use penstock_dataplane::worker::Dataplane;
-use penstock_xdp_redirect::{AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role};
+use penstock_dataplane::worker::{Dataplane, DataplaneStatistics, Traffic};
+use penstock_xdp_redirect::{
+    AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role, TrafficCount,
+};
 
 use super::close_first::CloseFirstFds;
 use super::closed_interfaces::{ClosedInterfaces, interface};
@@ -44,6 +46,8 @@ pub(super) struct OpenPorts {
     permanent: Vec<AttachedPort>,
     pairs: Vec<OpenPair>,
     pods: BTreeMap<u32, PodAttachment>,
+    /// What the pods of closed ports sent and received without a worker.
+    closed_offloaded: [TrafficCount; 2],
     closed_interfaces: ClosedInterfaces,
     /// Addresses that the programs treat as local pods', each with the longest frame for it.
     announced: BTreeMap<IpAddr, Announced>,
@@ -75,6 +79,7 @@ impl OpenPorts {
             permanent: Vec::new(),
             pairs: Vec::new(),
             pods: BTreeMap::new(),
+            closed_offloaded: Default::default(),
             closed_interfaces: ClosedInterfaces::new(config, netstate),
             announced: BTreeMap::new(),
             retracted: BTreeSet::new(),
@@ -192,8 +197,20 @@ impl OpenPorts {
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
     /// to a pod. `None` with XDP.
-    pub(super) fn offloaded(&self) -> Option<[u64; 3]> {
+    pub(super) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
         self.programs.offloaded()
+    }
+
+    /// Adds what programs forwarded without a worker to the workers' counters.
+    pub(super) fn add_offloaded(&self, statistics: &mut DataplaneStatistics) {
+        let Some([_, to_stack, from_stack]) = self.offloaded() else { return };
+        let mut by_port: BTreeMap<PortId, [TrafficCount; 2]> =
+            self.pods.values().map(|pod| (pod.open.id, pod.open.programs.offloaded())).collect();
+        by_port.extend(self.permanent.iter().map(|open| (open.id, [from_stack, to_stack])));
+        for port in &mut statistics.ports {
+            add(&mut port.traffic, by_port.get(&port.port).unwrap_or(&Default::default()));
+        }
+        add(&mut statistics.closed, &self.closed_offloaded);
     }
 
     /// Attaches a program that drops everything from an interface.
@@ -294,6 +311,10 @@ impl OpenPorts {
         for index in gone {
             let Some(attachment) = self.pods.remove(&index) else { continue };
             self.settings.forget(&attachment.last.name);
+            for (sum, count) in self.closed_offloaded.iter_mut().zip(attachment.open.programs.offloaded()) {
+                sum.packets += count.packets;
+                sum.bytes += count.bytes;
+            }
             // Dropping it detaches the program; the interface is gone anyway.
             closing.push((attachment.open.id, attachment.last.name.clone()));
         }
@@ -329,4 +350,12 @@ impl OpenPorts {
             self.failed.insert(index, reason.to_owned());
         }
     }
+}
+
+/// Adds what a port's pod sent and received without a worker.
+fn add(traffic: &mut Traffic, [sent, received]: &[TrafficCount; 2]) {
+    traffic.rx_packets += sent.packets;
+    traffic.rx_bytes += sent.bytes;
+    traffic.tx_packets += received.packets;
+    traffic.tx_bytes += received.bytes;
 }

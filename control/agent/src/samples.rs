@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use penstock_dataplane::worker::{Dataplane, DataplaneStatistics};
 
+use super::ports::OpenPorts;
+
 /// How often a sample is kept.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 /// How long a worker may go without a poll iteration: an idle worker wakes up four times a second.
@@ -17,8 +19,15 @@ pub(super) struct CounterSample {
 }
 
 impl CounterSample {
-    pub(super) fn take(dataplane: &Dataplane) -> Self {
+    /// Before there are ports.
+    pub(super) fn first(dataplane: &Dataplane) -> Self {
         Self { at: Instant::now(), statistics: dataplane.statistics() }
+    }
+
+    pub(super) fn take(dataplane: &Dataplane, ports: &OpenPorts) -> Self {
+        let mut statistics = dataplane.statistics();
+        ports.add_offloaded(&mut statistics);
+        Self { at: Instant::now(), statistics }
     }
 
     /// Seconds since `before` was taken; never zero.

@@ -41,7 +41,7 @@ impl LiveCounters {
     pub(crate) fn read(dataplane: &Dataplane, ports: &OpenPorts) -> Self {
         // A dead worker does not answer; the health probe reports it.
         let depths = dataplane.depths().unwrap_or_default();
-        Self { sample: CounterSample::take(dataplane), depths, ports: ports.xdp_counters() }
+        Self { sample: CounterSample::take(dataplane, ports), depths, ports: ports.xdp_counters() }
     }
 }
 

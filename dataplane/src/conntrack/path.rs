@@ -94,6 +94,19 @@ impl KernelUse {
         }
     }
 
+    /// What a program reads of the path for a packet in direction `orientation`: the interfaces that it comes from and goes
+    /// to, and the low bits of the epoch. `None`: no worker has taken it.
+    #[cfg(all(test, feature = "loom"))]
+    pub(super) fn read_path(&self, orientation: Orientation) -> Option<(u32, u32, u64)> {
+        let path = self.path.load(Ordering::Acquire);
+        let end = |at: u32| (path >> at) as u32 & ((1 << END_BITS) - 1);
+        let (from, to) = match orientation {
+            Orientation::LowToHigh => (end(0), end(END_BITS)),
+            Orientation::HighToLow => (end(END_BITS), end(0)),
+        };
+        (path >> (TAKEN_AT + orientation as u32) & 1 == 1).then_some((from, to, path >> EPOCH_AT))
+    }
+
     /// Clears a path that was taken under an epoch so far behind `now` that its low bits may be reused.
     pub(super) fn clear_stale(&self, generation: u64, now: EpochTag) {
         let path = self.path.load(Ordering::Acquire);

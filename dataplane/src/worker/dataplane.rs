@@ -322,6 +322,11 @@ impl Dataplane {
         self.grace.as_ref().map(GraceThread::in_force)
     }
 
+    /// Its threads that are no workers: they need no core of their own.
+    pub fn other_threads(&self) -> impl Iterator<Item = nix::unistd::Pid> {
+        self.grace.iter().map(GraceThread::id)
+    }
+
     /// Whether this epoch is in force on every worker and in the kernel's programs.
     pub fn is_in_force(&self, epoch: Epoch) -> bool {
         self.in_force().into_iter().chain(self.offload_in_force()).all(|in_force| in_force == epoch)

@@ -10,8 +10,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use nix::unistd::{Pid, gettid};
 
+use super::privileges::drop_capabilities;
 use crate::snapshot::Epoch;
 
 /// Time after which a program has ended where the kernel offers no grace period (`nohz_full`): it takes microseconds, and
@@ -24,15 +26,27 @@ pub(super) struct GraceThread {
     published: Option<Sender<Epoch>>,
     in_force: Arc<AtomicU32>,
     thread: Option<JoinHandle<()>>,
+    id: Pid,
 }
 
 impl GraceThread {
     pub(super) fn start() -> io::Result<Self> {
         let in_force = Arc::new(AtomicU32::new(0));
         let (sender, receiver) = unbounded();
-        let to = Arc::clone(&in_force);
-        let thread = thread::Builder::new().name("epochs".to_owned()).spawn(move || wait_for_each(&receiver, &to))?;
-        Ok(Self { published: Some(sender), in_force, thread: Some(thread) })
+        let (to, (began, id)) = (Arc::clone(&in_force), bounded(1));
+        let thread = thread::Builder::new().name("epochs".to_owned()).spawn(move || {
+            drop_capabilities();
+            // The receiver waits for it.
+            let _ = began.send(gettid());
+            wait_for_each(&receiver, &to);
+        })?;
+        let id = id.recv().map_err(io::Error::other)?;
+        Ok(Self { published: Some(sender), in_force, thread: Some(thread), id })
+    }
+
+    /// The thread, for its scheduling.
+    pub(super) fn id(&self) -> Pid {
+        self.id
     }
 
     /// The programs read this epoch from now on.

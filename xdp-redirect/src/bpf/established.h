@@ -293,10 +293,10 @@ static __always_inline int is_established(const struct packet *packet, __u32 at,
 	return *(const volatile __u64 *)&found->entry->control == found->control;
 }
 
-static __always_inline void count_use(const struct packet *packet, const struct connection *found)
+static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)
 {
 	const __u32 direction = packet->direction & 1;
 
-	found->use->packets[direction] += 1;
+	found->use->packets[direction] += packets;
 	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | found->now;
 }

@@ -76,9 +76,14 @@ struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
 
-enum { OFFLOADED_TO_POD, OFFLOADED_TO_STACK, OFFLOADED_FROM_STACK, OFFLOADED };
-struct { /* packets of established connections: pod to pod, pod to the node's stack, the node's stack to pod */
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OFFLOADED); __type(key, __u32); __type(value, __u64);
+struct traffic { __u64 packets, bytes; };
+struct of_port { struct traffic sent, received; };
+struct { /* by port: what the pod sent and received without a worker, as segments */
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, MAX_PORTS); __type(key, __u32); __type(value, struct of_port);
+} offloaded_ports SEC(".maps");
+enum { POD_TO_POD, POD_TO_STACK, STACK_TO_POD, WAYS };
+struct { /* the same by where it came from and went to */
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, WAYS); __type(key, __u32); __type(value, struct traffic);
 } offloaded SEC(".maps");
 
 extern void *bpf_cast_to_kern_ctx(void *) __ksym;
@@ -179,14 +184,36 @@ static __always_inline int pull(struct __sk_buff *skb)
 	return bpf_skb_pull_data(skb, skb->len < RESOLUTION ? skb->len : RESOLUTION);
 }
 
-static __always_inline int count_offloaded(__u32 way, const struct packet *packet, const struct connection *connection, int action)
+static __always_inline void add(struct traffic *traffic, __u32 packets, __u32 bytes)
 {
-	__u64 *packets = bpf_map_lookup_elem(&offloaded, &way);
+	traffic->packets += packets;
+	traffic->bytes += bytes;
+}
 
-	count_use(packet, connection);
-	if (packets)
-		*packets += 1;
-	return action;
+/* `from`, `to`: the pods' ends; 0: the node's stack. */
+static __always_inline void count_offloaded(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
+					    const struct interface *from, const struct interface *to)
+{
+	__u32 way = !from ? STACK_TO_POD : to ? POD_TO_POD : POD_TO_STACK;
+	struct traffic *all = bpf_map_lookup_elem(&offloaded, &way);
+	__u32 packets = skb->gso_segs ? skb->gso_segs : 1, port;
+	struct of_port *of_port;
+
+	count_use(packet, connection, packets);
+	if (all)
+		add(all, packets, skb->len);
+	if (from) {
+		port = from->port;
+		of_port = bpf_map_lookup_elem(&offloaded_ports, &port);
+		if (of_port)
+			add(&of_port->sent, packets, skb->len);
+	}
+	if (to) {
+		port = to->port;
+		of_port = bpf_map_lookup_elem(&offloaded_ports, &port);
+		if (of_port)
+			add(&of_port->received, packets, skb->len);
+	}
 }
 
 /* Rewrites a packet for its pod as workers do: MACs, and TTL with the header's checksum (RFC 1624), or the hop limit. */
@@ -219,34 +246,32 @@ static __always_inline __u32 longest(const struct __sk_buff *skb, const struct p
 }
 
 /* Forwards a packet of an established connection as a worker would; -1: it is for a worker. */
-static __always_inline int forward_from_pod(struct __sk_buff *skb)
+static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
-	__u32 interface = skb->ifindex;
+	const struct interface *to;
 	struct connection connection;
-	const struct interface *at;
 	const struct ethhdr *eth;
 	struct packet packet;
 
-	if (!read_packet(skb, &packet) || !is_established(&packet, interface, &connection))
+	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
 		return -1;
 	if (connection.to) {
-		if (connection.control & VIA_HOST)
-			return -1;
-		at = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!at || packet.hops <= 1 || longest(skb, &packet) > at->mtu || rewrite(skb, &packet, at))
+		to = bpf_map_lookup_elem(&interfaces, &connection.to);
+		if (!to || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu ||
+		    rewrite(skb, &packet, to))
 			return -1;
 		/* The pod may have given it any MAC. */
 		if (skb->pkt_type)
 			bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
-		return count_offloaded(OFFLOADED_TO_POD, &packet, &connection, bpf_redirect_peer(connection.to, 0));
+		count_offloaded(skb, &packet, &connection, at, to);
+		return bpf_redirect_peer(connection.to, 0);
 	}
 	/* A worker would have given it these MACs; a bridge forwards by them. */
-	at = bpf_map_lookup_elem(&interfaces, &interface);
 	eth = (void *)(long)skb->data;
-	if (!at || (const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) ||
-	    !is_mac(&at->pod, eth->h_source))
+	if ((const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) || !is_mac(&at->pod, eth->h_source))
 		return -1;
-	return count_offloaded(OFFLOADED_TO_STACK, &packet, &connection, TC_ACT_OK);
+	count_offloaded(skb, &packet, &connection, at, 0);
+	return TC_ACT_OK;
 }
 
 /* The same for what the node's stack sends to the pod. */
@@ -258,7 +283,8 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	if (!read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
 	    connection.to != skb->ifindex)
 		return -1;
-	return count_offloaded(OFFLOADED_FROM_STACK, &packet, &connection, TC_ACT_OK);
+	count_offloaded(skb, &packet, &connection, 0, at);
+	return TC_ACT_OK;
 }
 
 /* What a pod sends. */
@@ -282,12 +308,12 @@ int from_pod(struct __sk_buff *skb)
 	/* The kernel treats VLAN 0 as untagged: a pod could bypass the workers. */
 	if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))
 		return count(interface, VLAN_TAG, TC_ACT_SHOT);
-	if (offload && (skb->protocol == bpf_htons(ETH_P_IP) || skb->protocol == bpf_htons(ETH_P_IPV6))) {
-		action = forward_from_pod(skb);
+	at = bpf_map_lookup_elem(&interfaces, &interface);
+	if (offload && at && (skb->protocol == bpf_htons(ETH_P_IP) || skb->protocol == bpf_htons(ETH_P_IPV6))) {
+		action = forward_from_pod(skb, at);
 		if (action >= 0)
 			return action;
 	}
-	at = bpf_map_lookup_elem(&interfaces, &interface);
 	if (skb->protocol == bpf_htons(ETH_P_ARP) || skb->protocol == bpf_htons(ETH_P_IPV6)) {
 		if (pull(skb))
 			return count(interface, NOT_IP, TC_ACT_SHOT);

@@ -41,7 +41,7 @@ impl Daemon<'_> {
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
             OperationEvent::Answer(query) => self.answer(query).await,
-            OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane)),
+            OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports)),
             OperationEvent::Write => self.write_verdicts(),
         }
     }

@@ -146,7 +146,7 @@ pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) ->
     let settings = worker::Config {
         frames: config.umem.frame_count(),
         frame_size: config.umem.frame_size.bytes(),
-        ring_size: config.umem.ring_size.entries(),
+        ring_size: ring_size(config),
         huge_pages: match config.umem.huge_pages {
             HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
             HugePages::Never => penstock_dataplane::io::HugePages::Never,
@@ -186,6 +186,18 @@ pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) ->
     }
     Ok(dataplane)
 }
+
+/// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a quarter of the frames.
+fn ring_size(config: &Config) -> u32 {
+    let configured = config.umem.ring_size.entries();
+    match config.attach {
+        Attach::Xdp => configured,
+        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 4).min(PAIR_RING).max(1).ilog2()),
+    }
+}
+
+/// Most entries of a pair's ring that are not configured.
+const PAIR_RING: u32 = 4096;
 
 /// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
 /// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took

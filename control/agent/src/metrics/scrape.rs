@@ -11,6 +11,7 @@ use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
 };
 use penstock_sources::{KindHealth, ObjectKind};
+use penstock_xdp_redirect::TrafficCount;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
@@ -31,7 +32,7 @@ pub(crate) struct Scrape {
     in_force: Vec<u32>,
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
-    offloaded: Option<[u64; 3]>,
+    offloaded: Option<[TrafficCount; 3]>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -314,11 +315,11 @@ impl Scrape {
         to.family(
             FamilyType::Counter,
             "penstock_offloaded_packets",
-            "Packets that the tcx programs forwarded without a worker; port counters do not include them",
+            "Packets that the tcx programs forwarded without a worker; port counters include them",
             |add| {
                 let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod"];
                 let counts = self.offloaded.iter().flatten();
-                paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], *count))
+                paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
             },
         )?;
         to.family(

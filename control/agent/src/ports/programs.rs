@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use penstock_dataplane::forward::{Mac, PortId};
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, Interface, OwnAddressesError, Pins, PodVeth, Redirect, ServedPort,
-    TcxMapError, TcxPrograms, WorkerPair, XdpMode, XdpOutcomeCounts,
+    TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode, XdpOutcomeCounts,
 };
 
 /// The loaded programs.
@@ -71,7 +71,7 @@ impl Programs {
     }
 
     /// Packets that the programs forwarded without a worker ([`TcxPrograms::offloaded`]).
-    pub(crate) fn offloaded(&self) -> Option<[u64; 3]> {
+    pub(crate) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
         match self {
             Self::Xdp(_) => None,
             Self::Tcx { tcx, .. } => tcx.offloaded().ok(),
@@ -158,6 +158,15 @@ impl InterfacePrograms {
             Self::Xdp(attached) => attached.outcomes().ok(),
             Self::Tcx { veth, .. } => veth.outcomes().ok(),
             Self::Pairs(_) => Some(XdpOutcomeCounts::default()),
+        }
+    }
+
+    /// What the pod sent and received without a worker.
+    pub(super) fn offloaded(&self) -> [TrafficCount; 2] {
+        match self {
+            // Only if the kernel has no memory for the answer.
+            Self::Tcx { veth, .. } => veth.offloaded().unwrap_or_default(),
+            Self::Xdp(_) | Self::Pairs(_) => Default::default(),
         }
     }
 

@@ -8,6 +8,7 @@
 //! would. Loom treats sequentially consistent accesses as weaker ones; the table uses none, only fences, which loom
 //! models.
 
+mod kernel;
 mod seqlock;
 pub(super) mod storage;
 

@@ -11,15 +11,22 @@ use crate::conntrack::tags::{LANES, Tags};
 pub(in crate::conntrack) struct Storage {
     entries: Box<[TableEntry]>,
     tags: Box<[Tags]>,
+    /// Only of a table whose configuration names a file: fewer words, fewer interleavings.
+    uses: Option<Box<[KernelUse]>>,
 }
 
 impl Storage {
-    pub(in crate::conntrack) fn open(groups: u32, _: &TableMemory) -> Result<(Self, Seed, TableOrigin), OpenError> {
+    pub(in crate::conntrack) fn open(
+        groups: u32,
+        memory: &TableMemory,
+    ) -> Result<(Self, Seed, TableOrigin), OpenError> {
         let entries = (0..groups * LANES).map(|_| TableEntry::new()).collect();
         let tags = (0..groups).map(|_| Tags::new()).collect();
         // Every run must be identical.
         let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
-        Ok((Self { entries, tags }, seed, TableOrigin::New))
+        let has_uses = matches!(memory, TableMemory::File(_));
+        let uses = has_uses.then(|| (0..groups * LANES).map(|_| KernelUse::new()).collect());
+        Ok((Self { entries, tags, uses }, seed, TableOrigin::New))
     }
 
     pub(in crate::conntrack) fn entries(&self) -> &[TableEntry] {
@@ -31,7 +38,7 @@ impl Storage {
     }
 
     pub(in crate::conntrack) fn uses(&self) -> Option<&[KernelUse]> {
-        None
+        self.uses.as_deref()
     }
 
     pub(in crate::conntrack) fn shared(&self) -> Option<&SharedMaps> {

@@ -1,0 +1,85 @@
+//! A program in the kernel that reads the table while workers write it: as `xdp-redirect/src/bpf/established.h` does, word for
+//! word and in the same order.
+
+use loom::sync::atomic::AtomicU32;
+
+use super::*;
+use crate::conntrack::entry::EpochTag;
+
+/// A table with the words that the kernel's programs read beside the entries.
+fn shared_table() -> Arc<ConnTable> {
+    let memory = TableMemory::File(Default::default());
+    Arc::new(ConnTable::new(&Config { quota: Some(100), memory, ..Config::default() }).unwrap())
+}
+
+/// Where a program forwards a packet that comes from interface `from` under `epoch`; `None`: to a worker.
+fn forwarded_to(table: &ConnTable, flow: &Flow, from: u32, epoch: &AtomicU32) -> Option<u32> {
+    let epoch = EpochTag::of(Epoch(epoch.load(Ordering::Acquire)));
+    let hashed = table.prepare(flow);
+    let (slot, control) = table.lookup(&hashed)?;
+    if control.is_revoked() || !control.epoch().covers(epoch) {
+        return None;
+    }
+    let (at, to, taken) = table.storage.uses().unwrap()[slot as usize].read_path(hashed.orientation)?;
+    let is_valid = at == from && taken == control.epoch().low_bits() && table.entry(slot).control() == control;
+    is_valid.then_some(to)
+}
+
+fn take(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32) {
+    table.take_path(&table.prepare(flow), path, Epoch(epoch));
+}
+
+/// The connection is removed and another one is written into its entry, while a worker still notes the path of the first.
+#[test]
+fn a_program_never_forwards_by_the_path_of_the_entrys_last_connection() {
+    explore(1, || {
+        let table = shared_table();
+        let epoch = Arc::new(AtomicU32::new(1));
+        let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
+        insert(&table, &old, 1, NOW).unwrap();
+        let doomed = find(&table, &old, NOW).unwrap();
+        let late = {
+            let table = table.clone();
+            thread::spawn(move || take(&table, &old, (7, 9), 1))
+        };
+        assert!(doomed.remove());
+        insert(&table, &new, 1, NOW).unwrap();
+        assert_eq!(forwarded_to(&table, &new, 7, &epoch), None);
+        late.join().unwrap();
+        assert_eq!(forwarded_to(&table, &new, 7, &epoch), None, "late writes do not reach it");
+        0
+    });
+}
+
+/// Policy changes from *allowed* under epoch 1 to *denied* under epoch 2 while a worker that has not seen the change sends a
+/// packet on. The workers evaluate the connection again at its next packet under epoch 2.
+#[test]
+fn a_program_that_reads_the_new_epoch_forwards_nothing_that_it_denies() {
+    explore(2, || {
+        let table = shared_table();
+        let epoch = Arc::new(AtomicU32::new(1));
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        take(&table, &wanted, (7, 9), 1);
+        let program = {
+            let (table, epoch) = (table.clone(), epoch.clone());
+            thread::spawn(move || {
+                let sees_change = epoch.load(Ordering::Acquire) == 2;
+                let to = forwarded_to(&table, &wanted, 7, &epoch);
+                assert!(!sees_change || to.is_none(), "under epoch 2");
+                to.map_or(0, |to| {
+                    assert_eq!(to, 9);
+                    1
+                })
+            })
+        };
+        epoch.store(2, Ordering::Release);
+        // A worker under epoch 1, then one under epoch 2.
+        take(&table, &wanted, (7, 9), 1);
+        let mut conn = find(&table, &wanted, NOW).unwrap();
+        assert_eq!(conn.set_verdict(Epoch(2), false), Reevaluation::Revoked);
+        take(&table, &wanted, (7, 9), 2);
+        assert_eq!(forwarded_to(&table, &wanted, 7, &epoch), None);
+        program.join().unwrap()
+    });
+}
