@@ -309,9 +309,9 @@ impl TableEntry {
             for (word, value) in words.addresses.iter().zip(key) {
                 word.store(*value, Ordering::Relaxed);
             }
-            overwrite(&words.name, key[4] | u64::from(contents.owner.0) << OWNER_AT);
+            overwrite(&words.name, key[4] | u64::from(contents.owner.0) << OWNER_AT, Ordering::Relaxed);
             for (word, value) in words.tracking.iter().zip(contents.tracking) {
-                overwrite(word, value);
+                overwrite(word, value, Ordering::Relaxed);
             }
         });
     }

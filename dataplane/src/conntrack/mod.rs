@@ -23,6 +23,8 @@ mod entry;
 mod evict;
 mod fragments;
 mod hash;
+#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
+mod header;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
 mod origin;
@@ -30,6 +32,7 @@ mod path;
 mod recover;
 mod sctp;
 mod seqlock;
+#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod shared;
 mod state;
 mod sweep;

@@ -1,7 +1,7 @@
 //! The path of a connection, as the kernel's programs read it.
 
 use super::entry::EpochTag;
-use super::sync::{AtomicU64, EXCHANGE, Ordering};
+use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use crate::packet::Orientation;
 
 /// Where a connection's packets come from and go to, in one word.
@@ -72,7 +72,8 @@ impl KernelUse {
     /// Empty, for a connection that is about to be written in this generation of the entry. A program that is counting
     /// a packet of the last connection may still add it.
     pub(super) fn reset(&self, generation: u64) {
-        self.path.store(Path::none(generation).0, Ordering::Relaxed);
+        // Who reads this sees that the entry was claimed before.
+        overwrite(&self.path, Path::none(generation).0, Ordering::Release);
         self.packets.store(0, Ordering::Relaxed);
         self.used.iter().for_each(|used| used.store(0, Ordering::Relaxed));
     }

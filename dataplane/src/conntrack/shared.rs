@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use memmap2::{MmapMut, MmapOptions};
 
 use super::entry::TableEntry;
-use super::mapping::FileHeader;
+use super::header::FileHeader;
 use super::path::KernelUse;
 use super::tags::{LANES, Tags};
 use crate::snapshot::Epoch;

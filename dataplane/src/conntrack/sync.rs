@@ -11,12 +11,12 @@ pub(super) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 pub(super) const EXCHANGE: Ordering =
     if cfg!(all(test, feature = "loom")) { Ordering::AcqRel } else { Ordering::Relaxed };
 
-/// A relaxed store to a word that other threads may exchange concurrently.
+/// A relaxed or releasing store to a word that other threads may exchange concurrently.
 #[inline]
-pub(super) fn overwrite(word: &AtomicU64, value: u64) {
+pub(super) fn overwrite(word: &AtomicU64, value: u64, ordering: Ordering) {
     if cfg!(all(test, feature = "loom")) {
         word.swap(value, EXCHANGE);
     } else {
-        word.store(value, Ordering::Relaxed);
+        word.store(value, ordering);
     }
 }
