@@ -13,6 +13,7 @@ mod forged;
 mod forger;
 mod forgotten;
 mod mutated;
+mod offload;
 mod operation;
 mod paths;
 mod restarts;

@@ -1,0 +1,138 @@
+//! Established connections that the tcx programs forward without a worker, while the daemon and the policy change.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::load::transfer_for;
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::Attach;
+
+use crate::fixture::{Fixture, pods, policy};
+use crate::traffic::{ALLOWED, DENIED, Sniffer, Stream};
+
+const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+const NOBODY: &str = "  ingress: []\n";
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Three pods, of which the second admits only the first. The connection table outlasts the daemon.
+fn fixture() -> Fixture {
+    let fixture = Fixture::of(&pods(3), |_, config| {
+        config.attach = Attach::Tcx;
+        config.offload = true;
+        let directory = config.manifests.parent().unwrap().display();
+        config.conntrack =
+            format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\nmidstream_pickup = \"0s\"\n");
+        config.sections += "[fail]\non_exit = \"keep\"\n";
+    });
+    publish(&fixture, ONLY_POD_0);
+    fixture
+}
+
+/// Saves the policy of `pod-1` and waits until it is in force.
+fn publish(fixture: &Fixture, spec: &str) {
+    let before = fixture.status().published;
+    fixture.save("policy.yaml", policy("served", "pod-1", spec).trim_start_matches("---\n"));
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let status = fixture.status();
+        if status.published > before && status.in_force {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{status:?}");
+    }
+}
+
+fn outcome(fixture: &Fixture, from: &str) -> ProbeOutcome {
+    let to = fixture.target("test/pod-1", false);
+    let once = RetryPolicy { timeout: Duration::from_millis(300), attempts: 1 };
+    probe::run_one(fixture.site(from), to, Protocol::Tcp(8080), once).unwrap()
+}
+
+#[test]
+fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced() {
+    let mut fixture = fixture();
+    let (client, epoch) = (fixture.site("test/pod-0").clone(), Instant::now());
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(&client, ALLOWED, to, epoch);
+    let denied = Stream::start(fixture.site("test/pod-2"), DENIED, to, epoch);
+    let flow = EchoConnection::open(&client.namespace, fixture.target("test/pod-1", false), 8080, LIMIT).unwrap();
+    flow.wait_for(100, LIMIT).unwrap();
+    for signal in [Signal::SIGKILL, Signal::SIGTERM] {
+        fixture.daemon.signal(signal).unwrap();
+        fixture.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+        flow.wait_for(100, LIMIT).unwrap_or_else(|error| panic!("while no daemon runs, after {signal}: {error}"));
+        assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Silent, "a new connection, while no daemon runs");
+        fixture.restart();
+        let line = fixture.daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
+        assert!(line.contains("; removed 0 of pods that are gone"), "{line}");
+        flow.wait_for(100, LIMIT).unwrap_or_else(|error| panic!("with the next daemon, after {signal}: {error}"));
+        assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
+        assert_eq!(outcome(&fixture, "test/pod-2"), ProbeOutcome::Silent);
+    }
+    let slowest = flow.take_slowest();
+    let (sent, sent_in_vain) = (stream.stop(), denied.stop());
+    let arrived = sniffer.stop();
+    println!("{sent} datagrams, the slowest exchange took {slowest:?}");
+    assert_eq!(arrived[&ALLOWED].len() as u64, sent, "every datagram arrived");
+    assert!(sent_in_vain > 0 && !arrived.contains_key(&DENIED), "never what policy denies");
+    assert!(slowest < Duration::from_millis(200), "no segment had to be sent again: {slowest:?}");
+}
+
+#[test]
+fn while_a_policy_that_denies_them_is_in_force_no_packet_of_established_connections_passes() {
+    let fixture = fixture();
+    let epoch = Instant::now();
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(fixture.site("test/pod-0"), ALLOWED, to, epoch);
+    std::thread::sleep(Duration::from_millis(100));
+    let closed: Vec<(Duration, Duration)> = (0..20)
+        .map(|_| {
+            publish(&fixture, NOBODY);
+            let begins = epoch.elapsed();
+            std::thread::sleep(Duration::from_millis(20));
+            let ends = epoch.elapsed();
+            publish(&fixture, ONLY_POD_0);
+            std::thread::sleep(Duration::from_millis(20));
+            (begins, ends)
+        })
+        .collect();
+    let sent = stream.stop();
+    let arrived = &sniffer.stop()[&ALLOWED];
+    for (begins, ends) in closed {
+        let inside = arrived.iter().filter(|(_, at)| (begins..ends).contains(at)).count();
+        assert_eq!(inside, 0, "from {begins:?} to {ends:?}");
+    }
+    assert!(arrived.len() as u64 > sent / 5, "{} of {sent} arrived while it was allowed", arrived.len());
+}
+
+#[test]
+fn bulk_tcp_flows_while_policy_changes_a_hundred_times_a_second() {
+    let fixture = fixture();
+    let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-1"));
+    let ended = std::sync::atomic::AtomicBool::new(false);
+    let (report, changes) = std::thread::scope(|scope| {
+        let changing = scope.spawn(|| {
+            let before = fixture.status().published;
+            for port in 0_u16.. {
+                if ended.load(std::sync::atomic::Ordering::Relaxed) {
+                    break;
+                }
+                // Each time another rule beside the one that allows the transfer.
+                let spec = format!("{ONLY_POD_0}  egress: [{{ports: [{{port: {}}}]}}]\n", port + 1);
+                fixture.save("policy.yaml", policy("served", "pod-1", &spec).trim_start_matches("---\n"));
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            fixture.status().published - before
+        });
+        let length = Duration::from_secs(3);
+        let report = transfer_for(&from.namespace, &to.namespace, to.address(false).unwrap(), length).unwrap();
+        ended.store(true, std::sync::atomic::Ordering::Relaxed);
+        (report, changing.join().unwrap())
+    });
+    println!("{:.2} Gb/s with {changes} changes, {report:?}", report.gigabits_per_second());
+    assert!(changes > 50, "{changes} changes");
+    assert!(report.retransmitted * 100 <= report.segments, "{report:?}");
+}
