@@ -13,7 +13,7 @@ PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make li
 
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
-AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,KEEP,PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,TREX_DIR
+AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,KEEP,PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,PENSTOCK_TEST_OFFLOAD,TREX_DIR
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 endif
@@ -37,8 +37,9 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 .PHONY: test
 test: build ## Every test, those on real veths included; they run the optimised daemon
 	$(CARGO) test --workspace --locked --no-fail-fast
-	@# On real veths once more with tcx.
+	@# On real veths once more with tcx, and Services with all packets through the workers.
 	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system
+	PENSTOCK_TEST_ATTACH=tcx PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test services
 	@# Two million random and mutated frames, for which an optimised build takes less than a minute.
 	$(CARGO) test --release --locked -p penstock-pcap-tests --test frames
 	@# The connection table's interleavings: the same code over loom's atomics.

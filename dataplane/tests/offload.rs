@@ -16,7 +16,7 @@ use penstock_dataplane::conntrack::{
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
-use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict, keep_offloaded};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
 };
@@ -142,6 +142,11 @@ impl Node {
 
     /// Publishes policy by which B accepts connections, or none.
     fn publish(&mut self, epoch: Epoch, allowed: bool) {
+        self.snapshot = self.snapshot_of(epoch, allowed);
+        self.pipeline.connections().publish_epoch(epoch);
+    }
+
+    fn snapshot_of(&self, epoch: Epoch, allowed: bool) -> Snapshot {
         let mut forwarding = Forwarding::new([ip("192.168.0.1").into()]);
         for (id, end) in [(HOST, End::Outside), (A, End::A), (B, End::B)] {
             let is_pod = end != End::Outside;
@@ -171,12 +176,19 @@ impl Node {
             };
             update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         }
-        self.snapshot = Snapshot::new(epoch, update.finish(), forwarding);
-        self.pipeline.connections().publish_epoch(epoch);
+        Snapshot::new(epoch, update.finish(), forwarding)
     }
 
     fn next_epoch(&mut self, allowed: bool) {
         self.publish(self.snapshot.epoch.next(), allowed);
+    }
+
+    /// The same, after connections that stay allowed got the new verdict. Returns how many.
+    fn next_epoch_keeping(&mut self, allowed: bool) -> usize {
+        self.snapshot = self.snapshot_of(self.snapshot.epoch.next(), allowed);
+        let kept = keep_offloaded(self.pipeline.connections(), &self.snapshot, Duration::from_secs(1));
+        self.pipeline.connections().publish_epoch(self.snapshot.epoch);
+        kept
     }
 
     /// What a worker does with a frame from this end, and the frame afterwards.
@@ -381,6 +393,32 @@ fn after_a_change_each_connection_meets_a_worker_once_and_is_evaluated() {
 }
 
 #[test]
+fn connections_that_stay_allowed_need_no_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let opened = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)].map(|(a, b)| {
+            open(&mut node, sent(a, b, true, ACK), now);
+            open(&mut node, sent(a, b, false, 0), now);
+            sent(a, b, true, ACK)
+        });
+        assert_eq!(node.next_epoch_keeping(true), opened.len(), "TCP; a worker sees each datagram connection once");
+        for there in opened {
+            let back = Sent { from: there.to, to: there.from, ..there };
+            for packet in [there, back] {
+                let frame = packet.frame();
+                let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                assert_alike(&mut node, packet, &frame, &done, now);
+            }
+        }
+        assert_eq!(node.next_epoch_keeping(false), 1, "B takes no more connections; A's to the outside stays");
+        for (there, stays) in opened.into_iter().zip([false, true, false]) {
+            assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
+        }
+    });
+}
+
+#[test]
 fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
     in_namespace(|| {
         let mut node = Node::new();
@@ -441,7 +479,8 @@ fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
         // Until it has ports and policy, what it publishes does not count.
         node.next_epoch(true);
         assert!(node.program(End::A, End::B, &second.frame(), 0).is_some());
-        node.pipeline.connections().take_over(node.snapshot.epoch);
+        node.pipeline.connections().take_over();
+        assert!(node.pipeline.connections().publish_epoch(node.snapshot.epoch));
         assert!(node.program(End::A, End::B, &second.frame(), 0).is_none());
         for packet in [there, second] {
             assert!(matches!(node.worker(End::A, &packet.frame(), now).0, Verdict::Forward(B)));
@@ -454,8 +493,8 @@ fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
 enum Step {
     /// This packet with so many mutated bytes (position, and what is changed in it).
     Packet(Sent, Vec<(u16, u8)>),
-    /// Policy that allows connections to B or not.
-    Publish(bool),
+    /// Policy that allows connections to B or not, and whether connections that stay allowed get its verdict at once.
+    Publish(bool, bool),
 }
 
 fn any_end() -> impl Strategy<Value = (End, End)> {
@@ -483,7 +522,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     prop_oneof![
         20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
         8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
-        1 => prop::bool::weighted(0.7).prop_map(Step::Publish),
+        1 => (prop::bool::weighted(0.7), any::<bool>()).prop_map(|(allowed, keeps)| Step::Publish(allowed, keeps)),
     ]
 }
 
@@ -504,7 +543,11 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                 for step in steps {
                     let now = Timestamp::now();
                     let (packet, mutations) = match step {
-                        Step::Publish(allowed) => {
+                        Step::Publish(allowed, true) => {
+                            node.next_epoch_keeping(allowed);
+                            continue;
+                        }
+                        Step::Publish(allowed, false) => {
                             node.next_epoch(allowed);
                             continue;
                         }

@@ -40,7 +40,11 @@ fn times(schedstat: &str) -> (Duration, Duration) {
 
 #[test]
 fn a_realtime_worker_does_not_wait_for_a_busy_process_on_its_core() {
-    let fixture = Fixture::of(&pods(2), |_, config| config.sections += "[workers]\npriority = \"realtime\"\n");
+    let fixture = Fixture::of(&pods(2), |_, config| {
+        // All packets through the worker.
+        config.offload = false;
+        config.sections += "[workers]\npriority = \"realtime\"\n";
+    });
     let (daemon, worker) = (fixture.daemon.id(), thread_named(fixture.daemon.id(), "worker-0"));
     let status = std::fs::read_to_string(format!("/proc/{daemon}/task/{worker}/status")).unwrap();
     let core = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();

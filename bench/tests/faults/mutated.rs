@@ -143,7 +143,7 @@ fn send_mutated(frames: u64) {
     println!("seed {seed}");
     let mut random = SmallRng::seed_from_u64(seed);
     let yaml = pods(3) + &policy("closed", "pod-1", "  ingress: [{ports: [{port: 53, protocol: UDP}]}]\n");
-    let fixture = Fixture::of(&yaml, |_, _| {});
+    let fixture = Fixture::of(&yaml, |_, config| config.offload = false);
     let flow = EchoConnection::open(
         &fixture.site("test/pod-0").namespace,
         fixture.target("node", false),

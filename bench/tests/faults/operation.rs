@@ -132,7 +132,7 @@ fn concurrent_scrapes_use_at_most_two_threads_for_the_connection_table() {
 fn a_disk_too_small_for_the_connection_table_is_reported_at_startup_in_one_line() {
     let scratch = ScratchDir::new().unwrap();
     let disk = SmallDisk::new(&scratch, 64 << 10);
-    let fixture = Fixture::of(&pods(1), |_, _| {});
+    let fixture = Fixture::of(&pods(1), |_, config| config.offload = false);
     let path = disk.path.join("conntrack");
     let toml = std::fs::read_to_string(fixture.daemon.config()).unwrap();
     let toml = toml.replace("mapping = \"off\"", &format!("mapping = \"{}\"", path.display()));

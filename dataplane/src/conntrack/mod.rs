@@ -52,6 +52,7 @@ pub use hash::PreparedFlow;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
 pub use state::{EvictionClass, SctpState, State, TcpState};
+pub(crate) use sweep::ForwardedConnection;
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
 pub use table::{ConnTable, InsertError, Insertion, NewConnection};
 pub use time::Timestamp;

@@ -108,6 +108,22 @@ impl KernelUse {
         (path >> (TAKEN_AT + orientation as u32) & 1 == 1).then_some((from, to, path >> EPOCH_AT))
     }
 
+    /// The path if it was taken under this epoch, in either direction, with the interfaces of the lower end and the higher
+    /// one.
+    pub(super) fn path_under(&self, epoch: EpochTag) -> Option<(Path, [u32; 2])> {
+        let path = self.path.load(Ordering::Acquire);
+        let end = |at: u32| (path >> at) as u32 & ((1 << END_BITS) - 1);
+        let is_valid = path >> TAKEN_AT & 3 != 0 && path >> EPOCH_AT == epoch.low_bits();
+        is_valid.then(|| (Path(path), [end(0), end(END_BITS)]))
+    }
+
+    /// Makes this path one of another epoch, unless a worker has just changed it.
+    pub(super) fn renew(&self, path: Path, epoch: EpochTag) {
+        let renewed = path.0 & ((1 << EPOCH_AT) - 1) | epoch.low_bits() << EPOCH_AT;
+        // If it fails, the connection's next packet meets a worker.
+        let _ = self.path.compare_exchange(path.0, renewed, EXCHANGE, Ordering::Relaxed);
+    }
+
     /// Clears a path that was taken under an epoch so far behind `now` that its low bits may be reused.
     pub(super) fn clear_stale(&self, generation: u64, now: EpochTag) {
         let path = self.path.load(Ordering::Acquire);

@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
-use super::state::State;
+use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::{TICK, Timestamp};
-use crate::packet::{Address, Flow};
+use crate::packet::{Address, Flow, Protocol};
 use crate::snapshot::Epoch;
 
 /// Position of a sweep. Several sweeps may run at once, each with its own cursor.
@@ -42,6 +42,17 @@ pub struct ConnectionInfo {
     pub idle: Duration,
     /// Time until it expires without another packet, to within a second.
     pub expires_in: Duration,
+}
+
+/// A connection that the kernel's programs forward.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ForwardedConnection {
+    /// The flow of the packet that opened it.
+    pub(crate) original: Flow,
+    /// Interfaces of that packet's source and destination; 0 for the node's stack.
+    pub(crate) ends: [u32; 2],
+    /// Whether its packets traverse the node's own stack.
+    pub(crate) via_host: bool,
 }
 
 impl ConnTable {
@@ -95,6 +106,43 @@ impl ConnTable {
                 expires_in: TICK * (lifetime - age),
             })
         })
+    }
+
+    /// Gives established TCP connections that the kernel's programs forward the verdict of `epoch`, where `is_kept` finds
+    /// them allowed and their path unchanged: none of their packets has to meet a worker for it. Others stay as they are: a
+    /// worker evaluates them at their next packet. Ends early when `is_late`. Returns how many were kept.
+    pub(crate) fn keep_forwarded(
+        &self,
+        epoch: Epoch,
+        mut is_late: impl FnMut() -> bool,
+        mut is_kept: impl FnMut(&ForwardedConnection) -> bool,
+    ) -> usize {
+        const GROUPS_BETWEEN_CLOCKS: u32 = 32;
+        let Some(uses) = self.storage.uses() else { return 0 };
+        let (tag, mut kept) = (EpochTag::of(epoch), 0);
+        for group in 0..self.groups {
+            if group % GROUPS_BETWEEN_CLOCKS == 0 && is_late() {
+                break;
+            }
+            for slot in self.occupied(group) {
+                let Some(EntrySnapshot { control, key, .. }) = self.entry(slot).load() else { continue };
+                let key = key_of(&key);
+                let is_established = control.is_live() && control.is_in(TcpState::Established as u8);
+                if !is_established || key.protocol != Protocol::TCP || control.epoch().covers(tag) {
+                    continue;
+                }
+                let Some((path, ends)) = uses[slot as usize].path_under(control.epoch()) else { continue };
+                let original = control.original();
+                let ends = [ends[original as usize], ends[original.opposite() as usize]];
+                let found = ForwardedConnection { original: key.flow(original), ends, via_host: control.is_via_host() };
+                // If it fails, a packet has just come, and has met a worker.
+                if is_kept(&found) && self.entry(slot).exchange(control, control.with_verdict(tag, true)).is_ok() {
+                    uses[slot as usize].renew(path, tag);
+                    kept += 1;
+                }
+            }
+        }
+        kept
     }
 
     /// Removes all connections of an owner when its pod is removed; returns how many.

@@ -173,10 +173,10 @@ impl ConnTable {
         }
     }
 
-    /// The workers have policy and ports: what the last process allowed ends with this epoch.
-    pub fn take_over(&self, epoch: Epoch) {
+    /// The workers have policy and ports: from now on published epochs are those of the kernel's programs, and what the last
+    /// process allowed ends with the next one.
+    pub fn take_over(&self) {
         self.is_published.store(true, CountOrdering::SeqCst);
-        self.publish_epoch(epoch);
     }
 
     /// A worker has evaluated a packet under `epoch`, and sends it from interface `from` to interface `to` (0: the node's

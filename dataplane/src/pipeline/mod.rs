@@ -22,6 +22,7 @@ use std::sync::Arc;
 pub use crate::DropReason;
 pub use crate::batch::{BATCH, Frames};
 use dispatch::PacketPath;
+pub use offload::keep_offloaded;
 pub use timed::StageClocks;
 use timed::{StageStopwatch, StageTimer};
 

@@ -1,10 +1,13 @@
-//! After the last stage: which connections the kernel's programs may forward from now on by themselves.
+//! After the last stage: which connections the kernel's programs may forward from now on by themselves. And before a new
+//! snapshot counts for the programs: which connections they may go on to forward.
+
+use std::time::{Duration, Instant};
 
 use super::{AdmittedPacket, BATCH, Verdict};
 use crate::Snapshot;
-use crate::conntrack::ConnTable;
+use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
-use crate::packet::Transport;
+use crate::packet::{Address, Flow, Transport};
 
 /// Notes the path of each packet that is forwarded, so that the kernel's programs forward the next ones of its direction
 /// alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for themselves.
@@ -34,4 +37,36 @@ fn interface(port: &Port) -> Option<u32> {
         PortKind::Host => Some(0),
         PortKind::Uplink => None,
     }
+}
+
+/// Evaluates the TCP connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those
+/// that stay allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be
+/// overtaken by the next ones. It takes no longer than `limit`. Returns how many stay.
+pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Duration) -> usize {
+    let until = Instant::now() + limit;
+    connections.keep_forwarded(
+        snapshot.epoch,
+        || Instant::now() >= until,
+        |found| {
+            let verdict = snapshot.policy.evaluate_between(&found.original, snapshot.policy.ends(&found.original));
+            verdict.drop_reason().is_none() && has_same_path(snapshot, found)
+        },
+    )
+}
+
+/// Whether workers would admit and forward packets of both directions as before.
+fn has_same_path(snapshot: &Snapshot, found: &ForwardedConnection) -> bool {
+    let Flow { src, dst, .. } = found.original;
+    let is_same = |(address, known): (Address, u32)| {
+        let port = snapshot.pod_port(address).and_then(|id| snapshot.forwarding.port(id));
+        match (port.and_then(interface), known) {
+            (None, 0) => !snapshot.policy.find(address).is_portless_pod(),
+            (Some(_), 0) => found.via_host,
+            (now, known) => now == Some(known),
+        }
+    };
+    let is_direct = !found.ends.contains(&0);
+    snapshot.forwarding.host().is_some()
+        && !(found.via_host && is_direct)
+        && [(src, found.ends[0]), (dst, found.ends[1])].into_iter().all(is_same)
 }

@@ -134,7 +134,8 @@ impl Dataplane {
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
-        let grace = connections.is_shared().then(GraceThread::start).transpose().map_err(StartError::Grace)?;
+        let grace =
+            connections.is_shared().then(|| GraceThread::start(&connections)).transpose().map_err(StartError::Grace)?;
         let shared = Arc::new(share(umem, &config)?);
         let control = PortControl {
             shared: shared.clone(),
@@ -243,25 +244,22 @@ impl Dataplane {
 
     /// Publishes a snapshot; each worker adopts it in its next poll iteration.
     pub fn publish(&self, snapshot: Snapshot) {
-        let epoch = snapshot.epoch;
+        let snapshot = Arc::new(snapshot);
         let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        retired.push(self.shared.snapshot.swap(Arc::new(snapshot)));
+        retired.push(self.shared.snapshot.swap(Arc::clone(&snapshot)));
         retired.retain(|old| Arc::strong_count(old) > 1);
         drop(retired);
-        if self.connections.publish_epoch(epoch)
-            && let Some(grace) = &self.grace
-        {
-            grace.published(epoch);
+        if let Some(grace) = &self.grace {
+            grace.published(snapshot);
         }
     }
 
     /// The kernel's programs are this process' from now on: those of connections that the last process allowed, and that
     /// no worker has evaluated since, go to a worker once.
     pub fn take_over_offload(&self) {
-        let epoch = self.shared.snapshot.load().epoch;
-        self.connections.take_over(epoch);
+        self.connections.take_over();
         if let Some(grace) = &self.grace {
-            grace.published(epoch);
+            grace.published(self.shared.snapshot.load_full());
         }
     }
 
