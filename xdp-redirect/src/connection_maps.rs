@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use libbpf_rs::{MapCore, MapHandle, MapType, libbpf_sys};
@@ -46,7 +46,8 @@ pub struct ConnectionMaps {
     uses: MapHandle,
 }
 
-/// Prefix of the pins: `conntrack_tags_2` are the tags in version 2.
+/// Prefix of the pins: `conntrack_tags_2_1` are the tags in version 2 of the network namespace with cookie 1. The directory is
+/// named after the namespace's inode, which may be another's later.
 const PREFIX: &str = "conntrack_";
 
 impl ConnectionMaps {
@@ -131,7 +132,19 @@ fn create(name: &str, count: u32, size: u32) -> Result<MapHandle, libbpf_rs::Err
 fn path(pins: &Pins, name: &str, sizes: &ConnectionMapSizes) -> PathBuf {
     let name = name.trim_start_matches("ct_");
     // bpffs has no file names with a dot (bpf_lookup in kernel/bpf/inode.c).
-    pins.directory().join(format!("{PREFIX}{name}_{}", sizes.version))
+    pins.directory().join(format!("{PREFIX}{name}_{}_{:x}", sizes.version, namespace_cookie().unwrap_or_default()))
+}
+
+/// A number of the calling thread's network namespace that no other one has until the next boot (Linux 5.14).
+fn namespace_cookie() -> io::Result<u64> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::DGRAM, None)?;
+    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
+    // SAFETY: the option is a number of 64 bits, to which the pointer and the length refer.
+    let result = unsafe {
+        let to = (&raw mut cookie).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, to, &raw mut length)
+    };
+    if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
 }
 
 fn remove(pins: &Pins) {

@@ -7,12 +7,13 @@
 //! Interface indices are only unique within a network namespace, so each namespace has a directory, named after its
 //! inode.
 
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use libbpf_rs::libbpf_sys;
 use nix::mount::{MsFlags, mount};
@@ -52,6 +53,8 @@ pub enum PinError {
 #[derive(Clone, Debug)]
 pub struct Pins {
     directory: PathBuf,
+    /// The directory, locked as long as a process uses its pins.
+    _lock: Option<Arc<File>>,
 }
 
 /// The program of a pinned link.
@@ -139,19 +142,30 @@ impl Pins {
         }
         // Namespaces that are gone cannot clean up after themselves.
         for entry in fs::read_dir(root).into_iter().flatten().flatten().filter(|entry| entry.path() != pins.directory) {
-            let others = Self { directory: entry.path() };
+            let others = Self { directory: entry.path(), _lock: None };
             others.sweep();
+            // A connection table belongs to links, or to a process that is about to pin some.
+            if others.links().is_empty() && others.lock().is_some() {
+                others.remove_connection_maps();
+            }
             others.close();
         }
         pins.sweep();
-        Ok(pins)
+        let lock = pins.lock();
+        Ok(Self { _lock: lock, ..pins })
+    }
+
+    /// Locks the directory, if no other process has.
+    fn lock(&self) -> Option<Arc<File>> {
+        let directory = File::open(&self.directory).ok()?;
+        directory.try_lock().ok().map(|()| Arc::new(directory))
     }
 
     /// The same without creating or changing anything. There may be no pins.
     pub fn at(root: &Path) -> Result<Self, PinError> {
         let namespace = Path::new("/proc/thread-self/ns/net");
         let inode = fs::metadata(namespace).map_err(|source| PinError::File { path: namespace.into(), source })?.ino();
-        Ok(Self { directory: root.join(inode.to_string()) })
+        Ok(Self { directory: root.join(inode.to_string()), _lock: None })
     }
 
     pub(crate) fn directory(&self) -> &Path {

@@ -211,6 +211,10 @@ fn bind_new(path: &Path) -> Result<File> {
 
 fn remove(path: &Path) {
     // Errors are ignored: the mount may not exist yet, and the next start sweeps what remains.
+    if let Ok(namespace) = fs::metadata(path) {
+        // What a daemon in it has pinned: links end with it, but a connection table does not.
+        let _ = fs::remove_dir_all(Path::new("/sys/fs/bpf/penstock").join(namespace.ino().to_string()));
+    }
     let _ = umount2(path, MntFlags::MNT_DETACH);
     let _ = fs::remove_file(path);
 }
