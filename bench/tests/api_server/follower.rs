@@ -25,6 +25,7 @@ pub(crate) const TIMEOUTS: ApiServerTimeouts = ApiServerTimeouts {
     list_pause: Duration::from_secs(2),
     healthy_after: Duration::from_millis(500),
     silence: Duration::from_secs(2),
+    look_again: Duration::from_millis(100),
 };
 
 pub(crate) struct Follower {

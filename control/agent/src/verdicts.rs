@@ -222,6 +222,9 @@ fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
         (DirectionVerdict::NotReady, _) => "not ready".to_owned(),
         (DirectionVerdict::Open, _) => "open".to_owned(),
         (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
+        (DirectionVerdict::Default, _) => "default".to_owned(),
+        (DirectionVerdict::DeniedBy(_), Some(rule)) => format!("denied by {rule}"),
+        (DirectionVerdict::DeniedBy(_), None) => "denied".to_owned(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };

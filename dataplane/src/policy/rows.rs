@@ -120,6 +120,35 @@ impl Rows {
         None
     }
 
+    /// The lowest rule from `start` on in `(a ∪ b) ∩ c`.
+    pub(super) fn first_common_from(&self, a: Row, b: Row, c: Row, start: u32) -> Option<u32> {
+        let [a, b, c] = [a, b, c].map(|row| self.heads[row as usize]);
+        let (first_place, mask) = (start as usize / WORD, u64::MAX << (start as usize % WORD));
+        let common = |place: usize| {
+            let common = (self.word(a, place) | self.word(b, place)) & self.word(c, place);
+            let common = if place == first_place { common & mask } else { common };
+            (common != 0).then(|| (place * WORD) as u32 + common.trailing_zeros())
+        };
+        if c.place & WIDE == 0 {
+            let place = c.place as usize;
+            return if place < first_place { None } else { common(place) };
+        }
+        for part in first_place / WORD..self.summary() {
+            let summary = |row| self.part_of_summary(row, part);
+            let mut candidates = (summary(a) | summary(b)) & summary(c);
+            if part == first_place / WORD {
+                candidates &= u64::MAX << (first_place % WORD);
+            }
+            while candidates != 0 {
+                if let Some(rule) = common(part * WORD + candidates.trailing_zeros() as usize) {
+                    return Some(rule);
+                }
+                candidates &= candidates - 1;
+            }
+        }
+        None
+    }
+
     fn summary(&self) -> usize {
         self.width.div_ceil(WORD)
     }
@@ -277,6 +306,7 @@ mod tests {
         fn first_common_is_the_lowest_of_the_sets(
             rules in 1u32..9000,
             picks in prop::collection::vec((prop_oneof![0u32..130, any::<u32>()], 0usize..3), 0..40),
+            start in prop_oneof![0u32..200, any::<u32>()],
         ) {
             let mut sets: [BTreeSet<u32>; 3] = Default::default();
             for (rule, which) in picks {
@@ -287,6 +317,10 @@ mod tests {
             let rows = builder.finish();
             let expected = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule)).min().copied();
             prop_assert_eq!(rows.first_common(row[0], row[1], row[2]), expected);
+            let start = start % rules;
+            let mut common = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule));
+            let expected = common.find(|rule| **rule >= start).copied();
+            prop_assert_eq!(rows.first_common_from(row[0], row[1], row[2], start), expected);
             prop_assert_eq!(rows.rules(row[2]), sets[2].iter().copied().collect());
         }
     }

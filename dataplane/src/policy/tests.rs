@@ -1,5 +1,6 @@
 use std::net::IpAddr;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use crate::forward::{Mac, Port, PortId, PortKind};
 use crate::packet::Protocol;
@@ -153,7 +154,7 @@ fn a_later_set_shares_tables_and_leaves_the_earlier_one_unchanged() {
     assert!(!after.evaluate(&probe).is_allowed());
     let table = |set: &PolicySet| match &set.endpoint(EndpointId(1)).unwrap().ingress {
         EndpointPolicy::Isolated(table) => Arc::as_ptr(table),
-        EndpointPolicy::Open => panic!("isolated above"),
+        EndpointPolicy::Open | EndpointPolicy::Tiered(_) => panic!("isolated above"),
     };
     assert_eq!(table(&before), table(&after));
     assert_eq!((before.statistics().endpoints, after.statistics().endpoints), (2, 1));

@@ -86,9 +86,9 @@ pub struct LoggedEvaluation {
     pub policy_verdict: PolicyVerdict,
     /// Why policy was evaluated.
     pub evaluation_reason: EvaluationReason,
-    /// The rule that allowed egress.
+    /// The rule that decided egress.
     pub egress_rule: Option<RuleName>,
-    /// The rule that allowed ingress.
+    /// The rule that decided ingress.
     pub ingress_rule: Option<RuleName>,
 }
 
