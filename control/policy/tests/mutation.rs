@@ -235,8 +235,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "tiers: the rules of the tier that is passed are not masked",
         ROWS,
-        "let common = if place == first_place { common & mask } else { common };",
-        "let common = if place == first_place { common & (mask | 1) } else { common };",
+        "self.word(c, place);\n            let common = if place == first_place { common & mask } else { common };",
+        "self.word(c, place);\n            let common = if place == first_place { common & (mask | 1) } else { common };",
     ),
     mutation(
         "tiers: a policy without rules for a direction touches it",

@@ -96,3 +96,68 @@ fn without_a_tier_a_priority_or_an_action_the_last_version_stays() {
         assert!(problem.starts_with("spec.subject"), "{problem}");
     }
 }
+
+/// The conformance data, if it is there; see `tests/cluster_conformance.rs`.
+fn conformance() -> Option<Value> {
+    let beside = std::path::PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/conformance");
+    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, std::path::PathBuf::from);
+    let Ok(file) = std::fs::File::open(folder.join("cnp-cases.json.gz")) else {
+        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
+        return None;
+    };
+    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("JSON"))
+}
+
+/// The objects of a state, as the API server gives them.
+fn objects(state: &Value) -> Vec<Object> {
+    let typed = |value: Value| serde_json::from_value(value).expect("an object of its type");
+    let list = |name: &str| state[name].as_array().cloned().unwrap_or_default();
+    let namespaces = list("namespaces").into_iter().map(|it| {
+        let namespace = json!({ "metadata": { "name": it["name"], "labels": it["labels"] } });
+        let read = serde_json::from_value(namespace).expect("a namespace");
+        convert::namespace(&read, convert::ConversionSettings::default()).map(Object::Namespace).expect("valid")
+    });
+    let pods = list("pods").into_iter().map(|it| {
+        let ips: Vec<Value> = it["ips"].as_array().into_iter().flatten().map(|ip| json!({ "ip": ip })).collect();
+        let metadata = json!({ "namespace": it["namespace"], "name": it["name"], "labels": it["labels"] });
+        let spec = json!({ "nodeName": it["node"], "hostNetwork": it["hostNetwork"], "containers": [] });
+        let pod = json!({ "metadata": metadata, "spec": spec, "status": { "podIPs": ips } });
+        convert::pod(&typed(pod)).map(Object::Pod).expect("valid")
+    });
+    let policies = list("cluster_policies").into_iter().filter_map(|it| {
+        let metadata = serde_json::from_value(it["metadata"].clone()).expect("metadata");
+        match policy(&metadata, it.get("spec")) {
+            Interpretation::Full(object) | Interpretation::Restricted { object, .. } => Some(object),
+            Interpretation::Kept { .. } | Interpretation::Unusable { .. } => None,
+        }
+    });
+    assert!(list("policies").is_empty(), "these cases have no NetworkPolicy");
+    namespaces.chain(pods).chain(policies).collect()
+}
+
+#[test]
+fn the_conformance_cases_that_manifests_refuse_hold_for_policies_of_a_server() {
+    use penstock_policy::engine::{Engine, EngineSettings};
+    use penstock_policy::flow::{FlowEndpoint, flow};
+    use penstock_policy::model::ObjectChange;
+    let Some(suite) = conformance() else { return };
+    let mut checked = 0;
+    for case in suite["cases"].as_array().expect("cases").iter().filter(|case| case["may_refuse"] == true) {
+        for step in case["steps"].as_array().expect("steps") {
+            let mut engine = Engine::new(EngineSettings::for_all_pods());
+            engine.apply(objects(&step["state"]).into_iter().map(ObjectChange::Set));
+            for row in step["expected"].as_array().expect("expectations") {
+                let end = |name: &str| row[name].as_str().expect("an end").parse::<FlowEndpoint>().expect("an end");
+                let protocol = row["protocol"].as_str().expect("a protocol");
+                let port = row["port"].as_u64().map_or(protocol.to_owned(), |port| format!("{port}/{protocol}"));
+                let port = port.parse().expect("a port");
+                let flow = flow(engine.state(), &end("from"), &end("to"), &port).expect("a flow");
+                let verdict = engine.evaluate(&flow);
+                let allowed = verdict.egress.is_allowed() && verdict.ingress.is_allowed();
+                assert_eq!(allowed, row["allowed"] == true, "{}: {row}: {verdict:?}", case["id"]);
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 10, "{checked} checked");
+}
