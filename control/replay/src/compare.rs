@@ -145,7 +145,7 @@ pub struct VerdictChange {
 impl fmt::Display for PacketVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.verdict)?;
-        self.reason.or(self.rule.as_deref()).map_or(Ok(()), |why| write!(f, " {why}"))
+        [self.reason, self.rule.as_deref()].into_iter().flatten().try_for_each(|why| write!(f, " {why}"))
     }
 }
 
