@@ -336,8 +336,10 @@ impl KindFollower {
     fn event(&mut self, version: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
         version.into_iter().for_each(|version| self.advance(version));
-        if is_news {
-            self.shared.changed(self.kind);
+        match is_news {
+            true => self.shared.changed(self.kind),
+            // How much of an object is understood may have changed, and not its meaning.
+            false => self.shared.count(self.kind),
         }
     }
 

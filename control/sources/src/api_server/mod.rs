@@ -116,10 +116,15 @@ impl Shared {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notifies of changes in the store.
-    fn changed(&self, kind: ObjectKind) {
+    /// Reports the numbers of objects.
+    fn count(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
+    }
+
+    /// Notifies of changes in the store.
+    fn changed(&self, kind: ObjectKind) {
+        self.count(kind);
         self.news.notify_one();
     }
 }

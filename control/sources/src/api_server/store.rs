@@ -145,8 +145,7 @@ impl Store {
         objects.invalid += usize::from(problem_hash.is_some());
         objects.known.insert(reference.clone(), Known { version, content_hash, problem_hash });
         if content_hash == before.and_then(|known| known.content_hash) {
-            // The number of objects that are not understood may be another.
-            return problem_hash != before.and_then(|known| known.problem_hash);
+            return false;
         }
         self.queue(object.map_or(ObjectChange::Delete(reference), ObjectChange::Set));
         true
