@@ -58,7 +58,7 @@ impl PolicyOracle {
         let (src, dst) = (source.into(), probe.destination.into());
         let explanation = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
         let sides = [(Direction::Egress, &explanation.egress), (Direction::Ingress, &explanation.ingress)];
-        match sides.into_iter().find(|(_, side)| side.verdict == DirectionVerdict::Denied) {
+        match sides.into_iter().find(|(_, side)| !side.verdict.is_allowed()) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },
             None => Expectation::Allowed,
         }
@@ -70,6 +70,9 @@ fn reason(direction: Direction, side: &DirectionExplanation) -> String {
         Direction::Egress => "egress",
         Direction::Ingress => "ingress",
     };
+    if let (DirectionVerdict::DeniedBy(_), Some(rule)) = (side.verdict, &side.rule) {
+        return format!("{direction}, by {rule}");
+    }
     let pod = side.pod.as_ref().map_or_else(|| "an unknown pod".to_owned(), ToString::to_string);
     let mut by: Vec<&str> = side.policies.iter().map(|policy| policy.name.as_str()).collect();
     if side.default_deny {

@@ -75,7 +75,7 @@ fn every_field_exists_in_its_type_and_no_kind_is_missing() {
 }
 
 #[test]
-fn the_role_allows_reading_four_kinds_and_nothing_else() {
+fn the_role_allows_reading_five_kinds_and_nothing_else() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -88,7 +88,13 @@ fn the_role_allows_reading_four_kinds_and_nothing_else() {
         }
     }
     rights.sort();
-    let resources = ["/namespaces", "/nodes", "/pods", "networking.k8s.io/networkpolicies"];
+    let resources = [
+        "/namespaces",
+        "/nodes",
+        "/pods",
+        "networking.k8s.io/networkpolicies",
+        "policy.networking.k8s.io/clusternetworkpolicies",
+    ];
     let verbs = ["get", "list", "watch"].into_iter();
     let wanted: Vec<String> = verbs.flat_map(|verb| resources.map(|resource| format!("{verb} {resource}"))).collect();
     assert_eq!(rights, wanted);

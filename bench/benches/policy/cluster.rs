@@ -24,7 +24,8 @@ pub(crate) fn namespace(number: usize) -> Object {
 
 pub(crate) fn node(number: usize) -> Object {
     let address = Ipv4Addr::from_bits(0xc0a8_0000 + number as u32).into();
-    Object::Node(Node { name: format!("node-{number}"), addresses: vec![address] })
+    let (addresses, status_addresses) = (vec![address], vec![address]);
+    Object::Node(Node { name: format!("node-{number}"), labels: Default::default(), addresses, status_addresses })
 }
 
 /// The address of a pod: one /24 for each hundred pods.

@@ -7,7 +7,8 @@ use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::policy::{PolicySet, PortProtocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{
-    LabelOperator, Object, ObjectChange, Peer, Peers, Pod, PolicyPorts, Requirement, Rule, Selector,
+    ClusterNetworkPolicy, ClusterRule, ClusterTier, LabelOperator, Object, ObjectChange, Peer, Peers, Pod, PolicyPorts,
+    Requirement, Rule, RuleAction, Selector, Subject,
 };
 
 use super::alternatives::{LinearList, MizarTables};
@@ -105,6 +106,7 @@ pub(crate) fn run(rounds: usize) -> Vec<bool> {
     println!("  (from {FLOWS} random ones of the 100,000 pods: {all_over_ns:.1} ns)");
 
     results.extend(rules(rounds));
+    results.extend(tiers(rounds));
     results.push(linear(rounds));
     results.push(mizar(rounds));
     results
@@ -166,6 +168,72 @@ fn rules(rounds: usize) -> Vec<bool> {
             1.25,
         ),
     ]
+}
+
+/// A pod with 1,000 rules of ClusterNetworkPolicies in both tiers, half of them before NetworkPolicy and half behind it,
+/// against the same without, and against one with a single rule.
+fn tiers(rounds: usize) -> Vec<bool> {
+    let isolating = || {
+        let rule = || Rule {
+            peers: Peers::AnyOf(vec![Peer::Pods(selector(&[("app", "app-1".to_owned())]))]),
+            ports: PolicyPorts::AnyOf(vec![tcp(1, 400)]),
+        };
+        policy(0, "both".to_owned(), Selector::default(), Some(vec![rule()]), Some(vec![rule()]))
+    };
+    let policies = |each: usize| {
+        [ClusterTier::Admin, ClusterTier::Baseline]
+            .into_iter()
+            .flat_map(move |tier| (0..each.div_ceil(25)).map(move |number| cluster_policy(tier, number, each.min(25))))
+    };
+    let small = |more: Vec<Object>| set(pods(100).chain(more));
+    let alone = small(vec![isolating()]);
+    let within = small(policies(500).chain([isolating()]).collect());
+    let (one, many) = (small(policies(1).collect()), small(policies(500).collect()));
+    let mut number = numbers();
+    let mut next = |below: usize| number.next().unwrap() % below;
+    let flows: Vec<Flow> =
+        (0..FLOWS).map(|_| flow(address(next(100)), address(next(100)), 1 + next(500) as u16)).collect();
+    let [alone_ns, within_ns, one_ns, many_ns] = race(
+        rounds,
+        [
+            &mut || evaluate_all(&alone, &flows),
+            &mut || evaluate_all(&within, &flows),
+            &mut || evaluate_all(&one, &flows),
+            &mut || evaluate_all(&many, &flows),
+        ],
+    );
+    vec![
+        ratio(
+            "lookup, 1,000 ClusterNetworkPolicy rules around a NetworkPolicy against none",
+            within_ns,
+            alone_ns,
+            1.25,
+        ),
+        ratio("lookup, 1,000 ClusterNetworkPolicy rules in two tiers against 2", many_ns, one_ns, 1.25),
+    ]
+}
+
+/// Policy `number` of a tier, on all pods: a different port for each rule, in turn accepted, denied and passed.
+fn cluster_policy(tier: ClusterTier, number: usize, rules: usize) -> Object {
+    let rule = |place: usize| {
+        let port = 1 + (number * 25 + place) as u16;
+        let action = [RuleAction::Accept, RuleAction::Deny, RuleAction::Pass][place % 3];
+        let peers = Peers::AnyOf(vec![Peer::PodsInNamespaces {
+            namespaces: Selector::default(),
+            pods: selector(&[("app", format!("app-{}", place % 5))]),
+        }]);
+        let matches = Rule { peers, ports: PolicyPorts::AnyOf(vec![tcp(port, port)]) };
+        ClusterRule { name: None, action, matches, is_understood: true }
+    };
+    let all: Vec<ClusterRule> = (0..rules).map(rule).collect();
+    Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
+        name: format!("{tier}-{number}").to_lowercase(),
+        tier,
+        priority: number as u16,
+        subject: Subject::default(),
+        ingress: all.clone(),
+        egress: all,
+    })
 }
 
 /// Against an equivalent first-match list of 1,000 six-tuples.

@@ -6,7 +6,7 @@ use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Fault,
 use penstock_sources::ObjectKind;
 
 use crate::follower::Follower;
-use crate::objects::{namespace, numbered_pod, pod, shop};
+use crate::objects::{cluster_policy, namespace, numbered_pod, pod, shop};
 
 fn server(streams: bool) -> ApiServer {
     ApiServer::in_process(streams, None).unwrap()
@@ -134,4 +134,41 @@ fn an_expired_token_is_reloaded() {
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
     follower.catch_up(&server);
     follower.until("followed again", |health| health.connected);
+}
+
+#[test]
+fn cluster_policies_are_followed_once_they_are_defined_and_dropped_when_they_no_longer_are() {
+    let server = server(true);
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    let kind = ObjectKind::ClusterNetworkPolicy;
+    assert!(follower.health(kind).synced, "a cluster without the definition is complete");
+    assert_eq!(fake(&server).requests(Verb::List, Resource::ClusterNetworkPolicies), 0, "and nothing is asked");
+    follower.catch_up(&server);
+    let reaches = |follower: &Follower| follower.reaches("10.1.0.1", "10.1.0.2");
+    assert!(reaches(&follower));
+    fake(&server).define_cluster_policies(true);
+    server.admin().create(&cluster_policy("guard", "Deny")).unwrap();
+    follower.catch_up(&server);
+    assert!(!reaches(&follower) && follower.health(kind).objects == 1);
+    // What cannot be read leaves the last version in force, and is counted.
+    server.admin().replace(&cluster_policy("guard", "Log")).unwrap();
+    for _ in 0..100 {
+        if follower.health(kind).invalid == 0 {
+            follower.listen(Duration::from_millis(50));
+        }
+    }
+    assert!(follower.health(kind).invalid == 1 && !reaches(&follower));
+    server.admin().replace(&cluster_policy("guard", "Accept")).unwrap();
+    follower.catch_up(&server);
+    assert!(reaches(&follower) && follower.health(kind).invalid == 0);
+    server.admin().replace(&cluster_policy("guard", "Deny")).unwrap();
+    follower.catch_up(&server);
+    assert!(!reaches(&follower));
+    // The server forgets the definition, and says so more than once.
+    fake(&server).define_cluster_policies(false);
+    server.stop();
+    server.resume().unwrap();
+    follower.catch_up(&server);
+    assert!(reaches(&follower) && follower.health(kind).objects == 0);
 }

@@ -45,6 +45,18 @@ pub(crate) fn policy(namespace: &str, to: &str, from: &str) -> Value {
     })
 }
 
+/// A ClusterNetworkPolicy of the Admin tier with one ingress rule about all pods.
+pub(crate) fn cluster_policy(name: &str, action: &str) -> Value {
+    json!({
+        "apiVersion": "policy.networking.k8s.io/v1alpha2", "kind": "ClusterNetworkPolicy",
+        "metadata": { "name": name },
+        "spec": {
+            "tier": "Admin", "priority": 10, "subject": { "namespaces": {} },
+            "ingress": [{ "action": action, "from": [{ "namespaces": {} }] }],
+        },
+    })
+}
+
 /// A small cluster: namespace `shop`, node `here`, pods `web`, `db` and `job`; only `web` may reach `db`.
 pub(crate) fn shop(server: &ApiServer) {
     let objects = [

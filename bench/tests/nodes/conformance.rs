@@ -78,7 +78,7 @@ const SERVICES: [EchoService; 4] =
 /// One case in so many is run by the short test.
 const SHARE: usize = 8;
 /// A denied probe is sent this often with this timeout.
-const RETRIES: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(150), attempts: 2 };
+pub(crate) const RETRIES: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(150), attempts: 2 };
 
 fn suite() -> Option<Suite> {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
@@ -101,7 +101,7 @@ fn by_pairs(place: usize) -> usize {
     place / 2 % 2
 }
 
-fn node_name(node: usize) -> String {
+pub(crate) fn node_name(node: usize) -> String {
     format!("node-{node}")
 }
 
@@ -159,15 +159,18 @@ impl SuiteState {
     }
 }
 
-fn documents(objects: impl Iterator<Item = Value>) -> String {
+pub(crate) fn documents(objects: impl Iterator<Item = Value>) -> String {
     objects.map(|object| format!("{object}\n")).collect::<Vec<_>>().join("---\n")
 }
 
-fn nodes() -> String {
+pub(crate) fn nodes() -> String {
     let node = |number: usize| {
         json!({
             "apiVersion": "v1", "kind": "Node", "metadata": {"name": node_name(number)},
-            "status": {"addresses": [{"type": "InternalIP", "address": format!("172.18.{}.2", number + 1)}]},
+            "status": {"addresses": [
+                {"type": "InternalIP", "address": format!("172.18.{}.2", number + 1)},
+                {"type": "InternalIP", "address": format!("fd00:172:18:{}::2", number + 1)},
+            ]},
         })
     };
     documents([0, 1].map(node).into_iter())
@@ -200,21 +203,7 @@ impl SuiteRunner {
     /// Applies a state to the cluster and waits until both nodes have adopted it.
     fn set(&mut self, state: &SuiteState) {
         self.fixture.save("all.yaml", &(nodes() + "---\n" + &state.manifests(&self.places)));
-        for (node, daemon) in self.fixture.daemons.iter().enumerate() {
-            let deadline = Instant::now() + Duration::from_secs(20);
-            // Later saves are read later. If a batch contains both, its log line may be truncated: then save once more.
-            loop {
-                self.marks += 1;
-                let mark = format!("mark-{}", self.marks);
-                let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": mark}});
-                let seen = daemon.log().len();
-                self.fixture.save("mark.yaml", &format!("{object}\n"));
-                if daemon.log().wait_for_after(seen, &mark, Duration::from_millis(500)).is_ok() {
-                    break;
-                }
-                assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", self.fixture.logs());
-            }
-        }
+        wait_until_adopted(&self.fixture, &mut self.marks);
     }
 
     /// Sends a probe for each expectation of a step; returns the differences.
@@ -222,15 +211,7 @@ impl SuiteRunner {
         let is_sent = |row: &&SuiteExpectation| !row.is_self && row.protocol != "SCTP";
         let rows: Vec<&SuiteExpectation> = expected.iter().filter(is_sent).collect();
         let probes: Vec<Probe> = rows.iter().map(|row| self.probe(row)).collect();
-        let mut outcomes = probe::run(&self.fixture.sites, &probes, RETRIES).unwrap();
-        // On a busy machine a reply may take longer, which is not a denial.
-        let late: Vec<usize> =
-            (0..rows.len()).filter(|&at| rows[at].allowed && outcomes[at] == ProbeOutcome::Silent).collect();
-        let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
-        let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
-        for (at, outcome) in late.into_iter().zip(probe::run(&self.fixture.sites, &again, patience).unwrap()) {
-            outcomes[at] = outcome;
-        }
+        let outcomes = send(&self.fixture, &probes, |at| rows[at].allowed);
         let mut wrong = Vec::new();
         for ((row, probe), outcome) in rows.iter().zip(&probes).zip(outcomes) {
             let SuiteExpectation { from, to, allowed, .. } = row;
@@ -255,6 +236,39 @@ impl SuiteRunner {
         };
         Probe { from: from as usize, to: to as usize, destination, protocol }
     }
+}
+
+/// Waits until every node has adopted what was saved last.
+pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
+    for (node, daemon) in fixture.daemons.iter().enumerate() {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        // Later saves are read later. If a batch contains both, its log line may be truncated: then save once more.
+        loop {
+            *marks += 1;
+            let mark = format!("mark-{marks}");
+            let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": mark}});
+            let seen = daemon.log().len();
+            fixture.save("mark.yaml", &format!("{object}\n"));
+            if daemon.log().wait_for_after(seen, &mark, Duration::from_millis(500)).is_ok() {
+                break;
+            }
+            assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", fixture.logs());
+        }
+    }
+}
+
+/// Sends probes; those that should get an answer and do not are sent again with more patience.
+pub(crate) fn send(fixture: &Fixture, probes: &[Probe], is_allowed: impl Fn(usize) -> bool) -> Vec<ProbeOutcome> {
+    let mut outcomes = probe::run(&fixture.sites, probes, RETRIES).unwrap();
+    // On a busy machine a reply may take longer, which is not a denial.
+    let late: Vec<usize> =
+        (0..probes.len()).filter(|&at| is_allowed(at) && outcomes[at] == ProbeOutcome::Silent).collect();
+    let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
+    let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
+    for (at, outcome) in late.into_iter().zip(probe::run(&fixture.sites, &again, patience).unwrap()) {
+        outcomes[at] = outcome;
+    }
+    outcomes
 }
 
 /// Number of cells: on one node and on two, allowed and denied.

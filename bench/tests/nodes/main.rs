@@ -1,6 +1,7 @@
 //! One or several nodes: each a network namespace with pods and a daemon, joined by a router. Needs root and a built
 //! `penstock`.
 
+mod cluster_conformance;
 mod conformance;
 mod fixture;
 mod reach;

@@ -20,10 +20,13 @@ pub(super) struct NodeObjects {
     configured: Vec<IpAddr>,
     /// All addresses of this node: of its object, its interfaces and its configuration.
     addresses: Vec<IpAddr>,
+    /// This node as the engine knows it.
+    own: Option<Node>,
     pods: BTreeMap<ObjectKey, Pod>,
     /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
-    policies: BTreeSet<ObjectKey>,
+    /// NetworkPolicies and ClusterNetworkPolicies.
+    policies: BTreeSet<ObjectRef>,
 }
 
 /// What a batch of changes affects.
@@ -44,6 +47,7 @@ impl NodeObjects {
             node_object: None,
             configured: configured.to_vec(),
             addresses: Vec::new(),
+            own: None,
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
@@ -80,19 +84,19 @@ impl NodeObjects {
                 ObjectChange::Set(Object::Pod(Pod { key, .. })) | ObjectChange::Delete(ObjectRef::Pod(key)) => {
                     pods |= self.pods.remove(key).is_some();
                 }
-                ObjectChange::Set(Object::NetworkPolicy(policy)) => {
-                    self.policies.insert(policy.key.clone());
+                ObjectChange::Set(object @ (Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_))) => {
+                    self.policies.insert(object.reference());
                 }
-                ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => {
+                ObjectChange::Delete(key @ (ObjectRef::NetworkPolicy(_) | ObjectRef::ClusterNetworkPolicy(_))) => {
                     self.policies.remove(key);
                 }
                 _ => {}
             }
             others.push(change);
         }
-        let own = self.own_node(interfaces);
-        nodes |= own.is_some();
-        others.extend(own);
+        let before = self.addresses.clone();
+        others.extend(self.own_node(interfaces));
+        nodes |= before != self.addresses;
         ChangeEffect { policy: self.engine.apply(others), pods, nodes }
     }
 
@@ -156,7 +160,7 @@ impl NodeObjects {
         self.owner(address) == Some(pod)
     }
 
-    /// NetworkPolicies in the cluster.
+    /// NetworkPolicies and ClusterNetworkPolicies in the cluster.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -188,11 +192,15 @@ impl NodeObjects {
     fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<ObjectChange> {
         let object = self.node_object.iter().flat_map(|node| &node.addresses);
         let all: BTreeSet<IpAddr> = object.chain(&self.configured).chain(interfaces).copied().collect();
-        if all.iter().eq(&self.addresses) {
-            return None;
-        }
         self.addresses = all.into_iter().collect();
-        Some(ObjectChange::Set(Object::Node(Node { name: self.node.clone(), addresses: self.addresses.clone() })))
+        let (labels, status_addresses) = self
+            .node_object
+            .as_ref()
+            .map(|node| (node.labels.clone(), node.status_addresses.clone()))
+            .unwrap_or_default();
+        let own = Node { name: self.node.clone(), labels, addresses: self.addresses.clone(), status_addresses };
+        let is_known = self.own.as_ref() == Some(&own) || (self.own.is_none() && own.addresses.is_empty());
+        (!is_known).then(|| ObjectChange::Set(Object::Node(self.own.insert(own).clone())))
     }
 }
 
@@ -252,7 +260,11 @@ mod tests {
         let reached =
             |objects: &NodeObjects| ["192.0.2.1", "10.1.1.1", "192.0.2.9"].map(|from| reaches_pod(objects, from));
         assert_eq!(reached(&objects), [true, true, false]);
-        let node = |name: &str| Object::Node(Node { name: name.into(), addresses: vec![address("192.0.2.9")] });
+        let node = |name: &str| {
+            let addresses = vec![address("192.0.2.9")];
+            let status_addresses = addresses.clone();
+            Object::Node(Node { name: name.into(), labels: Default::default(), addresses, status_addresses })
+        };
         objects.apply([ObjectChange::Set(node("elsewhere"))], &interfaces);
         assert_eq!(reached(&objects), [true, true, false]);
         objects.apply(

@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::Epoch;
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::policy::{AddressOwner, Endpoint, EndpointPolicy, PolicySet};
+use penstock_dataplane::policy::{AddressOwner, Endpoint, PolicySet};
 use penstock_dataplane::worker::Dataplane;
 use penstock_policy::model::ObjectKey;
 use prometheus_client::metrics::counter::Counter;
@@ -169,13 +168,8 @@ fn endpoint_of(policy: &PolicySet, addresses: &BTreeSet<IpAddr>) -> Option<Endpo
 
 /// Whether both have the same rule tables. Equal tables are shared, so comparing pointers is enough.
 fn is_same(one: Option<&Endpoint>, other: Option<&Endpoint>) -> bool {
-    let same = |one: &EndpointPolicy, other: &EndpointPolicy| match (one, other) {
-        (EndpointPolicy::Open, EndpointPolicy::Open) => true,
-        (EndpointPolicy::Isolated(one), EndpointPolicy::Isolated(other)) => Arc::ptr_eq(one, other),
-        _ => false,
-    };
     match (one, other) {
-        (Some(one), Some(other)) => same(&one.egress, &other.egress) && same(&one.ingress, &other.ingress),
+        (Some(one), Some(other)) => one.egress.is_same(&other.egress) && one.ingress.is_same(&other.ingress),
         (None, None) => true,
         _ => false,
     }

@@ -92,6 +92,11 @@ struct PolicyReason {
     reason: &'static str,
     egress: String,
     ingress: String,
+    /// The rules that passed a side on to the next tier, in order.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    egress_passed_by: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    ingress_passed_by: Vec<String>,
 }
 
 /// A line that counts missing lines.
@@ -222,6 +227,9 @@ fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
         (DirectionVerdict::NotReady, _) => "not ready".to_owned(),
         (DirectionVerdict::Open, _) => "open".to_owned(),
         (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
+        (DirectionVerdict::Default, _) => "default".to_owned(),
+        (DirectionVerdict::DeniedBy(_), Some(rule)) => format!("denied by {rule}"),
+        (DirectionVerdict::DeniedBy(_), None) => "denied".to_owned(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };
@@ -232,6 +240,8 @@ fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
         },
         egress: side(evaluation.policy_verdict.egress, &evaluation.egress_rule),
         ingress: side(evaluation.policy_verdict.ingress, &evaluation.ingress_rule),
+        egress_passed_by: evaluation.egress_passes.iter().map(ToString::to_string).collect(),
+        ingress_passed_by: evaluation.ingress_passes.iter().map(ToString::to_string).collect(),
     }
 }
 

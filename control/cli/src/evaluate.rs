@@ -5,7 +5,8 @@ use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::packet::Protocol;
-use penstock_policy::engine::{DirectionExplanation, Engine};
+use penstock_policy::describe;
+use penstock_policy::engine::{DirectionExplanation, Engine, TierOutcome, TierStep};
 use penstock_policy::flow::{self, FlowError, ProtocolPort};
 use penstock_policy::render::tables::PodScope;
 use serde::{Deserialize, Serialize};
@@ -71,6 +72,33 @@ struct DirectionAnswer {
     isolated: bool,
     rule: Option<String>,
     policies: Vec<String>,
+    /// What each tier did, where ClusterNetworkPolicies apply.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tiers: Vec<TierAnswer>,
+}
+
+#[derive(Serialize, Debug)]
+struct TierAnswer {
+    tier: String,
+    outcome: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rule: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+}
+
+impl From<&TierStep> for TierAnswer {
+    fn from(TierStep { tier, outcome }: &TierStep) -> Self {
+        let (outcome, rule, name) = match outcome {
+            TierOutcome::NoPolicy => ("no policy", None, None),
+            TierOutcome::NoMatch => ("no match", None, None),
+            TierOutcome::Isolated => ("isolated", None, None),
+            TierOutcome::Rule { action, rule, name } => {
+                (describe::action(*action), Some(rule.to_string()), name.clone())
+            }
+        };
+        Self { tier: tier.to_string(), outcome, rule, name }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Debug)]
@@ -157,6 +185,7 @@ impl From<&DirectionExplanation> for DirectionAnswer {
             isolated: side.isolated,
             rule: side.rule.as_ref().map(ToString::to_string),
             policies: side.policies.iter().map(ToString::to_string).collect(),
+            tiers: side.tiers.iter().map(TierAnswer::from).collect(),
         }
     }
 }

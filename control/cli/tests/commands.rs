@@ -268,6 +268,89 @@ fn lint_finds_the_mistakes_and_nothing_else() {
     }
 }
 
+/// One ClusterNetworkPolicy in a line; `ACTION namespace-label` each rule, ingress.
+fn cluster_policy(name: &str, tier: &str, priority: u16, subject: &str, rules: &[(&str, &str)]) -> String {
+    let labels =
+        |team: &str| if team.is_empty() { "{}".to_owned() } else { format!("{{matchLabels: {{team: {team}}}}}") };
+    let rules =
+        rules.iter().map(|(action, team)| format!("{{action: {action}, from: [{{namespaces: {}}}]}}", labels(team)));
+    let rules = rules.collect::<Vec<_>>().join(", ");
+    format!(
+        "{{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {{name: {name}}}, spec: \
+         {{tier: {tier}, priority: {priority}, subject: {{namespaces: {}}}, ingress: [{rules}]}}}}\n",
+        labels(subject)
+    )
+}
+
+#[test]
+fn lint_finds_rules_of_tiers_that_nothing_reaches_and_orders_that_are_not_defined() {
+    let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: NAME, labels: {team: NAME}}}\n---\n\
+                     {apiVersion: v1, kind: Node, metadata: {name: n}}\n---\n\
+                     {apiVersion: v1, kind: Pod, metadata: {name: p, namespace: NAME}, spec: {nodeName: n}, \
+                     status: {podIP: 10.0.0.1}}\n---\n"
+        .replace("NAME", "shop");
+    let lint = |policies: &[String]| {
+        let found = penstock_with(&["lint", "--manifests", "-"], &(namespace.clone() + &policies.join("---\n")), &[]);
+        assert_eq!(found.code, 0, "{}", found.error);
+        let lines = found.out.lines().filter_map(|line| line.strip_prefix("standard input:"));
+        lines.map(|line| line.split_once(": ").expect("a line number").1.to_owned()).collect::<Vec<_>>()
+    };
+    let shadowed = "is never reached: ingress";
+    let nothing = "passes to nothing: no later tier has a policy for its subject, so it accepts [no-effect]";
+    for (policies, expected) in [
+        (vec![cluster_policy("a", "Admin", 1, "", &[("Deny", "lab"), ("Accept", "shop")])], vec![]),
+        (
+            vec![cluster_policy("a", "Admin", 1, "", &[("Accept", ""), ("Deny", "shop")])],
+            vec![format!("ClusterNetworkPolicy a: spec.ingress[1]: {shadowed}[0] of a accepts all that it matches [shadowed]")],
+        ),
+        (
+            vec![
+                cluster_policy("a", "Admin", 1, "", &[("Deny", "shop")]),
+                cluster_policy("b", "Admin", 2, "shop", &[("Accept", "shop")]),
+            ],
+            vec![format!("ClusterNetworkPolicy b: spec.ingress[0]: {shadowed}[0] of a denies all that it matches [shadowed]")],
+        ),
+        (
+            vec![
+                cluster_policy("a", "Admin", 1, "", &[("Deny", "shop")]),
+                cluster_policy("b", "Baseline", 2, "shop", &[("Accept", "shop")]),
+            ],
+            vec![format!(
+                "ClusterNetworkPolicy b: spec.ingress[0]: {shadowed}[0] of a of the Admin tier denies all that it matches [shadowed]"
+            )],
+        ),
+        (
+            // What the Admin tier passes reaches the Baseline tier.
+            vec![
+                cluster_policy("a", "Admin", 1, "", &[("Pass", "shop"), ("Deny", "")]),
+                cluster_policy("b", "Baseline", 2, "shop", &[("Deny", "shop")]),
+            ],
+            vec![],
+        ),
+        (
+            vec![cluster_policy("a", "Admin", 1, "", &[("Pass", "shop"), ("Deny", "")])],
+            vec![format!("ClusterNetworkPolicy a: spec.ingress[0]: {nothing}")],
+        ),
+        (
+            vec![
+                cluster_policy("a", "Admin", 1, "", &[("Deny", "lab")]),
+                cluster_policy("b", "Admin", 1, "shop", &[("Accept", "lab2")]),
+            ],
+            vec![
+                "ClusterNetworkPolicy b: spec.priority: equals that of a, and their subjects can meet: which comes first \
+                 is not defined, here it is a [equal-priority]"
+                    .to_owned(),
+            ],
+        ),
+        (
+            vec![cluster_policy("a", "Admin", 1, "none", &[("Deny", "lab")])],
+            vec!["ClusterNetworkPolicy a: spec.subject: selects nothing: no pod matches [selects-nothing]".to_owned()],
+        ),
+    ] {
+        assert_eq!(lint(&policies), expected, "{policies:?}");
+    }
+}
+
 #[test]
 fn bad_manifests_exit_with_2_and_name_file_and_line() {
     let bad = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  ingress:\n  - from:\n    - {}\n";

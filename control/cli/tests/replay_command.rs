@@ -188,6 +188,40 @@ fn a_comparison_exits_with_3_if_a_verdict_changes_else_0() {
 }
 
 #[test]
+fn a_deny_rule_of_a_cluster_policy_is_named_counted_and_compared() {
+    let directory = ReplayDirectory::new();
+    let guard = POLICY.to_owned()
+        + "---\n{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {name: guard}, spec: \
+           {tier: Admin, priority: 1, subject: {namespaces: {}}, egress: [{action: Pass, to: [{namespaces: {}}], \
+           protocols: [{udp: {destinationPort: {number: 54}}}]}, {action: Deny, to: [{namespaces: {}}]}]}}\n";
+    directory.write("tiers/pods.yaml", CLUSTER.as_bytes());
+    directory.write("tiers/policy.yaml", guard.as_bytes());
+    let arguments = ["--manifests", "cluster", "--compare", "tiers", "--pcap", "a.pcap"];
+    let table = directory.replay(&arguments);
+    assert_eq!((table.status.code(), text(&table.stderr)), (Some(3), ""));
+    let row = "shop/web  shop/db      UDP/53  allow shop-ingress-db-0  deny egress_denied Admin-egress-guard-1";
+    assert!(text(&table.stdout).contains(row), "{}", text(&table.stdout));
+    let alone = directory.replay(&["--manifests", "tiers", "--pcap", "a.pcap", "--verdicts", "-"]);
+    let rules: Vec<_> = text(&alone.stdout)
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["rule"].clone())
+        .collect();
+    let deny = || serde_json::Value::from("Admin-egress-guard-1");
+    assert_eq!(
+        rules,
+        [deny(), deny(), serde_json::Value::Null, deny()],
+        "the third is passed, and NetworkPolicy isolates"
+    );
+    let summary = directory.replay(&["--manifests", "tiers", "--pcap", "a.pcap", "--summary", "json"]);
+    let summary: serde_json::Value = serde_json::from_slice(&summary.stdout).unwrap();
+    let hits = serde_json::json!([
+        { "rule": "Admin-egress-guard-1", "connections": 3 },
+        { "rule": "Admin-egress-guard-0", "connections": 1 },
+    ]);
+    assert_eq!(summary["rules"], hits, "{summary}");
+}
+
+#[test]
 fn a_timeline_applies_to_later_packets() {
     let directory = ReplayDirectory::new();
     directory.write("closed.yaml", POLICY.split("  ingress:").next().unwrap().as_bytes());

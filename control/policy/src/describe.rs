@@ -1,6 +1,6 @@
 //! Parts of a policy as text.
 
-use penstock_dataplane::policy::Direction;
+use penstock_dataplane::policy::{Direction, RuleAction};
 
 use crate::model::{IpBlock, LabelOperator, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Selector};
 
@@ -31,15 +31,18 @@ fn namespaces(found: &Selector) -> String {
     }
 }
 
-/// A peer of a policy in a namespace.
-pub fn peer(peer: &Peer, namespace: &str) -> String {
+/// A peer of a policy in a namespace, or of a ClusterNetworkPolicy, which has none.
+pub fn peer(peer: &Peer, namespace: Option<&str>) -> String {
     match peer {
-        Peer::Pods(found) => format!("{} of {namespace}", pods(found)),
+        Peer::Pods(found) => format!("{} of {}", pods(found), namespace.unwrap_or("no namespace")),
         Peer::Namespaces(found) => format!("every pod of {}", namespaces(found)),
         Peer::PodsInNamespaces { namespaces: found, pods: inside } => {
             format!("{} of {}", pods(inside), namespaces(found))
         }
         Peer::IpBlock(found) => block(found),
+        Peer::Networks(networks) => networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+        Peer::Nodes(found) if found.requirements.is_empty() => "every node".to_owned(),
+        Peer::Nodes(found) => format!("nodes with {}", selector(found)),
     }
 }
 
@@ -53,7 +56,7 @@ fn block(block: &IpBlock) -> String {
 }
 
 /// The peers of a rule.
-pub(crate) fn peers(peers: &Peers, namespace: &str) -> String {
+pub(crate) fn peers(peers: &Peers, namespace: Option<&str>) -> String {
     match peers {
         Peers::Every => "every peer".to_owned(),
         Peers::AnyOf(some) if some.is_empty() => "no peer".to_owned(),
@@ -87,6 +90,15 @@ pub(crate) fn ports(ports: &PolicyPorts) -> String {
         PolicyPorts::Every => "every port and protocol".to_owned(),
         PolicyPorts::AnyOf(some) if some.is_empty() => "no port".to_owned(),
         PolicyPorts::AnyOf(some) => some.iter().map(port).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// An action, as what its rule does.
+pub fn action(action: RuleAction) -> &'static str {
+    match action {
+        RuleAction::Accept => "accepts",
+        RuleAction::Deny => "denies",
+        RuleAction::Pass => "passes",
     }
 }
 

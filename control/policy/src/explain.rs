@@ -2,10 +2,10 @@
 
 use std::fmt::{Display, Write as _};
 
-use penstock_dataplane::policy::{Direction, DirectionVerdict};
+use penstock_dataplane::policy::{Direction, DirectionVerdict, RuleAction};
 
-use crate::compile::{Mismatch, Provenance, rules_of};
-use crate::engine::{DirectionExplanation, Engine, NearestRule};
+use crate::compile::{Mismatch, PolicyName, Provenance, Tier, cluster_rules_of, rules_of};
+use crate::engine::{DirectionExplanation, Engine, NearestRule, TierOutcome, TierStep};
 use crate::flow::{FlowEndpoint, FlowError, ProtocolPort};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
 use crate::{describe, flow};
@@ -78,13 +78,14 @@ fn explain_direction(
     };
     let name = explanation.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
     let verdict = match explanation.verdict {
-        DirectionVerdict::Denied => style.bad(&"denied"),
+        DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_) => style.bad(&"denied"),
         DirectionVerdict::NotReady => format!("{}, its policies are not known yet", style.bad(&"denied")),
         DirectionVerdict::NotLocal if explanation.pod.is_some() => {
             format!("{} here, its own node enforces it", style.good(&"allowed"))
         }
         DirectionVerdict::NotLocal => format!("{}, not a pod: no policy applies to it", style.good(&"allowed")),
         DirectionVerdict::Open => format!("{}, no policy isolates it", style.good(&"allowed")),
+        DirectionVerdict::Default => format!("{}, no rule of any tier decides", style.good(&"allowed")),
         DirectionVerdict::Exempt => {
             format!("{}, a pod and its node, and a pod and itself, always reach each other", style.good(&"allowed"))
         }
@@ -94,7 +95,10 @@ fn explain_direction(
         }
     };
     line(text, &format!("\n{} of {name}: {verdict}", style.strong(&word)));
-    for key in &explanation.policies {
+    explanation.tiers.iter().for_each(|step| tier(text, style, step));
+    // Where the Admin tier decides, NetworkPolicies are not evaluated.
+    let is_by_admin = explanation.tiers.first().is_some_and(|step| step.outcome.is_final());
+    for key in explanation.policies.iter().filter(|_| !is_by_admin) {
         let Some(policy) = find(engine, key) else { continue };
         let rules = rules_of(policy, direction).unwrap_or_default().len();
         let isolates = if policy.isolates { "isolates it" } else { "selects it" };
@@ -105,11 +109,13 @@ fn explain_direction(
         };
         line(text, &format!("  policy   {key} ({rules})"));
     }
-    if explanation.default_deny {
+    if explanation.default_deny && !is_by_admin {
         line(text, "  policy   the DefaultDeny annotation of its namespace (isolates it)");
     }
     if let Some(provenance) = &explanation.rule {
-        line(text, &format!("  rule     {}", style.good(provenance)));
+        let is_denied = matches!(explanation.verdict, DirectionVerdict::DeniedBy(_));
+        let shown = if is_denied { style.bad(provenance) } else { style.good(provenance) };
+        line(text, &format!("  rule     {shown}"));
         describe_rule(text, engine, provenance);
     }
     match &explanation.nearest {
@@ -119,6 +125,31 @@ fn explain_direction(
         }
         None => {}
     }
+}
+
+/// What one tier did: `Admin: rule 2 of lockdown passes`.
+fn tier(text: &mut String, style: &dyn TextStyle, TierStep { tier, outcome }: &TierStep) {
+    let outcome = match outcome {
+        TierOutcome::NoPolicy if *tier == Tier::NetworkPolicy => "none isolates it".to_owned(),
+        TierOutcome::NoPolicy => "no policy applies".to_owned(),
+        TierOutcome::NoMatch => "no rule matches".to_owned(),
+        TierOutcome::Isolated => "decides, since it isolates the pod".to_owned(),
+        TierOutcome::Rule { action, rule, name } => {
+            let policy = match &rule.policy {
+                PolicyName::Cluster { name, .. } => name,
+                PolicyName::Network(key) => &key.name,
+            };
+            let name = name.as_ref().map(|name| format!(" ({name:?})")).unwrap_or_default();
+            let does = describe::action(*action);
+            let action = match action {
+                RuleAction::Accept => style.good(&does),
+                RuleAction::Deny => style.bad(&does),
+                RuleAction::Pass => style.mixed(&does),
+            };
+            format!("rule {} of {policy}{name} {action}", rule.rule)
+        }
+    };
+    line(text, &format!("  tier     {tier}: {outcome}"));
 }
 
 fn nearest(text: &mut String, engine: &Engine, style: &dyn TextStyle, rule: &NearestRule, peer: &str) {
@@ -137,7 +168,7 @@ fn nearest(text: &mut String, engine: &Engine, style: &dyn TextStyle, rule: &Nea
 
 fn describe_rule(text: &mut String, engine: &Engine, provenance: &Provenance) {
     let Some(rule) = find_rule(engine, provenance) else { return };
-    let (peers, ports) = (describe::peers(&rule.peers, &provenance.policy.namespace), describe::ports(&rule.ports));
+    let (peers, ports) = (describe::peers(&rule.peers, provenance.policy.namespace()), describe::ports(&rule.ports));
     let word = match provenance.direction {
         Direction::Egress => "to",
         Direction::Ingress => "from",
@@ -147,7 +178,13 @@ fn describe_rule(text: &mut String, engine: &Engine, provenance: &Provenance) {
 
 /// The policy's rule to which a provenance points.
 fn find_rule<'a>(engine: &'a Engine, provenance: &Provenance) -> Option<&'a Rule> {
-    rules_of(find(engine, &provenance.policy)?, provenance.direction)?.get(provenance.rule)
+    match &provenance.policy {
+        PolicyName::Network(key) => rules_of(find(engine, key)?, provenance.direction)?.get(provenance.rule),
+        PolicyName::Cluster { name, .. } => {
+            let (policy, _) = engine.state().cluster_policies().find(|(policy, _)| policy.name == *name)?;
+            cluster_rules_of(policy, provenance.direction).get(provenance.rule).map(|rule| &rule.matches)
+        }
+    }
 }
 
 fn find<'a>(engine: &'a Engine, key: &ObjectKey) -> Option<&'a NetworkPolicy> {

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 use serde::Serialize;
 
-use crate::describe::direction as word;
+use crate::describe::{self, direction as word};
 use crate::engine::Engine;
 use crate::state::PodId;
 
@@ -32,7 +32,7 @@ struct ListedEndpoint {
     pod: String,
     node: Option<String>,
     addresses: Vec<String>,
-    /// Its table's number, `null` where it is not isolated.
+    /// Its table's number, `null` where no policy applies.
     egress: Option<u32>,
     ingress: Option<u32>,
 }
@@ -41,6 +41,9 @@ struct ListedEndpoint {
 struct Table {
     table: u32,
     direction: &'static str,
+    /// What becomes of a flow that no rule decides, where ClusterNetworkPolicies contribute; elsewhere it is denied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    default: Option<&'static str>,
     rules: Vec<ListedRule>,
 }
 
@@ -48,6 +51,9 @@ struct Table {
 struct ListedRule {
     bit: usize,
     rule: String,
+    /// What it does, in a table to which ClusterNetworkPolicies contribute; elsewhere every rule accepts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    action: Option<&'static str>,
     /// Prefixes; `null` for every peer.
     peers: Option<Vec<String>>,
     /// `null` for every port and protocol.
@@ -73,13 +79,16 @@ fn listing(engine: &Engine) -> Listing {
             let next = numbers.len() as u32;
             let number = *numbers.entry(own).or_insert(next);
             if number == next {
+                let key = engine.tables().key(id, direction).filter(|key| key.is_tiered());
                 let rules = (0..).zip(expansion.rules(own)).map(|(bit, rule)| ListedRule {
                     bit,
                     rule: rule.source.name().0.to_string(),
+                    action: key.map(|_| describe::action(rule.source.action())),
                     peers: rule.peers.map(|peers| peers.iter().map(ToString::to_string).collect()),
                     ports: ports(rule.ports),
                 });
-                tables.push(Table { table: number, direction: word(direction), rules: rules.collect() });
+                let default = key.map(|key| if key.isolation.is_some() { "denied" } else { "allowed" });
+                tables.push(Table { table: number, direction: word(direction), default, rules: rules.collect() });
             }
             Some(number)
         };
@@ -128,7 +137,7 @@ impl Listing {
             });
             let users = users.map(|endpoint| endpoint.pod.as_str()).collect::<Vec<_>>().join(", ");
             let _ = writeln!(text, "\ntable {}, {} of {users}", table.table, table.direction);
-            if table.rules.is_empty() {
+            if table.rules.is_empty() && table.default.is_none() {
                 let _ = writeln!(text, "  no rule: everything is denied");
             }
             for rule in &table.rules {
@@ -138,11 +147,15 @@ impl Listing {
                     Some(list) => list.join(" "),
                 };
                 let (peers, ports) = (list(&rule.peers), list(&rule.ports));
+                let action = rule.action.map(|action| format!("  {action}")).unwrap_or_default();
                 let _ = writeln!(
                     text,
-                    "  bit {}  {}\n         peers  {peers}\n         ports  {ports}",
+                    "  bit {}  {}{action}\n         peers  {peers}\n         ports  {ports}",
                     rule.bit, rule.rule
                 );
+            }
+            if let Some(default) = table.default {
+                let _ = writeln!(text, "  without a rule: {default}");
             }
         }
         text

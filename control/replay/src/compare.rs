@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+use penstock_dataplane::DropReason;
 use penstock_dataplane::packet::{Flow, Packet};
 use rustc_hash::{FxHashSet, FxHasher};
 use serde::Serialize;
@@ -37,7 +38,7 @@ pub struct PacketVerdict {
     pub verdict: &'static str,
     /// The reason, unless `allow`.
     pub reason: Option<&'static str>,
-    /// The names of the rules that allow it, separated by a space.
+    /// The names of the rules that allow it, separated by a space, or of the rule that denies it.
     pub rule: Option<String>,
 }
 
@@ -72,7 +73,12 @@ impl PacketOutcome<'_> {
         let mut names = Vec::new();
         self.cluster.rules().write_names(self.rules, &mut names);
         let rule = String::from_utf8_lossy(&names).into_owned();
-        PacketVerdict { verdict, reason, rule: (!rule.is_empty() && self.decision == Decision::Allow).then_some(rule) }
+        // Another denied packet belongs to a connection that rules allow.
+        let is_by_rule = matches!(
+            self.decision,
+            Decision::Allow | Decision::Deny(DropReason::EgressDenied | DropReason::IngressDenied)
+        );
+        PacketVerdict { verdict, reason, rule: (!rule.is_empty() && is_by_rule).then_some(rule) }
     }
 }
 
@@ -139,7 +145,7 @@ pub struct VerdictChange {
 impl fmt::Display for PacketVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.verdict)?;
-        self.reason.or(self.rule.as_deref()).map_or(Ok(()), |why| write!(f, " {why}"))
+        [self.reason, self.rule.as_deref()].into_iter().flatten().try_for_each(|why| write!(f, " {why}"))
     }
 }
 

@@ -29,7 +29,7 @@ pub(super) struct EvaluatedPacket<'a> {
     pub(super) decision: Decision,
     /// Its relation to a connection.
     pub(super) connection_state: Option<ConnectionState>,
-    /// The rules that allow its connection.
+    /// The rules that allow its connection, or the one that denies it.
     pub(super) rules: Rules,
 }
 

@@ -7,7 +7,7 @@ use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, T
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
 use penstock_dataplane::pipeline::{BATCH, DropReason, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
-use penstock_dataplane::policy::PolicyVerdict;
+use penstock_dataplane::policy::{Direction, PolicyVerdict};
 use penstock_policy::model::ObjectChange;
 use penstock_xdp_redirect::XdpOutcome;
 
@@ -54,6 +54,7 @@ pub enum ConnectionState {
 #[derive(Clone, Copy, Debug)]
 struct PolicyEvaluation {
     index: usize,
+    flow: Flow,
     policy_verdict: PolicyVerdict,
     evaluation_reason: EvaluationReason,
 }
@@ -65,11 +66,11 @@ impl Observer for VerdictObserver<'_> {
     fn evaluated(
         &mut self,
         index: usize,
-        _: &Flow,
+        flow: &Flow,
         policy_verdict: &PolicyVerdict,
         evaluation_reason: EvaluationReason,
     ) {
-        self.0.push(PolicyEvaluation { index, policy_verdict: *policy_verdict, evaluation_reason });
+        self.0.push(PolicyEvaluation { index, flow: *flow, policy_verdict: *policy_verdict, evaluation_reason });
     }
 }
 
@@ -194,15 +195,21 @@ impl Player {
 
     fn count_connections(&mut self) {
         let (snapshot, rules) = self.cluster.parts();
-        for PolicyEvaluation { index, policy_verdict, evaluation_reason } in &self.evaluations {
+        for PolicyEvaluation { index, flow, policy_verdict, evaluation_reason } in &self.evaluations {
             match evaluation_reason {
-                EvaluationReason::Opened if is_let_through(self.verdicts[*index]) => {
-                    self.counters.connections += 1;
-                    let rules_hit = rules.of(&snapshot.policy, policy_verdict);
-                    rules.hit(rules_hit);
+                EvaluationReason::Opened => {
+                    let is_opened = is_let_through(self.verdicts[*index]);
+                    self.counters.connections += u64::from(is_opened);
+                    if is_opened || !policy_verdict.is_allowed() {
+                        let rules_hit = rules.of(&snapshot.policy, policy_verdict);
+                        rules.hit(rules_hit);
+                        for direction in [Direction::Egress, Direction::Ingress] {
+                            rules.passed(&snapshot.policy, snapshot.policy.passes(flow, direction));
+                        }
+                    }
                 }
                 EvaluationReason::Reevaluated if !policy_verdict.is_allowed() => self.counters.revoked += 1,
-                EvaluationReason::Opened | EvaluationReason::Reevaluated => {}
+                EvaluationReason::Reevaluated => {}
             }
         }
     }
@@ -219,7 +226,7 @@ impl Player {
         }
     }
 
-    /// The packet's relation to a connection, and the rules that allow that connection. Valid until the next batch.
+    /// The packet's relation to a connection, and the rules that allow that connection or deny the packet. Valid until the next batch.
     pub fn connection_state(
         &mut self,
         entry: EntryPoint,
@@ -235,6 +242,11 @@ impl Player {
         }
         if verdict == Verdict::Drop(DropReason::InvalidState) {
             return (Some(ConnectionState::Established), self.rules_of(packet, frame));
+        }
+        let own = self.evaluations.iter().rfind(|evaluation| evaluation.index == index);
+        if let (Verdict::Drop(DropReason::EgressDenied | DropReason::IngressDenied), Some(own)) = (verdict, own) {
+            let (snapshot, rules) = self.cluster.parts();
+            return (None, rules.of(&snapshot.policy, &own.policy_verdict));
         }
         if !is_let_through(verdict) {
             return none;

@@ -1,9 +1,9 @@
-//! The rules of a replay by name, and how many connections each allowed.
+//! The rules of a replay by name, and how many connections each decided.
 
 use std::sync::Arc;
 
-use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef};
-use penstock_policy::compile::{RuleSource, rules_of};
+use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicySet, PolicyVerdict, RuleRef};
+use penstock_policy::compile::{RuleSource, cluster_sources, network_sources};
 use penstock_policy::engine::Engine;
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -11,7 +11,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RuleId(u32);
 
-/// The rules that allowed a connection: one in each direction that needs one.
+/// The rules that decided a connection: those that allowed it, at most one in each direction, or that which denied it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Rules {
     /// Egress of the source.
@@ -34,7 +34,7 @@ impl RuleNames {
     /// Adds the rules of the policies that are now in force. Keeps those from before.
     pub(super) fn update_rules(&mut self, engine: &Engine) {
         self.by_ref.clear();
-        let mut seen = FxHashSet::default();
+        let (mut seen, mut seen_in_cluster) = (FxHashSet::default(), FxHashSet::default());
         for pod in engine.tables().pods() {
             for (policy, _) in engine.state().policies_of(pod) {
                 if !seen.insert(policy) {
@@ -42,21 +42,35 @@ impl RuleNames {
                 }
                 let policy = engine.state().policy(policy).expect("the state lists only policies it has");
                 for direction in [Direction::Egress, Direction::Ingress] {
-                    let rules = rules_of(policy, direction).unwrap_or_default().len();
-                    for rule in 0..rules {
-                        let source = RuleSource { policy: Arc::clone(policy), direction, rule };
-                        self.intern(&source.name().0);
-                    }
+                    self.intern_all(network_sources(policy, direction));
                 }
             }
+            for (policy, _) in engine.state().cluster_policies_of(pod) {
+                if !seen_in_cluster.insert(policy) {
+                    continue;
+                }
+                let policy = engine.state().cluster_policy(policy).expect("the state lists only policies it has");
+                for direction in [Direction::Egress, Direction::Ingress] {
+                    self.intern_all(cluster_sources(policy, direction));
+                }
+            }
+        }
+    }
+
+    fn intern_all(&mut self, sources: impl Iterator<Item = RuleSource>) {
+        for source in sources {
+            self.intern(&source.name().0);
         }
     }
 
     /// The rules of a verdict by the current tables.
     #[inline]
     pub(super) fn of(&mut self, policy: &PolicySet, policy_verdict: &PolicyVerdict) -> Rules {
-        let egress = policy_verdict.egress.rule().map(|rule| self.resolve(policy, rule));
-        let ingress = policy_verdict.ingress.rule().map(|rule| self.resolve(policy, rule));
+        let decides = |side: &DirectionVerdict| policy_verdict.is_allowed() || !side.is_allowed();
+        let egress = Some(policy_verdict.egress).filter(decides).and_then(|side| side.rule());
+        let ingress = Some(policy_verdict.ingress).filter(decides).and_then(|side| side.rule());
+        let egress = egress.map(|rule| self.resolve(policy, rule));
+        let ingress = ingress.map(|rule| self.resolve(policy, rule));
         // If one rule allows both directions, it counts once.
         Rules { egress, ingress: ingress.filter(|_| ingress != egress) }
     }
@@ -83,7 +97,15 @@ impl RuleNames {
         id
     }
 
-    /// Counts a connection that these rules allowed.
+    /// Counts a connection that these rules passed on to the next tier.
+    pub(super) fn passed(&mut self, policy: &PolicySet, rules: impl IntoIterator<Item = RuleRef>) {
+        for rule in rules {
+            let id = self.resolve(policy, rule);
+            self.connections[id.0 as usize] += 1;
+        }
+    }
+
+    /// Counts a connection that these rules decided.
     pub(super) fn hit(&mut self, rules: Rules) {
         for rule in [rules.egress, rules.ingress].into_iter().flatten() {
             self.connections[rule.0 as usize] += 1;
@@ -108,7 +130,7 @@ impl RuleNames {
         }
     }
 
-    /// Each rule with the connections it allowed, most first, then by name.
+    /// Each rule with the connections it decided, most first, then by name.
     pub fn hits(&self) -> Vec<(&str, u64)> {
         let mut hits: Vec<_> = self.names.iter().map(|name| &**name).zip(self.connections.iter().copied()).collect();
         hits.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));

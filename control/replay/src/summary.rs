@@ -24,9 +24,9 @@ pub struct Summary {
     pub connections: ConnectionCounts,
     /// Reasons of packets dropped or passed to the kernel; most first.
     pub reasons: Vec<ReasonCount>,
-    /// Rules by the connections they allowed; most first.
+    /// Rules by the connections they decided or passed on, most first. A Deny counts each packet that it denies.
     pub rules: Vec<RuleHits>,
-    /// Rules that allowed none.
+    /// Rules that decided none.
     pub never_hit: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ pub struct ReasonCount {
     pub packets: u64,
 }
 
-/// The connections that a rule allowed.
+/// The connections that a rule decided or passed on.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct RuleHits {
     /// Its name.

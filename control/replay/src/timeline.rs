@@ -219,7 +219,8 @@ fn changes(
 fn reference(text: &str) -> Result<ObjectRef, String> {
     let wrong = || {
         format!(
-            "delete: {text:?} is not an object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node"
+            "delete: {text:?} is not an object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node, \
+             ClusterNetworkPolicy"
         )
     };
     let (kind, name) = text.split_once(' ').ok_or_else(wrong)?;
@@ -230,6 +231,7 @@ fn reference(text: &str) -> Result<ObjectRef, String> {
     match kind {
         "Namespace" => Ok(ObjectRef::Namespace(name.to_owned())),
         "Node" => Ok(ObjectRef::Node(name.to_owned())),
+        "ClusterNetworkPolicy" => Ok(ObjectRef::ClusterNetworkPolicy(name.to_owned())),
         "Pod" => key().map(ObjectRef::Pod),
         "NetworkPolicy" => key().map(ObjectRef::NetworkPolicy),
         _ => Err(wrong()),

@@ -14,11 +14,14 @@ pub enum ObjectKind {
     Pod,
     /// NetworkPolicies.
     NetworkPolicy,
+    /// ClusterNetworkPolicies. A cluster that does not serve them has none.
+    ClusterNetworkPolicy,
 }
 
 impl ObjectKind {
     /// All kinds.
-    pub const ALL: [Self; 4] = [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy];
+    pub const ALL: [Self; 5] =
+        [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy, Self::ClusterNetworkPolicy];
 
     /// The `kind` in manifests.
     pub fn name(self) -> &'static str {
@@ -27,6 +30,7 @@ impl ObjectKind {
             Self::Node => "Node",
             Self::Pod => "Pod",
             Self::NetworkPolicy => "NetworkPolicy",
+            Self::ClusterNetworkPolicy => "ClusterNetworkPolicy",
         }
     }
 
@@ -37,6 +41,7 @@ impl ObjectKind {
             Self::Node => "nodes",
             Self::Pod => "pods",
             Self::NetworkPolicy => "networkpolicies",
+            Self::ClusterNetworkPolicy => "clusternetworkpolicies",
         }
     }
 }
@@ -167,7 +172,7 @@ mod tests {
         let pods = health.of(ObjectKind::Pod);
         assert!(pods.synced && !pods.connected && pods.last_sign.unwrap() < Duration::from_secs(60), "{pods:?}");
         assert_eq!((pods.events, pods.outages, pods.lists, pods.objects, pods.invalid), (1, 1, 1, 7, 1));
-        assert!(!health.is_synced(), "three kinds are missing");
+        assert!(!health.is_synced(), "the other kinds are missing");
         ObjectKind::ALL.into_iter().for_each(|kind| health.listed(kind));
         assert!(health.is_synced());
     }

@@ -141,6 +141,7 @@ fn kind_of(change: &ObjectChange) -> ObjectKind {
         ObjectChange::Set(Object::Node(_)) => ObjectKind::Node,
         ObjectChange::Set(Object::Pod(_)) => ObjectKind::Pod,
         ObjectChange::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
+        ObjectChange::Set(Object::ClusterNetworkPolicy(_)) => ObjectKind::ClusterNetworkPolicy,
         ObjectChange::Delete(reference) => kind_of_reference(reference),
     }
 }
@@ -151,5 +152,6 @@ fn kind_of_reference(reference: &ObjectRef) -> ObjectKind {
         ObjectRef::Node(_) => ObjectKind::Node,
         ObjectRef::Pod(_) => ObjectKind::Pod,
         ObjectRef::NetworkPolicy(_) => ObjectKind::NetworkPolicy,
+        ObjectRef::ClusterNetworkPolicy(_) => ObjectKind::ClusterNetworkPolicy,
     }
 }

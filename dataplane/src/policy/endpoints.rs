@@ -4,14 +4,38 @@ use std::sync::Arc;
 
 use super::addresses::EndpointId;
 use super::table::RuleTable;
+use super::tiers::TieredTable;
 
 /// Policy of one direction of an endpoint.
 #[derive(Clone, Debug)]
 pub enum EndpointPolicy {
-    /// No policy selects it for this direction: everything is allowed.
+    /// No policy applies to it in this direction: everything is allowed.
     Open,
-    /// Isolated: only what a rule of this table allows.
+    /// Isolated by NetworkPolicies alone: only what a rule of this table allows.
     Isolated(Arc<RuleTable>),
+    /// ClusterNetworkPolicies apply, with or without NetworkPolicies.
+    Tiered(Arc<TieredTable>),
+}
+
+impl EndpointPolicy {
+    /// All rules, if there is a table.
+    pub fn table(&self) -> Option<&RuleTable> {
+        match self {
+            Self::Open => None,
+            Self::Isolated(table) => Some(table),
+            Self::Tiered(tiers) => Some(tiers.table()),
+        }
+    }
+
+    /// Whether both are the same table, or both open.
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Open, Self::Open) => true,
+            (Self::Isolated(table), Self::Isolated(other)) => Arc::ptr_eq(table, other),
+            (Self::Tiered(tiers), Self::Tiered(other)) => Arc::ptr_eq(tiers, other),
+            _ => false,
+        }
+    }
 }
 
 /// Policy of both directions of an endpoint.

@@ -9,8 +9,11 @@
 //!   identity ─▶ row      two-level array: the pods that selectors name
 //!   address  ─▶ row      trie: address blocks, excepts and shadowing resolved when it is built
 //!   (protocol, port) ─▶ row   two-level array: ranges resolved when it is built
-//! allowed = ((identity's row | address's row) & port's row) ≠ 0, and the lowest bit names the rule
+//! first rule = lowest bit of ((identity's row | address's row) & port's row); without one an isolated endpoint denies
 //! ```
+//!
+//! The rules of ClusterNetworkPolicies are bits of the same rows, in the order of their tiers ([`TieredTable`]), so the
+//! lowest bit is the rule that decides, and a Pass masks the bits of its tier.
 //!
 //! So the cost of a new connection depends neither on the number of policies and pods nor on the number of rules of an
 //! endpoint. A bit is a *rule*, not a policy: peers and ports of different rules never combine. Rules for every peer
@@ -26,6 +29,7 @@ mod peers;
 mod ports;
 mod rows;
 mod table;
+mod tiers;
 
 #[cfg(test)]
 mod tests;
@@ -37,8 +41,7 @@ pub use peers::Identity;
 pub use ports::{PortProtocol, PortRange};
 pub use rows::RuleSet;
 pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
-
-use std::sync::Arc;
+pub use tiers::{RuleAction, TieredTable};
 
 use crate::DropReason;
 use crate::forward::Forwarding;
@@ -47,6 +50,7 @@ use crate::packet::{Address, Flow};
 pub(crate) use addresses::AddressEntry;
 use addresses::{AddressMap, NONE};
 use endpoints::Endpoints;
+use tiers::TierOutcome;
 
 /// Direction of an endpoint's policy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -79,14 +83,18 @@ pub enum DirectionVerdict {
     NotLocal,
     /// The address is behind a pod's port of this node, but policy does not know the pod yet.
     NotReady,
-    /// No policy selects the pod for this direction.
+    /// No policy applies to the pod in this direction.
     Open,
-    /// The pod is isolated and this rule allows the flow.
+    /// This rule allows the flow: of a NetworkPolicy that isolates the pod, or an Accept of a ClusterNetworkPolicy.
     Allowed(RuleRef),
+    /// This Deny rule of a ClusterNetworkPolicy denies the flow.
+    DeniedBy(RuleRef),
+    /// ClusterNetworkPolicies apply to the pod, and no rule of any tier decided: allowed.
+    Default,
     /// The pod is isolated and none of its rules allows the flow, but this rule of the other direction does, and rules
     /// are honoured cluster-wide.
     AllowedByPeer(RuleRef),
-    /// A pod and its node, or a pod and itself: never subject to policy.
+    /// A pod and itself: never subject to policy. A pod and its node: never denied by NetworkPolicy.
     Exempt,
 }
 
@@ -94,13 +102,13 @@ impl DirectionVerdict {
     /// Whether this direction allows the flow.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
-        !matches!(self, Self::Denied | Self::NotReady)
+        !matches!(self, Self::Denied | Self::DeniedBy(_) | Self::NotReady)
     }
 
-    /// The rule that allowed the flow, of either direction.
+    /// The rule that decided, of either direction.
     pub const fn rule(&self) -> Option<RuleRef> {
         match self {
-            Self::Allowed(rule) | Self::AllowedByPeer(rule) => Some(*rule),
+            Self::Allowed(rule) | Self::DeniedBy(rule) | Self::AllowedByPeer(rule) => Some(*rule),
             _ => None,
         }
     }
@@ -128,8 +136,8 @@ impl PolicyVerdict {
     pub const fn drop_reason(&self) -> Option<DropReason> {
         match (self.egress, self.ingress) {
             (DirectionVerdict::NotReady, _) | (_, DirectionVerdict::NotReady) => Some(DropReason::NotReady),
-            (DirectionVerdict::Denied, _) => Some(DropReason::EgressDenied),
-            (_, DirectionVerdict::Denied) => Some(DropReason::IngressDenied),
+            (DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_), _) => Some(DropReason::EgressDenied),
+            (_, DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_)) => Some(DropReason::IngressDenied),
             (DirectionVerdict::NotLocal, DirectionVerdict::NotLocal) => Some(DropReason::NotReady),
             _ => None,
         }
@@ -185,14 +193,58 @@ impl PolicySet {
     #[inline]
     pub(crate) fn evaluate_between(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
         if is_exempt(src, dst) {
-            return PolicyVerdict { egress: exempt(src), ingress: exempt(dst) };
+            return self.evaluate_exempt(flow, src, dst);
         }
         let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow);
         let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow);
         match self.rule_scope {
             RuleScope::BothSides => PolicyVerdict { egress, ingress },
-            RuleScope::ClusterWide => cluster_wide(egress, ingress),
+            RuleScope::ClusterWide => self.cluster_wide(egress, ingress),
         }
+    }
+
+    /// Between a pod and itself, or a pod and its node. Only ClusterNetworkPolicies can deny, and only egress to the
+    /// node: no peer of an ingress rule can be a node.
+    #[cold]
+    fn evaluate_exempt(&self, flow: &Flow, src: &AddressEntry, dst: &AddressEntry) -> PolicyVerdict {
+        let mut egress = exempt(src);
+        if dst.is_node()
+            && let Some(Endpoint { egress: EndpointPolicy::Tiered(tiers), .. }) = self.endpoints.find(src.endpoint)
+        {
+            let outcome = tiers.evaluate(dst.identity, flow.dst, flow.protocol, flow.dst_port, true);
+            egress = tiered(outcome, src.endpoint, Direction::Egress);
+        }
+        PolicyVerdict { egress, ingress: exempt(dst) }
+    }
+
+    /// A NetworkPolicy's rule of one direction overrules the isolation of the other.
+    fn cluster_wide(&self, egress: DirectionVerdict, ingress: DirectionVerdict) -> PolicyVerdict {
+        use DirectionVerdict::{Allowed, AllowedByPeer, Denied};
+        match (egress, ingress) {
+            (Allowed(rule), Denied) if self.is_of_network_policy(rule) => {
+                PolicyVerdict { egress, ingress: AllowedByPeer(rule) }
+            }
+            (Denied, Allowed(rule)) if self.is_of_network_policy(rule) => {
+                PolicyVerdict { egress: AllowedByPeer(rule), ingress }
+            }
+            _ => PolicyVerdict { egress, ingress },
+        }
+    }
+
+    fn is_of_network_policy(&self, rule: RuleRef) -> bool {
+        match self.direction(rule.endpoint, rule.direction) {
+            None | Some(EndpointPolicy::Open) => false,
+            Some(EndpointPolicy::Isolated(_)) => true,
+            Some(EndpointPolicy::Tiered(tiers)) => tiers.is_of_network_policy(rule.rule),
+        }
+    }
+
+    fn direction(&self, endpoint: EndpointId, direction: Direction) -> Option<&EndpointPolicy> {
+        let endpoint = self.endpoint(endpoint)?;
+        Some(match direction {
+            Direction::Egress => &endpoint.egress,
+            Direction::Ingress => &endpoint.ingress,
+        })
     }
 
     #[inline]
@@ -220,6 +272,29 @@ impl PolicySet {
                 }
                 None => DirectionVerdict::Denied,
             },
+            EndpointPolicy::Tiered(tiers) => {
+                let outcome = tiers.evaluate(peer.identity, address, flow.protocol, flow.dst_port, false);
+                tiered(outcome, own.endpoint, direction)
+            }
+        }
+    }
+
+    /// The rules of one direction of a flow that passed it on to the next tier, in order. For display.
+    pub fn passes(&self, flow: &Flow, direction: Direction) -> Vec<RuleRef> {
+        let FlowEnds { src, dst } = self.ends(flow);
+        let (own, peer, address) = match direction {
+            Direction::Egress => (src, dst, flow.dst),
+            Direction::Ingress => (dst, src, flow.src),
+        };
+        // Neither a pod itself nor ingress from its node is subject to a rule.
+        let exempt = is_exempt(src, dst) && (direction == Direction::Ingress || !dst.is_node());
+        let endpoint = EndpointId(own.endpoint);
+        match self.direction(endpoint, direction) {
+            Some(EndpointPolicy::Tiered(tiers)) if own.endpoint != NONE && !exempt => {
+                let rules = tiers.passes(peer.identity, address, flow.protocol, flow.dst_port);
+                rules.into_iter().map(|rule| RuleRef { endpoint, direction, rule }).collect()
+            }
+            _ => Vec::new(),
         }
     }
 
@@ -235,15 +310,7 @@ impl PolicySet {
 
     /// The name of a rule returned by this set.
     pub fn rule_name(&self, rule: RuleRef) -> Option<&RuleName> {
-        let endpoint = self.endpoint(rule.endpoint)?;
-        let isolation = match rule.direction {
-            Direction::Egress => &endpoint.egress,
-            Direction::Ingress => &endpoint.ingress,
-        };
-        match isolation {
-            EndpointPolicy::Open => None,
-            EndpointPolicy::Isolated(table) => table.name(rule.rule),
-        }
+        self.direction(rule.endpoint, rule.direction)?.table()?.name(rule.rule)
     }
 
     /// Starts the next set from this one, which stays unchanged.
@@ -253,17 +320,10 @@ impl PolicySet {
 
     /// Size of the set.
     pub fn statistics(&self) -> PolicySetStatistics {
-        let mut tables: Vec<&Arc<RuleTable>> = self
-            .endpoints
-            .iter()
-            .flat_map(|endpoint| [&endpoint.egress, &endpoint.ingress])
-            .filter_map(|isolation| match isolation {
-                EndpointPolicy::Open => None,
-                EndpointPolicy::Isolated(table) => Some(table),
-            })
-            .collect();
-        tables.sort_unstable_by_key(|table| Arc::as_ptr(table));
-        tables.dedup_by_key(|table| Arc::as_ptr(table));
+        let directions = self.endpoints.iter().flat_map(|endpoint| [&endpoint.egress, &endpoint.ingress]);
+        let mut tables: Vec<&RuleTable> = directions.filter_map(EndpointPolicy::table).collect();
+        tables.sort_unstable_by_key(|table| std::ptr::from_ref(*table));
+        tables.dedup_by_key(|table| std::ptr::from_ref(*table));
         PolicySetStatistics {
             addresses: self.addresses.owned(),
             endpoints: self.endpoints.len(),
@@ -299,12 +359,16 @@ fn exempt(end: &AddressEntry) -> DirectionVerdict {
     if end.endpoint == NONE { end.without_endpoint() } else { DirectionVerdict::Exempt }
 }
 
-fn cluster_wide(egress: DirectionVerdict, ingress: DirectionVerdict) -> PolicyVerdict {
-    use DirectionVerdict::{Allowed, AllowedByPeer, Denied};
-    match (egress, ingress) {
-        (Allowed(rule), Denied) => PolicyVerdict { egress, ingress: AllowedByPeer(rule) },
-        (Denied, Allowed(rule)) => PolicyVerdict { egress: AllowedByPeer(rule), ingress },
-        _ => PolicyVerdict { egress, ingress },
+/// The verdict of a tiered table.
+#[inline]
+fn tiered(outcome: TierOutcome, endpoint: u32, direction: Direction) -> DirectionVerdict {
+    let rule = |rule| RuleRef { endpoint: EndpointId(endpoint), direction, rule };
+    match outcome {
+        TierOutcome::Accepted(number) => DirectionVerdict::Allowed(rule(number)),
+        TierOutcome::Denied(number) => DirectionVerdict::DeniedBy(rule(number)),
+        TierOutcome::Isolated => DirectionVerdict::Denied,
+        TierOutcome::OwnNode => DirectionVerdict::Exempt,
+        TierOutcome::Default => DirectionVerdict::Default,
     }
 }
 

@@ -96,26 +96,65 @@ impl Rows {
     pub(super) fn first_common(&self, a: Row, b: Row, c: Row) -> Option<u32> {
         let [a, b, c] = [a, b, c].map(|row| self.heads[row as usize]);
         if (a.place | b.place | c.place) & WIDE != 0 {
-            return self.first_common_wide(a, b, c);
+            return self.first_common_wide([a, b, c], 0);
         }
         let from = |row: RowHead| if row.place == c.place { row.bits } else { 0 };
         let common = (from(a) | from(b)) & c.bits;
         if common == 0 { None } else { Some(c.place * u64::BITS + common.trailing_zeros()) }
     }
 
-    fn first_common_wide(&self, a: RowHead, b: RowHead, c: RowHead) -> Option<u32> {
-        for part in 0..self.summary() {
+    /// The lowest rule from `start` on in `(a ∪ b) ∩ c`.
+    #[inline]
+    pub(super) fn first_common_from(&self, a: Row, b: Row, c: Row, start: u32) -> Option<u32> {
+        self.first_common_wide([a, b, c].map(|row| self.heads[row as usize]), start)
+    }
+
+    fn first_common_wide(&self, [a, b, c]: [RowHead; 3], start: u32) -> Option<u32> {
+        let (first_place, mask) = (start as usize / WORD, u64::MAX << (start as usize % WORD));
+        let common = |place: usize| {
+            let common = (self.word(a, place) | self.word(b, place)) & self.word(c, place);
+            let common = if place == first_place { common & mask } else { common };
+            (common != 0).then(|| (place * WORD) as u32 + common.trailing_zeros())
+        };
+        // Where one side has a single word, there is nothing to search.
+        let single = if c.place & WIDE == 0 { Some(c) } else { (b == NO_RULE && a.place & WIDE == 0).then_some(a) };
+        if let Some(RowHead { place, .. }) = single {
+            return if (place as usize) < first_place { None } else { common(place as usize) };
+        }
+        if b == NO_RULE && self.summary() == 1 {
+            return self.first_common_of_two(a, c, start);
+        }
+        for part in first_place / WORD..self.summary() {
             let summary = |row| self.part_of_summary(row, part);
             let mut candidates = (summary(a) | summary(b)) & summary(c);
+            if part == first_place / WORD {
+                candidates &= u64::MAX << (first_place % WORD);
+            }
             while candidates != 0 {
-                let place = part * WORD + candidates.trailing_zeros() as usize;
-                let word = |row| self.word(row, place);
-                let common = (word(a) | word(b)) & word(c);
-                if common != 0 {
-                    return Some((place * WORD) as u32 + common.trailing_zeros());
+                if let Some(rule) = common(part * WORD + candidates.trailing_zeros() as usize) {
+                    return Some(rule);
                 }
                 candidates &= candidates - 1;
             }
+        }
+        None
+    }
+
+    /// The same for two wide rows of up to 4,096 rules, which have one word of summary: most of the wide ones.
+    #[inline]
+    fn first_common_of_two(&self, a: RowHead, c: RowHead, start: u32) -> Option<u32> {
+        let (first_place, mask) = (start / u64::BITS, u64::MAX << (start % u64::BITS));
+        let row = |row: RowHead| &self.wide[(row.place & !WIDE) as usize..][..=self.width];
+        let ((a, a_words), (c, c_words)) = (row(a).split_first()?, row(c).split_first()?);
+        let mut candidates = a & c & u64::MAX.checked_shl(first_place).unwrap_or(0);
+        while candidates != 0 {
+            let place = candidates.trailing_zeros();
+            let common = a_words[place as usize] & c_words[place as usize];
+            let common = if place == first_place { common & mask } else { common };
+            if common != 0 {
+                return Some(place * u64::BITS + common.trailing_zeros());
+            }
+            candidates &= candidates - 1;
         }
         None
     }
@@ -277,6 +316,7 @@ mod tests {
         fn first_common_is_the_lowest_of_the_sets(
             rules in 1u32..9000,
             picks in prop::collection::vec((prop_oneof![0u32..130, any::<u32>()], 0usize..3), 0..40),
+            start in prop_oneof![0u32..200, any::<u32>()],
         ) {
             let mut sets: [BTreeSet<u32>; 3] = Default::default();
             for (rule, which) in picks {
@@ -287,6 +327,10 @@ mod tests {
             let rows = builder.finish();
             let expected = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule)).min().copied();
             prop_assert_eq!(rows.first_common(row[0], row[1], row[2]), expected);
+            let start = start % (rules + 1);
+            let mut common = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule));
+            let expected = common.find(|rule| **rule >= start).copied();
+            prop_assert_eq!(rows.first_common_from(row[0], row[1], row[2], start), expected);
             prop_assert_eq!(rows.rules(row[2]), sets[2].iter().copied().collect());
         }
     }

@@ -8,7 +8,7 @@ use crate::packet::{Address, Protocol};
 use super::blocks::{AddressBlock, Blocks};
 use super::peers::{Identity, Peers};
 use super::ports::{PortRange, Ports};
-use super::rows::{Rows, RowsBuilder, RuleSet};
+use super::rows::{Row, Rows, RowsBuilder, RuleSet};
 
 /// Origin of a rule, for display; not used by the packet path.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -111,7 +111,25 @@ impl RuleTable {
     /// The lowest rule that allows, if any. `identity` is the peer's, 0 if it is not a pod.
     #[inline]
     pub(super) fn find(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Option<u32> {
-        self.rows.first_common(self.peers.row(identity), self.blocks.row(peer), self.ports.row(protocol, port))
+        self.first(self.rows(identity, peer, protocol, port))
+    }
+
+    /// The rows of a flow: by the peer's identity, by its address, by protocol and port.
+    #[inline]
+    pub(super) fn rows(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> [Row; 3] {
+        [self.peers.row(identity), self.blocks.row(peer), self.ports.row(protocol, port)]
+    }
+
+    /// The lowest rule that matches a flow with these rows, if any.
+    #[inline]
+    pub(super) fn first(&self, [identity, address, port]: [Row; 3]) -> Option<u32> {
+        self.rows.first_common(identity, address, port)
+    }
+
+    /// The lowest rule from `start` on that matches a flow with these rows, if any.
+    #[inline]
+    pub(super) fn first_from(&self, [identity, address, port]: [Row; 3], start: u32) -> Option<u32> {
+        self.rows.first_common_from(identity, address, port, start)
     }
 
     /// The name of a rule by its number.

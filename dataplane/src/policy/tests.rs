@@ -1,5 +1,6 @@
 use std::net::IpAddr;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use crate::forward::{Mac, Port, PortId, PortKind};
 use crate::packet::Protocol;
@@ -153,7 +154,7 @@ fn a_later_set_shares_tables_and_leaves_the_earlier_one_unchanged() {
     assert!(!after.evaluate(&probe).is_allowed());
     let table = |set: &PolicySet| match &set.endpoint(EndpointId(1)).unwrap().ingress {
         EndpointPolicy::Isolated(table) => Arc::as_ptr(table),
-        EndpointPolicy::Open => panic!("isolated above"),
+        EndpointPolicy::Open | EndpointPolicy::Tiered(_) => panic!("isolated above"),
     };
     assert_eq!(table(&before), table(&after));
     assert_eq!((before.statistics().endpoints, after.statistics().endpoints), (2, 1));
@@ -217,4 +218,45 @@ fn cluster_wide_rules_allow_in_the_other_direction_but_open_ones_do_not() {
     assert_eq!(set.evaluate(&flow(WEB, DB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::EgressDenied));
     assert_eq!(set.evaluate(&flow(DB, WEB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::EgressDenied));
     assert_eq!(set.evaluate(&flow("8.8.8.8", DB, Protocol::TCP, 1)).drop_reason(), Some(DropReason::IngressDenied));
+}
+
+/// Rules on TCP ports from `web`: 1 accepted, 2 denied, 3 passed by the Admin tier; then 1 to 3 and 5 by the next tier.
+fn tiers(is_isolated: bool) -> EndpointPolicy {
+    use RuleAction::{Accept, Deny, Pass};
+    let ports = [(Accept, 1), (Deny, 2), (Pass, 3), (if is_isolated { Accept } else { Deny }, 3), (Accept, 5)];
+    let rules: Vec<_> = ports
+        .iter()
+        .map(|(_, port)| rule("of a tier", PeerSpec::Every, &[(PortProtocol::Tcp, *port, *port)]))
+        .collect();
+    let actions = ports.map(|(action, _)| action);
+    EndpointPolicy::Tiered(Arc::new(TieredTable::new(RuleTable::new(&rules, []), actions, 3, is_isolated)))
+}
+
+#[test]
+fn tiers_are_evaluated_in_order_and_only_network_policy_spares_the_own_node() {
+    for is_isolated in [true, false] {
+        let mut update = example().update();
+        update
+            .set_endpoint(EndpointId(0), Some(Endpoint { egress: tiers(is_isolated), ingress: EndpointPolicy::Open }));
+        let set = update.finish();
+        let verdict = |dst: &str, port| set.evaluate(&flow(WEB, dst, Protocol::TCP, port)).egress;
+        let of = |rule| RuleRef { endpoint: EndpointId(0), direction: Direction::Egress, rule };
+        let (allowed, denied) =
+            (|rule| DirectionVerdict::Allowed(of(rule)), |rule| DirectionVerdict::DeniedBy(of(rule)));
+        let (passed, rest) = match is_isolated {
+            true => (allowed(3), DirectionVerdict::Denied),
+            false => (denied(3), DirectionVerdict::Default),
+        };
+        for (port, expected) in [(1, allowed(0)), (2, denied(1)), (3, passed), (4, rest), (5, allowed(4))] {
+            assert_eq!(verdict(REMOTE, port), expected, "isolated {is_isolated}, port {port}");
+        }
+        let spared = if is_isolated { [DirectionVerdict::Exempt; 3] } else { [passed, rest, allowed(4)] };
+        let to_node = [1, 2, 3, 4, 5].map(|port| verdict(NODE, port));
+        assert_eq!(to_node, [allowed(0), denied(1), spared[0], spared[1], spared[2]], "isolated {is_isolated}");
+        assert_eq!(verdict(WEB, 2), DirectionVerdict::Exempt, "a pod and itself");
+        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 3), Direction::Egress), [of(2)]);
+        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 1), Direction::Egress), []);
+        let drop_reason = set.evaluate(&flow(WEB, REMOTE, Protocol::TCP, 2)).drop_reason();
+        assert_eq!(drop_reason, Some(DropReason::EgressDenied));
+    }
 }

@@ -14,7 +14,7 @@ use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, DropReason, EvaluationReason, Frames, Observer, Verdict};
-use crate::policy::{PolicyVerdict, RuleName};
+use crate::policy::{Direction, PolicyVerdict, RuleName};
 use crate::{Epoch, Snapshot};
 
 /// Capacity of the queue, in records.
@@ -86,10 +86,14 @@ pub struct LoggedEvaluation {
     pub policy_verdict: PolicyVerdict,
     /// Why policy was evaluated.
     pub evaluation_reason: EvaluationReason,
-    /// The rule that allowed egress.
+    /// The rule that decided egress.
     pub egress_rule: Option<RuleName>,
-    /// The rule that allowed ingress.
+    /// The rule that decided ingress.
     pub ingress_rule: Option<RuleName>,
+    /// The rules that passed egress on to the next tier, in order.
+    pub egress_passes: Vec<RuleName>,
+    /// The rules that passed ingress on to the next tier, in order.
+    pub ingress_passes: Vec<RuleName>,
 }
 
 /// The queue of records from all workers to one reader.
@@ -270,12 +274,19 @@ fn name(
     // Increments a reference count; copies nothing.
     let rule =
         |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
+    // Empty, without an allocation, unless a rule passed the flow on.
+    let passes = |direction| -> Vec<RuleName> {
+        let rules = snapshot.policy.passes(&flow, direction).into_iter();
+        rules.filter_map(|rule| snapshot.policy.rule_name(rule).cloned()).collect()
+    };
     LoggedEvaluation {
         flow,
         policy_verdict,
         evaluation_reason,
         egress_rule: rule(policy_verdict.egress),
         ingress_rule: rule(policy_verdict.ingress),
+        egress_passes: passes(Direction::Egress),
+        ingress_passes: passes(Direction::Ingress),
     }
 }
 

@@ -1,10 +1,11 @@
-//! A small API server inside this process, over HTTP: four resources with real list and watch semantics, bearer tokens,
+//! A small API server inside this process, over HTTP: five resources with real list and watch semantics, bearer tokens,
 //! the rights of the shipped ClusterRole, and fault injection.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -53,6 +54,8 @@ struct ServerState {
     faults: Faults,
     /// Whether streaming lists are supported.
     streams: bool,
+    /// Whether ClusterNetworkPolicies are defined.
+    defines_cluster_policies: AtomicBool,
     /// Rules of the shipped ClusterRole.
     role: Vec<role::Rule>,
     /// List and watch requests, for counting.
@@ -69,6 +72,7 @@ impl FakeServer {
             tokens: Mutex::default(),
             faults: Faults::default(),
             streams,
+            defines_cluster_policies: AtomicBool::new(false),
             role: role::shipped()?,
             requests: Mutex::default(),
         });
@@ -87,6 +91,11 @@ impl FakeServer {
         let mut tokens = lock(&self.state.tokens);
         tokens.retain(|_, owner| *owner != account);
         tokens.insert(token.to_owned(), account);
+    }
+
+    /// Sets whether ClusterNetworkPolicies are defined, as their CustomResourceDefinition does; they are not at first.
+    pub fn define_cluster_policies(&self, defined: bool) {
+        self.state.defines_cluster_policies.store(defined, Ordering::Relaxed);
     }
 
     /// Injects a fault into the next request of this kind.
@@ -208,11 +217,28 @@ async fn serve(listener: TcpListener, state: Arc<ServerState>) {
 }
 
 async fn answer(state: Arc<ServerState>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
-    let answered = match ApiRequest::read(&request) {
+    let defined = state.defines_cluster_policies.load(Ordering::Relaxed);
+    let kind = Resource::ClusterNetworkPolicies;
+    if defined && request.uri().path() == format!("/apis/{}", kind.api_version()) {
+        return Ok(json_response(200, &resource_list(kind)));
+    }
+    let asked = ApiRequest::read(&request).filter(|asked| defined || asked.resource != kind);
+    let answered = match asked {
         Some(asked) => handle(&state, asked, request).await,
         None => Err((404, "NotFound", format!("no such path: {}", request.uri()))),
     };
     Ok(answered.unwrap_or_else(|(code, reason, message)| json_response(code, &status(code, reason, &message))))
+}
+
+/// What discovery says of a group with one resource.
+fn resource_list(resource: Resource) -> Value {
+    json!({
+        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": resource.api_version(),
+        "resources": [{
+            "name": resource.path(), "singularName": "", "kind": resource.kind(), "namespaced": false,
+            "verbs": ["get", "list", "watch"],
+        }],
+    })
 }
 
 /// A parsed request.
@@ -227,7 +253,8 @@ struct ApiRequest {
 impl ApiRequest {
     fn read(request: &Request<Incoming>) -> Option<Self> {
         let path = request.uri().path().trim_matches('/');
-        let rest = path.strip_prefix("api/v1/").or_else(|| path.strip_prefix("apis/networking.k8s.io/v1/"))?;
+        let groups = ["api/v1/", "apis/networking.k8s.io/v1/", "apis/policy.networking.k8s.io/v1alpha2/"];
+        let rest = groups.into_iter().find_map(|group| path.strip_prefix(group))?;
         let mut parts: Vec<&str> = rest.split('/').collect();
         let namespace = match parts[..] {
             ["namespaces", namespace, _, ..] if parts[2] != "status" => {

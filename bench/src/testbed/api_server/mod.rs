@@ -31,20 +31,27 @@ pub enum Resource {
     Pods,
     /// NetworkPolicies.
     NetworkPolicies,
+    /// ClusterNetworkPolicies, which a server serves only once they are defined.
+    ClusterNetworkPolicies,
 }
 
 impl Resource {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies];
+    pub const ALL: [Self; 5] =
+        [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies, Self::ClusterNetworkPolicies];
 
     /// Its API group; empty for the core group.
     pub fn group(self) -> &'static str {
-        if self == Self::NetworkPolicies { "networking.k8s.io" } else { "" }
+        self.api_version().split_once('/').map_or("", |(group, _)| group)
     }
 
     /// The `apiVersion` of its objects.
     pub fn api_version(self) -> &'static str {
-        if self == Self::NetworkPolicies { "networking.k8s.io/v1" } else { "v1" }
+        match self {
+            Self::Namespaces | Self::Nodes | Self::Pods => "v1",
+            Self::NetworkPolicies => "networking.k8s.io/v1",
+            Self::ClusterNetworkPolicies => "policy.networking.k8s.io/v1alpha2",
+        }
     }
 
     /// The `kind` of its objects.
@@ -54,6 +61,7 @@ impl Resource {
             Self::Nodes => "Node",
             Self::Pods => "Pod",
             Self::NetworkPolicies => "NetworkPolicy",
+            Self::ClusterNetworkPolicies => "ClusterNetworkPolicy",
         }
     }
 
@@ -64,6 +72,7 @@ impl Resource {
             Self::Nodes => "nodes",
             Self::Pods => "pods",
             Self::NetworkPolicies => "networkpolicies",
+            Self::ClusterNetworkPolicies => "clusternetworkpolicies",
         }
     }
 

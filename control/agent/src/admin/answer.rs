@@ -222,7 +222,7 @@ impl DaemonView<'_> {
     }
 }
 
-/// The rule that allows this direction, or the verdict in words.
+/// The rule that decides this direction, or the verdict in words.
 pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_dataplane::packet::Flow) -> String {
     let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
     match side {
@@ -231,6 +231,8 @@ pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_data
         DirectionVerdict::NotReady => "not ready".to_owned(),
         DirectionVerdict::Open => "open".to_owned(),
         DirectionVerdict::Exempt => "exempt".to_owned(),
+        DirectionVerdict::Default => "default".to_owned(),
+        DirectionVerdict::DeniedBy(_) => format!("denied by {}", rule.unwrap_or_else(|| "a rule".to_owned())),
         DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {
             rule.unwrap_or_else(|| "allowed".to_owned())
         }

@@ -59,7 +59,7 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
     for document in &manifests.documents {
         for field in &document.unknown_fields {
             let message = match document.object {
-                Object::NetworkPolicy(_)
+                Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_)
                     if field.elements().first() == Some(&PathElement::Field("spec".to_owned())) =>
                 {
                     "is not a field that this version knows: every other command rejects the policy"
@@ -112,7 +112,7 @@ fn undefined(manifests: &Manifests, findings: &mut Vec<Finding>) {
         let (key, node) = match &document.object {
             Object::Pod(pod) => (&pod.key, pod.node.as_deref()),
             Object::NetworkPolicy(policy) => (&policy.key, None),
-            Object::Namespace(_) | Object::Node(_) => continue,
+            Object::Namespace(_) | Object::Node(_) | Object::ClusterNetworkPolicy(_) => continue,
         };
         let namespace = key.namespace.as_str();
         if !namespaces.contains(namespace) && told_namespaces.insert(namespace) {

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod cluster;
+mod cluster_policy;
 mod policy;
 mod selector;
 
@@ -46,6 +47,7 @@ enum FindingKind {
     NoEffect,
     EmptyList,
     Shadowed,
+    EqualPriority,
     HostBits,
     UnknownField,
     NoNamespace,
@@ -64,6 +66,7 @@ impl fmt::Display for FindingKind {
             Self::NoEffect => "no-effect",
             Self::EmptyList => "empty-list",
             Self::Shadowed => "shadowed",
+            Self::EqualPriority => "equal-priority",
             Self::HostBits => "host-bits",
             Self::UnknownField => "unknown-field",
             Self::NoNamespace => "no-namespace",
@@ -127,6 +130,7 @@ fn find(manifests: &Manifests, v1beta1: bool) -> Vec<Finding> {
     let world = cluster::LintObjects::new(manifests);
     let mut findings = Vec::new();
     cluster::check(manifests, v1beta1, &mut findings);
+    cluster_policy::check(manifests, &world, &mut findings);
     for document in &manifests.documents {
         policy::check(document, &world, &mut findings);
     }

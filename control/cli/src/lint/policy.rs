@@ -126,6 +126,8 @@ impl DirectionCheck<'_> {
                 }
                 return self.host_bits(&block_at, report);
             }
+            // Not in a NetworkPolicy.
+            Peer::Networks(_) | Peer::Nodes(_) => return,
             Peer::Pods(pods) => (None, Some(pods)),
             Peer::Namespaces(namespaces) => (Some(namespaces), None),
             Peer::PodsInNamespaces { namespaces, pods } => (Some(namespaces), Some(pods)),
@@ -141,7 +143,7 @@ impl DirectionCheck<'_> {
         }
         if self.peers_of(peer).next().is_none() {
             let message =
-                format!("matches nothing: no pod matches ({})", describe::peer(peer, &self.policy.key.namespace));
+                format!("matches nothing: no pod matches ({})", describe::peer(peer, Some(&self.policy.key.namespace)));
             report(if pods.is_some() { &pods_at } else { &namespaces_at }, FindingKind::MatchesNothing, message);
         }
     }
@@ -209,6 +211,8 @@ impl DirectionCheck<'_> {
             Peer::IpBlock(block) => {
                 Box::new(self.world.pods().filter(|pod| pod.addresses.iter().any(|address| block.contains(address))))
             }
+            // Not in a NetworkPolicy.
+            Peer::Networks(_) | Peer::Nodes(_) => Box::new(std::iter::empty()),
         }
     }
 }
@@ -221,5 +225,7 @@ fn can_never_match(peer: &Peer) -> bool {
         Peer::Pods(found) | Peer::Namespaces(found) => contradicts(found),
         Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
         Peer::IpBlock(block) => blocks::is_covered(block),
+        // Not in a NetworkPolicy.
+        Peer::Networks(_) | Peer::Nodes(_) => false,
     }
 }

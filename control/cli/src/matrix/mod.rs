@@ -101,9 +101,10 @@ fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
     let state = engine.state();
     let mut services: BTreeSet<ProtocolPort> =
         state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
-    for (policy, _) in state.policies() {
-        for rule in policy.ingress.iter().chain(&policy.egress).flatten() {
-            let PolicyPorts::AnyOf(ports) = &rule.ports else { continue };
+    let of_network = state.policies().flat_map(|(policy, _)| policy.ingress.iter().chain(&policy.egress).flatten());
+    let of_cluster = state.cluster_policies().flat_map(|(policy, _)| policy.ingress.iter().chain(&policy.egress));
+    for rule in of_network.chain(of_cluster.map(|rule| &rule.matches)) {
+        if let PolicyPorts::AnyOf(ports) = &rule.ports {
             services.extend(ports.iter().filter_map(|port| match port.which {
                 PortMatch::Range { first, .. } => Some(number(port.protocol, first)),
                 PortMatch::Every | PortMatch::Name(_) => None,

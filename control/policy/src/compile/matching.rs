@@ -42,7 +42,7 @@ pub fn compare(state: &ClusterState, source: &RuleSource, flow: &Flow) -> RuleCo
     };
     let (kind, peer, lacks_peer) = compare_peers(state, source, &rule.peers, peer_address.into());
     let (port, lacks_port) = compare_ports(state, &rule.ports, flow);
-    let (policy, direction) = (source.policy.key.clone(), source.direction);
+    let (policy, direction) = (source.policy.name(), source.direction);
     RuleComparison {
         provenance: Provenance { policy, direction, rule: source.rule, kind, peer, port },
         mismatches: lacks_peer.into_iter().chain(lacks_port).collect(),
@@ -57,9 +57,9 @@ fn compare_peers(
 ) -> (PeerKind, usize, Option<Mismatch>) {
     let Peers::AnyOf(peers) = peers else { return (PeerKind::All, 0, None) };
     let pod = pod_at(state, address);
-    let namespace = &source.policy.key.namespace;
-    if let Some(place) = peers.iter().position(|peer| is_peer(state, namespace, peer, pod, &address)) {
-        return (PeerKind::from(&peers[place]), place, None);
+    let kind = |peer: &Peer| PeerKind::of(peer, source);
+    if let Some(place) = peers.iter().position(|peer| is_peer(state, source.namespace(), peer, pod, &address)) {
+        return (kind(&peers[place]), place, None);
     }
     let excepted = peers.iter().enumerate().find_map(|(place, peer)| match peer {
         Peer::IpBlock(block) if block.cidr.contains(&address) => {
@@ -68,17 +68,19 @@ fn compare_peers(
         }
         _ => None,
     });
-    excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, PeerKind::from), 0, Some(Mismatch::Peer)))
+    excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, kind), 0, Some(Mismatch::Peer)))
 }
 
-fn is_peer(state: &ClusterState, namespace: &str, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
+fn is_peer(state: &ClusterState, namespace: Option<&str>, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
     let in_namespace = |pod: &Pod, selector: &crate::model::Selector| {
         state.namespace_labels(&pod.key.namespace).is_some_and(|labels| selector.matches(labels))
     };
     match (peer, pod) {
         (Peer::IpBlock(block), _) => block.contains(address),
+        (Peer::Networks(networks), _) => networks.iter().any(|network| network.contains(address)),
+        (Peer::Nodes(nodes), _) => state.node_addresses(nodes).contains(address),
         (_, None) => false,
-        (Peer::Pods(pods), Some(pod)) => pod.key.namespace == namespace && pods.matches(&pod.labels),
+        (Peer::Pods(pods), Some(pod)) => namespace == Some(pod.key.namespace.as_str()) && pods.matches(&pod.labels),
         (Peer::Namespaces(namespaces), Some(pod)) => in_namespace(pod, namespaces),
         (Peer::PodsInNamespaces { namespaces, pods }, Some(pod)) => {
             in_namespace(pod, namespaces) && pods.matches(&pod.labels)

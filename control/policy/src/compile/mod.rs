@@ -1,4 +1,4 @@
-//! From the policies of a pod to the effective rules of each direction.
+//! From the policies of a pod to the effective rules of each direction, in the order of their tiers.
 //!
 //! A [`TableKey`] holds what the rules of one direction of a pod depend on: pods with equal keys share one rule table.
 //! Effective rules are the policies' rules with port names resolved on the server. On ingress the server is the selected
@@ -7,25 +7,32 @@
 mod matching;
 mod provenance;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
 use crate::model::{
-    IpBlock, NamedPort, NetworkPolicy, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Rule, Selector,
+    ClusterNetworkPolicy, ClusterRule, ClusterTier, IpBlock, NamedPort, NetworkPolicy, Peer, Peers, PolicyPort,
+    PolicyPorts, PortMatch, PortProtocol, Rule, Selector,
 };
-use crate::state::{ClusterState, PeerSet, PodId, PolicyId};
+use crate::state::{ClusterPolicyId, ClusterState, PeerSet, PodId, PolicyId};
 
 pub use matching::{Mismatch, RuleComparison, compare};
-pub use provenance::{PeerKind, Provenance, RuleSource};
+pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy, Tier};
 
-/// What the effective rules of one direction of an isolated pod depend on. Equal keys have equal rules.
+/// What the effective rules of one direction of a pod depend on. Equal keys have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TableKey {
     /// The direction.
     pub direction: Direction,
-    /// The policies that apply, sorted by namespace and name, each with the revision of its last change.
-    pub policies: Vec<(PolicyId, u64)>,
+    /// The ClusterNetworkPolicies of the Admin tier that apply, in order, each with the revision of its last change.
+    pub admin: Vec<(ClusterPolicyId, u64)>,
+    /// The NetworkPolicies that isolate the pod, sorted by namespace and name, each with the revision of its last
+    /// change; `None` if it is not isolated.
+    pub isolation: Option<Vec<(PolicyId, u64)>>,
+    /// Those of the Baseline tier, in order; none if the pod is isolated, since the tier is never reached then.
+    pub baseline: Vec<(ClusterPolicyId, u64)>,
     /// On ingress, the pod's named ports that the policies refer to; sorted.
     pub ports: Vec<NamedPort>,
 }
@@ -33,7 +40,7 @@ pub struct TableKey {
 /// One effective rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EffectiveRule {
-    /// The policy's rule it comes from; an egress rule with port names yields several.
+    /// The policy's rule it comes from; an egress rule with port names yields several, next to each other.
     pub source: RuleSource,
     /// Which peers match.
     pub peers: EffectivePeers,
@@ -57,25 +64,50 @@ pub enum EffectivePeers {
     },
 }
 
-/// The table key of one direction of a pod; `None` if no policy isolates it.
+/// The table key of one direction of a pod; `None` if no policy applies to it.
 pub fn table_key(state: &ClusterState, pod: PodId, direction: Direction) -> Option<TableKey> {
     let mut isolated = direction == Direction::Ingress && state.is_denied_by_default(pod);
-    let (mut policies, mut ports) = (Vec::new(), Vec::new());
+    let mut policies = Vec::new();
     for (number, revision) in state.policies_of(pod) {
         let policy = state.policy(number).expect("the state lists only policies it has");
-        let Some(rules) = rules_of(policy, direction) else { continue };
-        isolated |= policy.isolates;
-        policies.push((number, revision));
-        if direction == Direction::Ingress {
-            let named = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
-            ports.extend(
-                named.filter(|port| names(rules).any(|name| name == (port.name.as_str(), port.protocol))).cloned(),
-            );
+        if rules_of(policy, direction).is_some() {
+            isolated |= policy.isolates;
+            policies.push((number, revision));
         }
     }
-    ports.sort_unstable();
-    ports.dedup();
-    isolated.then_some(TableKey { direction, policies, ports })
+    let (mut admin, mut baseline) = (Vec::new(), Vec::new());
+    for (number, revision) in state.cluster_policies_of(pod) {
+        let policy = state.cluster_policy(number).expect("the state lists only policies it has");
+        match policy.tier {
+            // A policy without rules for a direction does not touch it.
+            _ if cluster_rules_of(policy, direction).is_empty() => {}
+            ClusterTier::Admin => admin.push((number, revision)),
+            ClusterTier::Baseline if isolated => {}
+            ClusterTier::Baseline => baseline.push((number, revision)),
+        }
+    }
+    if !isolated && admin.is_empty() && baseline.is_empty() {
+        return None;
+    }
+    let isolation = isolated.then_some(policies);
+    let mut key = TableKey { direction, admin, isolation, baseline, ports: Vec::new() };
+    if direction == Direction::Ingress {
+        let sources = sources(state, &key);
+        let wanted: Vec<(&str, PortProtocol)> = sources.iter().flat_map(|source| names(source.get())).collect();
+        let own = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
+        let named = own.filter(|port| wanted.contains(&(port.name.as_str(), port.protocol)));
+        key.ports = named.cloned().collect();
+        key.ports.sort_unstable();
+        key.ports.dedup();
+    }
+    Some(key)
+}
+
+impl TableKey {
+    /// Whether ClusterNetworkPolicies apply.
+    pub fn is_tiered(&self) -> bool {
+        !(self.admin.is_empty() && self.baseline.is_empty())
+    }
 }
 
 /// The rules of a policy for a direction; `None` if the policy does not apply to it.
@@ -86,78 +118,137 @@ pub fn rules_of(policy: &NetworkPolicy, direction: Direction) -> Option<&[Rule]>
     }
 }
 
-/// The port names in these rules.
-fn names(rules: &[Rule]) -> impl Iterator<Item = (&str, PortProtocol)> {
-    let ports = rules.iter().flat_map(|rule| match &rule.ports {
+/// The rules of a ClusterNetworkPolicy for a direction.
+pub fn cluster_rules_of(policy: &ClusterNetworkPolicy, direction: Direction) -> &[ClusterRule] {
+    match direction {
+        Direction::Egress => &policy.egress,
+        Direction::Ingress => &policy.ingress,
+    }
+}
+
+/// All rules of a key's policies, in the order of their evaluation.
+pub fn sources(state: &ClusterState, key: &TableKey) -> Vec<RuleSource> {
+    let direction = key.direction;
+    let of_cluster = |list: &[(ClusterPolicyId, u64)]| -> Vec<RuleSource> {
+        let policies = list.iter().filter_map(|(number, _)| state.cluster_policy(*number));
+        policies.flat_map(|policy| cluster_sources(policy, direction)).collect()
+    };
+    let isolating = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
+    let mut all = of_cluster(&key.admin);
+    all.extend(isolating.flat_map(|policy| network_sources(policy, direction)));
+    all.extend(of_cluster(&key.baseline));
+    all
+}
+
+/// The rules of a NetworkPolicy for a direction, with their origin.
+pub fn network_sources(policy: &Arc<NetworkPolicy>, direction: Direction) -> impl Iterator<Item = RuleSource> {
+    let rules = rules_of(policy, direction).unwrap_or_default().len();
+    (0..rules).map(move |rule| RuleSource { policy: SourcePolicy::Network(policy.clone()), direction, rule })
+}
+
+/// The rules of a ClusterNetworkPolicy for a direction, with their origin.
+pub fn cluster_sources(policy: &Arc<ClusterNetworkPolicy>, direction: Direction) -> impl Iterator<Item = RuleSource> {
+    let rules = cluster_rules_of(policy, direction).len();
+    (0..rules).map(move |rule| RuleSource { policy: SourcePolicy::Cluster(policy.clone()), direction, rule })
+}
+
+/// The port names in a rule.
+fn names(rule: &Rule) -> impl Iterator<Item = (&str, PortProtocol)> {
+    let ports = match &rule.ports {
         PolicyPorts::Every => &[],
         PolicyPorts::AnyOf(ports) => ports.as_slice(),
-    });
-    ports.filter_map(|port| match &port.which {
+    };
+    ports.iter().filter_map(|port| match &port.which {
         PortMatch::Name(name) => Some((name.as_str(), port.protocol)),
         PortMatch::Every | PortMatch::Range { .. } => None,
     })
 }
 
-/// The port names that the rules of a key resolve on peers. When pods' numbers for them change, the rules change.
-pub fn names_on_peers(state: &ClusterState, key: &TableKey) -> Vec<(String, PortProtocol)> {
-    if key.direction == Direction::Ingress {
-        return Vec::new();
-    }
-    let policies = key.policies.iter().filter_map(|(policy, _)| state.policy(*policy));
-    let rules = policies.filter_map(|policy| rules_of(policy, key.direction));
-    let mut all: Vec<_> = rules.flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
-    all.sort_unstable();
-    all.dedup();
-    all
+/// What the rules of a key depend on besides its policies: port names that they resolve on peers, and nodes.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Dependencies {
+    /// Port names; when pods' numbers for them change, the rules change.
+    pub names: Vec<(String, PortProtocol)>,
+    /// Whether a rule names nodes; when their labels or addresses change, the rules change.
+    pub nodes: bool,
 }
 
-/// The effective rules of a key, in the order of its policies and their rules. Leaves out a rule that can match nothing:
-/// an empty list under v1beta1, a name that no pod has.
+/// What the rules of a key depend on besides its policies.
+pub fn dependencies(state: &ClusterState, key: &TableKey) -> Dependencies {
+    if key.direction == Direction::Ingress {
+        return Dependencies::default();
+    }
+    let sources = sources(state, key);
+    let rules = || sources.iter().map(RuleSource::get);
+    let mut all: Vec<_> = rules().flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
+    all.sort_unstable();
+    all.dedup();
+    let names_nodes = |rule: &Rule| match &rule.peers {
+        Peers::Every => false,
+        Peers::AnyOf(peers) => peers.iter().any(|peer| matches!(peer, Peer::Nodes(_))),
+    };
+    Dependencies { names: all, nodes: rules().any(names_nodes) }
+}
+
+/// The effective rules of a key, in the order of their evaluation. Leaves out a rule that can match nothing: an empty
+/// list, a name that no pod has, nodes that do not exist.
 pub fn rules(state: &ClusterState, key: &TableKey) -> Vec<EffectiveRule> {
     let mut effective = Vec::new();
-    for (number, _) in &key.policies {
-        let policy = state.policy(*number).expect("a key lists only policies the state has");
-        for (index, rule) in rules_of(policy, key.direction).unwrap_or_default().iter().enumerate() {
-            let source = RuleSource { policy: policy.clone(), direction: key.direction, rule: index };
-            one_rule(state, key, &source, rule, &mut effective);
-        }
+    for source in sources(state, key) {
+        one_rule(state, key, &source, &mut effective);
     }
     effective
 }
 
-fn one_rule(state: &ClusterState, key: &TableKey, source: &RuleSource, rule: &Rule, into: &mut Vec<EffectiveRule>) {
-    let namespace = &source.policy.key.namespace;
-    let Some(peers) = peers(namespace, &rule.peers) else { return };
+fn one_rule(state: &ClusterState, key: &TableKey, source: &RuleSource, into: &mut Vec<EffectiveRule>) {
+    let rule = source.get();
+    let peers = peers_with_nodes(state, &rule.peers);
+    let Some(effective) = self::peers(source, &peers) else { return };
     let ports = match &rule.ports {
         PolicyPorts::Every => PortSpec::Every,
         PolicyPorts::AnyOf(ports) => PortSpec::AnyOf(ports.iter().flat_map(|port| ranges(key, port)).collect()),
     };
     if ports != PortSpec::AnyOf(Vec::new()) {
-        into.push(EffectiveRule { source: source.clone(), peers, ports });
+        into.push(EffectiveRule { source: source.clone(), peers: effective, ports });
     }
     if key.direction == Direction::Egress {
-        let mut named: Vec<(&str, PortProtocol)> = names(std::slice::from_ref(rule)).collect();
+        let mut named: Vec<(&str, PortProtocol)> = names(rule).collect();
         named.sort_unstable();
         named.dedup();
         for (name, protocol) in named {
             for number in state.numbers(name, protocol) {
                 let port = NamedPort { name: name.to_owned(), protocol, number };
-                into.push(on_peers_with(port, source, namespace, &rule.peers));
+                into.push(on_peers_with(port, source, &peers));
             }
         }
     }
 }
 
+/// The peers, with `networks` and `nodes` as one block for each network and each address of a node.
+fn peers_with_nodes<'a>(state: &ClusterState, peers: &'a Peers) -> Cow<'a, Peers> {
+    let Peers::AnyOf(list) = peers else { return Cow::Borrowed(peers) };
+    if !list.iter().any(|peer| matches!(peer, Peer::Networks(_) | Peer::Nodes(_))) {
+        return Cow::Borrowed(peers);
+    }
+    let block = |cidr| Peer::IpBlock(IpBlock { cidr, except: Vec::new() });
+    let resolved = list.iter().flat_map(|peer| match peer {
+        Peer::Networks(networks) => networks.iter().copied().map(block).collect(),
+        Peer::Nodes(nodes) => state.node_addresses(nodes).into_iter().map(|address| block(address.into())).collect(),
+        other => vec![other.clone()],
+    });
+    Cow::Owned(Peers::AnyOf(resolved.collect()))
+}
+
 /// The part of an egress rule for peers with this number for a name. Only pods have port names, so only pods match, even
 /// where the peer is a block or every address.
-fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &Peers) -> EffectiveRule {
+fn on_peers_with(port: NamedPort, source: &RuleSource, peers: &Peers) -> EffectiveRule {
     let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
     let peer_sets = match peers {
         Peers::Every => vec![PeerSet::Port(port)],
         Peers::AnyOf(peers) => {
             let with_port = |peer: &Peer| match peer {
                 Peer::IpBlock(block) => Some(PeerSet::Block { block: block.clone(), port: port.clone() }),
-                pods => peer_set(namespace, pods, Some(port.clone())),
+                pods => peer_set(source, pods, Some(port.clone())),
             };
             peers.iter().filter_map(with_port).collect()
         }
@@ -167,7 +258,7 @@ fn on_peers_with(port: NamedPort, source: &RuleSource, namespace: &str, peers: &
 }
 
 /// The peers of a rule as peer sets and blocks; `None` if the list is empty.
-fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
+fn peers(source: &RuleSource, peers: &Peers) -> Option<EffectivePeers> {
     let Peers::AnyOf(peers) = peers else { return Some(EffectivePeers::Every) };
     if peers.is_empty() {
         return None;
@@ -177,7 +268,7 @@ fn peers(namespace: &str, peers: &Peers) -> Option<EffectivePeers> {
         match peer {
             Peer::IpBlock(block) => blocks.push(block.clone()),
             peer if finds_every_pod(peer) => every_pod = true,
-            pods => peer_sets.extend(peer_set(namespace, pods, None)),
+            pods => peer_sets.extend(peer_set(source, pods, None)),
         }
     }
     Some(EffectivePeers::AnyOf { every_pod, peer_sets, blocks })
@@ -188,21 +279,24 @@ fn finds_every_pod(peer: &Peer) -> bool {
     match peer {
         Peer::Namespaces(namespaces) => every(namespaces),
         Peer::PodsInNamespaces { namespaces, pods } => every(namespaces) && every(pods),
-        Peer::Pods(_) | Peer::IpBlock(_) => false,
+        Peer::Pods(_) | Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) => false,
     }
 }
 
 /// The peer set of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block.
-fn peer_set(namespace: &str, peer: &Peer, port: Option<NamedPort>) -> Option<PeerSet> {
+fn peer_set(source: &RuleSource, peer: &Peer, port: Option<NamedPort>) -> Option<PeerSet> {
     match peer {
-        Peer::Pods(pods) => Some(PeerSet::InNamespace { namespace: namespace.to_owned(), pods: pods.clone(), port }),
+        Peer::Pods(pods) => {
+            let namespace = source.namespace()?.to_owned();
+            Some(PeerSet::InNamespace { namespace, pods: pods.clone(), port })
+        }
         Peer::Namespaces(namespaces) => {
             Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: Selector::default(), port })
         }
         Peer::PodsInNamespaces { namespaces, pods } => {
             Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
-        Peer::IpBlock(_) => None,
+        Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) => None,
     }
 }
 
@@ -231,12 +325,3 @@ impl From<PortProtocol> for penstock_dataplane::policy::PortProtocol {
         }
     }
 }
-
-impl PartialEq for RuleSource {
-    fn eq(&self, other: &Self) -> bool {
-        (Arc::ptr_eq(&self.policy, &other.policy) || self.policy == other.policy)
-            && (self.direction, self.rule) == (other.direction, other.rule)
-    }
-}
-
-impl Eq for RuleSource {}

@@ -3,8 +3,10 @@
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
-use crate::compile::{Mismatch, Provenance, RuleSource, compare, rules_of};
-use crate::model::ObjectKey;
+use crate::compile::{
+    Mismatch, Provenance, RuleSource, Tier, cluster_rules_of, cluster_sources, compare, network_sources, rules_of,
+};
+use crate::model::{ObjectKey, RuleAction};
 use crate::state::{PodId, PodOrNode};
 
 use super::Engine;
@@ -27,16 +29,54 @@ pub struct DirectionExplanation {
     pub verdict: DirectionVerdict,
     /// The pod whose policies apply; `None` if the address is not a pod's.
     pub pod: Option<ObjectKey>,
-    /// The policies that select the pod and have rules of this direction, sorted.
+    /// What each tier did, up to the one that decided. Empty if no ClusterNetworkPolicy applies.
+    pub tiers: Vec<TierStep>,
+    /// The NetworkPolicies that select the pod and have rules of this direction, sorted.
     pub policies: Vec<ObjectKey>,
-    /// Whether a policy or the namespace's annotation isolates the pod in this direction.
+    /// Whether a NetworkPolicy or the namespace's annotation isolates the pod in this direction.
     pub isolated: bool,
     /// Whether the annotation of its namespace isolates it.
     pub default_deny: bool,
-    /// The rule that allowed the flow. With [`DirectionVerdict::AllowedByPeer`] it is a rule of the other direction.
+    /// The rule that decided. With [`DirectionVerdict::AllowedByPeer`] it is a rule of the other direction.
     pub rule: Option<Provenance>,
-    /// Where denied, the rule that came closest to allowing it.
+    /// Where NetworkPolicies deny it, their rule that came closest to allowing it.
     pub nearest: Option<NearestRule>,
+}
+
+/// What one tier did with a flow.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TierStep {
+    /// The tier.
+    pub tier: Tier,
+    /// What it did.
+    pub outcome: TierOutcome,
+}
+
+/// The outcome of one tier.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum TierOutcome {
+    /// None of its policies applies to the pod in this direction.
+    NoPolicy,
+    /// None of its rules matches.
+    NoMatch,
+    /// A ClusterNetworkPolicy's rule matched.
+    Rule {
+        /// What the rule does.
+        action: RuleAction,
+        /// The rule.
+        rule: Provenance,
+        /// The rule's name, if it has one.
+        name: Option<String>,
+    },
+    /// NetworkPolicies isolate the pod, and so decide: the verdict is theirs.
+    Isolated,
+}
+
+impl TierOutcome {
+    /// Whether no later tier is evaluated.
+    pub fn is_final(&self) -> bool {
+        matches!(self, Self::Isolated | Self::Rule { action: RuleAction::Accept | RuleAction::Deny, .. })
+    }
 }
 
 /// The rule that came closest to allowing a denied flow.
@@ -72,10 +112,12 @@ impl Engine {
         let default_deny =
             direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
         let policies = pod.map(|pod| self.policies(pod, direction)).unwrap_or_default();
+        let isolated = default_deny || policies.iter().any(|(_, isolates)| *isolates);
         DirectionExplanation {
             verdict,
             pod: pod.and_then(|pod| self.state.pod(pod)).map(|pod| pod.key.clone()),
-            isolated: default_deny || policies.iter().any(|(_, isolates)| *isolates),
+            tiers: pod.map(|pod| self.tiers(pod, direction, isolated, verdict, flow)).unwrap_or_default(),
+            isolated,
             policies: policies.into_iter().map(|(key, _)| key).collect(),
             default_deny,
             rule: verdict.rule().and_then(|rule| self.provenance(rule, flow)),
@@ -92,12 +134,58 @@ impl Engine {
 
     fn sources(&self, pod: PodId, direction: Direction) -> Vec<RuleSource> {
         let policies = self.state.policies_of(pod).filter_map(|(policy, _)| self.state.policy(policy));
-        policies
-            .flat_map(|policy| {
-                let rules = rules_of(policy, direction).unwrap_or_default().len();
-                (0..rules).map(|rule| RuleSource { policy: policy.clone(), direction, rule })
-            })
-            .collect()
+        policies.flat_map(|policy| network_sources(policy, direction)).collect()
+    }
+
+    /// What each tier does, read from the policies. None where no ClusterNetworkPolicy was evaluated.
+    fn tiers(
+        &self,
+        pod: PodId,
+        direction: Direction,
+        isolated: bool,
+        verdict: DirectionVerdict,
+        flow: &Flow,
+    ) -> Vec<TierStep> {
+        let selecting = self.state.cluster_policies_of(pod).filter_map(|(policy, _)| self.state.cluster_policy(policy));
+        let policies: Vec<_> = selecting.filter(|policy| !cluster_rules_of(policy, direction).is_empty()).collect();
+        let is_exempt = verdict == DirectionVerdict::Exempt && (direction == Direction::Ingress || !isolated);
+        let is_unknown = matches!(verdict, DirectionVerdict::NotLocal | DirectionVerdict::NotReady);
+        if policies.is_empty() || is_exempt || is_unknown {
+            return Vec::new();
+        }
+        let mut steps = Vec::new();
+        for tier in [Tier::Admin, Tier::NetworkPolicy, Tier::Baseline] {
+            let rules: Vec<RuleSource> = policies
+                .iter()
+                .filter(|policy| Tier::from(policy.tier) == tier)
+                .flat_map(|policy| cluster_sources(policy, direction))
+                .collect();
+            let outcome = match tier {
+                Tier::NetworkPolicy if isolated => TierOutcome::Isolated,
+                _ if rules.is_empty() => TierOutcome::NoPolicy,
+                _ => self.first_match(&rules, flow),
+            };
+            let is_final = outcome.is_final();
+            steps.push(TierStep { tier, outcome });
+            if is_final {
+                break;
+            }
+        }
+        steps
+    }
+
+    fn first_match(&self, rules: &[RuleSource], flow: &Flow) -> TierOutcome {
+        let matching = rules.iter().find_map(|source| {
+            let met = compare(&self.state, source, flow);
+            met.mismatches.is_empty().then_some((source, met.provenance))
+        });
+        match matching {
+            None => TierOutcome::NoMatch,
+            Some((source, rule)) => {
+                let name = source.cluster_rule().and_then(|rule| rule.name.clone());
+                TierOutcome::Rule { action: source.action(), rule, name }
+            }
+        }
     }
 
     /// The rule with the smallest mismatch: a port weighs less than an except, an except less than any other peer.

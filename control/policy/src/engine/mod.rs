@@ -14,7 +14,7 @@ use crate::model::ObjectChange;
 use crate::render::tables::{self, PodScope, Tables};
 use crate::state::{self, ClusterState};
 
-pub use explain::{DirectionExplanation, Explanation, NearestRule};
+pub use explain::{DirectionExplanation, Explanation, NearestRule, TierOutcome, TierStep};
 
 /// How an [`Engine`] interprets policies, and for which pods.
 #[derive(Clone, PartialEq, Eq, Debug)]

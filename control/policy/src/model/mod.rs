@@ -3,11 +3,16 @@
 //! Every value of these types is well-formed: a block contains its excepts, a port range is in order, an operator has the
 //! values it needs. The conversion from the API's types reports errors with their field.
 
+mod cluster_policy;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
+
+pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, Subject};
+pub use penstock_dataplane::policy::RuleAction;
 
 /// Labels of an object.
 pub type Labels = BTreeMap<String, String>;
@@ -43,8 +48,13 @@ pub struct Namespace {
 pub struct Node {
     /// Its name.
     pub name: String,
-    /// All its addresses (`status.addresses` of the InternalIP and ExternalIP kinds).
+    /// Its labels.
+    pub labels: Labels,
+    /// The addresses that are the node itself: `status.addresses` of the InternalIP and ExternalIP kinds, and what else
+    /// is known to be its own.
     pub addresses: Vec<IpAddr>,
+    /// All IP addresses in `status.addresses`, which `nodes` peers match.
+    pub status_addresses: Vec<IpAddr>,
 }
 
 /// A Pod, reduced to what policy needs.
@@ -132,7 +142,7 @@ pub struct NetworkPolicy {
     pub egress: Option<Vec<Rule>>,
 }
 
-/// One rule: allows a flow if a peer *and* a port match.
+/// One rule: matches a flow if a peer *and* a port match. A NetworkPolicy's rule allows what it matches.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Rule {
     /// Which peers.
@@ -146,7 +156,7 @@ pub struct Rule {
 pub enum Peers {
     /// None listed: every peer.
     Every,
-    /// At least one must match. Empty only under v1beta1: nothing matches.
+    /// At least one must match. Empty under v1beta1, or where an Accept rule is not understood: nothing matches.
     AnyOf(Vec<Peer>),
 }
 
@@ -175,6 +185,10 @@ pub enum Peer {
     },
     /// `ipBlock`.
     IpBlock(IpBlock),
+    /// `networks` of a ClusterNetworkPolicy, host bits cleared.
+    Networks(Vec<IpNet>),
+    /// `nodes` of a ClusterNetworkPolicy: the addresses of matching Nodes, whatever is there.
+    Nodes(Selector),
 }
 
 /// An `ipBlock`: addresses in `cidr` and in none of `except`.
@@ -275,6 +289,8 @@ pub enum Object {
     Pod(Pod),
     /// A NetworkPolicy.
     NetworkPolicy(NetworkPolicy),
+    /// A ClusterNetworkPolicy.
+    ClusterNetworkPolicy(ClusterNetworkPolicy),
 }
 
 /// Identifies any object.
@@ -288,6 +304,8 @@ pub enum ObjectRef {
     Pod(ObjectKey),
     /// A NetworkPolicy.
     NetworkPolicy(ObjectKey),
+    /// A ClusterNetworkPolicy by its name.
+    ClusterNetworkPolicy(String),
 }
 
 impl Object {
@@ -298,6 +316,7 @@ impl Object {
             Self::Node(node) => ObjectRef::Node(node.name.clone()),
             Self::Pod(pod) => ObjectRef::Pod(pod.key.clone()),
             Self::NetworkPolicy(policy) => ObjectRef::NetworkPolicy(policy.key.clone()),
+            Self::ClusterNetworkPolicy(policy) => ObjectRef::ClusterNetworkPolicy(policy.name.clone()),
         }
     }
 }
@@ -309,6 +328,7 @@ impl fmt::Display for ObjectRef {
             Self::Node(name) => write!(f, "Node {name}"),
             Self::Pod(key) => write!(f, "Pod {key}"),
             Self::NetworkPolicy(key) => write!(f, "NetworkPolicy {key}"),
+            Self::ClusterNetworkPolicy(name) => write!(f, "ClusterNetworkPolicy {name}"),
         }
     }
 }

@@ -1,8 +1,10 @@
 //! A flat list of six-tuples, for access lists without identities, tries or excepts.
 //!
 //! Each direction of a pod has its own list, since both ends of a flow must allow it. Excepts are subtracted from the
-//! permits, so one deny at the end is enough and the order of permits does not affect the verdict. Permits are sorted most
-//! specific first, for consumers that use longest-prefix match. The original form has single ports, TCP and UDP; this one
+//! permits. Where only NetworkPolicies apply, one deny at the end is enough and the order of permits does not affect the
+//! verdict: permits are sorted most specific first, for consumers that use longest-prefix match. Where
+//! ClusterNetworkPolicies apply, the order counts and is that of the tiers. A list has no Pass: in its place stand the
+//! entries of the next tier, limited to what the Pass matches. The original form has single ports, TCP and UDP; this one
 //! adds port ranges and SCTP.
 
 use std::cmp::Reverse;
@@ -12,6 +14,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 
+use crate::compile::{TableKey, Tier};
+use crate::model::RuleAction;
 use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::tables::{ExpandedRule, Expansion, Tables};
@@ -39,7 +43,7 @@ pub struct SixTuple {
     pub action: Action,
 }
 
-/// The list of one direction of an isolated pod. The first matching entry decides.
+/// The list of one direction of a pod to which policies apply. The first matching entry decides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AccessList {
     /// The pod.
@@ -50,7 +54,7 @@ pub struct AccessList {
     pub entries: Vec<SixTuple>,
 }
 
-/// The lists of all pods in scope. A direction without a list is not isolated.
+/// The lists of all pods in scope. A direction without a list is open.
 pub fn render(state: &ClusterState, tables: &Tables) -> Vec<AccessList> {
     let expansion = tables.expand();
     let sides = tables.pods().flat_map(|pod| [(pod, Direction::Egress), (pod, Direction::Ingress)]);
@@ -64,30 +68,79 @@ fn access_list(
     pod: PodId,
     direction: Direction,
 ) -> Option<AccessList> {
-    let rules = expansion.rules(tables.table_of(pod, direction)?);
-    let never_denied = always_reached(state, pod).map(|address| permit(direction, Some(address.into()), None));
-    let mut entries: Vec<SixTuple> = never_denied.collect();
-    entries.extend(rules.iter().flat_map(|rule| permits(direction, rule)));
-    entries.sort_by_cached_key(specificity);
-    entries.dedup();
-    let everything = permit(direction, None, None);
-    if entries.last() != Some(&everything) {
-        entries.push(SixTuple { action: Action::Deny, ..everything });
-    }
+    let (key, rules) = (tables.key(pod, direction)?, expansion.rules(tables.table_of(pod, direction)?));
+    let entries = match key.is_tiered() {
+        false => isolated_list(state, pod, direction, &rules),
+        true => tiered_list(state, pod, key, &rules),
+    };
     Some(AccessList { pod, direction, entries })
 }
 
-/// The addresses that policy never denies a pod: its own and its node's.
-pub(super) fn always_reached(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
+/// The list of a direction that only NetworkPolicies isolate.
+fn isolated_list(state: &ClusterState, pod: PodId, direction: Direction, rules: &[ExpandedRule<'_>]) -> Vec<SixTuple> {
+    let never_denied = own_addresses(state, pod).chain(own_node_addresses(state, pod));
+    let mut entries: Vec<SixTuple> =
+        never_denied.map(|address| entry(direction, Some(address.into()), None, Action::Permit)).collect();
+    entries.extend(rules.iter().flat_map(|rule| entries_of(direction, rule, Action::Permit)));
+    entries.sort_by_cached_key(specificity);
+    entries.dedup();
+    let everything = entry(direction, None, None, Action::Permit);
+    if entries.last() != Some(&everything) {
+        entries.push(SixTuple { action: Action::Deny, ..everything });
+    }
+    entries
+}
+
+/// The list of a direction to which ClusterNetworkPolicies apply.
+fn tiered_list(state: &ClusterState, pod: PodId, key: &TableKey, rules: &[ExpandedRule<'_>]) -> Vec<SixTuple> {
+    let direction = key.direction;
+    let (admin, rest) = rules.split_at(rules.partition_point(|rule| rule.source.policy.name().tier() == Tier::Admin));
+    // No peer of an ingress rule is a node.
+    let own_node = own_node_addresses(state, pod).filter(|_| direction == Direction::Ingress);
+    let never_denied = own_addresses(state, pod).chain(own_node);
+    let mut entries: Vec<SixTuple> =
+        never_denied.map(|address| entry(direction, Some(address.into()), None, Action::Permit)).collect();
+    let next = match key.isolation {
+        Some(_) => isolated_list(state, pod, direction, rest),
+        None => ordered(direction, rest, &[entry(direction, None, None, Action::Permit)]),
+    };
+    entries.extend(ordered(direction, admin, &next));
+    entries
+}
+
+/// The entries of ordered rules, and those of the next tier, which decides what they leave or pass.
+fn ordered(direction: Direction, rules: &[ExpandedRule<'_>], next: &[SixTuple]) -> Vec<SixTuple> {
+    let mut entries = Vec::new();
+    for rule in rules {
+        match rule.source.action() {
+            RuleAction::Accept => entries.extend(entries_of(direction, rule, Action::Permit)),
+            RuleAction::Deny => entries.extend(entries_of(direction, rule, Action::Deny)),
+            RuleAction::Pass => {
+                for passed in entries_of(direction, rule, Action::Permit) {
+                    entries.extend(next.iter().filter_map(|next| next.within(&passed)));
+                }
+            }
+        }
+    }
+    entries.extend_from_slice(next);
+    entries
+}
+
+/// The pod's own addresses, which policy never denies it.
+pub(super) fn own_addresses(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
+    let own = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.clone());
+    own.filter(move |address| state.owner(address) == Some(PodOrNode::Pod(pod)))
+}
+
+/// The addresses of the pod's node, which NetworkPolicy never denies it.
+pub(super) fn own_node_addresses(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
     let node = state.node_of(pod);
     let of_node =
         state.addresses().filter(move |(_, holder)| node.is_some_and(|node| *holder == PodOrNode::Node(node)));
-    let own = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.clone());
-    let own = own.filter(move |address| state.owner(address) == Some(PodOrNode::Pod(pod)));
-    own.chain(of_node.map(|(address, _)| address))
+    of_node.map(|(address, _)| address)
 }
 
-fn permits(direction: Direction, rule: &ExpandedRule<'_>) -> Vec<SixTuple> {
+fn entries_of(direction: Direction, rule: &ExpandedRule<'_>, action: Action) -> Vec<SixTuple> {
     let peers: Vec<Option<IpNet>> = match &rule.peers {
         None => vec![None],
         Some(peers) => peers.iter().copied().map(Some).collect(),
@@ -96,15 +149,15 @@ fn permits(direction: Direction, rule: &ExpandedRule<'_>) -> Vec<SixTuple> {
         PortSpec::Every => vec![None],
         PortSpec::AnyOf(ranges) => ranges.iter().copied().map(Some).collect(),
     };
-    peers.iter().flat_map(|peer| ports.iter().map(|ports| permit(direction, *peer, *ports))).collect()
+    peers.iter().flat_map(|peer| ports.iter().map(|ports| entry(direction, *peer, *ports, action))).collect()
 }
 
-fn permit(direction: Direction, peer: Option<IpNet>, ports: Option<PortRange>) -> SixTuple {
+fn entry(direction: Direction, peer: Option<IpNet>, ports: Option<PortRange>, action: Action) -> SixTuple {
     let (src, dst) = match direction {
         Direction::Egress => (None, peer),
         Direction::Ingress => (peer, None),
     };
-    SixTuple { src, dst, ports, action: Action::Permit }
+    SixTuple { src, dst, ports, action }
 }
 
 /// Sort key: an entry sorts before every other entry that matches all that it matches.
@@ -114,6 +167,26 @@ fn specificity(entry: &SixTuple) -> impl Ord + use<> {
     let width = entry.ports.map_or(u32::MAX, |range| range.last as u32 - range.first as u32);
     let ports = entry.ports.map(|range| (range.protocol, range.first));
     (entry.action, spare_bits, width, peer, Reverse(ports.is_some()), ports)
+}
+
+impl SixTuple {
+    /// This entry for what another matches; `None` if they have nothing in common.
+    fn within(&self, other: &Self) -> Option<Self> {
+        let net = |a: Option<IpNet>, b: Option<IpNet>| match (a, b) {
+            (Some(a), Some(b)) if a.contains(&b) => Some(Some(b)),
+            (Some(a), Some(b)) => b.contains(&a).then_some(Some(a)),
+            (a, b) => Some(a.or(b)),
+        };
+        let ports = match (self.ports, other.ports) {
+            (Some(a), Some(b)) => {
+                let (first, last) = (a.first.max(b.first), a.last.min(b.last));
+                let both = (a.protocol == b.protocol && first <= last).then_some(PortRange { first, last, ..a });
+                Some(both?)
+            }
+            (a, b) => a.or(b),
+        };
+        Some(Self { src: net(self.src, other.src)?, dst: net(self.dst, other.dst)?, ports, action: self.action })
+    }
 }
 
 impl AccessList {

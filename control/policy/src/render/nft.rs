@@ -2,7 +2,8 @@
 //!
 //! Packets of known connections are accepted first. The first packet of a connection passes the egress chain of its source,
 //! then the ingress chain of its destination, each found by a verdict map. A chain returns if it allows the packet and
-//! drops it otherwise. Peers are interval sets with excepts subtracted. Loading the text replaces the table atomically.
+//! drops it otherwise. A Pass of a ClusterNetworkPolicy goes to a second chain with the next tier, as does the end of the
+//! Admin tier. Peers are interval sets with excepts subtracted. Loading the text replaces the table atomically.
 
 use std::fmt::Write;
 use std::net::IpAddr;
@@ -11,9 +12,11 @@ use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 use rustc_hash::FxHashMap;
 
-use crate::state::{ClusterState, PodId, PodOrNode};
+use crate::compile::{TableKey, Tier};
+use crate::model::RuleAction;
+use crate::state::{ClusterState, PodId};
 
-use super::acl::always_reached;
+use super::acl::{own_addresses, own_node_addresses};
 use super::tables::{ExpandedRule, Tables};
 
 /// The name of the table, of family `inet`.
@@ -53,14 +56,15 @@ pub fn render(state: &ClusterState, tables: &Tables) -> String {
         .collect();
     sides.sort_unstable();
     let expansion = tables.expand();
-    let mut numbers: Vec<u32> = sides.iter().map(|(_, _, table)| *table).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    for table in numbers {
-        side_chain(table, &expansion.rules(table), &mut sets, &mut chains);
+    let mut shown: Vec<(u32, &TableKey)> =
+        sides.iter().filter_map(|(pod, direction, table)| Some((*table, tables.key(*pod, *direction)?))).collect();
+    shown.sort_unstable_by_key(|(table, _)| *table);
+    shown.dedup_by_key(|(table, _)| *table);
+    for (table, key) in shown {
+        side_chains(table, key, &expansion.rules(table), &mut sets, &mut chains);
     }
     for family in FAMILIES {
-        exempt_set(state, tables, family, &mut sets);
+        exempt_sets(state, tables, family, &mut sets);
         for direction in [Direction::Egress, Direction::Ingress] {
             verdict_map(state, &sides, direction, family, &mut sets);
         }
@@ -81,29 +85,62 @@ pub fn render(state: &ClusterState, tables: &Tables) -> String {
     text
 }
 
-/// The chain of a table, and the sets of its rules' peers.
-fn side_chain(table: u32, rules: &[ExpandedRule<'_>], sets: &mut String, chains: &mut String) {
-    let _ = writeln!(chains, "\tchain side_{table} {{");
-    for (number, rule) in rules.iter().enumerate() {
-        let _ = writeln!(chains, "\t\t# {}", rule.source.name());
-        let direction = rule.source.direction;
-        for ports in port_matches(rule.ports) {
-            let Some(peers) = &rule.peers else {
-                let _ = writeln!(chains, "\t\t{ports}return");
-                continue;
-            };
-            for Family { word, tag, .. } in families_of(peers) {
-                let end = peer_end(direction);
-                let _ = writeln!(chains, "\t\t{word} {end} @peers_{table}_{number}_{tag} {ports}return");
+/// The chains of a table, and the sets of its rules' peers.
+fn side_chains(table: u32, key: &TableKey, rules: &[ExpandedRule<'_>], sets: &mut String, chains: &mut String) {
+    let mut chain = |name: &str, first: usize, rules: &[ExpandedRule<'_>], pass: &str, end: &str| {
+        let _ = writeln!(chains, "\tchain {name} {{");
+        if key.is_tiered() && key.direction == Direction::Egress && end == "drop" {
+            for Family { word, tag, .. } in FAMILIES {
+                let _ = writeln!(chains, "\t\t{word} saddr . {word} daddr @own_node_{tag} return");
             }
         }
-        for family in families_of(rule.peers.as_deref().unwrap_or_default()) {
-            let peers = rule.peers.iter().flatten().filter(|net| family.has(&net.addr()));
-            let name = format!("peers_{table}_{number}_{}", family.tag);
-            set(sets, &name, family.set_type, "flags interval; auto-merge;", peers.map(IpNet::to_string));
+        for (number, rule) in (first..).zip(rules) {
+            let verdict = match rule.source.action() {
+                RuleAction::Accept => "return",
+                RuleAction::Deny => "drop",
+                RuleAction::Pass => pass,
+            };
+            rule_lines(table, number, rule, verdict, sets, chains);
+        }
+        let _ = writeln!(chains, "\t\t{end}\n\t}}");
+    };
+    let name = format!("side_{table}");
+    let end = if key.isolation.is_some() { "drop" } else { "return" };
+    if key.admin.is_empty() {
+        return chain(&name, 0, rules, "return", end);
+    }
+    let admin = rules.partition_point(|rule| rule.source.policy.name().tier() == Tier::Admin);
+    let (next, goto) = (format!("next_{table}"), format!("goto next_{table}"));
+    // A chain must be defined before another goes to it.
+    chain(&next, admin, &rules[admin..], "return", end);
+    chain(&name, 0, &rules[..admin], &goto, &goto);
+}
+
+/// The lines of a rule, and the sets of its peers.
+fn rule_lines(
+    table: u32,
+    number: usize,
+    rule: &ExpandedRule<'_>,
+    verdict: &str,
+    sets: &mut String,
+    chains: &mut String,
+) {
+    let _ = writeln!(chains, "\t\t# {}", rule.source.name());
+    for ports in port_matches(rule.ports) {
+        let Some(peers) = &rule.peers else {
+            let _ = writeln!(chains, "\t\t{ports}{verdict}");
+            continue;
+        };
+        for Family { word, tag, .. } in families_of(peers) {
+            let end = peer_end(rule.source.direction);
+            let _ = writeln!(chains, "\t\t{word} {end} @peers_{table}_{number}_{tag} {ports}{verdict}");
         }
     }
-    chains.push_str("\t\tdrop\n\t}\n");
+    for family in families_of(rule.peers.as_deref().unwrap_or_default()) {
+        let peers = rule.peers.iter().flatten().filter(|net| family.has(&net.addr()));
+        let name = format!("peers_{table}_{number}_{}", family.tag);
+        set(sets, &name, family.set_type, "flags interval; auto-merge;", peers.map(IpNet::to_string));
+    }
 }
 
 /// The address families that occur.
@@ -153,19 +190,33 @@ fn port_match(protocol: PortProtocol, mut ranges: Vec<&PortRange>) -> String {
     format!("{word} dport {{ {} }} ", merged.iter().map(text).collect::<Vec<_>>().join(", "))
 }
 
-/// The pairs of addresses that policy never denies: a pod with itself and with its node.
-fn exempt_set(state: &ClusterState, tables: &Tables, family: Family, sets: &mut String) {
-    let mut pairs: Vec<(IpAddr, IpAddr)> = Vec::new();
+/// The pairs of addresses that no policy denies, a pod with itself and with its node; and those from a pod to its node
+/// that only ClusterNetworkPolicies can deny.
+fn exempt_sets(state: &ClusterState, tables: &Tables, family: Family, sets: &mut String) {
+    let mut exempt: Vec<(IpAddr, IpAddr)> = Vec::new();
+    let mut own_node: Vec<(IpAddr, IpAddr)> = Vec::new();
     for pod in tables.pods() {
-        let others: Vec<IpAddr> = always_reached(state, pod).filter(|address| family.has(address)).collect();
-        for own in own_addresses(state, pod).filter(|address| family.has(address)) {
-            pairs.extend(others.iter().flat_map(|other| [(own, *other), (*other, own)]));
+        let nodes: Vec<IpAddr> = own_node_addresses(state, pod).filter(|address| family.has(address)).collect();
+        let own: Vec<IpAddr> = own_addresses(state, pod).filter(|address| family.has(address)).collect();
+        let to_node = if is_tiered(tables, pod) { &mut own_node } else { &mut exempt };
+        to_node.extend(own.iter().flat_map(|own| nodes.iter().map(move |node| (*own, *node))));
+        exempt.extend(own.iter().flat_map(|own| nodes.iter().map(move |node| (*node, *own))));
+        exempt.extend(own.iter().flat_map(|own_address| own.iter().map(move |other| (*own_address, *other))));
+    }
+    let is_tiered = tables.pods().any(|pod| is_tiered(tables, pod));
+    for (name, mut pairs, is_used) in [("exempt", exempt, true), ("own_node", own_node, is_tiered)] {
+        if is_used {
+            pairs.sort_unstable();
+            pairs.dedup();
+            let elements = pairs.into_iter().map(|(src, dst)| format!("{src} . {dst}"));
+            set(sets, &format!("{name}_{}", family.tag), &format!("{0} . {0}", family.set_type), "", elements);
         }
     }
-    pairs.sort_unstable();
-    pairs.dedup();
-    let elements = pairs.into_iter().map(|(src, dst)| format!("{src} . {dst}"));
-    set(sets, &format!("exempt_{}", family.tag), &format!("{0} . {0}", family.set_type), "", elements);
+}
+
+/// Whether ClusterNetworkPolicies apply to the egress of a pod.
+fn is_tiered(tables: &Tables, pod: PodId) -> bool {
+    tables.key(pod, Direction::Egress).is_some_and(TableKey::is_tiered)
 }
 
 fn verdict_map(
@@ -187,11 +238,6 @@ fn verdict_map(
     let mut elements: Vec<String> = elements.collect();
     elements.sort_unstable();
     collection(sets, "map", &name, &format!("{} : verdict", family.set_type), "", elements.into_iter());
-}
-
-fn own_addresses(state: &ClusterState, pod: PodId) -> impl Iterator<Item = IpAddr> {
-    let addresses = state.pod(pod).into_iter().flat_map(|pod| pod.addresses.iter().copied());
-    addresses.filter(move |address| state.owner(address) == Some(PodOrNode::Pod(pod)))
 }
 
 fn set(text: &mut String, name: &str, of: &str, flags: &str, elements: impl Iterator<Item = String>) {

@@ -5,17 +5,23 @@
 //! does not depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks)
 //! the other owns it.
 
+mod cluster_policies;
 mod objects;
 mod peer_set;
 mod pods;
 mod registry;
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::model::{Labels, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Pod, PortProtocol};
+use crate::model::{
+    ClusterNetworkPolicy, Labels, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Pod, PortProtocol,
+    Selector,
+};
 
+use cluster_policies::ClusterPolicyRecord;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 pub(crate) use registry::Registry;
 
@@ -23,6 +29,8 @@ pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 
 /// Number of a policy in a [`ClusterState`].
 pub type PolicyId = u32;
+/// Number of a ClusterNetworkPolicy in a [`ClusterState`].
+pub type ClusterPolicyId = u32;
 /// Number of a node's name in a [`ClusterState`].
 pub type NodeNumber = u32;
 
@@ -33,6 +41,7 @@ pub struct ClusterState {
     nodes: Registry<String, NodeRecord>,
     pods: Registry<ObjectKey, PodRecord>,
     policies: Registry<ObjectKey, PolicyRecord>,
+    cluster_policies: Registry<String, ClusterPolicyRecord>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
     peer_sets: PeerSets,
@@ -49,9 +58,11 @@ pub struct Outdated {
     pub addresses: FxHashSet<IpAddr>,
     /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
+    /// Whether labels or addresses of Nodes changed.
+    pub nodes: bool,
 }
 
-#[derive(Debug)]
+#[derive(Default, Debug)]
 struct NamespaceRecord {
     /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
@@ -60,6 +71,8 @@ struct NamespaceRecord {
     peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
+    /// The ClusterNetworkPolicies whose subjects may be in it.
+    cluster_policies: FxHashSet<ClusterPolicyId>,
 }
 
 #[derive(Default, Debug)]
@@ -67,6 +80,9 @@ struct NodeRecord {
     name: String,
     /// Addresses of the Node; `None` while it is unknown.
     addresses: Option<Vec<IpAddr>>,
+    labels: Labels,
+    /// Addresses that `nodes` peers match.
+    status_addresses: Vec<IpAddr>,
     pods: u32,
 }
 
@@ -79,12 +95,14 @@ struct PodRecord {
     peer_sets: Vec<PeerSetId>,
     /// The policies that select it, sorted by their key.
     policies: Vec<PolicyId>,
+    /// The ClusterNetworkPolicies that select it, in the order of evaluation.
+    cluster_policies: Vec<ClusterPolicyId>,
 }
 
 /// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
-    policy: std::sync::Arc<NetworkPolicy>,
+    policy: Arc<NetworkPolicy>,
     namespace: u32,
     revision: u64,
     pods: FxHashSet<PodId>,
@@ -111,13 +129,15 @@ impl ClusterState {
     pub fn apply(&mut self, change: ObjectChange) {
         match change {
             ObjectChange::Set(Object::Namespace(namespace)) => self.set_namespace(namespace),
-            ObjectChange::Set(Object::Node(node)) => self.set_node(&node.name.clone(), Some(node.addresses)),
+            ObjectChange::Set(Object::Node(node)) => self.set_node(node),
             ObjectChange::Set(Object::Pod(pod)) => self.set_pod(pod),
             ObjectChange::Set(Object::NetworkPolicy(policy)) => self.set_policy(policy),
+            ObjectChange::Set(Object::ClusterNetworkPolicy(policy)) => self.set_cluster_policy(policy),
             ObjectChange::Delete(ObjectRef::Namespace(name)) => self.delete_namespace(&name),
-            ObjectChange::Delete(ObjectRef::Node(name)) => self.set_node(&name, None),
+            ObjectChange::Delete(ObjectRef::Node(name)) => self.delete_node(&name),
             ObjectChange::Delete(ObjectRef::Pod(key)) => self.delete_pod(&key),
             ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => self.delete_policy(&key),
+            ObjectChange::Delete(ObjectRef::ClusterNetworkPolicy(name)) => self.delete_cluster_policy(&name),
         }
     }
 
@@ -168,13 +188,39 @@ impl ClusterState {
     }
 
     /// A policy by its number.
-    pub fn policy(&self, policy: PolicyId) -> Option<&std::sync::Arc<NetworkPolicy>> {
+    pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
     /// All policies, each with how many pods it selects.
     pub fn policies(&self) -> impl Iterator<Item = (&NetworkPolicy, usize)> {
         self.policies.iter().map(|(_, record)| (&*record.policy, record.pods.len()))
+    }
+
+    /// The ClusterNetworkPolicies that select a pod, in the order of evaluation, each with the revision of its last change.
+    pub fn cluster_policies_of(&self, pod: PodId) -> impl Iterator<Item = (ClusterPolicyId, u64)> {
+        let policies = self.pods.get(pod).map(|record| record.cluster_policies.as_slice()).unwrap_or_default();
+        policies.iter().map(|policy| (*policy, self.cluster_policies[*policy].revision))
+    }
+
+    /// A ClusterNetworkPolicy by its number.
+    pub fn cluster_policy(&self, policy: ClusterPolicyId) -> Option<&Arc<ClusterNetworkPolicy>> {
+        self.cluster_policies.get(policy).map(|record| &record.policy)
+    }
+
+    /// All ClusterNetworkPolicies, each with how many pods it selects.
+    pub fn cluster_policies(&self) -> impl Iterator<Item = (&ClusterNetworkPolicy, usize)> {
+        self.cluster_policies.iter().map(|(_, record)| (&*record.policy, record.pods.len()))
+    }
+
+    /// The addresses in the status of the Nodes that a selector matches, sorted.
+    pub fn node_addresses(&self, nodes: &Selector) -> Vec<IpAddr> {
+        let found = self.nodes.iter().filter(|(_, record)| nodes.matches(&record.labels));
+        let mut addresses: Vec<IpAddr> =
+            found.flat_map(|(_, record)| record.status_addresses.iter().copied()).collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        addresses
     }
 
     /// Whether the annotation of a pod's namespace isolates it for ingress.
@@ -293,20 +339,19 @@ impl ClusterState {
             nodes: self.nodes.iter().filter(|(_, record)| record.addresses.is_some()).count(),
             pods: self.pods.len(),
             policies: self.policies.len(),
+            cluster_policies: self.cluster_policies.len(),
             peer_sets: self.peer_sets.registry.len() - 1,
         }
     }
 
     /// The number of a namespace; creates its entry if needed.
     fn namespace(&mut self, name: &str) -> u32 {
-        self.namespaces.find_or_insert(name, || NamespaceRecord {
-            labels: None,
-            default_deny_ingress: false,
-            selections: Vec::new(),
-            peer_sets: PeerSetIndex::default(),
-            pods: FxHashSet::default(),
-            policies: FxHashSet::default(),
-        })
+        if let Some(number) = self.namespaces.find(name) {
+            return number;
+        }
+        let number = self.namespaces.insert(name.to_owned(), NamespaceRecord::default());
+        self.reselect_namespace_policies(number);
+        number
     }
 
     fn forget_if_empty(&mut self, name: &str) {
@@ -318,7 +363,7 @@ impl ClusterState {
         }
     }
 
-    fn acquire_selection(&mut self, namespaces: &crate::model::Selector) -> u32 {
+    fn acquire_selection(&mut self, namespaces: &Selector) -> u32 {
         if let Some(selection) = self.peer_sets.selections.find(namespaces) {
             return selection;
         }
@@ -363,8 +408,10 @@ pub struct StateStatistics {
     pub nodes: usize,
     /// Pods.
     pub pods: usize,
-    /// Policies.
+    /// NetworkPolicies.
     pub policies: usize,
+    /// ClusterNetworkPolicies.
+    pub cluster_policies: usize,
     /// Peer sets that rules use.
     pub peer_sets: usize,
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 
-use crate::model::{Namespace, NetworkPolicy, ObjectKey};
+use crate::model::{Namespace, NetworkPolicy, Node, ObjectKey};
 
 use super::peer_set::PodId;
 use super::{ClusterState, NodeNumber, NodeRecord, PolicyRecord};
@@ -52,6 +52,7 @@ impl ClusterState {
         selections.into_iter().for_each(|selection| {
             self.peer_sets.selections[selection].namespaces.insert(number);
         });
+        self.reselect_namespace_policies(number);
         let pods: Vec<PodId> = self.namespaces[number].pods.iter().copied().collect();
         pods.into_iter().for_each(|pod| self.reclassify(pod));
     }
@@ -110,8 +111,24 @@ impl ClusterState {
         self.nodes.find_or_insert(name, || NodeRecord { name: name.to_owned(), ..NodeRecord::default() })
     }
 
-    pub(super) fn set_node(&mut self, name: &str, addresses: Option<Vec<IpAddr>>) {
-        let node = self.node(name);
+    pub(super) fn set_node(&mut self, object: Node) {
+        let node = self.node(&object.name);
+        let record = &mut self.nodes[node];
+        let Node { labels, addresses, status_addresses, .. } = object;
+        self.outdated.nodes |= (&record.labels, &record.status_addresses) != (&labels, &status_addresses);
+        (record.labels, record.status_addresses) = (labels, status_addresses);
+        self.set_node_addresses(node, Some(addresses));
+    }
+
+    pub(super) fn delete_node(&mut self, name: &str) {
+        let Some(node) = self.nodes.find(name) else { return };
+        self.outdated.nodes = true;
+        let record = &mut self.nodes[node];
+        (record.labels, record.status_addresses) = Default::default();
+        self.set_node_addresses(node, None);
+    }
+
+    fn set_node_addresses(&mut self, node: NodeNumber, addresses: Option<Vec<IpAddr>>) {
         let before = std::mem::replace(&mut self.nodes[node].addresses, addresses.clone());
         self.add_node_claims(&addresses.unwrap_or_default(), node);
         self.remove_node_claims(&before.unwrap_or_default(), node);

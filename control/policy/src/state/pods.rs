@@ -19,8 +19,14 @@ impl ClusterState {
                 let namespace = self.namespace(&key.namespace);
                 // Empty at first, so that `replace_pod` adds everything.
                 let nothing = Pod { addresses: Vec::new(), finished: true, node: None, ..pod.clone() };
-                let record =
-                    PodRecord { pod: nothing, namespace, node: None, peer_sets: Vec::new(), policies: Vec::new() };
+                let record = PodRecord {
+                    pod: nothing,
+                    namespace,
+                    node: None,
+                    peer_sets: Vec::new(),
+                    policies: Vec::new(),
+                    cluster_policies: Vec::new(),
+                };
                 let number = self.pods.insert(key, record);
                 self.namespaces[namespace].pods.insert(number);
                 number
@@ -38,6 +44,9 @@ impl ClusterState {
         for policy in record.policies {
             self.policies[policy].pods.remove(&number);
         }
+        for policy in record.cluster_policies {
+            self.cluster_policies[policy].pods.remove(&number);
+        }
         self.namespaces[record.namespace].pods.remove(&number);
         self.forget_if_empty(&key.namespace);
     }
@@ -53,6 +62,7 @@ impl ClusterState {
         self.replace_claims(&old, &new, |claim| &mut claim.pods, number);
         self.outdated.addresses.extend(old.into_iter().chain(new));
         self.reselect(number);
+        self.reselect_cluster_policies(number);
         self.reclassify(number);
     }
 

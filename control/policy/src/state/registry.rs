@@ -78,6 +78,11 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         (0u32..).zip(&self.entries).filter_map(|(number, value)| Some((number, value.as_ref()?)))
     }
 
+    /// All values, to change them.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut V> {
+        self.entries.iter_mut().flatten()
+    }
+
     /// How many entries there are.
     pub(crate) fn len(&self) -> usize {
         self.index.len()

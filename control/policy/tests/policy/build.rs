@@ -41,7 +41,8 @@ pub(crate) fn namespace(name: &str, text: &str) -> Object {
 }
 
 pub(crate) fn node(name: &str, addresses: &[&str]) -> Object {
-    Object::Node(Node { name: name.to_owned(), addresses: ips(addresses) })
+    let labels = labels(&format!("name={name}"));
+    Object::Node(Node { name: name.to_owned(), labels, addresses: ips(addresses), status_addresses: ips(addresses) })
 }
 
 pub(crate) fn ips(texts: &[&str]) -> Vec<IpAddr> {
@@ -91,10 +92,17 @@ pub(crate) fn port(text: &str) -> PolicyPort {
     PolicyPort { protocol: protocol_of(protocol), which }
 }
 
-/// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`.
+/// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`,
+/// `nodes SELECTOR`, `networks 10.0.0.0/8 …`.
 pub(crate) fn peer(text: &str) -> Peer {
     if let Some(pods) = text.strip_prefix("pods") {
         return Peer::Pods(selector(pods));
+    }
+    if let Some(nodes) = text.strip_prefix("nodes") {
+        return Peer::Nodes(selector(nodes));
+    }
+    if let Some(networks) = text.strip_prefix("networks") {
+        return Peer::Networks(networks.split_whitespace().map(|net| net.parse().expect("a prefix")).collect());
     }
     if let Some(rest) = text.strip_prefix("namespaces") {
         return match rest.split_once("/ pods") {
@@ -124,6 +132,29 @@ pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
 pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
     let (key, pod_selector) = (key(name), selector(pods));
     Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
+}
+
+/// A ClusterNetworkPolicy of all pods that a selector matches in all namespaces: `Admin 10 name`.
+pub(crate) fn cluster_policy(which: &str, pods: &str, ingress: Vec<ClusterRule>, egress: Vec<ClusterRule>) -> Object {
+    let [tier, priority, name] = which.split_whitespace().collect::<Vec<_>>().try_into().expect("tier, priority, name");
+    let tier = match tier {
+        "Admin" => ClusterTier::Admin,
+        "Baseline" => ClusterTier::Baseline,
+        other => panic!("no such tier: {other}"),
+    };
+    Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
+        name: name.to_owned(),
+        tier,
+        priority: priority.parse().expect("a number"),
+        subject: Subject { namespaces: Selector::default(), pods: selector(pods) },
+        ingress,
+        egress,
+    })
+}
+
+/// A rule of one: `Accept`, `Deny` or `Pass`, then peers and ports as in [`rule`].
+pub(crate) fn ordered(action: RuleAction, peers: &[&str], ports: &[&str]) -> ClusterRule {
+    ClusterRule { name: None, action, matches: rule(peers, ports), is_understood: true }
 }
 
 /// `tcp/80`, or a protocol without ports: `icmp`, `icmpv6`, `esp`.
@@ -245,6 +276,8 @@ fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
             naive::NaiveVerdict::Allowed
         }
         policy::DirectionVerdict::Exempt => naive::NaiveVerdict::Exempt,
+        policy::DirectionVerdict::DeniedBy(_) => naive::NaiveVerdict::DeniedByRule,
+        policy::DirectionVerdict::Default => naive::NaiveVerdict::Default,
     }
 }
 

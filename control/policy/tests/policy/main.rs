@@ -11,4 +11,5 @@ mod incremental;
 mod naive;
 mod nft;
 mod random;
+mod tiers;
 mod v1beta1;

@@ -13,6 +13,7 @@ pub(crate) struct ClusterObjects {
     pub nodes: BTreeMap<String, Node>,
     pub pods: BTreeMap<ObjectKey, Pod>,
     pub policies: BTreeMap<ObjectKey, NetworkPolicy>,
+    pub cluster_policies: BTreeMap<String, ClusterNetworkPolicy>,
 }
 
 /// The verdict of one direction.
@@ -23,6 +24,8 @@ pub(crate) enum NaiveVerdict {
     Open,
     Allowed,
     Denied,
+    DeniedByRule,
+    Default,
 }
 
 /// Cases that occurred on the way to a verdict: tests assert that each occurred.
@@ -51,6 +54,24 @@ pub(crate) enum Covered {
     OtherProtocolAllowed,
     OtherProtocolDenied,
     Ipv6,
+    AdminAccept,
+    AdminDeny,
+    AdminPass,
+    AdminPassThenAllowed,
+    AdminPassThenDenied,
+    AdminPassThenBaselineDeny,
+    BaselineAccept,
+    BaselineDeny,
+    BaselinePass,
+    BaselineHidden,
+    DefaultAfterTiers,
+    TieBrokenByName,
+    ByNode,
+    ByNetwork,
+    OwnNodeDenied,
+    OwnNodeIsolated,
+    NotUnderstoodAccept,
+    NotUnderstoodDeny,
 }
 
 impl ClusterObjects {
@@ -60,6 +81,10 @@ impl ClusterObjects {
             ObjectChange::Set(Object::Node(it)) => drop(self.nodes.insert(it.name.clone(), it)),
             ObjectChange::Set(Object::Pod(it)) => drop(self.pods.insert(it.key.clone(), it)),
             ObjectChange::Set(Object::NetworkPolicy(it)) => drop(self.policies.insert(it.key.clone(), it)),
+            ObjectChange::Set(Object::ClusterNetworkPolicy(it)) => {
+                drop(self.cluster_policies.insert(it.name.clone(), it));
+            }
+            ObjectChange::Delete(ObjectRef::ClusterNetworkPolicy(name)) => drop(self.cluster_policies.remove(&name)),
             ObjectChange::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
             ObjectChange::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),
             ObjectChange::Delete(ObjectRef::Pod(key)) => drop(self.pods.remove(&key)),
@@ -72,7 +97,8 @@ impl ClusterObjects {
         let nodes = self.nodes.values().cloned().map(Object::Node);
         let pods = self.pods.values().cloned().map(Object::Pod);
         let policies = self.policies.values().cloned().map(Object::NetworkPolicy);
-        namespaces.chain(nodes).chain(pods).chain(policies).collect()
+        let cluster_policies = self.cluster_policies.values().cloned().map(Object::ClusterNetworkPolicy);
+        namespaces.chain(nodes).chain(pods).chain(policies).chain(cluster_policies).collect()
     }
 
     /// The pod that owns an address: it is not a node's address, and the pod is not finished.
@@ -104,13 +130,159 @@ impl ClusterObjects {
         };
         if runs_on(from, to, dst) {
             covered.insert(Covered::OwnNode);
-            return (NaiveVerdict::Exempt, NaiveVerdict::NoPod);
+            return (self.to_own_node(from.expect("it runs there"), dst, flow, covered), NaiveVerdict::NoPod);
         }
         if runs_on(to, from, src) {
             covered.insert(Covered::OwnNode);
             return (NaiveVerdict::NoPod, NaiveVerdict::Exempt);
         }
-        (self.side(from, dst, to, flow, false, covered), self.side(to, src, from, flow, true, covered))
+        (self.tiers(from, dst, to, flow, false, covered), self.tiers(to, src, from, flow, true, covered))
+    }
+
+    /// All tiers of one direction.
+    fn tiers(
+        &self,
+        own: Option<&Pod>,
+        peer: IpAddr,
+        peer_pod: Option<&Pod>,
+        flow: &Flow,
+        ingress: bool,
+        covered: &mut BTreeSet<Covered>,
+    ) -> NaiveVerdict {
+        let Some(pod) = own else { return self.side(own, peer, peer_pod, flow, ingress, covered) };
+        let admin = self.tier(ClusterTier::Admin, pod, peer, peer_pod, flow, ingress, covered);
+        match admin {
+            Some(RuleAction::Accept) => {
+                covered.insert(Covered::AdminAccept);
+                return NaiveVerdict::Allowed;
+            }
+            Some(RuleAction::Deny) => {
+                covered.insert(Covered::AdminDeny);
+                return NaiveVerdict::DeniedByRule;
+            }
+            Some(RuleAction::Pass) => drop(covered.insert(Covered::AdminPass)),
+            None => {}
+        }
+        let passed = admin.is_some();
+        let by_network_policy = self.side(own, peer, peer_pod, flow, ingress, covered);
+        if by_network_policy != NaiveVerdict::Open {
+            if passed && by_network_policy == NaiveVerdict::Allowed {
+                covered.insert(Covered::AdminPassThenAllowed);
+            }
+            if passed && by_network_policy == NaiveVerdict::Denied {
+                covered.insert(Covered::AdminPassThenDenied);
+            }
+            if self.tier(ClusterTier::Baseline, pod, peer, peer_pod, flow, ingress, covered).is_some() {
+                covered.insert(Covered::BaselineHidden);
+            }
+            return by_network_policy;
+        }
+        match self.tier(ClusterTier::Baseline, pod, peer, peer_pod, flow, ingress, covered) {
+            Some(RuleAction::Accept) => {
+                covered.insert(Covered::BaselineAccept);
+                NaiveVerdict::Allowed
+            }
+            Some(RuleAction::Deny) => {
+                covered.insert(if passed { Covered::AdminPassThenBaselineDeny } else { Covered::BaselineDeny });
+                NaiveVerdict::DeniedByRule
+            }
+            decided => {
+                if decided == Some(RuleAction::Pass) {
+                    covered.insert(Covered::BaselinePass);
+                }
+                let touched = self.touching(pod, ingress).next().is_some();
+                covered.insert(if touched { Covered::DefaultAfterTiers } else { Covered::Open });
+                if touched { NaiveVerdict::Default } else { NaiveVerdict::Open }
+            }
+        }
+    }
+
+    /// From a pod to its own node: only NetworkPolicy spares it.
+    fn to_own_node(&self, pod: &Pod, node: IpAddr, flow: &Flow, covered: &mut BTreeSet<Covered>) -> NaiveVerdict {
+        if self.touching(pod, false).next().is_none() {
+            return NaiveVerdict::Exempt;
+        }
+        let isolated = self.policies.values().any(|policy| {
+            policy.key.namespace == pod.key.namespace
+                && policy.pod_selector.matches(&pod.labels)
+                && policy.egress.is_some()
+                && policy.isolates
+        });
+        let mut tiers = vec![ClusterTier::Admin];
+        if !isolated {
+            tiers.push(ClusterTier::Baseline);
+        }
+        // In the Admin tier a Pass goes on; in Baseline, which is last, to the default.
+        for tier in tiers {
+            match self.tier(tier, pod, node, None, flow, false, covered) {
+                Some(RuleAction::Accept) => return NaiveVerdict::Allowed,
+                Some(RuleAction::Deny) => {
+                    covered.insert(Covered::OwnNodeDenied);
+                    return NaiveVerdict::DeniedByRule;
+                }
+                Some(RuleAction::Pass) | None => {}
+            }
+        }
+        if isolated {
+            covered.insert(Covered::OwnNodeIsolated);
+            return NaiveVerdict::Exempt;
+        }
+        NaiveVerdict::Default
+    }
+
+    /// The ClusterNetworkPolicies with rules of a direction that select a pod.
+    fn touching<'a>(&'a self, pod: &'a Pod, ingress: bool) -> impl Iterator<Item = &'a ClusterNetworkPolicy> {
+        let namespace = self.namespaces.get(&pod.key.namespace);
+        self.cluster_policies.values().filter(move |policy| {
+            let Subject { namespaces, pods } = &policy.subject;
+            let in_namespace = namespaces.requirements.is_empty()
+                || namespace.is_some_and(|namespace| namespaces.matches(&namespace.labels));
+            let rules = if ingress { &policy.ingress } else { &policy.egress };
+            in_namespace && pods.matches(&pod.labels) && !rules.is_empty()
+        })
+    }
+
+    /// The action of the first rule of a tier that matches.
+    #[allow(clippy::too_many_arguments)]
+    fn tier(
+        &self,
+        tier: ClusterTier,
+        own: &Pod,
+        peer: IpAddr,
+        peer_pod: Option<&Pod>,
+        flow: &Flow,
+        ingress: bool,
+        covered: &mut BTreeSet<Covered>,
+    ) -> Option<RuleAction> {
+        let mut policies: Vec<_> = self.touching(own, ingress).filter(|policy| policy.tier == tier).collect();
+        // The map sorts by name, and this sort is stable.
+        policies.sort_by_key(|policy| policy.priority);
+        let server = if ingress { Some(own) } else { peer_pod };
+        let rules = policies.iter().flat_map(|policy| {
+            let rules = if ingress { &policy.ingress } else { &policy.egress };
+            rules.iter().map(|rule| (policy.priority, rule))
+        });
+        let mut matching = rules.filter(|(_, rule)| {
+            let mut here = BTreeSet::new();
+            if !rule.is_understood && rule.action == RuleAction::Accept {
+                covered.insert(Covered::NotUnderstoodAccept);
+            }
+            let matches = self.peers_match("", &rule.matches.peers, peer, peer_pod, &mut here)
+                && ports_match(&rule.matches.ports, server, flow, ingress, &mut here);
+            if matches {
+                covered.extend(here);
+            }
+            matches
+        });
+        let (priority, rule) = matching.next()?;
+        let ties = matching.take_while(|(other, _)| *other == priority).any(|(_, other)| other.action != rule.action);
+        if ties && policies.iter().filter(|policy| policy.priority == priority).count() > 1 {
+            covered.insert(Covered::TieBrokenByName);
+        }
+        if !rule.is_understood {
+            covered.insert(Covered::NotUnderstoodDeny);
+        }
+        Some(rule.action)
     }
 
     fn side(
@@ -189,6 +361,14 @@ impl ClusterObjects {
                 Peer::PodsInNamespaces { namespaces, pods } => {
                     let found = namespace_found(namespaces) && pod.is_some_and(|pod| pods.matches(&pod.labels));
                     (found, Covered::ByPodsInNamespaces)
+                }
+                Peer::Networks(networks) => {
+                    (networks.iter().any(|network| network.contains(&address)), Covered::ByNetwork)
+                }
+                Peer::Nodes(nodes) => {
+                    let found = self.nodes.values().filter(|node| nodes.matches(&node.labels));
+                    let mut addresses = found.flat_map(|node| &node.status_addresses);
+                    (addresses.any(|of_node| *of_node == address), Covered::ByNode)
                 }
                 Peer::IpBlock(block) => {
                     let excepted = block.except.iter().any(|except| except.contains(&address));

@@ -71,3 +71,31 @@ fn only_pods_of_the_node_are_in_its_ruleset() {
     assert!(!text.contains("10.0.2.2 : jump side_"), "{text}");
     assert!(text.contains("tcp dport { 1-2000 }"), "{text}");
 }
+
+#[test]
+fn nft_accepts_the_ruleset_of_tiers() {
+    use penstock_policy::model::RuleAction::{Accept, Deny, Pass};
+    let Some((true, _)) = nft_check("table inet penstock { }\n") else {
+        eprintln!("SKIPPED: `unshare --net nft --check` does not work here (it needs root and nftables)");
+        return;
+    };
+    let egress = vec![
+        ordered(Pass, &["namespaces"], &["tcp/1-1000", "udp/http"]),
+        ordered(Deny, &["networks 10.0.0.0/8 fd00::/8"], &["sctp/7"]),
+        ordered(Accept, &["nodes"], &[]),
+        ClusterRule { is_understood: false, ..ordered(Deny, &[], &[]) },
+    ];
+    let ingress =
+        || vec![ordered(Pass, &["namespaces"], &["tcp/80"]), ordered(Deny, &["namespaces / pods app=web"], &[])];
+    let tiers = [
+        cluster_policy("Admin 1 first", "app=db", ingress(), egress),
+        cluster_policy("Admin 1 second", "app=web", vec![], vec![ordered(Deny, &["networks 0.0.0.0/0"], &[])]),
+        cluster_policy("Baseline 1 last", "", ingress(), vec![ordered(Pass, &["nodes"], &[])]),
+    ];
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
+    engine.apply(example().into_iter().chain(tiers).map(ObjectChange::Set));
+    let text = nft::render(engine.state(), engine.tables());
+    let (accepted, errors) = nft_check(&text).expect("it worked above");
+    assert!(accepted, "{errors}\n{text}");
+    assert!(text.contains("goto next_") && text.contains("@own_node_v4 return"), "{text}");
+}

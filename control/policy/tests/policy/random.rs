@@ -59,7 +59,7 @@ fn some_labels() -> impl Strategy<Value = Labels> {
     prop::collection::vec(pair, 0..3).prop_map(|pairs| pairs.into_iter().collect())
 }
 
-fn some_selector() -> impl Strategy<Value = Selector> {
+fn some_selector() -> impl Strategy<Value = Selector> + Clone {
     let values =
         || subsequence(&VALUES[..], 1..3).prop_map(|all| all.into_iter().map(str::to_owned).collect::<Vec<_>>());
     let test = prop_oneof![
@@ -120,6 +120,52 @@ fn some_rules() -> impl Strategy<Value = Option<Vec<Rule>>> {
     prop::option::weighted(0.7, prop::collection::vec(rule, 0..3))
 }
 
+fn some_cluster_peer(egress: bool) -> BoxedStrategy<Peer> {
+    let of_pods = prop_oneof![
+        some_selector().prop_map(Peer::Namespaces),
+        (some_selector(), some_selector()).prop_map(|(namespaces, pods)| Peer::PodsInNamespaces { namespaces, pods }),
+    ];
+    if !egress {
+        return of_pods.boxed();
+    }
+    let networks = subsequence(&BLOCKS[..], 1..3)
+        .prop_map(|blocks| Peer::Networks(blocks.into_iter().map(|block| block.parse().unwrap()).collect()));
+    let nodes = select(vec!["n1", "n2", ""]).prop_map(|name| {
+        let operator = LabelOperator::In(vec![name.to_owned()]);
+        let named = Selector { requirements: vec![Requirement { key: "name".to_owned(), operator }] };
+        Peer::Nodes(if name.is_empty() { Selector::default() } else { named })
+    });
+    prop_oneof![3 => of_pods, 2 => networks, 2 => nodes].boxed()
+}
+
+fn some_cluster_rules(egress: bool) -> impl Strategy<Value = Vec<ClusterRule>> {
+    let action = prop_oneof![Just(RuleAction::Accept), Just(RuleAction::Deny), Just(RuleAction::Pass)];
+    let peers = prop::collection::vec(some_cluster_peer(egress), 1..3).prop_map(Peers::AnyOf);
+    let rule = (action, peers, some_ports()).prop_map(|(action, peers, ports)| {
+        let ports = if ports == PolicyPorts::AnyOf(Vec::new()) { PolicyPorts::Every } else { ports };
+        ClusterRule { name: None, action, matches: Rule { peers, ports }, is_understood: true }
+    });
+    let narrowed = select(vec![(RuleAction::Accept, Peers::AnyOf(Vec::new())), (RuleAction::Deny, Peers::Every)])
+        .prop_map(|(action, peers)| {
+            let matches = Rule { peers, ports: PolicyPorts::Every };
+            ClusterRule { name: None, action, matches, is_understood: false }
+        });
+    prop::collection::vec(prop_oneof![15 => rule, 1 => narrowed], 0..4)
+}
+
+fn some_cluster_policy() -> impl Strategy<Value = Object> {
+    let tier = prop_oneof![Just(ClusterTier::Admin), Just(ClusterTier::Baseline)];
+    let wide = prop_oneof![Just(Selector::default()), some_selector()];
+    let subject = (wide.clone(), wide).prop_map(|(namespaces, pods)| Subject { namespaces, pods });
+    let rules = (some_cluster_rules(false), some_cluster_rules(true));
+    (select(&["u", "v", "w", "x"][..]), tier, select(vec![0u16, 10, 1000]), subject, rules).prop_map(
+        |(name, tier, priority, subject, (ingress, egress))| {
+            let name = name.to_owned();
+            Object::ClusterNetworkPolicy(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress })
+        },
+    )
+}
+
 fn some_key(names: &'static [&'static str]) -> impl Strategy<Value = ObjectKey> {
     (select(&NAMESPACES[..]), select(names))
         .prop_map(|(namespace, name)| ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
@@ -171,7 +217,7 @@ fn some_object() -> impl Strategy<Value = Object> {
         node("n1", &["192.168.0.1"]),
         node("n2", &["192.168.0.2"]),
     ]);
-    prop_oneof![6 => some_pod(), 4 => policy, 2 => of_namespace, 1 => of_node]
+    prop_oneof![6 => some_pod(), 4 => policy, 2 => of_namespace, 1 => of_node, 5 => some_cluster_policy()]
 }
 
 fn some_change() -> impl Strategy<Value = ObjectChange> {

@@ -5,6 +5,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
 
+use super::cluster_policy;
 use super::fail_closed::{self, Interpretation};
 use crate::ObjectKind;
 use crate::convert::{self, ConversionSettings};
@@ -57,6 +58,15 @@ pub(super) fn network_policy(object: DynamicObject) -> ConvertedObject {
     }
 }
 
+/// ClusterNetworkPolicies are read from JSON: they have no type in the client, and an unknown field must be noticed.
+pub(super) fn cluster_network_policy(object: DynamicObject) -> ConvertedObject {
+    ConvertedObject {
+        reference: ObjectRef::ClusterNetworkPolicy(name(&object.metadata)),
+        version: version(&object.metadata),
+        content: cluster_policy::policy(&object.metadata, object.data.get("spec")),
+    }
+}
+
 fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> Interpretation {
     converted.map_or_else(
         |invalid| {
@@ -64,7 +74,7 @@ fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> 
                 ObjectKind::Namespace => "no namespaceSelector matches it",
                 ObjectKind::Node => "its addresses are not treated as a node's",
                 ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
-                ObjectKind::NetworkPolicy => "it selects nothing",
+                ObjectKind::NetworkPolicy | ObjectKind::ClusterNetworkPolicy => "it selects nothing",
             };
             Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
         },

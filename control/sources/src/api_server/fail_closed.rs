@@ -28,6 +28,11 @@ pub(super) enum Interpretation {
         /// What is not understood, and the consequence.
         problem: String,
     },
+    /// Not usable, and no reading would be safe: the last version that was understood stays.
+    Kept {
+        /// What is not understood, and the consequence.
+        problem: String,
+    },
     /// Not usable: treated as absent.
     Unusable {
         /// What is not understood, and the consequence.
@@ -36,9 +41,9 @@ pub(super) enum Interpretation {
 }
 
 /// A field and its problem.
-type UnsupportedField = (FieldPath, String);
+pub(super) type UnsupportedField = (FieldPath, String);
 
-const UNKNOWN: &str = "is not a field that this version knows";
+pub(super) const UNKNOWN: &str = "is not a field that this version knows";
 
 /// Interprets a policy from its metadata and spec.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
@@ -130,7 +135,7 @@ fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::Netw
 }
 
 /// Deserializes a value as an API type; an unknown field is an error.
-fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, UnsupportedField> {
+pub(super) fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, UnsupportedField> {
     let (read, unknown) = typed::read(value.clone())?;
     match unknown.into_iter().next() {
         Some(field) => Err((field, UNKNOWN.to_owned())),

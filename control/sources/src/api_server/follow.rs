@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::{Stream, StreamExt};
 use kube::api::{ListParams, WatchEvent, WatchParams};
+use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
 use kube::{Api, Client, Resource, ResourceExt};
 use rand::Rng;
 use serde::de::DeserializeOwned;
@@ -30,6 +31,8 @@ use crate::ObjectKind;
 const PAGE: u32 = 500;
 /// Range of the watch timeout sent to the server, in seconds; random, so that connections spread over servers.
 const WATCH_TIME: std::ops::Range<u32> = 240..480;
+/// How often in a row a server must say that it does not serve a kind before its known objects are dropped.
+const ABSENT: u32 = 3;
 /// Pause after a short watch.
 const PAUSE: Duration = Duration::from_millis(200);
 /// The annotation of the bookmark that ends a streamed list (KEP-3157).
@@ -52,6 +55,18 @@ pub(super) struct KindFollower {
     resource_version: Option<String>,
     /// Whether the watch stayed open long enough, or delivered something.
     is_healthy: bool,
+    /// Of a custom kind, the version that is followed.
+    served: Option<ApiResource>,
+    /// Of a custom kind, how often in a row the server said that it does not serve it.
+    absent: u32,
+}
+
+/// A kind that a CustomResourceDefinition defines.
+pub(super) struct CustomKind {
+    /// Its group.
+    pub(super) group: &'static str,
+    /// Its versions, the preferred one first.
+    pub(super) versions: &'static [&'static str],
 }
 
 impl KindFollower {
@@ -64,6 +79,8 @@ impl KindFollower {
             pages: true,
             resource_version: None,
             is_healthy: false,
+            served: None,
+            absent: 0,
         }
     }
 
@@ -71,20 +88,89 @@ impl KindFollower {
     pub(super) async fn run<K: WatchedType>(mut self, api: impl Fn(Client) -> Api<K> + Send, convert: Converter<K>) {
         loop {
             let client = self.shared.client.get();
-            let api = api(client.client.clone());
-            let (start, watches) = (Instant::now(), self.resource_version.is_some());
-            let end = match self.resource_version.clone() {
-                Some(version) => self.watch(&api, &version, convert).await,
-                None if self.streams => self.stream(&api, convert).await,
-                None => self.list(&api, convert).await,
+            if let Err(failure) = self.follow(&api(client.client.clone()), convert).await {
+                self.fail(failure, &client).await;
+            }
+        }
+    }
+
+    /// Follows a kind of a CustomResourceDefinition forever, while the server serves it in one of these versions.
+    pub(super) async fn run_while_served(mut self, kind: CustomKind, convert: Converter<DynamicObject>) {
+        loop {
+            let client = self.shared.client.get();
+            let end = match self.served_version(&kind, &client).await {
+                Ok(Some(resource)) => {
+                    self.absent = 0;
+                    self.follow(&Api::all_with(client.client.clone(), &resource), convert).await
+                }
+                Ok(None) => {
+                    self.not_served(&kind).await;
+                    Ok(())
+                }
+                Err(failure) => Err(failure),
             };
             match end {
+                // The definition has gone, or its version: ask which there are.
+                Err(RequestError::Refused { code: 404, .. }) => (self.served, self.resource_version) = (None, None),
                 Err(failure) => self.fail(failure, &client).await,
-                // It delivered something, but a server that ends each watch quickly must not be asked without a pause.
-                Ok(()) if watches && start.elapsed() < self.timeouts().healthy_after => tokio::time::sleep(PAUSE).await,
                 Ok(()) => {}
             }
         }
+    }
+
+    /// The version to follow: the one followed so far, or the first that the server serves.
+    async fn served_version(
+        &mut self,
+        kind: &CustomKind,
+        client: &CurrentClient,
+    ) -> Result<Option<ApiResource>, RequestError> {
+        for version in kind.versions.iter().filter(|_| self.served.is_none()) {
+            let group_version = format!("{}/{version}", kind.group);
+            let asked = client.client.list_api_group_resources(&group_version);
+            let answer = within(self.timeouts().page, asked).await?;
+            match answer.map_err(|error| RequestError::of(&error, self.kind)) {
+                Ok(resources) if resources.resources.iter().any(|found| found.name == self.kind.resource()) => {
+                    let kind = GroupVersionKind::gvk(kind.group, version, self.kind.name());
+                    tracing::info!("API server: following {} of {group_version}", self.kind.resource());
+                    self.served = Some(ApiResource::from_gvk_with_plural(&kind, self.kind.resource()));
+                    break;
+                }
+                Ok(_) | Err(RequestError::Refused { code: 404, .. }) => {}
+                Err(failure) => return Err(failure),
+            }
+        }
+        Ok(self.served.clone())
+    }
+
+    /// The server does not serve the kind, so there are no objects of it. A server that has just started may not have
+    /// loaded its definitions yet: known objects stay until it has said so several times.
+    async fn not_served(&mut self, kind: &CustomKind) {
+        self.mark_healthy();
+        self.absent += 1;
+        let is_known = self.shared.health.of(self.kind).synced;
+        if !is_known || self.absent == ABSENT {
+            tracing::info!("API server: it does not serve {} of {}", self.kind.resource(), kind.group);
+            self.shared.store().begin_list(self.kind);
+            self.shared.store().end_list(self.kind);
+            self.shared.health.listed(self.kind);
+            self.shared.changed(self.kind);
+        }
+        tokio::time::sleep(self.timeouts().look_again).await;
+    }
+
+    /// Lists or watches once.
+    async fn follow<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
+        let (start, watches) = (Instant::now(), self.resource_version.is_some());
+        match self.resource_version.clone() {
+            Some(version) => self.watch(api, &version, convert).await?,
+            None if self.streams => self.stream(api, convert).await?,
+            None => self.list(api, convert).await?,
+        }
+        // It delivered something, but a server that ends each watch quickly must not be asked without a pause.
+        if watches && start.elapsed() < self.timeouts().healthy_after {
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
     }
 
     /// Lists in pages.
@@ -250,8 +336,10 @@ impl KindFollower {
     fn event(&mut self, version: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
         version.into_iter().for_each(|version| self.advance(version));
-        if is_news {
-            self.shared.changed(self.kind);
+        match is_news {
+            true => self.shared.changed(self.kind),
+            // How much of an object is understood may have changed, and not its meaning.
+            false => self.shared.count(self.kind),
         }
     }
 

@@ -1,10 +1,11 @@
 //! The API server as a source: lists and watches every kind.
 //!
-//! Its own thread follows the four kinds, so that large responses do not delay other work. Known objects stay known while
+//! Its own thread follows the five kinds, so that large responses do not delay other work. Known objects stay known while
 //! the server is unreachable.
 
 mod access;
 mod backoff;
+mod cluster_policy;
 mod converted;
 mod fail_closed;
 mod follow;
@@ -30,7 +31,7 @@ pub use access::{Access, AccessError};
 
 use super::{ObjectKind, SourceHealth};
 use access::RenewableClient;
-use follow::KindFollower;
+use follow::{CustomKind, KindFollower};
 use outages::Outages;
 use store::Store;
 
@@ -38,6 +39,10 @@ use store::Store;
 const GATHER: Duration = Duration::from_millis(3);
 /// Interval of the log message about kinds not yet listed at start.
 const LOG_AWAITED: Duration = Duration::from_secs(10);
+
+/// ClusterNetworkPolicies; v1beta1 is announced with the same schema.
+const CLUSTER_POLICIES: CustomKind =
+    CustomKind { group: "policy.networking.k8s.io", versions: &["v1alpha2", "v1beta1"] };
 
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +78,8 @@ pub struct ApiServerTimeouts {
     /// Between two signs of life of a watch. A server sends a bookmark about once a minute (KEP-956); a watch without is
     /// restarted from its position, which costs little.
     pub silence: Duration,
+    /// Between two looks for a kind that the server does not serve.
+    pub look_again: Duration,
 }
 
 impl Default for ApiServerTimeouts {
@@ -83,6 +90,7 @@ impl Default for ApiServerTimeouts {
             list_pause: Duration::from_secs(10),
             healthy_after: Duration::from_secs(5),
             silence: Duration::from_secs(150),
+            look_again: Duration::from_secs(10),
         }
     }
 }
@@ -108,10 +116,15 @@ impl Shared {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notifies of changes in the store.
-    fn changed(&self, kind: ObjectKind) {
+    /// Reports the numbers of objects.
+    fn count(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
+    }
+
+    /// Notifies of changes in the store.
+    fn changed(&self, kind: ObjectKind) {
+        self.count(kind);
         self.news.notify_one();
     }
 }
@@ -201,6 +214,10 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stop
     tasks.spawn(
         follower(ObjectKind::NetworkPolicy)
             .run(move |client| Api::all_with(client, &policies), converted::network_policy),
+    );
+    tasks.spawn(
+        follower(ObjectKind::ClusterNetworkPolicy)
+            .run_while_served(CLUSTER_POLICIES, converted::cluster_network_policy),
     );
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
     tokio::select! {

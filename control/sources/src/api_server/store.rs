@@ -76,9 +76,10 @@ impl Store {
     /// Adds an object to the list in progress.
     pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
         let ConvertedObject { reference, version, content } = object;
-        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference);
+        let hash_before = before.and_then(|known| known.content_hash);
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content, hash_before);
         let changed = object.filter(|_| before.is_none_or(|known| known.content_hash != content_hash));
         let is_logged = before.is_some_and(|known| known.problem_hash == problem_hash);
         let known = Known { version, content_hash, problem_hash };
@@ -137,7 +138,8 @@ impl Store {
         if before.is_some_and(|known| is_late(version, known.version)) || objects.deleted.is_late(&reference, version) {
             return false;
         }
-        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content);
+        let hash_before = before.and_then(|known| known.content_hash);
+        let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content, hash_before);
         log_problem(&reference, before.and_then(|known| known.problem_hash), problem_hash, problem);
         objects.invalid -= usize::from(before.is_some_and(|known| known.problem_hash.is_some()));
         objects.invalid += usize::from(problem_hash.is_some());
@@ -221,9 +223,11 @@ fn is_late(version: Option<u64>, known: Option<u64>) -> bool {
 
 type Fingerprints = (Option<u64>, Option<u64>, Option<Object>, Option<String>);
 
-/// The fingerprints of content and problem, and both themselves.
-fn fingerprints(hasher: &RandomState, content: Interpretation) -> Fingerprints {
+/// The fingerprints of content and problem, and both themselves. `before` is the fingerprint of the known content, which
+/// may stay.
+fn fingerprints(hasher: &RandomState, content: Interpretation, before: Option<u64>) -> Fingerprints {
     let (object, problem) = match content {
+        Interpretation::Kept { problem } => return (before, Some(hasher.hash_one(&problem)), None, Some(problem)),
         Interpretation::Full(object) => (Some(object), None),
         Interpretation::Restricted { object, problem } => (Some(object), Some(problem)),
         Interpretation::Unusable { problem } => (None, Some(problem)),
@@ -256,7 +260,7 @@ fn rank(change: &ObjectChange) -> u8 {
         ObjectChange::Set(Object::Namespace(_)) => 1,
         ObjectChange::Set(Object::Node(_)) => 2,
         ObjectChange::Set(Object::Pod(_)) => 3,
-        ObjectChange::Set(Object::NetworkPolicy(_)) => 4,
+        ObjectChange::Set(Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_)) => 4,
     }
 }
 

@@ -61,14 +61,19 @@ pub fn node(node: &Node) -> Result<model::Node, FieldError> {
     let at = FieldPathRef::OBJECT;
     let status_at = at.field("status");
     let addresses_at = status_at.field("addresses");
-    let mut addresses = Vec::new();
+    let (mut addresses, mut status_addresses) = (Vec::new(), Vec::new());
     for (i, entry) in node.status.iter().flat_map(|status| &status.addresses).flatten().enumerate() {
         if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
             let entry_at = addresses_at.index(i);
             push_new(&mut addresses, unicast(&entry.address, &entry_at.field("address"))?);
         }
+        // Of the other kinds, most are names.
+        if let Ok(address) = unicast(&entry.address, &addresses_at) {
+            push_new(&mut status_addresses, address);
+        }
     }
-    Ok(model::Node { name, addresses })
+    let labels = super::labels(&node.metadata)?;
+    Ok(model::Node { name, labels, addresses, status_addresses })
 }
 
 /// Converts a Pod.

@@ -106,4 +106,62 @@ pub enum FieldProblem {
         "has podSelector beside namespaceSelector: extensions/v1beta1 takes exactly one, networking.k8s.io/v1 both"
     )]
     OneSelectorInV1Beta1,
+    /// Not exactly one of several fields is set.
+    #[error("sets {set} of {}: set exactly one", .names.join(", "))]
+    NotExactlyOne {
+        /// How many are set.
+        set: usize,
+        /// The fields.
+        names: Vec<&'static str>,
+    },
+    /// A list with too few or too many entries.
+    #[error("has {count} entries: use {least} to {most}")]
+    Entries {
+        /// How many it has.
+        count: usize,
+        /// The fewest.
+        least: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A value that a set has already.
+    #[error("{0:?} is in the list already: remove one")]
+    Repeated(String),
+    /// A text that is too long.
+    #[error("has {characters} characters: use at most {most}")]
+    TooLong {
+        /// Its characters.
+        characters: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A tier that does not exist.
+    #[error("{0:?} is not a tier: use Admin or Baseline")]
+    Tier(String),
+    /// A priority out of range.
+    #[error("{0} is not a priority: use 0 to 1000; lower comes first")]
+    Priority(i64),
+    /// An action that does not exist.
+    #[error("{0:?} is not an action: use Accept, Deny or Pass")]
+    Action(String),
+    /// A range that does not ascend.
+    #[error("start {start} is not below end {end}: for one port use number")]
+    RangeOrder {
+        /// Its start.
+        start: u16,
+        /// Its end.
+        end: u16,
+    },
+    /// A peer that is no pod beside a named port.
+    #[error("cannot stand beside destinationNamedPort, which only pods have: use tcp, udp or sctp with a number")]
+    BesideNamedPort,
+    /// Not a domain name.
+    #[error("{0:?} is not a domain name: write example.org or *.example.org")]
+    DomainName(String),
+    /// Domain names of a rule that does not accept.
+    #[error("is for rules with action Accept only: use networks")]
+    DomainNamesAction,
+    /// Domain names, whose addresses are not followed.
+    #[error("is not supported: use networks")]
+    DomainNamesUnsupported,
 }

@@ -5,6 +5,7 @@
 //! enforce. Nothing is silently narrowed, widened or skipped: what does not convert is an [`FieldError`].
 
 mod cluster;
+mod cluster_policy;
 mod field_error;
 mod names;
 mod path;
@@ -15,6 +16,11 @@ mod v1beta1;
 pub use cluster::ISOLATION_ANNOTATION;
 pub(crate) use cluster::NAME_LABEL;
 pub use cluster::{namespace, node, pod};
+pub use cluster_policy::{ClusterNetworkPolicy, cluster_network_policy};
+pub(crate) use cluster_policy::{
+    EgressRule, IngressRule, Mapping, Strictness, SubjectFields, action, cluster_policy_name, egress_rule,
+    ingress_rule, priority, subject, tier,
+};
 pub use field_error::{FieldError, FieldProblem};
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;

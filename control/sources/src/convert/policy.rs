@@ -137,7 +137,7 @@ fn cidr(text: &str, at: &FieldPathRef<'_>) -> Result<IpNet, FieldError> {
 }
 
 /// Converts a selector. Sorts its requirements, so that equal selectors compare equal.
-fn selector(selector: &LabelSelector, at: &FieldPathRef<'_>) -> Result<Selector, FieldError> {
+pub(super) fn selector(selector: &LabelSelector, at: &FieldPathRef<'_>) -> Result<Selector, FieldError> {
     let mut requirements = Vec::new();
     let labels_at = at.field("matchLabels");
     for (key, value) in selector.match_labels.iter().flatten() {

@@ -92,7 +92,7 @@ pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) 
             Object::Namespace(namespace) => defined.insert(namespace.name.as_str()),
             Object::Pod(pod) => used.insert(pod.key.namespace.as_str()),
             Object::NetworkPolicy(policy) => used.insert(policy.key.namespace.as_str()),
-            Object::Node(_) => continue,
+            Object::Node(_) | Object::ClusterNetworkPolicy(_) => continue,
         };
     }
     let namespace = |name: &&str| {

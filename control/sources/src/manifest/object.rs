@@ -22,11 +22,12 @@ enum ManifestKind {
     Pod,
     NetworkPolicy,
     NetworkPolicyV1Beta1,
+    ClusterNetworkPolicy,
 }
 
 impl ManifestKind {
     fn is_policy(self) -> bool {
-        matches!(self, Self::NetworkPolicy | Self::NetworkPolicyV1Beta1)
+        matches!(self, Self::NetworkPolicy | Self::NetworkPolicyV1Beta1 | Self::ClusterNetworkPolicy)
     }
 }
 
@@ -105,6 +106,13 @@ impl DocumentReader<'_> {
             ("NetworkPolicy", "extensions/v1beta1") => {
                 return unread("networking.k8s.io/v1, or the v1beta1 setting with its own meaning");
             }
+            // v1beta1 is announced with the same schema.
+            ("ClusterNetworkPolicy", "policy.networking.k8s.io/v1alpha2" | "policy.networking.k8s.io/v1beta1") => {
+                ManifestKind::ClusterNetworkPolicy
+            }
+            ("ClusterNetworkPolicy", version) if version.starts_with("policy.networking.k8s.io/") => {
+                return unread("policy.networking.k8s.io/v1alpha2");
+            }
             // Other groups have kinds of the same names. In these groups a wrong version is an error.
             ("Namespace" | "Node" | "Pod" | "", version) if !version.contains('/') => return unread("v1"),
             ("NetworkPolicy", version) if is_policy_group(version) => return unread("networking.k8s.io/v1"),
@@ -126,6 +134,9 @@ impl DocumentReader<'_> {
             }),
             ManifestKind::NetworkPolicyV1Beta1 => self.typed(&tree, kind, |o: &networking::NetworkPolicy| {
                 convert::v1beta1_network_policy(o).map(Object::NetworkPolicy)
+            }),
+            ManifestKind::ClusterNetworkPolicy => self.typed(&tree, kind, |o: &convert::ClusterNetworkPolicy| {
+                convert::cluster_network_policy(o).map(Object::ClusterNetworkPolicy)
             }),
         }?;
         let origin = self.origin(&tree);
@@ -189,7 +200,7 @@ fn is_policy_group(version: &str) -> bool {
 fn describe(tree: &YamlNode) -> String {
     let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or("object");
     let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(YamlNode::as_str);
-    let is_clustered = matches!(kind, "Namespace" | "Node");
+    let is_clustered = matches!(kind, "Namespace" | "Node" | "ClusterNetworkPolicy");
     match (text("namespace"), text("name")) {
         (_, Some(name)) if is_clustered => format!("{kind} {name}"),
         (Some(namespace), Some(name)) => format!("{kind} {namespace}/{name}"),

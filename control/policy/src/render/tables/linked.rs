@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use penstock_dataplane::policy::{AddressBlock, PeerSpec, RuleSet, RuleSpec, RuleTable};
+use penstock_dataplane::policy::{AddressBlock, EndpointPolicy, PeerSpec, RuleSet, RuleSpec, RuleTable, TieredTable};
 use rustc_hash::FxHashMap;
 
-use crate::compile::{EffectivePeers, EffectiveRule};
+use crate::compile::{EffectivePeers, EffectiveRule, TableKey, Tier};
 use crate::model::IpBlock;
 use crate::state::{ClusterState, NAMESPACE_UNKNOWN, PeerSetId};
 
@@ -64,8 +64,8 @@ impl LinkedRules {
         self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
     }
 
-    /// Builds the table.
-    pub(super) fn build(&self, identities: &Identities) -> Arc<RuleTable> {
+    /// Builds the table of a key.
+    pub(super) fn build(&self, key: &TableKey, identities: &Identities) -> EndpointPolicy {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
         for rule in 0..self.rules.len() as u32 {
             self.peers(rule, identities).for_each(|identity| rows.entry(identity).or_default().insert(rule));
@@ -81,7 +81,13 @@ impl LinkedRules {
             }
         }
         let specs: Vec<RuleSpec> = self.rules.iter().map(spec).collect();
-        Arc::new(RuleTable::new(&specs, rows.into_iter().map(|(number, row)| (identity(number), row))))
+        let table = RuleTable::new(&specs, rows.into_iter().map(|(number, row)| (identity(number), row)));
+        if !key.is_tiered() {
+            return EndpointPolicy::Isolated(Arc::new(table));
+        }
+        let admin = self.rules.iter().filter(|rule| rule.source.policy.name().tier() == Tier::Admin).count();
+        let actions = self.rules.iter().map(|rule| rule.source.action());
+        EndpointPolicy::Tiered(Arc::new(TieredTable::new(table, actions, admin as u32, key.isolation.is_some())))
     }
 }
 

@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::{
-    AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope, RuleTable,
+    AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::compile::{self, EffectiveRule, TableKey};
+use crate::compile::{self, Dependencies, EffectiveRule, TableKey};
 use crate::model::PortProtocol;
 use crate::state::{ClusterState, Outdated, PeerSetId, PodId, PodOrNode, Registry};
 
@@ -43,10 +43,12 @@ pub struct Tables {
     identities: Identities,
     by_peer_set: FxHashMap<PeerSetId, FxHashSet<u32>>,
     by_name: FxHashMap<(String, PortProtocol), FxHashSet<u32>>,
+    /// The tables whose rules name nodes.
+    by_nodes: FxHashSet<u32>,
     set: PolicySet,
 }
 
-/// A pod in scope and its tables; `None` where it is not isolated.
+/// A pod in scope and its tables; `None` where no policy applies.
 #[derive(Debug)]
 struct EndpointRecord {
     pod: PodId,
@@ -59,10 +61,9 @@ struct TableRecord {
     key: Arc<TableKey>,
     /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
-    /// The port names that it resolves on peers.
-    names: Vec<(String, PortProtocol)>,
+    dependencies: Dependencies,
     linked: LinkedRules,
-    table: Arc<RuleTable>,
+    table: EndpointPolicy,
 }
 
 /// The work of one update.
@@ -92,6 +93,7 @@ impl Tables {
             identities: Identities::default(),
             by_peer_set: FxHashMap::default(),
             by_name: FxHashMap::default(),
+            by_nodes: FxHashSet::default(),
             set: update.finish(),
         }
     }
@@ -114,8 +116,11 @@ impl Tables {
 
     /// Updates the tables from the state. Returns whether anything changed.
     pub fn update(&mut self, state: &mut ClusterState) -> bool {
-        let Outdated { pods, mut addresses, names } = state.take_outdated();
+        let Outdated { pods, mut addresses, names, nodes } = state.take_outdated();
         let mut pending = PendingUpdate::default();
+        if nodes {
+            pending.to_build.extend(&self.by_nodes);
+        }
         for name in &names {
             pending.to_build.extend(self.by_name.get(name).into_iter().flatten());
         }
@@ -184,15 +189,18 @@ impl Tables {
             Some(table) => table,
             None => {
                 let key = Arc::new(key);
-                let names = compile::names_on_peers(state, &key);
-                let nothing = LinkedRules::default();
-                let table = nothing.build(&self.identities);
-                let (endpoints, linked) = (FxHashSet::default(), nothing);
-                let record = TableRecord { key: key.clone(), endpoints, names: names.clone(), linked, table };
+                let dependencies = compile::dependencies(state, &key);
+                let linked = LinkedRules::default();
+                let (endpoints, table) = (FxHashSet::default(), linked.build(&key, &self.identities));
+                let record =
+                    TableRecord { key: key.clone(), endpoints, dependencies: dependencies.clone(), linked, table };
                 let number = self.tables.insert(key, record);
-                names.into_iter().for_each(|name| {
+                dependencies.names.into_iter().for_each(|name| {
                     self.by_name.entry(name).or_default().insert(number);
                 });
+                if dependencies.nodes {
+                    self.by_nodes.insert(number);
+                }
                 pending.to_build.insert(number);
                 number
             }
@@ -215,7 +223,7 @@ impl Tables {
                 let key = self.tables[*table].key.clone();
                 let record = self.tables.remove(&*key).expect("the table is known by its key");
                 pending.to_build.remove(table);
-                self.forget_names(*table, &record.names);
+                self.forget_dependencies(*table, &record.dependencies);
                 unused.push((*table, record.linked));
             }
         }
@@ -238,16 +246,18 @@ impl Tables {
         }
     }
 
-    fn forget_names(&mut self, table: u32, names: &[(String, PortProtocol)]) {
-        for name in names {
+    fn forget_dependencies(&mut self, table: u32, dependencies: &Dependencies) {
+        for name in &dependencies.names {
             remove(&mut self.by_name, name, table);
         }
+        self.by_nodes.remove(&table);
     }
 
     /// Builds new tables and patches those that contain an added or removed identity.
     fn rebuild(&mut self, pending: &mut PendingUpdate) {
         for table in &pending.to_build {
-            self.tables[*table].table = self.tables[*table].linked.build(&self.identities);
+            let record = &mut self.tables[*table];
+            record.table = record.linked.build(&record.key, &self.identities);
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
         for (identity, peer_set) in self.identities.take_changed() {
@@ -263,7 +273,11 @@ impl Tables {
                 let peer_sets = self.identities.peer_sets(number);
                 (identity(number), if peer_sets.is_empty() { None } else { record.linked.row(peer_sets) })
             });
-            record.table = Arc::new(record.table.with_identities(rows));
+            record.table = match &record.table {
+                EndpointPolicy::Open => unreachable!("a table is never open"),
+                EndpointPolicy::Isolated(table) => EndpointPolicy::Isolated(Arc::new(table.with_identities(rows))),
+                EndpointPolicy::Tiered(tiers) => EndpointPolicy::Tiered(Arc::new(tiers.with_identities(rows))),
+            };
             pending.endpoints.extend(&record.endpoints);
         }
     }
@@ -274,10 +288,8 @@ impl Tables {
         // Drops the set before, so that what it alone referenced is changed in place.
         self.set = PolicySet::default();
         for number in &pending.endpoints {
-            let isolation = |table: Option<u32>| match table {
-                None => EndpointPolicy::Open,
-                Some(table) => EndpointPolicy::Isolated(self.tables[table].table.clone()),
-            };
+            let isolation =
+                |table: Option<u32>| table.map_or(EndpointPolicy::Open, |table| self.tables[table].table.clone());
             let endpoint = self
                 .endpoints
                 .get(*number)
@@ -299,7 +311,12 @@ impl Tables {
         self.set = update.finish();
     }
 
-    /// The effective rules of one direction of a pod; `None` if it is not isolated or not in scope.
+    /// The key of one direction's table of a pod; `None` if no policy applies or the pod is not in scope.
+    pub fn key(&self, pod: PodId, direction: Direction) -> Option<&TableKey> {
+        Some(&self.tables[self.table_of(pod, direction)?].key)
+    }
+
+    /// The effective rules of one direction of a pod; `None` if no policy applies or it is not in scope.
     pub fn rules(&self, pod: PodId, direction: Direction) -> Option<&[EffectiveRule]> {
         Some(&self.tables[self.table_of(pod, direction)?].linked.rules)
     }
@@ -310,7 +327,7 @@ impl Tables {
         self.rules(pod, rule.direction)?.get(rule.rule as usize)
     }
 
-    /// The table number of one direction of a pod, from 0; `None` if it is not isolated or not in scope.
+    /// The table number of one direction of a pod, from 0; `None` if no policy applies or it is not in scope.
     pub fn table_of(&self, pod: PodId, direction: Direction) -> Option<u32> {
         let record = &self.endpoints[self.endpoints.find(&pod)?];
         match direction {

@@ -91,7 +91,12 @@ fn a_list_replaces_all_objects_of_its_kind() {
 fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
     let (mut store, _) = listed([namespace("old", 3)]);
     let node = |name: &str| {
-        let object = Object::Node(Node { name: name.to_owned(), addresses: Vec::new() });
+        let object = Object::Node(Node {
+            name: name.to_owned(),
+            labels: Default::default(),
+            addresses: Vec::new(),
+            status_addresses: Vec::new(),
+        });
         ConvertedObject { reference: object.reference(), version: Some(30), content: Interpretation::Full(object) }
     };
     store.set(ObjectKind::Node, node("y"));
@@ -210,4 +215,25 @@ proptest! {
             .collect();
         prop_assert_eq!(received, expected);
     }
+}
+
+#[test]
+fn content_that_has_no_reading_keeps_the_last_one_that_had() {
+    let kept = |name: &str, version| ConvertedObject {
+        content: Interpretation::Kept { problem: "what it says is not understood".to_owned() },
+        ..namespace(name, version)
+    };
+    let (mut store, first) = listed([namespace("a", 3), kept("b", 3)]);
+    assert_eq!(names(&first), ["+Namespace a"], "b had none");
+    assert!(!store.set(ObjectKind::Namespace, kept("a", 6)));
+    assert_eq!((store.take(), store.count(ObjectKind::Namespace)), (None, (2, 2)));
+    store.begin_list(ObjectKind::Namespace);
+    store.list(ObjectKind::Namespace, kept("a", 9));
+    store.list(ObjectKind::Namespace, kept("b", 9));
+    store.end_list(ObjectKind::Namespace);
+    assert_eq!(store.take(), None, "also by a new list");
+    assert!(!set(&mut store, "a", 5), "of an older version");
+    assert!(set(&mut store, "a", 12));
+    assert_eq!(names(&store.take().unwrap()), ["+Namespace a"]);
+    assert_eq!(store.count(ObjectKind::Namespace), (2, 1));
 }

@@ -1,0 +1,124 @@
+//! Rules of several tiers in one table, evaluated in order.
+
+use std::sync::Arc;
+
+use crate::packet::{Address, Protocol};
+
+use super::peers::Identity;
+use super::rows::RuleSet;
+use super::table::RuleTable;
+
+/// What a rule does with a flow that it matches.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub enum RuleAction {
+    /// Allows it.
+    Accept,
+    /// Denies it.
+    Deny,
+    /// Leaves it to the next tier.
+    Pass,
+}
+
+/// The rules of one direction of an endpoint to which a ClusterNetworkPolicy applies.
+///
+/// The Admin tier's rules come first, in order. Behind them come the NetworkPolicies' rules if these isolate the
+/// endpoint, and the Baseline tier's otherwise: NetworkPolicy decides finally for an endpoint that it isolates, so the
+/// Baseline tier is never reached there. The lowest matching rule decides; a Pass of the Admin tier masks the tier, so
+/// there are at most two lookups of rows that were found once.
+#[derive(Clone, Debug)]
+pub struct TieredTable {
+    table: RuleTable,
+    actions: Arc<[RuleAction]>,
+    /// The number of rules of the Admin tier.
+    admin: u32,
+    is_isolated: bool,
+}
+
+/// The outcome of all tiers, with the number of the rule that decided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum TierOutcome {
+    /// A rule accepts.
+    Accepted(u32),
+    /// A rule denies.
+    Denied(u32),
+    /// NetworkPolicies isolate the endpoint, and none of their rules allows the flow.
+    Isolated,
+    /// NetworkPolicies isolate the endpoint, and the flow is between it and its own node.
+    OwnNode,
+    /// No rule decided.
+    Default,
+}
+
+impl TieredTable {
+    /// Combines a table of all rules with their actions, in the same order. `admin` is the number of rules of the Admin
+    /// tier; `is_isolated` says whether the other rules are NetworkPolicies', which isolate the endpoint.
+    ///
+    /// # Panics
+    ///
+    /// If there is not one action for each rule, or there are fewer rules than in the Admin tier.
+    pub fn new(table: RuleTable, actions: impl IntoIterator<Item = RuleAction>, admin: u32, is_isolated: bool) -> Self {
+        let actions: Arc<[RuleAction]> = actions.into_iter().collect();
+        assert!(actions.len() == table.rules() && admin as usize <= actions.len(), "an action for each rule");
+        Self { table, actions, admin, is_isolated }
+    }
+
+    /// This table with other rules for some identities, as in [`RuleTable::with_identities`].
+    pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, Option<RuleSet>)>) -> Self {
+        Self { table: self.table.with_identities(changes), ..self.clone() }
+    }
+
+    /// All rules, without their actions.
+    pub fn table(&self) -> &RuleTable {
+        &self.table
+    }
+
+    /// Whether the rule is a NetworkPolicy's.
+    pub(super) fn is_of_network_policy(&self, rule: u32) -> bool {
+        self.is_isolated && rule >= self.admin
+    }
+
+    /// Evaluates the tiers in order. `own_node` says whether the peer is the endpoint's own node, which NetworkPolicies
+    /// never cut off.
+    #[inline]
+    pub(super) fn evaluate(
+        &self,
+        identity: u32,
+        peer: Address,
+        protocol: Protocol,
+        port: u16,
+        own_node: bool,
+    ) -> TierOutcome {
+        let rows = self.table.rows(identity, peer, protocol, port);
+        let mut first = self.table.first(rows);
+        if let Some(rule) = first.filter(|rule| *rule < self.admin) {
+            match self.actions[rule as usize] {
+                RuleAction::Accept => return TierOutcome::Accepted(rule),
+                RuleAction::Deny => return TierOutcome::Denied(rule),
+                RuleAction::Pass => first = self.table.first_from(rows, self.admin),
+            }
+        }
+        if self.is_isolated && own_node {
+            return TierOutcome::OwnNode;
+        }
+        match first.map(|rule| (rule, self.actions[rule as usize])) {
+            Some((rule, RuleAction::Accept)) => TierOutcome::Accepted(rule),
+            Some((rule, RuleAction::Deny)) => TierOutcome::Denied(rule),
+            None if self.is_isolated => TierOutcome::Isolated,
+            Some((_, RuleAction::Pass)) | None => TierOutcome::Default,
+        }
+    }
+
+    /// The rules that pass a flow on, in the order of their tiers.
+    pub(super) fn passes(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Vec<u32> {
+        let rows = self.table.rows(identity, peer, protocol, port);
+        let passes = |rule: &u32| self.actions[*rule as usize] == RuleAction::Pass;
+        let first = self.table.first(rows);
+        let in_admin = first.filter(|rule| *rule < self.admin);
+        let next = match in_admin {
+            Some(rule) if !passes(&rule) => None,
+            Some(_) => self.table.first_from(rows, self.admin),
+            None => first,
+        };
+        in_admin.into_iter().chain(next).filter(passes).collect()
+    }
+}
