@@ -203,7 +203,9 @@ impl Player {
                     if is_opened || !policy_verdict.is_allowed() {
                         let rules_hit = rules.of(&snapshot.policy, policy_verdict);
                         rules.hit(rules_hit);
-                        for direction in [Direction::Egress, Direction::Ingress] {
+                        let has_tiers = rules.has_tiers();
+                        let directions = [Direction::Egress, Direction::Ingress];
+                        for direction in directions.into_iter().filter(|_| has_tiers) {
                             rules.passed(&snapshot.policy, snapshot.policy.passes(flow, direction));
                         }
                     }

@@ -28,12 +28,15 @@ pub struct RuleNames {
     by_name: FxHashMap<Arc<str>, RuleId>,
     /// Rule numbers of the current tables; the next tables number them anew.
     by_ref: FxHashMap<RuleRef, RuleId>,
+    /// Whether a rule in force may pass a connection on.
+    has_tiers: bool,
 }
 
 impl RuleNames {
     /// Adds the rules of the policies that are now in force. Keeps those from before.
     pub(super) fn update_rules(&mut self, engine: &Engine) {
         self.by_ref.clear();
+        self.has_tiers = engine.state().cluster_policies().next().is_some();
         let (mut seen, mut seen_in_cluster) = (FxHashSet::default(), FxHashSet::default());
         for pod in engine.tables().pods() {
             for (policy, _) in engine.state().policies_of(pod) {
@@ -95,6 +98,11 @@ impl RuleNames {
         self.connections.push(0);
         self.by_name.insert(Arc::clone(name), id);
         id
+    }
+
+    /// Whether a rule in force may pass a connection on to the next tier.
+    pub(super) fn has_tiers(&self) -> bool {
+        self.has_tiers
     }
 
     /// Counts a connection that these rules passed on to the next tier.

@@ -243,7 +243,7 @@ impl ClusterObjects {
     }
 
     /// The action of the first rule of a tier that matches.
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "those of one direction, and its tier")]
     fn tier(
         &self,
         tier: ClusterTier,
