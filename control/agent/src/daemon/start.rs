@@ -192,7 +192,7 @@ fn ring_size(config: &Config) -> u32 {
     let configured = config.umem.ring_size.entries();
     match config.attach {
         Attach::Xdp => configured,
-        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 4).min(PAIR_RING).max(1).ilog2()),
+        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 4).clamp(1, PAIR_RING).ilog2()),
     }
 }
 
