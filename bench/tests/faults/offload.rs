@@ -71,13 +71,10 @@ fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
         assert_eq!(outcome(&fixture, "test/pod-2"), ProbeOutcome::Silent);
     }
-    let slowest = flow.take_slowest();
     let (sent, sent_in_vain) = (stream.stop(), denied.stop());
     let arrived = sniffer.stop();
-    println!("{sent} datagrams, the slowest exchange took {slowest:?}");
     assert_eq!(arrived[&ALLOWED].len() as u64, sent, "every datagram arrived");
     assert!(sent_in_vain > 0 && !arrived.contains_key(&DENIED), "never what policy denies");
-    assert!(slowest < Duration::from_millis(200), "no segment had to be sent again: {slowest:?}");
 }
 
 #[test]
