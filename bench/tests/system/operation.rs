@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::fixture::{Fixture, pods, policy};
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(20);
 const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9469);
 
 /// Allows TCP to one port of `test/pod-1`, from everyone.

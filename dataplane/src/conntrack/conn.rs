@@ -266,8 +266,9 @@ impl<'t> Conn<'t> {
 
     /// Whether the kernel may have forwarded packets by itself since the last one that a worker did.
     fn was_forwarded_by_kernel(&self, now: Tick) -> bool {
-        // Ticks are coarse: of packets within one it is unknown which was the last.
-        self.table.kernel_age(self.slot, now).is_some_and(|age| age <= self.control.tick().age(now))
+        // Ticks are coarse: of packets within one it is unknown which was the last. And the programs' clock
+        // (CLOCK_MONOTONIC_COARSE) is behind by up to a jiffy, so that theirs may be the tick before.
+        self.table.kernel_age(self.slot, now).is_some_and(|age| age <= self.control.tick().age(now) + 1)
     }
 
     /// Removes it for an allowed packet that [`Update::Opens`] a new one; insert that one then. False if such a packet
