@@ -14,6 +14,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use libbpf_rs::libbpf_sys;
 use nix::mount::{MsFlags, mount};
@@ -143,16 +144,33 @@ impl Pins {
         // Namespaces that are gone cannot clean up after themselves.
         for entry in fs::read_dir(root).into_iter().flatten().flatten().filter(|entry| entry.path() != pins.directory) {
             let others = Self { directory: entry.path(), _lock: None };
+            // Locked: a process of that namespace uses it, and may be about to pin something.
+            let Some(_lock) = others.lock() else { continue };
             others.sweep();
-            // A connection table belongs to links, or to a process that is about to pin some.
-            if others.links().is_empty() && others.lock().is_some() {
+            // A connection table belongs to links.
+            if others.links().is_empty() {
                 others.remove_connection_maps();
             }
             others.close();
         }
         pins.sweep();
-        let lock = pins.lock();
+        let lock = pins.lock_own();
         Ok(Self { _lock: lock, ..pins })
+    }
+
+    /// Makes the directory and locks it, against processes in other namespaces that remove empty ones. `None`: another
+    /// process of this namespace has the lock.
+    fn lock_own(&self) -> Option<Arc<File>> {
+        const ATTEMPTS: u32 = 100;
+        (0..ATTEMPTS).find_map(|attempt| {
+            if attempt > 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            self.make_directory().ok()?;
+            let lock = self.lock()?;
+            let inode = |found: io::Result<fs::Metadata>| found.map(|metadata| metadata.ino()).ok();
+            (inode(lock.metadata()) == inode(fs::metadata(&self.directory))).then_some(lock)
+        })
     }
 
     /// Locks the directory, if no other process has.
