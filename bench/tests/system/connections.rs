@@ -62,6 +62,8 @@ fn publish(scratch: &ScratchDir, manifests: &Path, daemon: &Daemon, yaml: &str) 
     let seen = daemon.log().len();
     scratch.save(&manifests.join("policy.yaml"), yaml.trim_start_matches("---\n")).unwrap();
     daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
+    // With tcx it is in force a grace period later, some milliseconds.
+    std::thread::sleep(Duration::from_millis(200));
 }
 
 /// Settings of a small connection table in a file of the fixture's directory. Mid-stream pickup is off, so that
